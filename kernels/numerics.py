@@ -1,0 +1,88 @@
+"""Device code shared by the casts: amax -> encode factor and scale, block reductions, the saturating cast.
+
+The torch twin of each helper is in ``tritonfp8/reference.py``; they agree to the bit. All amax values are the bits of a
+non-negative float32, held as int32: integers order them with NaN above infinity, so a maximum swallows nothing and an
+atomic maximum on integers is exact in any order.
+"""
+
+import triton
+import triton.language as tl
+
+INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+MANTISSA_MASK: tl.constexpr = tl.constexpr(0x7FFFFF)
+MAX_ENCODE: tl.constexpr = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of ``|x|`` of a float32 tile."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def encode_fp32(bits, QMAX: tl.constexpr, POW2: tl.constexpr):
+    """amax bits -> (encode factor, scale), both float32."""
+    amax = bits.to(tl.float32, bitcast=True)
+    # An amax of 0 becomes QMAX, whose factor is 1.
+    enc = tl.div_rn(tl.full(amax.shape, QMAX, tl.float32), tl.where(bits == 0, QMAX, amax))
+    enc = tl.minimum(enc, MAX_ENCODE)
+    if POW2:
+        enc = (enc.to(tl.int32, bitcast=True) & ~MANTISSA_MASK).to(tl.float32, bitcast=True)
+    finite = bits < INFINITY_BITS
+    scale = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), tl.where(finite, enc, 1.0))
+    nan = float("nan")
+    return tl.where(finite, enc, nan), tl.where(finite, scale, nan)
+
+
+@triton.jit
+def encode_e8m0(bits, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, ROUND_UP: tl.constexpr):
+    """amax bits -> (encode factor float32, scale as a biased exponent in uint8)."""
+    exponent = (bits >> 23) - EMAX
+    if ROUND_UP:
+        exponent += ((bits & MANTISSA_MASK) > QMAX_MANTISSA).to(tl.int32)
+    exponent = tl.maximum(exponent, 0)
+    finite = bits < INFINITY_BITS
+    enc = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(finite, enc, float("nan")), tl.where(finite, exponent, 255).to(tl.uint8)
+
+
+@triton.jit
+def decode_e8m0(scale):
+    """Biased exponents (uint8) -> float32; 0 is the subnormal 2^-127, 255 is NaN."""
+    bits = scale.to(tl.int32)
+    value = tl.where(bits == 0, 0x400000, bits << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits == 255, float("nan"), value)
+
+
+@triton.jit
+def block_amax(bits, R: tl.constexpr, C: tl.constexpr):
+    """``[M, N]`` bits -> ``[M // R, N // C]``, the maximum of each R x C block."""
+    M: tl.constexpr = bits.shape[0]
+    N: tl.constexpr = bits.shape[1]
+    if C == N:
+        rows = tl.max(bits, 1)
+        return tl.max(tl.reshape(rows, (M // R, R)), 1)[:, None] if R > 1 else rows[:, None]
+    elif R == M:
+        cols = tl.max(bits, 0)
+        return tl.max(tl.reshape(cols, (N // C, C)), 1)[None, :] if C > 1 else cols[None, :]
+    else:
+        return tl.max(tl.max(tl.reshape(bits, (M // R, R, N // C, C)), 3), 1)
+
+
+@triton.jit
+def scale_blocks(x, enc, R: tl.constexpr, C: tl.constexpr):
+    """``x [M, N]`` times ``enc [M // R, N // C]``, each factor over its R x C block."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    if (R == 1 or R == M) and (C == 1 or C == N):
+        return x * enc
+    else:
+        blocks = tl.reshape(x, (M // R, R, N // C, C)) * tl.reshape(enc, (M // R, 1, N // C, 1))
+        return tl.reshape(blocks, (M, N))
+
+
+@triton.jit
+def saturate(x, QMAX: tl.constexpr):
+    """Clamp to ``[-QMAX, QMAX]``. Comparisons are false for NaN, which so passes through."""
+    x = tl.where(x > QMAX, QMAX, x)
+    return tl.where(x < -QMAX, -QMAX, x)

@@ -1,0 +1,90 @@
+"""Device code shared by the matrix products: tile order, operand loads, epilogue."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_index(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of the ``tile``-th output tile, in columns of GROUP_M rows so that neighbours share operands in L2."""
+    per_group = GROUP_M * tiles_n
+    first_m = (tile // per_group) * GROUP_M
+    rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = tile % per_group
+    return first_m + within % rows, within // rows
+
+
+@triton.jit
+def load_operand(
+    source, row, k, rows, K, stride_row, stride_k, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr
+):
+    """``[BLOCK_ROWS, BLOCK_K]`` of a K-major operand at ``(row, k)``, zero beyond its bounds."""
+    if TMA:
+        return source.load([row, k])
+    else:
+        offs_row = row + tl.arange(0, BLOCK_ROWS)
+        offs_k = k + tl.arange(0, BLOCK_K)
+        offsets = offs_row.to(tl.int64)[:, None] * stride_row + offs_k.to(tl.int64)[None, :] * stride_k
+        return tl.load(source + offsets, mask=(offs_row < rows)[:, None] & (offs_k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        # NaN stays NaN, as in torch.
+        return tl.where(x < 0.0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    else:
+        return x
+
+
+@triton.jit
+def _store_columns(
+    acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    rows = row + tl.arange(0, acc.shape[0])
+    cols = col + tl.arange(0, acc.shape[1])
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    acc = activate(acc, ACTIVATION)
+    if HAS_RESIDUAL:
+        offsets = rows.to(tl.int64)[:, None] * stride_rm + cols.to(tl.int64)[None, :] * stride_rn
+        acc += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if TMA:
+        out.store([row, col], acc.to(out.dtype))
+    else:
+        pointers = out + rows.to(tl.int64)[:, None] * stride_out + cols[None, :]
+        tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_tile(
+    acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """bias -> activation -> residual -> output dtype -> store, of the whole tile or of one half of its columns at a time.
+
+    Halves need half the shared memory for the store, which leaves room for one more stage of the main loop.
+    """
+    if HALVES:
+        BLOCK_M: tl.constexpr = acc.shape[0]
+        HALF: tl.constexpr = acc.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        _store_columns(
+            left, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA,
+        )  # fmt: skip
+        _store_columns(
+            right, out, bias_ptr, residual_ptr, row, col + HALF, M, N, stride_out, stride_rm, stride_rn,
+            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA,
+        )  # fmt: skip
+    else:
+        _store_columns(
+            acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA,
+        )  # fmt: skip

@@ -1,0 +1,35 @@
+"""FP8, block-scaled and MX training and inference for PyTorch on Triton kernels.
+
+    import tritonfp8
+    report = tritonfp8.convert(model, "rowwise")
+
+The design in one paragraph: a :class:`QuantSpec` says how a tensor is quantized, a :class:`Recipe` which operand of which
+matrix product of a linear layer uses which spec, :func:`convert` makes a model follow a recipe. The ops are in
+:mod:`tritonfp8.ops`, their meaning in :mod:`tritonfp8.reference`.
+"""
+
+from tritonfp8 import recipes
+from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
+from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_matmul
+from tritonfp8.modules import Float8Linear
+from tritonfp8.quantized import Quantized
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConversionReport",
+    "Float8Linear",
+    "QuantSpec",
+    "Quantized",
+    "Recipe",
+    "convert",
+    "dequantize",
+    "quantize",
+    "quantize_both",
+    "recipes",
+    "revert",
+    "scaled_matmul",
+    "swap_recipe",
+]

@@ -1,0 +1,190 @@
+"""convert, swap_recipe, revert: change how a model's linear layers compute, in place.
+
+A layer is converted by changing its class: the module object, its parameters, buffers, hooks and every reference to it
+stay, so optimizers, tied weights and hooks made before go on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from tritonfp8.modules import Float8Linear
+from tritonfp8.recipes import Recipe, get
+
+MIN_FEATURES = 16
+
+Recipes = str | Recipe | Mapping[str, str | Recipe]
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion did; ``str(report)`` is a table.
+
+    Attributes:
+        converted: the recipe of each layer that now follows one, by fully qualified name.
+        skipped: for each other linear layer, why it was left as it was.
+    """
+
+    converted: dict[str, Recipe]
+    skipped: dict[str, str]
+
+    def __str__(self) -> str:
+        rows = [(name, recipe.name) for name, recipe in self.converted.items()]
+        rows += [(name, f"skipped: {reason}") for name, reason in self.skipped.items()]
+        width = max((len(name) for name, _ in rows), default=0)
+        lines = [f"{name:<{width}}  {what}" for name, what in rows]
+        return "\n".join([*lines, f"{len(self.converted)} converted, {len(self.skipped)} skipped"])
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _why_unfit(module: nn.Linear) -> str | None:
+    """Why a layer cannot be converted at all, or None."""
+    if type(module) is nn.Linear:
+        return None
+    if nn.utils.parametrize.is_parametrized(module):
+        return "parametrized: its weight is computed and not a parameter"
+    return f"a subclass of nn.Linear ({type(module).__name__}), which may compute something else"
+
+
+def _default_reason(module: nn.Linear) -> str | None:
+    small = [
+        f"{name}={value}" for name in ("in_features", "out_features") if (value := getattr(module, name)) < MIN_FEATURES
+    ]
+    return f"{' and '.join(small)} below {MIN_FEATURES}" if small else None
+
+
+def _skip_reason(module: nn.Linear, name: str, filter: Filter | None) -> str | None:
+    if reason := _why_unfit(module):
+        return reason
+    if filter is None:
+        return _default_reason(module)
+    return None if filter(module, name) else "the filter returned False"
+
+
+class _Choice:
+    """Which recipe a name gets, and which patterns were of use."""
+
+    def __init__(self, recipe: Recipes) -> None:
+        self.recipes = {p: get(r) for p, r in recipe.items()} if isinstance(recipe, Mapping) else {"*": get(recipe)}
+        self.is_mapping = isinstance(recipe, Mapping)
+        self.used: set[str] = set()
+        if not self.recipes:
+            raise ValueError("the mapping of patterns to recipes is empty: name at least one pattern")
+
+    def of(self, name: str) -> Recipe | None:
+        for pattern, recipe in self.recipes.items():
+            if fnmatchcase(name, pattern):
+                self.used.add(pattern)
+                return recipe
+        return None
+
+    def check_all_used(self, names: list[str]) -> None:
+        unused = [p for p in self.recipes if p not in self.used]
+        if unused and self.is_mapping:
+            raise ValueError(
+                f"{', '.join(map(repr, unused))} decided the recipe of no layer: it matches none, or an earlier pattern "
+                f"takes them all (the first match wins). Layers: {', '.join(names) or 'none'}"
+            )
+
+
+def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> ConversionReport:
+    """Make the model's linear layers follow a recipe, in place.
+
+    Every ``nn.Parameter`` object and every key of the state_dict stays, as do hooks and references to the layers. The
+    model may be on the meta device. Nothing is changed if an error is raised.
+
+    Args:
+        model: any module; it may be an ``nn.Linear`` itself.
+        recipe: a name, a :class:`~tritonfp8.Recipe`, or a mapping of shell-style patterns of fully qualified names
+            (``"*.mlp.*"``) to either; the first pattern that matches decides, and layers that none matches are skipped.
+        filter: ``filter(module, fqn) -> bool``, whether to convert an ``nn.Linear``. The default converts all but those
+            with fewer than 16 in or out features. Subclasses of ``nn.Linear`` are never converted: their forward may
+            differ, or be bypassed by the module around them.
+
+    Returns:
+        A :class:`ConversionReport`.
+
+    Raises:
+        ValueError: the model is converted already, nothing was converted, a pattern decided no layer, or an unknown recipe.
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+    choice = _Choice(recipe)
+    converted: dict[str, Recipe] = {}
+    skipped: dict[str, str] = {}
+    modules: dict[str, nn.Linear] = {}
+    for name, module in _linears(model):
+        if isinstance(module, Float8Linear):
+            raise ValueError(
+                f"{name or 'the model'} is converted already: use tritonfp8.swap_recipe to change the recipe, or "
+                "tritonfp8.revert first"
+            )
+        reason = _skip_reason(module, name, filter)
+        chosen = None if reason else choice.of(name)
+        if reason or chosen is None:
+            skipped[name] = reason or "no pattern matched"
+        else:
+            converted[name], modules[name] = chosen, module
+    choice.check_all_used([*modules, *(n for n, r in skipped.items() if r == "no pattern matched")])
+    report = ConversionReport(converted, skipped)
+    if not converted:
+        raise ValueError(f"nothing was converted: {'the model has no nn.Linear' if not skipped else report}")
+    for name, module in modules.items():
+        module.__class__ = Float8Linear
+        module.recipe = converted[name]  # type: ignore[assignment]
+    return report
+
+
+def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
+    """Change the recipe of a converted model's layers, in place. Parameters stay; an equal recipe recompiles nothing.
+
+    Args:
+        model: a converted model.
+        recipe: as for :func:`convert`; layers that no pattern matches keep theirs, and the report calls them skipped.
+
+    Raises:
+        ValueError: the model has no converted layer, a pattern decided no layer, or an unknown recipe.
+    """
+    choice = _Choice(recipe)
+    layers = {name: module for name, module in _linears(model) if isinstance(module, Float8Linear)}
+    if not layers:
+        raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+    chosen = {name: choice.of(name) for name in layers}
+    choice.check_all_used(list(layers))
+    for name, module in layers.items():
+        # The same object where the recipe is equal: whatever was compiled for it stays valid.
+        if (new := chosen[name]) is not None and new != module.recipe:
+            module.recipe = new
+    return ConversionReport(
+        {name: recipe for name, recipe in chosen.items() if recipe is not None},
+        {name: "no pattern matched" for name, recipe in chosen.items() if recipe is None},
+    )
+
+
+def revert(model: nn.Module) -> list[str]:
+    """Undo :func:`convert`, in place: every layer is an ``nn.Linear`` again, with the same parameters.
+
+    Returns:
+        The names of the layers that were changed back.
+
+    Raises:
+        ValueError: the model has no converted layer.
+    """
+    layers = {name: module for name, module in _linears(model) if type(module) is Float8Linear}
+    if not layers:
+        raise ValueError("the model has no converted layer: there is nothing to revert")
+    for module in layers.values():
+        del module.recipe
+        module.__class__ = nn.Linear
+    return list(layers)

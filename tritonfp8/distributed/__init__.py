@@ -1,0 +1,1 @@
+"""Sharding rules and FP8 collectives. The core never imports this subpackage."""

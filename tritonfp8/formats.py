@@ -1,0 +1,70 @@
+"""Number formats: the one place where a low-precision element or scale format is defined.
+
+A format is a row of a table. Everything else takes its numbers (``qmax``, ``emax``, the torch dtype) from here, so a new
+format is a new row and no new branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """An 8-bit floating-point element format (OCP "8-bit Floating Point Specification", rev. 1.0).
+
+    Attributes:
+        name: the name a :class:`~tritonfp8.QuantSpec` and the ops use.
+        dtype: the torch storage dtype.
+        qmax: the largest finite magnitude.
+        emax: exponent of ``qmax``, i.e. ``floor(log2(qmax))``.
+        qmax_mantissa: the 23 fraction bits of ``qmax`` written as an IEEE float32; with ``emax`` it decides the
+            round-up scale rule in integer arithmetic.
+        nan: the byte stored for NaN. Both formats have several; we store one, so that bytes compare.
+    """
+
+    name: str
+    dtype: torch.dtype
+    qmax: float
+    emax: int
+    qmax_mantissa: int
+    nan: int
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """How the scale of a block is stored.
+
+    Attributes:
+        name: the name a :class:`~tritonfp8.QuantSpec` and the ops use.
+        dtype: the torch storage dtype.
+        roundings: the scale roundings that this format can hold.
+        exponent_only: whether a scale is one byte of exponent, biased by 127, with 255 for NaN.
+    """
+
+    name: str
+    dtype: torch.dtype
+    roundings: tuple[str, ...]
+    exponent_only: bool
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 8, 0x600000, 0x7F),
+        "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 15, 0x600000, 0x7F),
+    }
+)
+
+SCALE_FORMATS: Mapping[str, ScaleFormat] = MappingProxyType(
+    {
+        "fp32": ScaleFormat("fp32", torch.float32, ("none", "pow2"), False),
+        "e8m0": ScaleFormat("e8m0", torch.float8_e8m0fnu, ("pow2", "floor"), True),
+    }
+)
+
+HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What a matrix product may return and a linear layer may compute in."""

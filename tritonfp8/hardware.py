@@ -1,0 +1,65 @@
+"""What a device can do, by ability and not by name."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What the package asks of a device.
+
+    Attributes:
+        name: the device's own name.
+        capability: CUDA compute capability, None on a CPU.
+        has_fp8_mma: FP8 tensor cores and FP8 conversions (sm_89 and later). Without them the reference runs.
+        has_tma: the bulk tensor copy engine (sm_90 and later).
+        has_native_mx: tensor cores that multiply MX data (sm_100 and later, except sm_12x which Triton emulates).
+        num_sms: streaming multiprocessors.
+        max_shared_bytes: shared memory a block may take.
+    """
+
+    name: str
+    capability: tuple[int, int] | None
+    has_fp8_mma: bool
+    has_tma: bool
+    has_native_mx: bool
+    num_sms: int
+    max_shared_bytes: int
+
+
+# A few programs and the shared memory of a Hopper block: what Triton's interpreter runs as on a CPU.
+CPU = Abilities("cpu", None, False, False, False, 4, 232448)
+
+
+def abilities(device: torch.device | str | int) -> Abilities:
+    """Abilities of ``device``; warns once for a CUDA device too old for FP8."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return CPU
+    return _cuda_abilities(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_abilities(index: int) -> Abilities:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    if capability < (8, 9):
+        warnings.warn(
+            f"{properties.name} (sm_{capability[0]}{capability[1]}) has no FP8 tensor cores (sm_89 and later have): "
+            "tritonfp8 runs its float32 reference there, right but slow.",
+            stacklevel=3,
+        )
+    return Abilities(
+        name=properties.name,
+        capability=capability,
+        has_fp8_mma=capability >= (8, 9),
+        has_tma=capability >= (9, 0),
+        has_native_mx=capability[0] == 10,
+        num_sms=properties.multi_processor_count,
+        max_shared_bytes=properties.shared_memory_per_block_optin,
+    )

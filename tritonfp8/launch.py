@@ -1,0 +1,345 @@
+"""Validate, allocate, choose a configuration, launch: the Triton twin of each function in :mod:`tritonfp8.reference`.
+
+On CPU tensors the kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which is how they are tested without a
+GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tritonfp8 import hardware, tuning
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.kernels import block_scaled_matmul as block_kernels
+from tritonfp8.kernels import quantize as quantize_kernels
+from tritonfp8.kernels import scaled_matmul as matmul_kernels
+from tritonfp8.kernels.configs import MatmulConfig
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, empty_scale, matmul_family, scale_shape, transposed
+
+MAX_ROW_IN_TILE = 16384
+TILE_ELEMENTS = 8192
+TMA_ALIGNMENT = 16
+MAX_TMA_STRIDE = 2**40
+
+Block = Sequence[int]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[..., K]`` as ``[rows, K]``."""
+    return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
+
+
+def _is_folded(x: Tensor, block: Block) -> bool:
+    """Whether the blocks of ``x`` are those of ``x`` folded to 2-D: no block of several rows crosses a matrix."""
+    return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
+
+
+class _Tile(NamedTuple):
+    m: int
+    n: int
+    warps: int
+
+
+def _tile(m: int, n: int, block: Block | None, block_t: Block | None) -> _Tile:
+    """Tile of a cast of ``x [m, n]``; both blocks in the coordinates of ``x``."""
+    if block_t is None and block == (1, -1) and n <= MAX_ROW_IN_TILE:
+        width = max(triton.next_power_of_2(n), 128)
+        return _Tile(max(1, TILE_ELEMENTS // 2 // width), width, 4 if width <= 4096 else 8)
+    if block_t is None and block is not None and block[0] <= 1:
+        return _Tile(32, 128, 4)
+    return _Tile(128, 128, 8)
+
+
+def _fits(block: Block, tile: _Tile, m: int, n: int) -> bool:
+    return (block[0] != -1 or m <= tile.m) and (block[1] != -1 or n <= tile.n)
+
+
+def _grid(tile: _Tile, m: int, n: int) -> tuple[int]:
+    return (triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
+
+
+def _amax_bits(x: Tensor, block: Block | None, block_t: Block | None) -> tuple[Tensor | None, Tensor | None]:
+    """amax bits of ``x [m, n]`` for one or two blocks (in the coordinates of ``x``), in one pass."""
+    m, n = x.shape
+    outs = [None if b is None else x.new_zeros(scale_shape((m, n), b), dtype=torch.int32) for b in (block, block_t)]
+    if m and n:
+        tile = _Tile(128, 128, 8)
+        sides = [x if out is None else out for out in outs]
+        quantize_kernels.amax_kernel[_grid(tile, m, n)](
+            x, *sides, m, n, *x.stride(),
+            *sides[0].shape, *sides[0].stride(), *sides[1].shape, *sides[1].stride(),
+            *(block or (1, 1)), *(block_t or (1, 1)), block is not None, block_t is not None,
+            tile.m, tile.n, num_warps=tile.warps,
+        )  # fmt: skip
+    return outs[0], outs[1]
+
+
+def amax(x: Tensor, block: Block) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.amax`."""
+    if not _is_folded(x, block):
+        return torch.stack([amax(matrix, block) for matrix in x])
+    bits, _ = _amax_bits(_rows(x), tuple(block), None)
+    assert bits is not None
+    return bits.view(torch.float32).reshape(scale_shape(x.shape, block))
+
+
+class _Side(NamedTuple):
+    """One result of a cast: tensors and strides in the coordinates of ``x``."""
+
+    qdata: Tensor
+    scale: Tensor
+    amax_bits: Tensor | None
+    block: tuple[int, int]
+    format: str
+    scale_format: str
+    scale_rounding: str
+
+    def runtime_args(self) -> list[int]:
+        amax = self.scale if self.amax_bits is None else self.amax_bits
+        return [*self.scale.shape, *self.qdata.stride(), *self.scale.stride(), *amax.stride()]
+
+    def tensors(self) -> list[Tensor]:
+        scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.scale_format].exponent_only else self.scale
+        return [self.qdata, scale, scale if self.amax_bits is None else self.amax_bits]
+
+    def constants(self) -> list[object]:
+        fmt = FORMATS[self.format]
+        pow2 = self.scale_rounding == "pow2"
+        exponent_only = SCALE_FORMATS[self.scale_format].exponent_only
+        return [*self.block, fmt.qmax, fmt.emax, fmt.qmax_mantissa, exponent_only, pow2, self.amax_bits is not None]
+
+
+def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
+    """Fill one or two sides from ``x [m, n]``; computes the amax that a tile cannot see whole."""
+    m, n = x.shape
+    given = side or side_t
+    assert given is not None
+    tile = _tile(m, n, side and side.block, side_t and side_t.block)
+    if not (m and n):
+        # Nothing to read: amax is 0, and a tile that is all mask writes the scales of whole dims.
+        tile = _Tile(128, 128, 8)
+    missing = [
+        s.block if s is not None and s.amax_bits is None and not _fits(s.block, tile, m, n) else None
+        for s in (side, side_t)
+    ]
+    if missing[0] is not None and missing[0] == missing[1]:
+        bits, _ = _amax_bits(x, missing[0], None)
+        found: tuple[Tensor | None, Tensor | None] = (bits, bits)
+    elif any(missing):
+        found = _amax_bits(x, *missing)
+    else:
+        found = (None, None)
+    side, side_t = (
+        s if bits is None or s is None else s._replace(amax_bits=bits)
+        for s, bits in zip((side, side_t), found, strict=True)
+    )
+    first, second = side or given, side_t or given
+    quantize_kernels.quantize_kernel[(max(1, _grid(tile, m, n)[0]),)](
+        x, *first.tensors(), *second.tensors(), m, n, *x.stride(), *first.runtime_args(), *second.runtime_args(),
+        *first.constants(), *second.constants(), side is not None, side_t is not None,
+        tile.m, tile.n, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _side(
+    x: Tensor, format: str, block: Block, scale_format: str, scale_rounding: str, transpose: bool, amax: Tensor | None
+) -> tuple[_Side, Tensor, Tensor]:
+    """Allocate one result of casting ``x [m, n]``: the side, and its tensors as the caller gets them."""
+    shape = x.shape[::-1] if transpose else x.shape
+    qdata = torch.empty(shape, dtype=FORMATS[format].dtype, device=x.device)
+    scale = empty_scale(shape, block, scale_format, x.device)
+    bits = None if amax is None else amax.reshape(scale.shape).view(torch.int32)
+    block = (block[0], block[1])
+    if transpose:
+        side = _Side(
+            qdata.t(),
+            scale.t(),
+            None if bits is None else bits.t(),
+            transposed(block),
+            format,
+            scale_format,
+            scale_rounding,
+        )
+    else:
+        side = _Side(qdata, scale, bits, block, format, scale_format, scale_rounding)
+    return side, qdata, scale
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    block: Block,
+    scale_format: str,
+    scale_rounding: str,
+    transpose: bool = False,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the twin of :func:`tritonfp8.reference.quantize`."""
+    if not _is_folded(x, block):
+        amaxes = [None] * len(x) if amax is None else amax
+        pairs = [
+            quantize(m, format, block, scale_format, scale_rounding, False, a) for m, a in zip(x, amaxes, strict=True)
+        ]
+        return torch.stack([q for q, _ in pairs]), torch.stack([s for _, s in pairs])
+    matrix = _rows(x)
+    side, qdata, scale = _side(matrix, format, block, scale_format, scale_rounding, transpose, amax)
+    _quantize(matrix, None if transpose else side, side if transpose else None)
+    if x.ndim == 2:
+        return qdata, scale
+    return qdata.view(x.shape), scale.view(scale_shape(x.shape, block))
+
+
+def quantize_both(
+    x: Tensor,
+    format: str,
+    block: Block,
+    scale_format: str,
+    scale_rounding: str,
+    format_t: str,
+    block_t: Block,
+    scale_format_t: str,
+    scale_rounding_t: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the twin of :func:`tritonfp8.reference.quantize_both`."""
+    side, qdata, scale = _side(x, format, block, scale_format, scale_rounding, False, None)
+    side_t, qdata_t, scale_t = _side(x, format_t, block_t, scale_format_t, scale_rounding_t, True, None)
+    _quantize(x, side, side_t)
+    return qdata, scale, qdata_t, scale_t
+
+
+def dequantize(
+    qdata: Tensor, scale: Tensor, format: str, block: Block, scale_format: str, scale_rounding: str, dtype: torch.dtype
+) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.dequantize`."""
+    if not _is_folded(qdata, block):
+        parts = zip(qdata, scale, strict=True)
+        return torch.stack([dequantize(q, s, format, block, scale_format, scale_rounding, dtype) for q, s in parts])
+    q = _rows(qdata)
+    exponent_only = SCALE_FORMATS[scale_format].exponent_only
+    s = (scale.view(torch.uint8) if exponent_only else scale).reshape(scale_shape(q.shape, block))
+    m, n = q.shape
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    tile = _Tile(64, 128, 4)
+    if m and n:
+        quantize_kernels.dequantize_kernel[_grid(tile, m, n)](
+            q, s, out, m, n, *q.stride(), *s.stride(), *block, exponent_only, tile.m, tile.n, num_warps=tile.warps
+        )
+    return out.view(qdata.shape)
+
+
+def has_tma_layout(x: Tensor) -> bool:
+    """Whether the copy engine can address this matrix: rows contiguous, storage and row stride 16-byte aligned, not empty."""
+    stride = x.stride(0) * x.element_size()
+    return (
+        x.stride(1) == 1
+        and x.data_ptr() % TMA_ALIGNMENT == 0
+        and stride % TMA_ALIGNMENT == 0
+        and 0 < stride < MAX_TMA_STRIDE
+        and x.numel() > 0
+    )
+
+
+def _matmul_constants(
+    family: str, a_format: str, a_block: Block, b_format: str, b_block: Block, config: MatmulConfig, accumulation: str
+) -> dict[str, object]:
+    """The compile-time arguments that only one family has."""
+    if family == "epilogue":
+        # The tensor core adds up 2^30 elements by itself: a whole K.
+        return {"PROMOTE_EVERY": min(config.block_k, 128) if accumulation == "precise" else None}
+    if family == "blockwise":
+        return {"A_ROWS": a_block[0], "B_ROWS": b_block[0], "SCALE_K": BLOCK_1X128[1]}
+    return {"A_FORMAT": a_format, "B_FORMAT": b_format, "SCALE_K": BLOCK_1X32[1]}
+
+
+_KERNELS = {
+    "epilogue": matmul_kernels.scaled_matmul_kernel,
+    "blockwise": block_kernels.block_scaled_matmul_kernel,
+    "mx": block_kernels.mx_matmul_kernel,
+}
+
+
+def _scale_strides(family: str, scale: Tensor) -> list[int]:
+    if family == "epilogue":
+        return [scale.stride(0) if scale.shape[0] > 1 else 0]
+    return list(scale.stride())
+
+
+def scaled_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_format: str,
+    a_block: Block,
+    a_scale_format: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    b_block: Block,
+    b_scale_format: str,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulation: str,
+    *,
+    config: MatmulConfig | None = None,
+    tma: bool | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.scaled_matmul`.
+
+    Args:
+        config: use this configuration, not the chosen one.
+        tma: use the copy engine or not, where the operands' layout allows it; by default what the device has.
+        out: write here, ``[M, N]`` contiguous.
+    """
+    device = hardware.abilities(a.device)
+    family = matmul_family(a_block, b_block)
+    (m, k), n = a.shape, b.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if not (m and n):
+        return out
+    if config is None:
+        config = tuning.choose(family, accumulation, m, n, out.element_size(), device)
+    tma = device.has_tma if tma is None else tma
+    tma_operands = tma and has_tma_layout(a) and has_tma_layout(b)
+    tma_out = tma and has_tma_layout(out)
+    out_columns = config.block_n // 2 if config.halves else config.block_n
+    operands: list[object] = [a, b]
+    if tma_operands:
+        operands = [
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, config.block_k])
+            for x, rows in ((a, config.block_m), (b, config.block_n))
+        ]
+    target = TensorDescriptor(out, [m, n], [n, 1], [config.block_m, out_columns]) if tma_out else out
+    exponents = SCALE_FORMATS[a_scale_format].exponent_only
+    a_scale, b_scale = (s.view(torch.uint8) if exponents else s for s in (a_scale, b_scale))
+    grid = (
+        min(device.num_sms * config.blocks_per_sm, triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)),
+    )
+    _KERNELS[family][grid](
+        *operands, target, a_scale, b_scale, bias, residual, m, n, k,
+        *a.stride(), *b.stride(), out.stride(0), *((0, 0) if residual is None else residual.stride()),
+        *_scale_strides(family, a_scale), *_scale_strides(family, b_scale),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        **_matmul_constants(family, a_format, a_block, b_format, b_block, config, accumulation),
+        HAS_BIAS=bias is not None, ACTIVATION=activation, HAS_RESIDUAL=residual is not None,
+        TMA=tma_operands, TMA_OUT=tma_out, HALVES=config.halves, FLATTEN=config.flatten,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def product_kind(a_block: Block, device: torch.device) -> str:
+    """What a product of operands with this block runs on: a key of :data:`tritonfp8.counting.KINDS`."""
+    abilities = hardware.abilities(device)
+    if not abilities.has_fp8_mma:
+        return "reference"
+    return "emulated" if tuple(a_block) == BLOCK_1X32 and not abilities.has_native_mx else "fp8"

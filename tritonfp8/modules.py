@@ -1,0 +1,45 @@
+"""Float8Linear: nn.Linear with a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tritonfp8.functional import linear
+from tritonfp8.recipes import Recipe, get
+
+
+class Float8Linear(nn.Linear):
+    """``nn.Linear`` whose three GEMMs follow a recipe: same parameters, same state_dict keys, same initialization.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as ``nn.Linear``.
+        recipe: a name or a :class:`~tritonfp8.Recipe`.
+
+    Input ``[..., in_features]``, output ``[..., out_features]``. See :func:`tritonfp8.functional.linear` for dtypes, for
+    what is saved for backward, in bytes, and for errors.
+    """
+
+    recipe: Recipe
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        recipe: str | Recipe = "rowwise",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = get(recipe)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.T + bias`` by the recipe."""
+        return linear(input, self.weight, self.bias, self.recipe)
+
+    def extra_repr(self) -> str:
+        """The fields of ``nn.Linear`` and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name!r}"

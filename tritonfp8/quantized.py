@@ -1,0 +1,104 @@
+"""Quantized: 8-bit data with its scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs import QuantSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A quantized tensor: ``dequantized = float32(qdata) * float32(scale)``, the scale broadcast over its block.
+
+    A frozen container and a pytree node, not a Tensor subclass: it crosses ``torch.compile``, checkpointing and
+    ``tree_map`` as its two tensors.
+
+    Invariants:
+        - ``qdata.dtype`` is the torch dtype of ``spec.format``, ``scale.dtype`` that of ``spec.scale_format``.
+        - ``scale.ndim == qdata.ndim`` and ``scale.shape[i] == ceil(qdata.shape[i] / block[i])``, where a block entry
+          of -1 is the whole dimension (1 scale, also of an empty dimension).
+        - ``scale`` multiplies to dequantize. A NaN scale marks a block that held a NaN or an infinity.
+
+    Attributes:
+        qdata: the 8-bit elements, in the shape of the tensor that was quantized.
+        scale: one scale a block.
+        spec: how both were made.
+
+    Raises:
+        ValueError: the tensors break an invariant.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    spec: QuantSpec
+
+    def __post_init__(self) -> None:
+        for name, tensor, dtype in (
+            ("qdata", self.qdata, FORMATS[self.spec.format].dtype),
+            ("scale", self.scale, SCALE_FORMATS[self.spec.scale_format].dtype),
+        ):
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name} of a {self.spec} tensor must be {dtype}; got {tensor.dtype}")
+        expected = self.spec.scale_shape(self.qdata.shape)
+        if tuple(self.scale.shape) != expected:
+            raise ValueError(
+                f"scale of a {self.spec} tensor of shape {tuple(self.qdata.shape)} must have shape {expected}; "
+                f"got {tuple(self.scale.shape)}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor that was quantized."""
+        return self.qdata.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the tensor that was quantized."""
+        return self.qdata.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data lies."""
+        return self.qdata.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales together."""
+        return int(self.qdata.nbytes + self.scale.nbytes)
+
+    def __repr__(self) -> str:
+        return f"Quantized({self.spec}, shape={tuple(self.shape)}, device={str(self.device)!r})"
+
+
+def _flatten(q: Quantized) -> tuple[list[torch.Tensor], QuantSpec]:
+    return [q.qdata, q.scale], q.spec
+
+
+def _flatten_with_keys(q: Quantized) -> tuple[list[tuple[pytree.KeyEntry, torch.Tensor]], QuantSpec]:
+    return [(pytree.GetAttrKey("qdata"), q.qdata), (pytree.GetAttrKey("scale"), q.scale)], q.spec
+
+
+def _unflatten(children: Any, spec: QuantSpec) -> Quantized:
+    # tree_map may put anything in the leaves (shapes, None, futures), so the invariants are not checked here.
+    q = object.__new__(Quantized)
+    qdata, scale = children
+    for name, value in (("qdata", qdata), ("scale", scale), ("spec", spec)):
+        object.__setattr__(q, name, value)
+    return q
+
+
+pytree.register_pytree_node(
+    Quantized,
+    _flatten,
+    _unflatten,
+    serialized_type_name="tritonfp8.Quantized",
+    flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=lambda spec: spec.to_dict(),
+    from_dumpable_context=lambda data: QuantSpec(**data),
+)

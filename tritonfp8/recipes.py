@@ -1,0 +1,315 @@
+"""Recipes: which operand of which matrix product of a linear layer is quantized how. Data, not code.
+
+A linear layer of ``weight [N, K]`` on ``input [M, K]`` runs three matrix products (GEMMs). Each is written here as
+``lhs [., C] @ rhs [., C].T`` with the contraction ``C`` last in both operands, the layout in which FP8 tensor cores
+read them, and each operand's spec is that of this layout:
+
+    output      [M, N] = input         [M, K] @ weight  [N, K].T        contraction K
+    grad_input  [M, K] = grad_output   [M, N] @ weight.T [K, N].T       contraction N
+    grad_weight [N, K] = grad_output.T [N, M] @ input.T  [K, M].T       contraction M
+
+``Q[...]`` in the docstrings below is :func:`tritonfp8.quantize` with the spec named in the brackets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tomli_w
+
+from tritonfp8.specs import (
+    ACCUMULATIONS,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    ROWWISE,
+    QuantSpec,
+    matmul_family,
+    require,
+)
+
+GEMMS = ("output", "grad_input", "grad_weight")
+OPERANDS = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight.T"),
+    "grad_weight": ("grad_output.T", "input.T"),
+}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matrix product ``lhs [., C] @ rhs [., C].T``: the specs of its operands, both None for high precision.
+
+    Attributes:
+        lhs: spec of the left operand, or None.
+        rhs: spec of the right operand, or None.
+        accumulation: ``"precise"`` (fp32 promotion at least every 128 of the contraction) or ``"fast"`` (the tensor
+            core's own accumulator).
+
+    Raises:
+        ValueError: only one operand is quantized, no kernel multiplies the two specs, or an unknown accumulation.
+    """
+
+    lhs: QuantSpec | None = None
+    rhs: QuantSpec | None = None
+    accumulation: str = "precise"
+
+    def __post_init__(self) -> None:
+        require("accumulation", self.accumulation, ACCUMULATIONS)
+        if (self.lhs is None) != (self.rhs is None):
+            raise ValueError(f"a GEMM needs both operands quantized or neither; got lhs={self.lhs} and rhs={self.rhs}")
+        if self.lhs is not None and self.rhs is not None:
+            matmul_family(self.lhs.block, self.rhs.block)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the product runs on quantized operands."""
+        return self.lhs is not None
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data; operands in high precision are left out."""
+        specs = {name: spec.to_dict() for name, spec in (("lhs", self.lhs), ("rhs", self.rhs)) if spec is not None}
+        return {**specs, "accumulation": self.accumulation}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Gemm:
+        """Inverse of :meth:`to_dict`. Raises ValueError for a key that is not a field."""
+        _check_keys("GEMM", data, ("lhs", "rhs", "accumulation"))
+        specs = {name: _spec_from_dict(data[name]) for name in ("lhs", "rhs") if data.get(name) is not None}
+        return cls(**specs, accumulation=data.get("accumulation", "precise"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a linear layer computes its three matrix products. Immutable, hashable, comparable.
+
+    Attributes:
+        name: what reports call it.
+        output: ``input @ weight.T``.
+        grad_input: ``grad_output @ weight``.
+        grad_weight: ``grad_output.T @ input``.
+
+    Use :func:`dataclasses.replace` for a variant; :meth:`to_dict`, :meth:`to_json`, :meth:`to_toml` and their inverses
+    to store one.
+    """
+
+    name: str
+    output: Gemm = field(default_factory=Gemm)
+    grad_input: Gemm = field(default_factory=Gemm)
+    grad_weight: Gemm = field(default_factory=Gemm)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"a recipe's name must be a non-empty str; got {self.name!r}")
+        for gemm in GEMMS:
+            if not isinstance(getattr(self, gemm), Gemm):
+                raise TypeError(f"{gemm} must be a recipes.Gemm; got {type(getattr(self, gemm)).__name__}")
+
+    def __deepcopy__(self, memo: object) -> Recipe:
+        return self
+
+    def __str__(self) -> str:
+        lines = [f"recipe {self.name!r}"]
+        for gemm in GEMMS:
+            how: Gemm = getattr(self, gemm)
+            lhs, rhs = OPERANDS[gemm]
+            if how.quantized:
+                lines.append(f"  {gemm:<11} = Q[{how.lhs}]({lhs}) @ Q[{how.rhs}]({rhs}).T, {how.accumulation}")
+            else:
+                lines.append(f"  {gemm:<11} = {lhs} @ {rhs}.T, in the input's dtype")
+        return "\n".join(lines)
+
+    @property
+    def quantized_share(self) -> float:
+        """Share of a linear layer's training FLOPs that this recipe runs on quantized operands (the GEMMs are equal)."""
+        return sum(getattr(self, gemm).quantized for gemm in GEMMS) / len(GEMMS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain data: what JSON and TOML hold."""
+        return {"name": self.name, **{gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: a missing name, a key that is not a field, or an impossible combination.
+        """
+        _check_keys("recipe", data, ("name", *GEMMS))
+        if "name" not in data:
+            raise ValueError(f"a recipe needs a 'name'; got the keys {sorted(data)}")
+        return cls(data["name"], **{gemm: Gemm.from_dict(data[gemm]) for gemm in GEMMS if gemm in data})
+
+    def to_json(self) -> str:
+        """The recipe as a JSON object."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """Inverse of :meth:`to_json`. Raises ValueError for text that is no recipe."""
+        return cls.from_dict(json.loads(text))
+
+    def to_toml(self) -> str:
+        """The recipe as a TOML document."""
+        return tomli_w.dumps(self.to_dict())
+
+    @classmethod
+    def from_toml(cls, text: str) -> Recipe:
+        """Inverse of :meth:`to_toml`. Raises ValueError for text that is no recipe."""
+        return cls.from_dict(tomllib.loads(text))
+
+
+def _check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a {what} must be a mapping with the keys {', '.join(allowed)}; got {type(data).__name__}")
+    if unknown := sorted(set(data) - set(allowed)):
+        raise ValueError(f"a {what} has the keys {', '.join(allowed)}; got {', '.join(map(repr, unknown))} as well")
+
+
+def _spec_from_dict(data: Mapping[str, Any]) -> QuantSpec:
+    _check_keys("spec", data, ("format", "block", "scale_format", "scale_rounding"))
+    return QuantSpec(**{**data, "block": tuple(data["block"])} if "block" in data else data)
+
+
+_FACTORIES: dict[str, Callable[[], Recipe]] = {}
+
+
+def _named(factory: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    _FACTORIES[factory.__name__] = factory
+    return factory
+
+
+@_named
+def bf16() -> Recipe:
+    """No quantization: the baseline, and the recipe of layers that should stay in high precision.
+
+    output      = input @ weight.T
+    grad_input  = grad_output @ weight
+    grad_weight = grad_output.T @ input
+
+    each in the dtype that a plain nn.Linear would use.
+    """
+    return Recipe("bf16")
+
+
+@_named
+def tensorwise() -> Recipe:
+    """One fp32 scale a tensor: the cheapest GEMM; outliers anywhere cost precision everywhere.
+
+    output      = Q[e4m3](input) @ Q[e4m3](weight).T
+    grad_input  = Q[e5m2](grad_output) @ Q[e4m3](weight)
+    grad_weight = Q[e5m2](grad_output).T @ Q[e4m3](input)
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433): e4m3 forward, e5m2 for gradients.
+    """
+    e4m3, e5m2 = QuantSpec("e4m3"), QuantSpec("e5m2")
+    return Recipe("tensorwise", output=Gemm(e4m3, e4m3), grad_input=Gemm(e5m2, e4m3), grad_weight=Gemm(e5m2, e4m3))
+
+
+@_named
+def rowwise() -> Recipe:
+    """One power-of-two fp32 scale for each row of each operand, in the layout of each product's contraction.
+
+    output      = Q[e4m3 per token](input) @ Q[e4m3 per output feature](weight).T
+    grad_input  = Q[e4m3 per token](grad_output) @ Q[e4m3 per input feature](weight.T).T
+    grad_weight = Q[e4m3 per output feature](grad_output.T) @ Q[e4m3 per input feature](input.T).T
+
+    Scales are powers of two, so quantizing is exact but for the rounding of the elements.
+    """
+    row = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+    gemm = Gemm(row, row)
+    return Recipe("rowwise", output=gemm, grad_input=gemm, grad_weight=gemm)
+
+
+@_named
+def rowwise_hp_grad_weight() -> Recipe:
+    """As rowwise, with grad_weight, the product most sensitive to rounding, in the input's dtype.
+
+    output      = Q[e4m3 per token](input) @ Q[e4m3 per output feature](weight).T
+    grad_input  = Q[e4m3 per token](grad_output) @ Q[e4m3 tensorwise](weight)
+    grad_weight = grad_output.T @ input
+
+    Two thirds of the FLOPs run in FP8. The input is kept for backward in its own dtype.
+    """
+    row = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+    tensor = QuantSpec("e4m3", scale_rounding="pow2")
+    return Recipe("rowwise_hp_grad_weight", output=Gemm(row, row), grad_input=Gemm(row, tensor))
+
+
+@_named
+def blockwise() -> Recipe:
+    """Power-of-two fp32 scales for 1x128 blocks of activations and gradients, 128x128 blocks of weights.
+
+    output      = Q[e4m3 1x128](input) @ Q[e4m3 128x128](weight).T
+    grad_input  = Q[e4m3 1x128](grad_output) @ Q[e4m3 128x128](weight)
+    grad_weight = Q[e4m3 1x128](grad_output.T) @ Q[e4m3 1x128](input.T).T
+
+    The transpose of a weight quantized in 128x128 blocks is exact: both products see the same bits. Always promoted to
+    fp32 every 128 of the contraction, where the scales change.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.
+    """
+    vector = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
+    square = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
+    return Recipe(
+        "blockwise", output=Gemm(vector, square), grad_input=Gemm(vector, square), grad_weight=Gemm(vector, vector)
+    )
+
+
+@_named
+def mxfp8() -> Recipe:
+    """OCP MX: one e8m0 scale (a power of two in a byte) for each 32 elements along the contraction of each product.
+
+    output      = Q[e4m3 1x32](input) @ Q[e4m3 1x32](weight).T
+    grad_input  = Q[e4m3 1x32](grad_output) @ Q[e4m3 1x32](weight.T).T
+    grad_weight = Q[e4m3 1x32](grad_output.T) @ Q[e4m3 1x32](input.T).T
+
+    Scales are rounded up (RCEIL), so nothing saturates. Tensor cores multiply it natively from sm_100 on; before, the
+    product runs in bf16, to which MX data converts exactly, and reports call it emulated.
+
+    Source: OCP "Microscaling Formats (MX) Specification" v1.0; rounding: Mishra et al., "Recipes for Pre-training LLMs
+    with MXFP8" (arXiv 2506.08027).
+    """
+    mx = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
+    gemm = Gemm(mx, mx)
+    return Recipe("mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm)
+
+
+_RECIPES: dict[str, Recipe] = {name: factory() for name, factory in _FACTORIES.items()}
+
+
+def names() -> list[str]:
+    """The names of the built-in recipes."""
+    return list(_RECIPES)
+
+
+def get(recipe: str | Recipe) -> Recipe:
+    """The built-in recipe of this name; a :class:`Recipe` is returned as it is.
+
+    Raises:
+        ValueError: no recipe has this name; the message names the nearest one.
+        TypeError: neither a str nor a Recipe.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"a recipe must be a name or a tritonfp8.Recipe; got {type(recipe).__name__}")
+    if recipe not in _RECIPES:
+        nearest = max(_RECIPES, key=lambda name: difflib.SequenceMatcher(None, recipe.lower(), name).ratio())
+        raise ValueError(f"no recipe is named {recipe!r}; did you mean {nearest!r}? Recipes: {', '.join(_RECIPES)}")
+    return _RECIPES[recipe]
+
+
+def describe(recipe: str | Recipe) -> str:
+    """What a recipe computes: its specs, GEMM by GEMM, and for a built-in one its docstring (equations and source)."""
+    found = get(recipe)
+    text = str(found)
+    if _RECIPES.get(found.name) == found:
+        doc = _FACTORIES[found.name].__doc__ or ""
+        text += "\n\n" + "\n".join(line.removeprefix("    ") for line in doc.strip().splitlines())
+    return text

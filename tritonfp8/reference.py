@@ -1,0 +1,214 @@
+"""The meaning of the package: every op in plain torch, on any device, with the signature of the op.
+
+Quantization here and in the kernels agrees to the bit. A matrix product is float32 on dequantized operands; kernels
+agree with it within the tolerances of :mod:`tritonfp8.testing`.
+
+All steps are float32, in IEEE arithmetic with round to nearest even:
+
+    amax  = max |x| over the block                                   NaN or infinite if the block holds one
+    enc   = min(qmax / amax, 2^126), or 1 where amax is 0
+    pow2:   enc = 2^floor(log2 enc)
+    q     = cast(clamp(x * enc, -qmax, qmax))
+    scale = 1 / enc
+
+e8m0 scales are powers of two, clamped to [2^-127, 2^127], with enc = 1 / scale:
+
+    pow2:   the smallest scale with amax / scale <= qmax             "RCEIL"
+    floor:  scale = 2^(floor(log2 amax) - emax)                      OCP MX v1.0, section 6.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS, Format
+from tritonfp8.specs import empty_scale, full_block
+
+INFINITY_BITS = 0x7F800000
+MANTISSA_MASK = 0x7FFFFF
+MAX_ENCODE = 2.0**126
+
+
+def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
+    """``x`` zero-padded to whole blocks and viewed as ``[n0, b0, n1, b1, ...]``."""
+    full = [max(d, 1) if b == -1 else b for d, b in zip(x.shape, full_block(x.ndim, block), strict=True)]
+    counts = [
+        max(-(-d // b), 1 if whole == -1 else 0)
+        for d, b, whole in zip(x.shape, full, full_block(x.ndim, block), strict=True)
+    ]
+    padding = [
+        p for d, b, n in zip(reversed(x.shape), reversed(full), reversed(counts), strict=True) for p in (0, n * b - d)
+    ]
+    return F.pad(x, padding).reshape([size for pair in zip(counts, full, strict=True) for size in pair])
+
+
+def _spread(per_block: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
+    """``per_block`` repeated so that it broadcasts over a tensor of ``shape``."""
+    for dim, (size, b) in enumerate(zip(shape, full_block(len(shape), block), strict=True)):
+        if b > 1:
+            per_block = per_block.repeat_interleave(b, dim).narrow(dim, 0, size)
+    return per_block
+
+
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest magnitude of each block.
+
+    Args:
+        x: ``[..., K]``, any floating dtype.
+        block: ``(rows, cols)``; see :class:`~tritonfp8.QuantSpec`.
+
+    Returns:
+        float32, one value a block; 0 for an empty block, infinite or NaN where the block holds such a value.
+    """
+    # The bits of non-negative floats are ordered as integers, with NaN above infinity: nothing is swallowed.
+    bits = _blocked(x.float().abs().view(torch.int32), block)
+    return bits.amax(dim=tuple(range(1, bits.ndim, 2))).view(torch.float32)
+
+
+def _encode_fp32(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor, Tensor]:
+    enc = torch.where(amax == 0, torch.ones_like(amax), torch.full_like(amax, fmt.qmax) / amax).clamp(max=MAX_ENCODE)
+    if scale_rounding == "pow2":
+        enc = (enc.view(torch.int32) & ~MANTISSA_MASK).view(torch.float32)
+    # The NaN is chosen and not computed: what arithmetic on NaN leaves in its payload differs by device.
+    finite = amax.view(torch.int32) < INFINITY_BITS
+    return torch.where(finite, enc, torch.nan), torch.where(finite, 1.0 / enc, torch.nan)
+
+
+def _encode_e8m0(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor, Tensor]:
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - fmt.emax
+    if scale_rounding == "pow2":
+        exponent = exponent + ((bits & MANTISSA_MASK) > fmt.qmax_mantissa).int()
+    # The largest biased exponent, 254 - 7 + 1, is below the upper clamp of 254 in both formats.
+    exponent = exponent.clamp(min=0)
+    finite = bits < INFINITY_BITS
+    enc = torch.where(finite, ((254 - exponent) << 23).view(torch.float32), torch.nan)
+    return enc, torch.where(finite, exponent, 255).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    block: Sequence[int],
+    scale_format: str,
+    scale_rounding: str,
+    transpose: bool = False,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantize ``x``, or ``x.T`` if ``transpose``; see :func:`tritonfp8.quantize`.
+
+    Args:
+        x: ``[..., K]``, any floating dtype; 2-D if ``transpose``.
+        format, block, scale_format, scale_rounding: the fields of a :class:`~tritonfp8.QuantSpec`.
+        transpose: quantize ``x.T``.
+        amax: float32, one value a block of what is quantized, used in place of its own amax.
+
+    Returns:
+        ``(qdata, scale)``.
+    """
+    fmt, scales = FORMATS[format], SCALE_FORMATS[scale_format]
+    x = (x.t() if transpose else x).float()
+    block_amax = globals()["amax"](x, block) if amax is None else amax
+    encode = _encode_e8m0 if scales.exponent_only else _encode_fp32
+    enc, scale = encode(block_amax, fmt, scale_rounding)
+    scaled = x * _spread(enc, x.shape, block)
+    codes = scaled.clamp(-fmt.qmax, fmt.qmax).to(fmt.dtype).view(torch.uint8)
+    codes = torch.where(scaled.isnan(), fmt.nan, codes)
+    return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, block, scale_format, x.device).copy_(scale)
+
+
+def quantize_both(
+    x: Tensor,
+    format: str,
+    block: Sequence[int],
+    scale_format: str,
+    scale_rounding: str,
+    format_t: str,
+    block_t: Sequence[int],
+    scale_format_t: str,
+    scale_rounding_t: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``quantize(x)`` by the first spec and ``quantize(x, transpose=True)`` by the second: four tensors."""
+    return (
+        *quantize(x, format, block, scale_format, scale_rounding),
+        *quantize(x, format_t, block_t, scale_format_t, scale_rounding_t, transpose=True),
+    )
+
+
+def dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    format: str,
+    block: Sequence[int],
+    scale_format: str,
+    scale_rounding: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``float32(qdata) * float32(scale)``, rounded to ``dtype``.
+
+    Args:
+        qdata: ``[..., K]``, 8-bit.
+        scale: one value a block.
+        format, block, scale_format, scale_rounding: the fields of a :class:`~tritonfp8.QuantSpec`.
+        dtype: any floating dtype.
+
+    Returns:
+        ``dtype``, in the shape of ``qdata``.
+    """
+    return (qdata.float() * _spread(scale.float(), qdata.shape, block)).to(dtype)
+
+
+_ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+def scaled_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_format: str,
+    a_block: Sequence[int],
+    a_scale_format: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    b_block: Sequence[int],
+    b_scale_format: str,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulation: str,
+) -> Tensor:
+    """``activation(a @ b.T + bias) + residual`` on quantized operands, in float32, rounded to ``out_dtype`` at the end.
+
+    Args:
+        a: ``[M, K]``, 8-bit, with its scale and the fields of its spec.
+        b: ``[N, K]``, likewise.
+        bias: ``[N]`` or None.
+        activation: None, ``"relu"``, ``"gelu"`` (by erf) or ``"silu"``.
+        residual: ``[M, N]`` or None.
+        out_dtype: bfloat16, float16 or float32.
+        accumulation: of no effect here: float32 is the reference of both.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+    """
+    lhs = dequantize(a, a_scale, a_format, a_block, a_scale_format, "", torch.float32)
+    rhs = dequantize(b, b_scale, b_format, b_block, b_scale_format, "", torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        out = lhs @ rhs.t()
+    if bias is not None:
+        out = out + bias.float()
+    if activation is not None:
+        out = _ACTIVATIONS[activation](out)
+    if residual is not None:
+        out = out + residual.float()
+    return out.to(out_dtype)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a [M, K] @ b [N, K].T`` in the operands' own dtype: the products that a recipe keeps in high precision."""
+    return a @ b.t()

@@ -1,0 +1,189 @@
+"""QuantSpec: how a tensor is quantized, and which pairs of specs a matrix product can take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+
+TENSORWISE = (-1, -1)
+ROWWISE = (1, -1)
+BLOCK_1X128 = (1, 128)
+BLOCK_128X128 = (128, 128)
+BLOCK_1X32 = (1, 32)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One supported block shape.
+
+    Attributes:
+        name: its usual name.
+        scale_formats: the scale formats it takes.
+        family: the family of matrix products that serves it.
+        rows_contiguous: whether the scales of consecutive rows lie next to each other in memory: a tile of a matrix
+            product reads one scale a row at each step of K. Shapes are the same either way.
+    """
+
+    name: str
+    scale_formats: tuple[str, ...]
+    family: str
+    rows_contiguous: bool = False
+
+
+BLOCKS: Mapping[tuple[int, int], Block] = MappingProxyType(
+    {
+        TENSORWISE: Block("tensorwise", ("fp32",), "epilogue"),
+        ROWWISE: Block("rowwise", ("fp32",), "epilogue"),
+        BLOCK_1X128: Block("1x128", ("fp32",), "blockwise", rows_contiguous=True),
+        BLOCK_128X128: Block("128x128", ("fp32",), "blockwise"),
+        BLOCK_1X32: Block("1x32", ("e8m0",), "mx"),
+    }
+)
+
+ACCUMULATIONS = ("precise", "fast")
+ACTIVATIONS = ("relu", "gelu", "silu")
+
+
+def require(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError unless ``value`` is one of ``allowed``; the message names what was required and what came."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How a tensor becomes 8-bit data and scales. Immutable, hashable, comparable.
+
+    Attributes:
+        format: ``"e4m3"`` or ``"e5m2"``, the element format.
+        block: ``(rows, cols)`` of the last two dims that share one scale; -1 is the whole dimension. ``(-1, -1)`` is
+            tensorwise, ``(1, -1)`` rowwise, then ``(1, 128)``, ``(128, 128)`` and ``(1, 32)``.
+        scale_format: ``"fp32"``, or ``"e8m0"`` (a power of two in one byte; MX, ``(1, 32)`` only).
+        scale_rounding: ``"none"`` (fp32 only), ``"pow2"`` (a power of two that never saturates), or ``"floor"``
+            (e8m0 only; the OCP MX rule, which may saturate the largest element).
+
+    Raises:
+        ValueError: an unknown value, or a combination that no kernel serves.
+        TypeError: ``block`` is not a pair of ints.
+
+    Source of the MX rules: OCP "Microscaling Formats (MX) Specification", v1.0, section 6.3.
+    """
+
+    format: str = "e4m3"
+    block: tuple[int, int] = TENSORWISE
+    scale_format: str = "fp32"
+    scale_rounding: str = "none"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block, list):
+            object.__setattr__(self, "block", tuple(self.block))
+        if not isinstance(self.block, tuple) or not all(type(b) is int for b in self.block):
+            raise TypeError(f"block must be a pair of ints (rows, cols); got {self.block!r}")
+        require("format", self.format, tuple(FORMATS))
+        require("block", self.block, tuple(BLOCKS))
+        require("scale_format", self.scale_format, tuple(SCALE_FORMATS))
+        block = BLOCKS[self.block]
+        if self.scale_format not in block.scale_formats:
+            raise ValueError(
+                f"block {self.block} ({block.name}) takes scale_format {' or '.join(map(repr, block.scale_formats))}; "
+                f"got {self.scale_format!r}"
+            )
+        roundings = SCALE_FORMATS[self.scale_format].roundings
+        if self.scale_rounding not in roundings:
+            raise ValueError(
+                f"scale_format {self.scale_format!r} takes scale_rounding {' or '.join(map(repr, roundings))}; "
+                f"got {self.scale_rounding!r}"
+            )
+
+    def __str__(self) -> str:
+        rounding = "" if self.scale_rounding == "none" else f" {self.scale_rounding}"
+        return f"{self.format} {BLOCKS[self.block].name} ({self.scale_format}{rounding})"
+
+    def __deepcopy__(self, memo: object) -> QuantSpec:
+        return self
+
+    @property
+    def args(self) -> tuple[str, list[int], str, str]:
+        """The spec as the ops take it: format, block, scale_format, scale_rounding."""
+        return self.format, list(self.block), self.scale_format, self.scale_rounding
+
+    def to_dict(self) -> dict[str, object]:
+        """The spec as plain data (str and a list of two ints)."""
+        return {
+            "format": self.format,
+            "block": list(self.block),
+            "scale_format": self.scale_format,
+            "scale_rounding": self.scale_rounding,
+        }
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the scale of a tensor of ``shape``: see :func:`scale_shape`."""
+        return scale_shape(shape, self.block)
+
+
+def full_block(ndim: int, block: Sequence[int]) -> tuple[int, ...]:
+    """``block`` written out for a tensor of ``ndim`` dims.
+
+    The last two entries are ``block``. Dims before them are rows of their own (1), or part of the whole (-1) where the
+    block takes every row. A 1-D tensor is one row.
+
+    Raises:
+        ValueError: a 0-D tensor, or a 1-D tensor with a block of several rows.
+    """
+    rows, cols = block
+    if ndim == 0 or (ndim == 1 and rows > 1):
+        raise ValueError(
+            f"block {tuple(block)} needs a tensor of at least {1 if ndim else 1 + (rows > 1)} dims; got {ndim}"
+        )
+    if ndim == 1:
+        return (cols,)
+    return (*([-1 if rows == -1 else 1] * (ndim - 2)), rows, cols)
+
+
+def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """``ceil(shape[i] / block[i])`` for each dim, 1 where the block is the whole dim (also of an empty one)."""
+    return tuple(1 if b == -1 else -(-d // b) for d, b in zip(shape, full_block(len(shape), block), strict=True))
+
+
+def empty_scale(shape: Sequence[int], block: Sequence[int], scale_format: str, device: torch.device) -> torch.Tensor:
+    """Uninitialized scale of a tensor of ``shape``, in the physical order of its block shape."""
+    *rows, cols = scale_shape(shape, block)
+    dtype = SCALE_FORMATS[scale_format].dtype
+    if BLOCKS[block[0], block[1]].rows_contiguous:
+        return torch.empty((cols, *rows), dtype=dtype, device=device).movedim(0, -1)
+    return torch.empty((*rows, cols), dtype=dtype, device=device)
+
+
+def transposed(block: Sequence[int]) -> tuple[int, int]:
+    """The block of ``x`` that becomes ``block`` in ``x.T``."""
+    return block[1], block[0]
+
+
+def matmul_family(a_block: Sequence[int], b_block: Sequence[int]) -> str:
+    """Which family of kernels multiplies operands of these blocks: ``"epilogue"``, ``"blockwise"`` or ``"mx"``.
+
+    Raises:
+        ValueError: no kernel multiplies this pair, because the scales of one lie along the contraction in blocks that
+            the other does not have.
+    """
+    a, b = BLOCKS[a_block[0], a_block[1]], BLOCKS[b_block[0], b_block[1]]
+    if a.family != b.family:
+        same = [block.name for block in BLOCKS.values() if block.family == a.family]
+        raise ValueError(
+            f"no kernel multiplies {a.name} by {b.name}: an operand scaled {a.name} goes with one scaled "
+            f"{' or '.join(same)}"
+        )
+    return a.family
+
+
+def check_floating(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError unless ``x`` is a tensor of bf16, fp16, fp32 or fp64."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(f"{name} must be bfloat16, float16, float32 or float64; got {x.dtype}. Cast it first.")

@@ -1,0 +1,26 @@
+"""Which configuration a matrix product is launched with. Nothing is benchmarked at call time."""
+
+from __future__ import annotations
+
+import functools
+
+from tritonfp8.hardware import Abilities
+from tritonfp8.kernels.configs import SPACES, MatmulConfig, predicted_time, supports
+
+
+def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
+    """The configurations of a family of products; a family that is always promoted has one space for both."""
+    by_accumulation = SPACES[family]
+    return by_accumulation.get(accumulation, by_accumulation["precise"])
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(family: str, accumulation: str, m: int, n: int, out_itemsize: int, device: Abilities) -> MatmulConfig:
+    """The configuration with the least predicted time for an output ``[m, n]`` among those that the device can run."""
+    runnable = [c for c in space(family, accumulation) if supports(c, device.max_shared_bytes, out_itemsize)]
+    if not runnable:
+        raise RuntimeError(
+            f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, too little for every "
+            f"{family} configuration"
+        )
+    return min(runnable, key=lambda c: predicted_time(c, m, n, device.num_sms))
