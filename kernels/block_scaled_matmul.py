@@ -18,8 +18,8 @@ def block_scaled_matmul_kernel(
 ):  # fmt: skip
     """``out [M, N] = epilogue(sum over k blocks of (a_k @ b_k.T) * a_scale_k * b_scale_k)``.
 
-    A_ROWS and B_ROWS (1 or SCALE_K) are the rows of ``a`` and ``b`` that share a scale; a scale covers SCALE_K of K. The
-    product of each block is promoted to float32 where its scales are applied, so accumulation is always precise.
+    A_ROWS and B_ROWS (1 or SCALE_K) are the rows of ``a`` and ``b`` that share a scale; a scale covers SCALE_K of K.
+    The product of each block is promoted to float32 where its scales are applied, so accumulation is always precise.
     """
     tl.static_assert(BLOCK_K == SCALE_K, "one step of K has one scale")
     tl.static_assert(A_ROWS == 1 or A_ROWS % BLOCK_M == 0, "a tile of rows has one scale, or each row its own")
@@ -83,7 +83,7 @@ def mx_matmul_kernel(
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """``out [M, N] = epilogue(a @ b.T)`` on MX operands; scales are biased exponents (uint8), one for each SCALE_K of K.
+    """``out [M, N] = epilogue(a @ b.T)`` on MX operands; a scale is a biased exponent (uint8) for each SCALE_K of K.
 
     Tensor cores that have no MX instruction multiply the operands in bf16, to which they convert exactly.
     """

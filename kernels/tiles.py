@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_index(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of the ``tile``-th output tile, in columns of GROUP_M rows so that neighbours share operands in L2."""
+    """Row and column of the ``tile``-th tile, in columns of GROUP_M rows so that neighbours share operands in L2."""
     per_group = GROUP_M * tiles_n
     first_m = (tile // per_group) * GROUP_M
     rows = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -30,6 +30,7 @@ def load_operand(
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
+    """The epilogue's activation of a float32 tile; None is the identity."""
     if ACTIVATION == "relu":
         # NaN stays NaN, as in torch.
         return tl.where(x < 0.0, 0.0, x)
@@ -67,7 +68,7 @@ def store_tile(
     acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """bias -> activation -> residual -> output dtype -> store, of the whole tile or of one half of its columns at a time.
+    """bias -> activation -> residual -> output dtype -> store, of the whole tile or of half of its columns at a time.
 
     Halves need half the shared memory for the store, which leaves room for one more stage of the main loop.
     """

@@ -3,8 +3,8 @@
     import tritonfp8
     report = tritonfp8.convert(model, "rowwise")
 
-The design in one paragraph: a :class:`QuantSpec` says how a tensor is quantized, a :class:`Recipe` which operand of which
-matrix product of a linear layer uses which spec, :func:`convert` makes a model follow a recipe. The ops are in
+The design in one paragraph: a :class:`QuantSpec` says how a tensor is quantized, a :class:`Recipe` which operand of
+which matrix product of a linear layer uses which spec, :func:`convert` makes a model follow a recipe. The ops are in
 :mod:`tritonfp8.ops`, their meaning in :mod:`tritonfp8.reference`.
 """
 

@@ -92,7 +92,7 @@ class _Choice:
         unused = [p for p in self.recipes if p not in self.used]
         if unused and self.is_mapping:
             raise ValueError(
-                f"{', '.join(map(repr, unused))} decided the recipe of no layer: it matches none, or an earlier pattern "
+                f"{', '.join(map(repr, unused))} decided the recipe of no layer: it matches none, or an earlier one "
                 f"takes them all (the first match wins). Layers: {', '.join(names) or 'none'}"
             )
 
@@ -115,8 +115,8 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> 
         A :class:`ConversionReport`.
 
     Raises:
-        ValueError: the model is converted already, nothing was converted, a pattern decided no layer, or an unknown recipe.
-        TypeError: ``model`` is not a module.
+        ValueError: the model is converted already, nothing was converted, a pattern decided no layer, or an unknown
+        recipe. TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
@@ -186,5 +186,5 @@ def revert(model: nn.Module) -> list[str]:
         raise ValueError("the model has no converted layer: there is nothing to revert")
     for module in layers.values():
         del module.recipe
-        module.__class__ = nn.Linear
+        module.__class__ = nn.Linear  # type: ignore[assignment]
     return list(layers)

@@ -1,7 +1,7 @@
 """Number formats: the one place where a low-precision element or scale format is defined.
 
-A format is a row of a table. Everything else takes its numbers (``qmax``, ``emax``, the torch dtype) from here, so a new
-format is a new row and no new branch.
+A format is a row of a table. Everything else takes its numbers (``qmax``, ``emax``, the torch dtype) from here, so a
+new format is a new row and no new branch.
 """
 
 from __future__ import annotations

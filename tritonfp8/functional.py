@@ -30,7 +30,8 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
     Args:
         x: ``[..., K]``, bfloat16, float16, float32 or float64.
-        block: ``(rows, cols)`` of the last two dims; -1 is the whole dimension, and as rows it takes in all leading dims.
+        block: ``(rows, cols)`` of the last two dims; -1 is the whole dimension, and as rows it takes in all leading
+        dims.
 
     Returns:
         float32, one value a block: 0 for an empty block, infinite or NaN where the block holds such a value.
@@ -52,7 +53,8 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
         x: ``[..., K]``, bfloat16, float16, float32 or float64, of any strides. 2-D if ``transpose``.
         spec: format, block and scale of the result.
         transpose: quantize ``x.T`` instead, contiguous: K-major for a contraction over the rows of ``x``.
-        amax: float32, one value for each block of the result, used in place of the block's own (of the whole tensor where
+        amax: float32, one value for each block of the result, used in place of the block's own (of the whole tensor
+        where
             ``x`` is a shard of it, say). What lies beyond saturates.
 
     Returns:
@@ -125,8 +127,8 @@ def _check_operand(name: str, x: Tensor | None, shape: tuple[int, ...], device: 
         raise ValueError(f"{name} must be on {device}, where a is; got {x.device}")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(
-            f"scaled_matmul is not differentiable and would drop the gradient of {name}: use tritonfp8.functional.linear, "
-            f"or torch.no_grad(), or pass {name}.detach()"
+            f"scaled_matmul is not differentiable and would drop the gradient of {name}: use "
+            f"tritonfp8.functional.linear, or torch.no_grad(), or pass {name}.detach()"
         )
 
 
@@ -148,7 +150,8 @@ def scaled_matmul(
         activation: None, ``"relu"``, ``"gelu"`` (exact, by erf) or ``"silu"``.
         residual: ``[M, N]``, floating, added after the activation.
         out_dtype: bfloat16, float16 or float32.
-        accumulation: ``"precise"`` promotes the tensor core's sums to float32 at least every 128 of K; ``"fast"`` leaves
+        accumulation: ``"precise"`` promotes the tensor core's sums to float32 at least every 128 of K; ``"fast"``
+        leaves
             the whole K to the tensor core, which loses precision with K and much of it on data of one sign. Operands
             scaled along K are always promoted.
 
@@ -157,7 +160,8 @@ def scaled_matmul(
 
     Raises:
         TypeError: an operand is not Quantized.
-        ValueError: shapes, devices or specs that do not go together, an unknown option, or a ``bias`` or ``residual`` that
+        ValueError: shapes, devices or specs that do not go together, an unknown option, or a ``bias`` or ``residual``
+        that
             requires grad (this function is not differentiable).
     """
     _check_quantized("a", a)
@@ -195,7 +199,8 @@ def _quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -
 
 
 def _matmul(gemm: Gemm, lhs: _Pair, rhs: _Pair, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    assert gemm.lhs is not None and gemm.rhs is not None
+    assert gemm.lhs is not None
+    assert gemm.rhs is not None
     return ops.scaled_matmul(
         lhs[0], lhs[1], *gemm.lhs.args[:3], rhs[0], rhs[1], *gemm.rhs.args[:3],
         bias, None, None, out_dtype, gemm.accumulation,
@@ -232,7 +237,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         weight, input, input_qdata, input_scale = ctx.saved_tensors
         needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs
@@ -291,7 +296,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: st
     """
     recipe = get(recipe)
     cast_input, cast_weight, cast_bias = _autocast(input.device.type, input, weight, bias)
-    assert cast_input is not None and cast_weight is not None
+    assert cast_input is not None
+    assert cast_weight is not None
     for name, x in (("input", cast_input), ("weight", cast_weight), ("bias", cast_bias)):
         if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != cast_input.dtype):
             raise TypeError(
@@ -307,5 +313,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: st
     rows = cast_input.reshape(-1, input.shape[-1]) if input.ndim != 2 else cast_input
     grad = torch.is_grad_enabled()
     needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
-    out: Tensor = _Linear.apply(rows, cast_weight, cast_bias, recipe, needs)
+    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        rows, cast_weight, cast_bias, recipe, needs
+    )
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])

@@ -18,6 +18,7 @@ class Abilities:
         capability: CUDA compute capability, None on a CPU.
         has_fp8_mma: FP8 tensor cores and FP8 conversions (sm_89 and later). Without them the reference runs.
         has_tma: the bulk tensor copy engine (sm_90 and later).
+        has_warpgroup_mma: the asynchronous tensor cores of Hopper (sm_90 alone).
         has_native_mx: tensor cores that multiply MX data (sm_100 and later, except sm_12x which Triton emulates).
         num_sms: streaming multiprocessors.
         max_shared_bytes: shared memory a block may take.
@@ -27,13 +28,14 @@ class Abilities:
     capability: tuple[int, int] | None
     has_fp8_mma: bool
     has_tma: bool
+    has_warpgroup_mma: bool
     has_native_mx: bool
     num_sms: int
     max_shared_bytes: int
 
 
 # A few programs and the shared memory of a Hopper block: what Triton's interpreter runs as on a CPU.
-CPU = Abilities("cpu", None, False, False, False, 4, 232448)
+CPU = Abilities("cpu", None, False, False, False, False, 4, 232448)
 
 
 def abilities(device: torch.device | str | int) -> Abilities:
@@ -59,7 +61,8 @@ def _cuda_abilities(index: int) -> Abilities:
         capability=capability,
         has_fp8_mma=capability >= (8, 9),
         has_tma=capability >= (9, 0),
+        has_warpgroup_mma=capability[0] == 9,
         has_native_mx=capability[0] == 10,
         num_sms=properties.multi_processor_count,
-        max_shared_bytes=properties.shared_memory_per_block_optin,
+        max_shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )

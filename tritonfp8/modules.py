@@ -17,8 +17,10 @@ class Float8Linear(nn.Linear):
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
         recipe: a name or a :class:`~tritonfp8.Recipe`.
 
-    Input ``[..., in_features]``, output ``[..., out_features]``. See :func:`tritonfp8.functional.linear` for dtypes, for
-    what is saved for backward, in bytes, and for errors.
+    Input ``[..., in_features]``, output ``[..., out_features]``. Saved for backward, for M rows of input and K
+    in_features: ``input.T`` in 8 bits, M K bytes and scales, or 2 M K bytes (bf16) where the recipe keeps grad_weight
+    in high precision; nothing if the weight needs no grad. See :func:`tritonfp8.functional.linear` for dtypes and
+    errors.
     """
 
     recipe: Recipe

@@ -24,7 +24,9 @@ _OPERAND = "Tensor {0}, Tensor {0}_scale, str {0}_format, int[] {0}_block, str {
 SCHEMAS = {
     "amax": "(Tensor x, int[] block) -> Tensor",
     "quantize": f"(Tensor x, {_SPEC.format('', '')}, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)",
-    "quantize_both": f"(Tensor x, {_SPEC.format('', '')}, {_SPEC.format('', '_t')}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_both": (
+        f"(Tensor x, {_SPEC.format('', '')}, {_SPEC.format('', '_t')}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
     "dequantize": f"(Tensor qdata, Tensor scale, {_SPEC.format('', '')}, ScalarType dtype) -> Tensor",
     "scaled_matmul": (
         f"({_OPERAND.format('a')}, {_OPERAND.format('b')}, Tensor? bias, str? activation, Tensor? residual, "
@@ -53,7 +55,8 @@ def _quantize_fake(
 
 
 def _quantize_both_fake(x: Tensor, *specs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_quantize_fake(x, *specs[:4]), *_quantize_fake(x, *specs[4:], transpose=True)
+    spec, spec_t = specs[:4], specs[4:]
+    return *_quantize_fake(x, *spec), *_quantize_fake(x, *spec_t, transpose=True)
 
 
 def _dequantize_fake(qdata: Tensor, scale: Tensor, *args: Any) -> Tensor:
@@ -93,7 +96,7 @@ def _scaled_kind(a: Tensor, a_scale: Tensor, a_format: str, a_block: Sequence[in
     return launch.product_kind(a_block, a.device)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "amax": _amax_fake,
     "quantize": _quantize_fake,
     "quantize_both": _quantize_both_fake,

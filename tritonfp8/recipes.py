@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import tomli_w
-
 from tritonfp8.specs import (
     ACCUMULATIONS,
     BLOCK_1X32,
@@ -53,6 +51,7 @@ class Gemm:
 
     Raises:
         ValueError: only one operand is quantized, no kernel multiplies the two specs, or an unknown accumulation.
+        TypeError: an operand is neither a QuantSpec nor None.
     """
 
     lhs: QuantSpec | None = None
@@ -60,6 +59,9 @@ class Gemm:
     accumulation: str = "precise"
 
     def __post_init__(self) -> None:
+        for name, spec in (("lhs", self.lhs), ("rhs", self.rhs)):
+            if spec is not None and not isinstance(spec, QuantSpec):
+                raise TypeError(f"{name} must be a QuantSpec or None; got {spec!r}")
         require("accumulation", self.accumulation, ACCUMULATIONS)
         if (self.lhs is None) != (self.rhs is None):
             raise ValueError(f"a GEMM needs both operands quantized or neither; got lhs={self.lhs} and rhs={self.rhs}")
@@ -126,8 +128,8 @@ class Recipe:
 
     @property
     def quantized_share(self) -> float:
-        """Share of a linear layer's training FLOPs that this recipe runs on quantized operands (the GEMMs are equal)."""
-        return sum(getattr(self, gemm).quantized for gemm in GEMMS) / len(GEMMS)
+        """Share of a linear layer's training FLOPs that this recipe runs on quantized operands (GEMMs are equal)."""
+        return [self.output.quantized, self.grad_input.quantized, self.grad_weight.quantized].count(True) / len(GEMMS)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data: what JSON and TOML hold."""
@@ -156,6 +158,8 @@ class Recipe:
 
     def to_toml(self) -> str:
         """The recipe as a TOML document."""
+        import tomli_w  # Only writing TOML needs it: the standard library reads it.
+
         return tomli_w.dumps(self.to_dict())
 
     @classmethod
@@ -173,7 +177,7 @@ def _check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) ->
 
 def _spec_from_dict(data: Mapping[str, Any]) -> QuantSpec:
     _check_keys("spec", data, ("format", "block", "scale_format", "scale_rounding"))
-    return QuantSpec(**{**data, "block": tuple(data["block"])} if "block" in data else data)
+    return QuantSpec(**data)
 
 
 _FACTORIES: dict[str, Callable[[], Recipe]] = {}

@@ -16,6 +16,9 @@ BLOCK_1X128 = (1, 128)
 BLOCK_128X128 = (128, 128)
 BLOCK_1X32 = (1, 32)
 
+SCALE_ALIGNMENT = 4
+"""Scales whose rows are contiguous start a step of K at a multiple of this many: 16 bytes, for Hopper's copy engine."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -137,9 +140,7 @@ def full_block(ndim: int, block: Sequence[int]) -> tuple[int, ...]:
     """
     rows, cols = block
     if ndim == 0 or (ndim == 1 and rows > 1):
-        raise ValueError(
-            f"block {tuple(block)} needs a tensor of at least {1 if ndim else 1 + (rows > 1)} dims; got {ndim}"
-        )
+        raise ValueError(f"block {tuple(block)} needs a tensor of at least {1 + (rows > 1)} dims; got {ndim}")
     if ndim == 1:
         return (cols,)
     return (*([-1 if rows == -1 else 1] * (ndim - 2)), rows, cols)
@@ -152,11 +153,15 @@ def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
 
 def empty_scale(shape: Sequence[int], block: Sequence[int], scale_format: str, device: torch.device) -> torch.Tensor:
     """Uninitialized scale of a tensor of ``shape``, in the physical order of its block shape."""
-    *rows, cols = scale_shape(shape, block)
+    sizes = scale_shape(shape, block)
     dtype = SCALE_FORMATS[scale_format].dtype
-    if BLOCKS[block[0], block[1]].rows_contiguous:
-        return torch.empty((cols, *rows), dtype=dtype, device=device).movedim(0, -1)
-    return torch.empty((*rows, cols), dtype=dtype, device=device)
+    if len(sizes) == 1 or not BLOCKS[block[0], block[1]].rows_contiguous:
+        return torch.empty(sizes, dtype=dtype, device=device)
+    strides = [1]
+    for size in reversed(sizes[1:-1]):
+        strides.insert(0, strides[0] * size)
+    step = -(-strides[0] * sizes[0] // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    return torch.empty_strided(sizes, (*strides, step), dtype=dtype, device=device)
 
 
 def transposed(block: Sequence[int]) -> tuple[int, int]:

@@ -15,9 +15,17 @@ def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(family: str, accumulation: str, m: int, n: int, out_itemsize: int, device: Abilities) -> MatmulConfig:
-    """The configuration with the least predicted time for an output ``[m, n]`` among those that the device can run."""
-    runnable = [c for c in space(family, accumulation) if supports(c, device.max_shared_bytes, out_itemsize)]
+def choose(
+    family: str, accumulation: str, m: int, n: int, out_itemsize: int, copy_engine: bool, device: Abilities
+) -> MatmulConfig:
+    """The configuration with the least predicted time for an output ``[m, n]`` among those that can run.
+
+    ``copy_engine`` says whether TMA can address all three matrices.
+    """
+    specialized = copy_engine and device.has_warpgroup_mma
+    runnable = [
+        c for c in space(family, accumulation) if supports(c, device.max_shared_bytes, out_itemsize, specialized)
+    ]
     if not runnable:
         raise RuntimeError(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, too little for every "

@@ -1,0 +1,31 @@
+# Every target works on a fresh clone: the environment is made from the project's files when it is missing or older.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint format clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed  ## bf16 against two recipes on the smallest model
+	$(BIN)/tritonfp8 train --model tiny --recipes bf16,rowwise,blockwise --steps 20
+
+test: $(VENV)/.installed
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,261 @@
+"""The rules of the layout, as functions from modules to violations. They read the source and run none of it."""
+
+import ast
+import graphlib
+import re
+import sys
+from dataclasses import dataclass
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+
+# Lowest first. Modules of a layer may import each other, without cycles; `__init__` is the package's own namespace.
+LAYERS = (
+    {"kernels"},
+    {"formats"},
+    {"specs"},
+    {"recipes", "quantized", "reference", "testing"},
+    {"hardware", "tuning", "launch", "counting"},
+    {"ops"},
+    {"functional"},
+    {"modules"},
+    {"convert"},
+    {"__init__"},
+    {"distributed", "cli", "__main__", "doctor", "corpus", "training", "training_models", "training_report"},
+)
+RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
+ABOVE_THE_CORE = LAYERS[-1]
+# What lies above the ops reaches kernels through the dispatcher only.
+ABOVE_OPS = {"functional", "modules", "convert"}
+BEHIND_OPS = {"kernels", "launch", "reference"}
+# `supports` and the search spaces are data for the host.
+KERNEL_DATA = "tritonfp8.kernels.configs"
+
+MUTABLE_DATACLASSES = {
+    "tritonfp8.counting.GemmCounts": "counts",
+    "tritonfp8.training.Result": "filled while training, so that Ctrl-C keeps what was measured",
+    "tritonfp8.training.Run": "likewise",
+}
+MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized._unflatten"}
+MAY_READ_THE_ENVIRONMENT = {f"tritonfp8.{name}" for name in ABOVE_THE_CORE | {"tuning"}}
+PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+# As torch spells them. None stands for what is left out.
+SCHEMA_TYPES = {
+    "Tensor",
+    "Optional[Tensor]",
+    "str",
+    "Optional[str]",
+    "int",
+    "SymInt",
+    "List[int]",
+    "List[SymInt]",
+    "bool",
+    "float",
+    "ScalarType",
+}
+INVERSE_SCALE = re.compile(r"inv(erse)?_?scale|scales?_?inv", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    source: str
+    is_package: bool = False
+
+    @property
+    def tree(self):
+        return ast.parse(self.source)
+
+    @property
+    def component(self):
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else "__init__"
+
+    @property
+    def is_kernel(self):
+        return self.component == "kernels" and not self.is_package
+
+
+def read_module(path, root, package):
+    parts = path.relative_to(root).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    return Module(".".join((*package, *parts[: -1 if is_package else None])), path.read_text(), is_package)
+
+
+def imports(module):
+    """Each import, wherever in the module: ``(a, None)`` for ``import a``, ``(a, b)`` for ``from a import b``."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            if node.level:
+                package = module.name.split(".")[: None if module.is_package else -1]
+                base = package[: len(package) - node.level + 1] + base
+            yield from ((".".join(base), alias.name) for alias in node.names)
+
+
+def imported_modules(module, names):
+    """Those of ``names`` that ``module`` imports: ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
+    found = (
+        base if f"{base}.{attribute}" not in names else f"{base}.{attribute}" for base, attribute in imports(module)
+    )
+    return {name for name in found if name in names} - {module.name}
+
+
+def import_violations(modules):
+    by_name = {module.name: module for module in modules}
+    graph = {module.name: imported_modules(module, by_name) for module in modules}
+    violations = []
+    for name, imports in graph.items():
+        component = by_name[name].component
+        if component not in RANKS:
+            violations.append(f"{name}: give {component!r} its place in LAYERS")
+            continue
+        for imported in sorted(imports):
+            other = by_name[imported].component
+            if RANKS.get(other, -1) > RANKS[component]:
+                violations.append(f"{name} imports {imported}, which lies above it")
+            if other == "distributed" and component != "distributed":
+                violations.append(f"{name} imports {imported}: only distributed/ may")
+            if component in ABOVE_OPS and other in BEHIND_OPS:
+                violations.append(f"{name} imports {imported} past the ops")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        violations.append("imports in a circle: " + " -> ".join(error.args[1]))
+    return violations
+
+
+def kernel_violations(modules):
+    """Device code imports triton and siblings; and asserts by ``tl.static_assert``, which runs when it compiles."""
+    violations = []
+    for module in filter(lambda m: m.is_kernel, modules):
+        for base in sorted({base for base, _ in imports(module)}):
+            standard = base.split(".")[0] in sys.stdlib_module_names and module.name == KERNEL_DATA
+            if not (standard or re.match(r"triton(\.|$)|tritonfp8\.kernels(\.|$)", base)):
+                violations.append(f"{module.name} imports {base}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Assert):
+                violations.append(f"{module.name}:{node.lineno} asserts; use tl.static_assert")
+    return violations
+
+
+def _is_format(node):
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(map(_is_format, node.elts))
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and node.value in {*FORMATS, *SCALE_FORMATS}
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name.startswith("float8")
+
+
+def format_violations(modules):
+    """Comparisons with a format, by name or by dtype, and tables of formats, anywhere but in formats.py."""
+    violations = []
+    for module in modules:
+        if module.name == "tritonfp8.formats":
+            continue
+        for node in ast.walk(module.tree):
+            compared = {
+                ast.Compare: lambda n: [n.left, *n.comparators],
+                ast.MatchValue: lambda n: [n.value],
+                ast.Dict: lambda n: [key for key in n.keys if key],
+            }.get(type(node), lambda n: [])(node)
+            if any(map(_is_format, compared)):
+                violations.append(f"{module.name}:{node.lineno} decides by a format: {ast.unparse(node)[:80]}")
+    return violations
+
+
+def _identifiers(tree):
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            if isinstance(value := getattr(node, field, None), str):
+                yield value, getattr(node, "lineno", 0)
+
+
+def inverse_scale_violations(modules):
+    return [
+        f"{module.name}:{line} names {name}: `scale` always multiplies to dequantize"
+        for module in modules
+        for name, line in _identifiers(module.tree)
+        if INVERSE_SCALE.search(name)
+    ]
+
+
+def environment_violations(modules):
+    readers = {"environ", "environb", "getenv", "putenv"}
+    violations = []
+    for module in modules:
+        if module.name in MAY_READ_THE_ENVIRONMENT:
+            continue
+        for base, attribute in imports(module):
+            if base == "os" and attribute in readers:
+                violations.append(f"{module.name} imports os.{attribute}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and node.attr in readers and ast.unparse(node.value) == "os":
+                violations.append(f"{module.name}:{node.lineno} uses os.{node.attr}")
+    return violations
+
+
+def pickle_violations(modules):
+    violations = []
+    for module in modules:
+        for name in sorted({base.split(".")[0] for base, _ in imports(module)} & PICKLERS):
+            violations.append(f"{module.name} imports {name}")
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            function, keywords = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if function == "torch.save" or (function == "torch.load" and keywords.get("weights_only") != "True"):
+                violations.append(f"{module.name}:{node.lineno} pickles: {ast.unparse(node)}")
+    return violations
+
+
+def _dataclass_is_mutable(node):
+    for decorator in node.decorator_list:
+        is_call = isinstance(decorator, ast.Call)
+        if ast.unparse(decorator.func if is_call else decorator) in ("dataclass", "dataclasses.dataclass"):
+            keywords = decorator.keywords if is_call else []
+            return not any(k.arg == "frozen" and ast.unparse(k.value) == "True" for k in keywords)
+    return False
+
+
+def frozen_violations(modules):
+    """Data classes that are not frozen, and writes past the freeze."""
+    violations = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            name = f"{module.name}.{getattr(node, 'name', '')}"
+            if isinstance(node, ast.ClassDef) and _dataclass_is_mutable(node) and name not in MUTABLE_DATACLASSES:
+                violations.append(f"{module.name}:{node.lineno} {node.name} is not frozen, nor in MUTABLE_DATACLASSES")
+            if isinstance(node, ast.FunctionDef) and not {node.name, name} & MAY_SET_FROZEN_FIELDS:
+                for call in ast.walk(node):
+                    if isinstance(call, ast.Call) and ast.unparse(call.func) == "object.__setattr__":
+                        violations.append(f"{module.name}:{call.lineno} {node.name} writes to a frozen object")
+    return violations
+
+
+def size_violations(modules):
+    violations = []
+    for module in modules:
+        if (lines := len(module.source.splitlines())) >= MAX_FILE_LINES:
+            violations.append(f"{module.name} has {lines} lines")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines >= MAX_FUNCTION_LINES:
+                    violations.append(f"{module.name}:{node.lineno} {node.name} has {lines} lines")
+    return violations
+
+
+def schema_violations(schemas):
+    """Schemas (torch's own objects) with arguments of other types, or that name an inverse scale."""
+    violations = []
+    for schema in schemas:
+        for argument in schema.arguments:
+            if str(argument.real_type) not in SCHEMA_TYPES:
+                violations.append(f"{schema}: {argument.name} is of type {argument.real_type}")
+            if INVERSE_SCALE.search(argument.name):
+                violations.append(f"{schema}: {argument.name}")
+    return violations

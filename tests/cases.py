@@ -1,0 +1,113 @@
+"""Specs and inputs that several test files share."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs import BLOCKS, QuantSpec
+
+SPECS = [
+    QuantSpec(format, block, scale_format, rounding)
+    for format in FORMATS
+    for block, properties in BLOCKS.items()
+    for scale_format in properties.scale_formats
+    for rounding in SCALE_FORMATS[scale_format].roundings
+]
+# One spec of each block shape, where format and rounding make no difference.
+SPEC_OF_BLOCK = [next(spec for spec in SPECS if spec.block == block) for block in BLOCKS]
+
+INTERPRETER = pytest.param(
+    "cpu",
+    id="interpreter",
+    marks=pytest.mark.skipif(
+        not triton.knobs.runtime.interpret, reason="kernels are compiled in this process, not interpreted"
+    ),
+)
+CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
+
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+each_block = pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=lambda spec: BLOCKS[spec.block].name)
+each_device = pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+
+FLOAT32_NONFINITE = 0x7F800000
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    return torch.randn(*shape, generator=generator(seed)).to(device, dtype)
+
+
+def patterns(dtype):
+    """Every bit pattern of a 16-bit dtype, ``[512, 128]``, in order: a row holds one or a few binades."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(512, 128)
+
+
+def finite_patterns(dtype, seed=0):
+    """The finite bit patterns of a 16-bit dtype in random order, zeros in place of the others, ``[512, 128]``."""
+    x = patterns(dtype).flatten()[torch.randperm(2**16, generator=generator(seed))].view(512, 128)
+    return torch.where(x.isfinite(), x, 0)
+
+
+def random_bits(*shape, seed=0):
+    """float32 of random bits: all magnitudes, subnormals, NaN and infinities."""
+    bits = torch.from_numpy(np.random.default_rng(seed).integers(-(2**31), 2**31, shape, np.int64))
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def finite_bits(*shape, seed=0):
+    """As :func:`random_bits`, the largest exponent replaced by the one below."""
+    x = random_bits(*shape, seed=seed)
+    bits = x.view(torch.int32)
+    return torch.where(x.isfinite(), bits, bits & ~(1 << 23)).view(torch.float32)
+
+
+def banded(*shape, seed=0, dtype=torch.float32):
+    """Normal values, with rows of magnitudes up to 2^40 apart (2^8 in fp16), zeros of both signs and zero rows."""
+    g = generator(seed)
+    x = torch.randn(*shape, generator=g)
+    spread = 4 if dtype == torch.float16 else 20
+    x = x * torch.exp2(torch.randint(-spread, spread, (*shape[:-1], 1), generator=g).float())
+    kind = torch.randint(0, 16, shape, generator=g)
+    x = torch.where(kind == 0, 0.0, torch.where(kind == 1, -0.0, x))
+    x[..., ::11, :] *= 0
+    return x.to(dtype)
+
+
+def with_specials(x, seed=0):
+    """``x`` with a NaN, a negative NaN and both infinities at random places."""
+    x = x.clone()
+    places = torch.randperm(x.numel(), generator=generator(seed))[:4]
+    x.view(-1)[places] = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf]).to(x.device, x.dtype)
+    return x
+
+
+def surrounded(x, *, offset=0, row_padding=0, fill=torch.nan):
+    """A view that equals the matrix ``x``, ``offset`` elements into a buffer filled with ``fill``, its rows padded."""
+    rows, cols = x.shape
+    width = cols + row_padding
+    buffer = torch.empty(offset + rows * width + 1, dtype=torch.float32).fill_(fill).to(x.device, x.dtype)
+    view = buffer[offset : offset + rows * width].view(rows, width)[:, :cols]
+    return view.copy_(x)
+
+
+def views(x):
+    """The matrix ``x`` (or a part of it repeated) in every kind of memory layout, by name."""
+    rows, cols = x.shape
+    spaced = surrounded(x.repeat_interleave(3, 1))
+    return {
+        "contiguous": x,
+        "transposed": x.t().contiguous().t(),
+        "columns of a wider matrix": surrounded(x, row_padding=3),
+        "columns of an aligned wider matrix": surrounded(x, row_padding=-cols % 16 + 16),
+        "odd offset": surrounded(x, offset=1),
+        "every other row": surrounded(x.repeat_interleave(2, 0))[::2],
+        "every third column": spaced[:, ::3],
+        "one row expanded": x[:1].expand(rows, cols),
+        "one column expanded": x[:, :1].expand(rows, cols),
+        "one element expanded": x[:1, :1].expand(rows, cols),
+    }

@@ -1,0 +1,98 @@
+"""Compile a Triton kernel for a CUDA target with no GPU at hand, and report what the assembler says of it.
+
+Needs a process in which triton compiles (``TRITON_INTERPRET`` unset or 0), so its users are in tests/offline.
+"""
+
+import contextlib
+import io
+import re
+from dataclasses import dataclass
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+WARP_SIZE = 32
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """What became of a kernel.
+
+    Attributes:
+        ptx: the PTX text.
+        registers: registers a thread, for the part of the kernel that takes most.
+        spill_bytes: bytes a thread spilled, stores and loads together.
+        shared_bytes: shared memory of a block, as the launcher asks for it.
+        log: what ``ptxas -v`` wrote, performance warnings included.
+    """
+
+    ptx: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    log: str
+
+
+def descriptor(element, block, layout=None):
+    """Type of a host TMA descriptor in a signature, such as ``tensordesc<fp8e4nv[128, 128]>``.
+
+    Args:
+        element: element type, ``"fp8e4nv"``, ``"fp8e5"``, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        block: block shape.
+        layout: for Gluon, the layout of the block in shared memory.
+    """
+    return f"tensordesc<{element}{list(block)}{f',{layout!r}' if layout else ''}>"
+
+
+def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, divisible_by_16=(), **options):
+    """Compile ``fn`` for compute capability ``cc`` and return a :class:`CompiledReport`.
+
+    Args:
+        fn: a ``triton.jit`` or ``gluon.jit`` function.
+        signature: name -> type of each argument that is passed at run time: ``"*fp8e4nv"`` a pointer, ``"i32"``, a host
+            TMA descriptor as :func:`descriptor` writes it.
+        constexprs: name -> value of every other argument, also of what the launcher specializes: None, the integer 1.
+        cc: 89, 90, 100, ...
+        divisible_by_16: names of pointers and integers that the launcher would specialize as divisible by 16.
+        options: what else a launch may set, such as ``maxnreg``.
+
+    Raises:
+        ValueError: the names do not add up to those of ``fn``.
+        RuntimeError: kernels are interpreted in this process.
+        triton.CompilationError and others: what the compiler raises.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("triton interprets in this process: run it as TRITON_INTERPRET=0 pytest tests/offline")
+    index = {name: i for i, name in enumerate(fn.arg_names)}
+    if set(signature) & set(constexprs) or set(signature) | set(constexprs) != set(index):
+        raise ValueError(
+            f"signature and constexprs must name each of {sorted(index)} once; "
+            f"got {sorted(signature)} and {sorted(constexprs)}"
+        )
+    if unknown := set(divisible_by_16) - set(signature):
+        raise ValueError(f"divisible_by_16 names {sorted(unknown)}, which the signature does not")
+    source = (GluonASTSource if fn.is_gluon() else ASTSource)(
+        fn=fn,
+        signature={name: signature.get(name, "constexpr") for name in fn.arg_names},
+        constexprs={(index[name],): value for name, value in constexprs.items()},
+        attrs={(index[name],): [["tt.divisibility", 16]] for name in divisible_by_16},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
+        # From the cache nothing would be assembled and nothing logged.
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        with contextlib.redirect_stdout(io.StringIO()) as captured:
+            kernel = triton.compile(source, target=GPUTarget("cuda", cc, WARP_SIZE), options=options)
+    return read_report(kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue())
+
+
+def read_report(ptx, shared_bytes, log):
+    """The figures in the log of ``ptxas -v``. Raises RuntimeError where it holds none, as a changed format would."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    if not registers or not spills:
+        raise RuntimeError(f"no registers or spills in what ptxas wrote:\n{log}")
+    return CompiledReport(ptx, max(registers), sum(spills), shared_bytes, log)

@@ -1,0 +1,57 @@
+"""Set-up of every test process, before torch, numpy or triton is imported."""
+
+import os
+
+# Two BLAS pools of all cores each, in every worker, are slower than one thread a core.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(THREADS)
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Read when a kernel is decorated, so also by triton's own library on import. TRITON_INTERPRET=0 from outside keeps
+    # the compiler: so do the tests in tests/offline, which need it and no GPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETING:
+    import interpreter
+
+    interpreter.repair()
+
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "0" else ["offline"]
+
+hypothesis.settings.register_profile(
+    "tritonfp8",
+    # The first call of a kernel or of a compiled function takes seconds.
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tritonfp8")
+
+NEEDS = {
+    "gpu": (HAS_CUDA, "needs a CUDA GPU"),
+    "multigpu": (torch.cuda.device_count() >= 2, "needs two CUDA GPUs or more"),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark, (met, reason) in NEEDS.items():
+            if not met and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = terminalreporter.stats.get("skipped", [])
+    for mark, (met, reason) in NEEDS.items():
+        count = sum(mark in report.keywords for report in skipped)
+        if count and not met:
+            terminalreporter.write_line(f"not run: {count} marked {mark!r} ({reason})", yellow=True)

@@ -1,0 +1,195 @@
+"""Repairs Triton's CPU interpreter (3.6.0 and 3.7.1), so that a kernel computes there what it computes on a GPU.
+
+Where the stock interpreter differs, and nothing tells:
+
+- Casts to 8-bit floats lose carries, round half up and wrap where ``cvt.rn.satfinite`` rounds to even and saturates.
+- bfloat16 arithmetic, comparisons, casts to and from integers, and ``tl.dot`` run on the bits as integers.
+- ``tl.maximum``, ``tl.minimum`` and ``tl.clamp`` propagate NaN where ``max.f32`` and ``min.f32`` drop it.
+
+And where it fails: ``tl.dot_scaled``, and in 3.6.0 loops over tensor bounds with numpy 2.4. Inline assembly and
+libdevice stay unsupported.
+"""
+
+import functools
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+TORCH_DTYPES = {
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+}
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_NAN = 0x7F  # what cvt.rn.satfinite writes, in both formats and for either sign
+BITS = {
+    1: (np.uint8, torch.uint8),
+    2: (np.uint16, torch.uint16),
+    4: (np.uint32, torch.uint32),
+    8: (np.uint64, torch.uint64),
+}
+# numpy has no such floats: the interpreter keeps their bits in unsigned integers.
+HELD_AS_BITS = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
+SCALED_DOT_TYPES = {
+    ir.ScaleDotElemTypeTY.E4M3: tl.float8e4nv,
+    ir.ScaleDotElemTypeTY.E5M2: tl.float8e5,
+    ir.ScaleDotElemTypeTY.BF16: tl.bfloat16,
+    ir.ScaleDotElemTypeTY.FP16: tl.float16,
+}
+
+_stock_convert_float = interpreter._convert_float
+_stock_cast = interpreter.InterpreterBuilder.cast_impl
+_stock_binary_op = interpreter.InterpreterBuilder.binary_op
+_stock_create_dot = interpreter.InterpreterBuilder.create_dot
+_stock_min_max = interpreter.ReduceOps.min_max
+_stock_launch = interpreter.GridExecutor.__call__
+_stock_patch_lang_tensor = interpreter._patch_lang_tensor
+_stock_dot_scaled = TritonSemantic.dot_scaled
+
+
+def saturating_cast(x, dtype):
+    """``x`` to ``dtype`` as the hardware casts: round to nearest even; 8-bit results saturate, infinities too.
+
+    fp64 goes to 8 bits by way of fp32, as in the compiler.
+    """
+    if dtype not in FP8_DTYPES:
+        return x.to(dtype)
+    x = x.to(torch.float32)
+    qmax = torch.finfo(dtype).max
+    bits = x.clamp(-qmax, qmax).to(dtype).view(torch.uint8)
+    return torch.where(x.isnan(), FP8_NAN, bits).view(dtype)
+
+
+def _convert_float(data, source, target, rounding_mode):
+    """Bits of float type ``source`` -> bits of float type ``target``, both as numpy arrays."""
+    source, target = source.scalar, target.scalar
+    if source not in TORCH_DTYPES or target not in TORCH_DTYPES:
+        return _stock_convert_float(data, source, target, rounding_mode)
+    if rounding_mode == ir.ROUNDING_MODE.RTZ:
+        raise NotImplementedError("the repaired interpreter rounds to nearest even only")
+    uint, _ = BITS[source.primitive_bitwidth // 8]
+    bits = torch.from_numpy(np.ascontiguousarray(data).view(uint).reshape(-1).copy())
+    out = saturating_cast(bits.view(TORCH_DTYPES[source]), TORCH_DTYPES[target])
+    _, torch_uint = BITS[target.primitive_bitwidth // 8]
+    return out.view(torch_uint).numpy().reshape(data.shape)
+
+
+def _to_float32(data, dtype):
+    if dtype.scalar in HELD_AS_BITS:
+        return _convert_float(data, dtype, tl.float32, None).view(np.float32)
+    return data.astype(np.float32)
+
+
+def _cast(self, src, dst_type):
+    source, target = src.dtype.scalar, dst_type.scalar
+    if source not in HELD_AS_BITS and target not in HELD_AS_BITS:
+        return _stock_cast(self, src, dst_type)
+    values = _to_float32(src.data, source)
+    if target in HELD_AS_BITS:
+        return interpreter.TensorHandle(_convert_float(values, tl.float32, target, None), target)
+    return interpreter.TensorHandle(values.astype(interpreter._get_np_dtype(target)), target)
+
+
+def _binary_op(self, lhs, rhs, op):
+    dtype = lhs.dtype.scalar
+    if dtype not in HELD_AS_BITS:
+        return _stock_binary_op(self, lhs, rhs, op)
+    out = op(_to_float32(lhs.data, dtype), _to_float32(rhs.data, rhs.dtype))
+    if out.dtype == bool:
+        return interpreter.TensorHandle(out, tl.int1)
+    # One rounding of an fp32 result is the bf16 result: fp32 has more than twice the bits.
+    return interpreter.TensorHandle(_convert_float(out, tl.float32, dtype, None), dtype)
+
+
+def _clamp(self, x, low, high, propagate_nan):
+    if propagate_nan == ir.PROPAGATE_NAN.ALL:
+        return self.create_minimumf(self.create_maximumf(x, low), high)
+    return self.create_minnumf(self.create_maxnumf(x, low), high)
+
+
+def _min_max(self, input, val_reduce_op, idx_reduce_op=None):
+    # The same values, without numpy's warning about a slice of NaN only.
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+    return _stock_min_max(self, input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+
+def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    if not a.dtype.scalar.is_floating() or d.dtype.scalar != tl.float32:
+        return _stock_create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+    out = np.matmul(_to_float32(a.data, a.dtype), _to_float32(b.data, b.dtype)) + d.data
+    return interpreter.TensorHandle(out, tl.float32)
+
+
+def decode_e8m0(exponents):
+    """Bytes of e8m0 -> float32: 2^(byte - 127), NaN for 255 (OCP MX v1.0, section 5.4.1)."""
+    exponents = exponents.view(np.uint8).astype(np.int32)
+    return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), np.minimum(exponents, 254) - 127))
+
+
+def _scaled_operand(data, element_type, scale, k_axis):
+    """``data`` in float32, times its scales ``[rows, K / group]``; ``k_axis`` of ``data`` is K."""
+    if element_type not in SCALED_DOT_TYPES:
+        raise NotImplementedError(f"the repaired interpreter has no dot_scaled of {element_type}")
+    dtype = SCALED_DOT_TYPES[element_type]
+    # Operands may be declared uint8: the element type decides.
+    values = _to_float32(data.data.view(np.float16) if dtype == tl.float16 else data.data, dtype)
+    if scale is None:
+        return values
+    factors = decode_e8m0(scale.data)
+    factors = np.repeat(factors, values.shape[k_axis] // factors.shape[-1], axis=-1)
+    return values * (factors if k_axis == -1 else np.swapaxes(factors, -1, -2))
+
+
+def _create_dot_scaled(
+    self, lhs, lhs_scale, lhs_type, rhs, rhs_scale, rhs_type, fast_math, lhs_k_pack, rhs_k_pack, acc
+):
+    a = _scaled_operand(lhs, lhs_type, lhs_scale, -1)
+    b = _scaled_operand(rhs, rhs_type, rhs_scale, -2)
+    return interpreter.TensorHandle(np.matmul(a, b) + acc.data, acc.dtype.scalar)
+
+
+def _dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *args, **kwargs):
+    # The semantic layer reads `.value`; the interpreter hands it what the kernel wrote, a plain str.
+    formats = [tl.constexpr(f) if isinstance(f, str) else f for f in (lhs_format, rhs_format)]
+    return _stock_dot_scaled(self, lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *args, **kwargs)
+
+
+def _patch_lang_tensor(tensor, scope):
+    _stock_patch_lang_tensor(tensor, scope)
+    # A scalar is an array of one element, which numpy 2.4 no longer turns into an int by itself.
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+@functools.wraps(_stock_launch)
+def _launch(self, *args, **kwargs):
+    # Device arithmetic raises no warnings on division by zero, overflow or NaN.
+    with np.errstate(all="ignore"):
+        return _stock_launch(self, *args, **kwargs)
+
+
+def _elementwise(op):
+    return lambda self, lhs, rhs: self.binary_op(lhs, rhs, op)
+
+
+def repair():
+    """Apply every repair; before the first launch, and once."""
+    builder = interpreter.InterpreterBuilder
+    interpreter._convert_float = _convert_float
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+    interpreter.ReduceOps.min_max = _min_max
+    interpreter.GridExecutor.__call__ = _launch
+    TritonSemantic.dot_scaled = _dot_scaled
+    builder.cast_impl = _cast
+    builder.binary_op = _binary_op
+    builder.create_minnumf = _elementwise(np.fmin)
+    builder.create_maxnumf = _elementwise(np.fmax)
+    builder.create_clampf = _clamp
+    builder.create_dot = _create_dot
+    builder.create_dot_scaled = _create_dot_scaled

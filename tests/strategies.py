@@ -1,0 +1,38 @@
+"""Hypothesis strategies: everything that the package lets a user build."""
+
+import itertools
+
+from hypothesis import strategies as st
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.recipes import Gemm, Recipe
+from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
+
+COMBINATIONS = list(
+    itertools.product(FORMATS, BLOCKS, SCALE_FORMATS, sorted({r for f in SCALE_FORMATS.values() for r in f.roundings}))
+)
+VALID_SPECS = [
+    QuantSpec(format, block, scale_format, rounding)
+    for format, block, scale_format, rounding in COMBINATIONS
+    if scale_format in BLOCKS[block].scale_formats and rounding in SCALE_FORMATS[scale_format].roundings
+]
+
+
+def specs():
+    return st.sampled_from(VALID_SPECS)
+
+
+def gemms():
+    def pair(lhs):
+        partners = [rhs for rhs in VALID_SPECS if BLOCKS[rhs.block].family == BLOCKS[lhs.block].family]
+        return st.builds(Gemm, st.just(lhs), st.sampled_from(partners), st.sampled_from(ACCUMULATIONS))
+
+    return st.builds(Gemm, accumulation=st.sampled_from(ACCUMULATIONS)) | specs().flatmap(pair)
+
+
+def recipes():
+    return st.builds(Recipe, st.text(min_size=1), gemms(), gemms(), gemms())
+
+
+def shapes(min_dims=1, max_dims=4, max_size=300):
+    return st.lists(st.integers(0, max_size), min_size=min_dims, max_size=max_dims).map(tuple)

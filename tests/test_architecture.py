@@ -1,0 +1,224 @@
+"""The rules of the layout, and that each of them is known to be able to fail."""
+
+import importlib
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from architecture import (
+    Module,
+    environment_violations,
+    format_violations,
+    frozen_violations,
+    import_violations,
+    inverse_scale_violations,
+    kernel_violations,
+    pickle_violations,
+    read_module,
+    schema_violations,
+    size_violations,
+)
+from packaging.requirements import Requirement
+
+import tritonfp8
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def modules_below(folder, package):
+    return [read_module(path, ROOT / folder, package) for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+MODULES = modules_below("tritonfp8", ("tritonfp8",)) + modules_below("kernels", ("tritonfp8", "kernels"))
+OTHERS = modules_below("tests", ("tests",)) + modules_below("bench", ("bench",))
+
+
+RULES = {
+    import_violations: MODULES,
+    kernel_violations: MODULES,
+    format_violations: MODULES,
+    inverse_scale_violations: MODULES,
+    environment_violations: MODULES,
+    pickle_violations: MODULES,
+    frozen_violations: MODULES,
+    size_violations: [module for module in MODULES if not module.is_kernel] + OTHERS,
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.removesuffix("_violations"))
+def test_the_package_keeps_the_rule(rule):
+    modules = RULES[rule]
+    assert len(modules) > 8, "the source was not found"
+    violations = rule(modules)
+    assert not violations, "\n".join(violations)
+
+
+def test_registered_schemas_take_plain_types():
+    importlib.import_module("tritonfp8.ops")
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tritonfp8::")]
+    assert {"tritonfp8::quantize", "tritonfp8::dequantize", "tritonfp8::scaled_matmul"} <= set(names)
+    assert not schema_violations([torch._C._get_schema(*name.partition(".")[::2]) for name in names])
+
+
+def pyproject():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_packages_are_those_of_the_tree():
+    packages = pyproject()["tool"]["setuptools"]["packages"]
+    tree = [path.parent for path in (ROOT / "tritonfp8").rglob("__init__.py")]
+    assert sorted(packages) == sorted(".".join(path.relative_to(ROOT).parts) for path in tree)
+    assert not list((ROOT / "kernels").rglob("__init__.py")), "kernels/ is mounted, not a package of its own"
+    assert not [path for path in (ROOT / "kernels").iterdir() if path.is_dir() and path.name != "__pycache__"]
+
+
+def test_kernels_are_those_of_the_checkout():
+    kernels = importlib.import_module("tritonfp8.kernels.numerics")
+    assert Path(kernels.__file__).resolve() == ROOT / "kernels" / "numerics.py"
+
+
+def test_package_data_is_all_that_is_no_code():
+    patterns = pyproject()["tool"]["setuptools"]["package-data"]["tritonfp8"]
+    packaged = {path for pattern in patterns for path in (ROOT / "tritonfp8").glob(pattern)}
+    others = {path for path in (ROOT / "tritonfp8").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others == packaged
+    assert ROOT / "tritonfp8" / "py.typed" in packaged
+
+
+def test_version_and_command():
+    module, function = pyproject()["project"]["scripts"]["tritonfp8"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    try:
+        installed = importlib.metadata.version("tritonfp8")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is imported from the checkout, not installed")
+    assert installed == tritonfp8.__version__
+
+
+def test_every_requirement_is_pinned_to_what_it_asks_for():
+    project = pyproject()["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.lower().replace("_", "-").split("==") for line in lines if line and line[0] != "#")
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "tritonfp8":
+            pin = pins.get(requirement.name.lower().replace("_", "-"))
+            assert pin is not None, f"{requirement.name} is not in constraints.txt"
+            assert requirement.specifier.contains(pin), f"{requirement} is not met by {pin}"
+
+
+def sample(name="tritonfp8.launch", source=""):
+    return Module(name, source)
+
+
+BAD_SAMPLES = [
+    (import_violations, [sample("tritonfp8.specs", "from tritonfp8 import ops"), sample("tritonfp8.ops")], "above it"),
+    (import_violations, [sample("tritonfp8.specs", "import tritonfp8.ops"), sample("tritonfp8.ops")], "above it"),
+    (import_violations, [sample("tritonfp8.specs", "from .ops import x"), sample("tritonfp8.ops")], "above it"),
+    (
+        import_violations,
+        [sample("tritonfp8.specs", "def f():\n    from tritonfp8.ops import x"), sample("tritonfp8.ops")],
+        "above it",
+    ),
+    (import_violations, [sample("tritonfp8.ops", "import tritonfp8"), Module("tritonfp8", "", True)], "above it"),
+    (
+        import_violations,
+        [sample("tritonfp8.ops", "from tritonfp8 import __version__"), Module("tritonfp8", "", True)],
+        "above it",
+    ),
+    (
+        import_violations,
+        [sample("tritonfp8.launch", "from . import tuning"), sample("tritonfp8.tuning", "from . import launch")],
+        "in a circle",
+    ),
+    (
+        import_violations,
+        [sample("tritonfp8.cli", "import tritonfp8.distributed.fsdp"), sample("tritonfp8.distributed.fsdp")],
+        "only distributed/ may",
+    ),
+    (
+        import_violations,
+        [sample("tritonfp8.functional", "from tritonfp8 import launch"), sample("tritonfp8.launch")],
+        "past the ops",
+    ),
+    (import_violations, [sample("tritonfp8.misc")], "LAYERS"),
+    (kernel_violations, [sample("tritonfp8.kernels.numerics", "import torch")], "imports torch"),
+    (kernel_violations, [sample("tritonfp8.kernels.numerics", "from math import log2")], "imports math"),
+    (kernel_violations, [sample("tritonfp8.kernels.configs", "import tritonfp8.specs")], "imports tritonfp8.specs"),
+    (kernel_violations, [sample("tritonfp8.kernels.numerics", "from ..specs import x")], "imports tritonfp8.specs"),
+    (kernel_violations, [sample("tritonfp8.kernels.numerics", "def f(x):\n    assert x")], "static_assert"),
+    (format_violations, [sample(source="if format == 'e4m3': pass")], "launch:1"),
+    (format_violations, [sample(source="x = spec.format in ('e5m2', 'e4m3')")], "launch:1"),
+    (format_violations, [sample(source="x = 'e8m0' != scale_format")], "launch:1"),
+    (format_violations, [sample(source="x = q.dtype is torch.float8_e4m3fn")], "launch:1"),
+    (format_violations, [sample(source="MAX = {'e4m3': 448}")], "launch:1"),
+    (format_violations, [sample(source="match format:\n    case 'e4m3': pass")], "launch:2"),
+    (format_violations, [sample("tritonfp8.kernels.numerics", "if FORMAT == 'e4m3': pass")], "numerics:1"),
+    (inverse_scale_violations, [sample(source="def f(inv_scale): pass")], "names inv_scale"),
+    (inverse_scale_violations, [sample(source="x = weight.scale_inv")], "names scale_inv"),
+    (inverse_scale_violations, [sample(source="f(inv_scale=1)")], "names inv_scale"),
+    (environment_violations, [sample(source="import os\nx = os.environ['X']")], "uses os.environ"),
+    (environment_violations, [sample(source="import os\nx = os.getenv('X')")], "uses os.getenv"),
+    (environment_violations, [sample(source="from os import environ")], "imports os.environ"),
+    (pickle_violations, [sample(source="import pickle")], "imports pickle"),
+    (pickle_violations, [sample(source="def f():\n    from pickle import load")], "imports pickle"),
+    (pickle_violations, [sample(source="torch.load(path)")], "pickles"),
+    (pickle_violations, [sample(source="torch.load(path, weights_only=False)")], "pickles"),
+    (pickle_violations, [sample(source="torch.save(x, path)")], "pickles"),
+    (frozen_violations, [sample(source="@dataclass\nclass A: pass")], "A is not frozen"),
+    (frozen_violations, [sample(source="@dataclass(frozen=False)\nclass A: pass")], "A is not frozen"),
+    (frozen_violations, [sample(source="@dataclasses.dataclass(eq=False)\nclass A: pass")], "A is not frozen"),
+    (frozen_violations, [sample(source="def f(r):\n    object.__setattr__(r, 'a', 1)")], "f writes"),
+    (size_violations, [sample(source="\n" * 500)], "500 lines"),
+    (size_violations, [sample(source="class A:\n    def f():\n" + "        x\n" * 59)], "f has 60 lines"),
+]
+
+
+@pytest.mark.parametrize(("rule", "modules", "violation"), BAD_SAMPLES)
+def test_the_rule_can_fail(rule, modules, violation):
+    violations = rule(modules)
+    assert len(violations) == 1
+    assert violation in violations[0]
+
+
+def test_every_rule_has_a_bad_sample():
+    assert {rule for rule, _, _ in BAD_SAMPLES} == set(RULES)
+
+
+GOOD = """
+from dataclasses import dataclass
+from tritonfp8 import formats
+from tritonfp8.formats import FORMATS
+
+@dataclass(frozen=True)
+class A:
+    x: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "x", 1)
+
+def f(spec, dtype):
+    row = FORMATS[spec.format]
+    weights = torch.load("x", weights_only=True)
+    return spec.format == other.format and dtype == torch.bfloat16
+"""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rule_can_pass(rule):
+    assert rule([sample("tritonfp8.launch", GOOD), sample("tritonfp8.formats", "x = format == 'e4m3'")]) == []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["Any x", "Dict(str, int) x", "str[] x", "Scalar x", "int? x", "Tensor[] x", "Device x", "Tensor inv_scale"],
+)
+def test_a_schema_of_other_types_fails(argument):
+    assert len(schema_violations([torch._C.parse_schema(f"tritonfp8::f(Tensor y, {argument}) -> Tensor")])) == 1
+
+
+def test_a_schema_of_plain_types_passes():
+    arguments = "Tensor(a!) a, Tensor? b, str c, str? d, int e, SymInt f, int[] g, bool h, float i, ScalarType j"
+    assert not schema_violations([torch._C.parse_schema(f"tritonfp8::f({arguments}) -> (Tensor, Tensor)")])

@@ -1,0 +1,377 @@
+"""The matrix products, in every shipped configuration: in the interpreter on CPU tensors, compiled on CUDA tensors.
+
+An output is filled with NaN before a launch and lies between guards that must survive it; padded operands lie in
+buffers of NaN, so that what is read beyond an edge shows.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from cases import CUDA, INTERPRETER, each_device, generator, normal, surrounded
+
+from tritonfp8 import hardware, launch, reference, tuning
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.kernels.configs import supports
+from tritonfp8.specs import (
+    ACCUMULATIONS,
+    ACTIVATIONS,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    ROWWISE,
+    QuantSpec,
+    matmul_family,
+    scale_shape,
+)
+from tritonfp8.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr
+
+TENSOR = QuantSpec("e4m3")
+TENSOR_E5M2 = QuantSpec("e5m2")
+ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+ROW_E5M2 = QuantSpec("e5m2", ROWWISE, "fp32", "none")
+VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
+VECTOR_E5M2 = QuantSpec("e5m2", BLOCK_1X128, "fp32", "none")
+SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
+MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
+MX_E5M2 = QuantSpec("e5m2", BLOCK_1X32, "e8m0", "floor")
+
+PAIRS = {
+    "rowwise": (ROW, ROW),
+    "e5m2 tensorwise x e4m3 tensorwise": (TENSOR_E5M2, TENSOR),
+    "1x128 x 128x128": (VECTOR, SQUARE),
+    "1x128 x 1x128": (VECTOR, VECTOR),
+    "128x128 x 128x128": (SQUARE, SQUARE),
+    "mx": (MX, MX),
+}
+OTHER_PAIRS = {
+    "tensorwise": (TENSOR, TENSOR),
+    "rowwise x tensorwise": (ROW, TENSOR),
+    "tensorwise x rowwise": (TENSOR, ROW),
+    "e5m2 rowwise x rowwise": (ROW_E5M2, ROW),
+    "128x128 x 1x128": (SQUARE, VECTOR),
+    "e5m2 1x128 x 128x128": (VECTOR_E5M2, SQUARE),
+    "e5m2 mx x mx": (MX_E5M2, MX),
+}
+
+GUARD = 64
+GUARD_VALUE = 12345.0
+
+
+def family(pair):
+    return matmul_family(pair[0].block, pair[1].block)
+
+
+def integers(*shape, seed):
+    """Small enough for every partial sum to be exact in the tensor core's own accumulator."""
+    return torch.randint(-2, 3, shape, generator=generator(seed)).float()
+
+
+def positive(*shape, seed):
+    return torch.rand(*shape, generator=generator(seed))
+
+
+def quantize_exactly(x, spec):
+    """Integers keep their values under scales that differ by powers of two from block to block."""
+    shape = scale_shape(x.shape, spec.block)
+    amax = (torch.arange(math.prod(shape)) % 3 - 1).float().exp2().view(shape) * torch.finfo(torch.float8_e4m3fn).max
+    if spec.format == "e5m2":
+        amax = amax / torch.finfo(torch.float8_e4m3fn).max * torch.finfo(torch.float8_e5m2).max
+    q = reference.quantize(x, *spec.args, amax=amax)
+    assert torch.equal(reference.dequantize(*q, *spec.args, torch.float32), x)
+    return q
+
+
+def padded_rows(x):
+    """Rows 16-byte aligned, as the copy engine wants them, whatever K is; NaN between them."""
+    return surrounded(x, row_padding=-x.shape[1] % 16 + 16)
+
+
+def assert_equal(actual, expected):
+    """Equal values, in the actual dtype. The sign of a zero is that of the order of the additions."""
+    assert_bitwise_equal(actual + 0, expected.to(actual.dtype) + 0)
+
+
+class Product:
+    """Two quantized operands, and what multiplying them must give."""
+
+    def __init__(self, pair, a, b, device, quantize=lambda x, spec: reference.quantize(x, *spec.args)):
+        self.specs = pair
+        (self.a, self.a_scale), (self.b, self.b_scale) = (
+            tuple(t.to(device) for t in quantize(x, spec)) for x, spec in zip((a, b), pair, strict=True)
+        )
+
+    @classmethod
+    def of(cls, data, pair, shape, device):
+        m, n, k = shape
+        quantize = {"quantize": quantize_exactly} if data is integers else {}
+        return cls(pair, data(m, k, seed=1), data(n, k, seed=2), device, **quantize)
+
+    def expected(self, bias=None, activation=None, residual=None):
+        a, b = (
+            reference.dequantize(q, scale, *spec.args, torch.float32).double()
+            for q, scale, spec in zip((self.a, self.b), (self.a_scale, self.b_scale), self.specs, strict=True)
+        )
+        y = a @ b.t()
+        if bias is not None:
+            y = y + bias.double()
+        if activation:
+            # Of fp64; erf and exp are those of torch.
+            y = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[activation](y)
+        return y if residual is None else y + residual.double()
+
+    def run(self, accumulation="precise", out_dtype=torch.float32, epilogue=(None, None, None), **kwargs):
+        m, n = self.a.shape[0], self.b.shape[0]
+        buffer = torch.full((GUARD + m * n + GUARD,), math.nan, dtype=out_dtype, device=self.a.device)
+        guards = buffer[:GUARD], buffer[GUARD + m * n :]
+        for guard in guards:
+            guard.fill_(GUARD_VALUE)
+        out = launch.scaled_matmul(
+            self.a, self.a_scale, *self.specs[0].args[:3], self.b, self.b_scale, *self.specs[1].args[:3],
+            *epilogue, out_dtype, accumulation, out=buffer[GUARD : GUARD + m * n].view(m, n), **kwargs,
+        )  # fmt: skip
+        for guard in guards:
+            assert (guard == torch.tensor(GUARD_VALUE, dtype=out_dtype)).all(), "wrote beyond the output"
+        return out
+
+    def with_layout(self, layout):
+        self.a, self.b = layout(self.a), layout(self.b)
+        return self
+
+
+def check(pair, shape, device, accumulation="precise", layout=lambda x: x, pooled=None, **kwargs):
+    """Exact on integers; precise products within the tolerances on normal and on positive data.
+
+    Where sums of normal data cancel, the noise of an output is that of its terms: of a few outputs the ratio says
+    little, so they go to the pool.
+    """
+    exact = Product.of(integers, pair, shape, device).with_layout(layout)
+    assert_equal(exact.run(accumulation, **kwargs), exact.expected())
+    if accumulation == "fast":
+        return
+    product = Product.of(positive, pair, shape, device).with_layout(layout)
+    assert_matmul_close(product.run(**kwargs), product.expected(), torch.float32)
+    product = Product.of(normal, pair, shape, device).with_layout(layout)
+    actual, expected = product.run(**kwargs), product.expected()
+    if pooled is None:
+        assert_matmul_close(actual, expected, torch.float32)
+    else:
+        pooled.append((actual.flatten(), expected.flatten()))
+
+
+def check_pool(pooled):
+    actual, expected = (torch.cat(parts) for parts in zip(*pooled, strict=True))
+    assert sqnr(actual, expected) >= MATMUL_TOLERANCES[torch.float32].overall
+
+
+def sweep():
+    """Every shipped configuration with every pair of blocks of its family, with and without the copy engine."""
+    for name, pair in PAIRS.items():
+        seen = []
+        for accumulation in ACCUMULATIONS:
+            for config in tuning.space(family(pair), accumulation):
+                # A family that is always promoted has one space.
+                if config in seen and family(pair) != "epilogue":
+                    continue
+                seen.append(config)
+                sizes = f"{config.block_m}x{config.block_n}x{config.block_k} {config.num_stages} stages"
+                kind = "specialized" if config.specialized else "tiles"
+                for tma in (True,) if config.specialized else (True, False):
+                    path = "tma" if tma else "pointers"
+                    yield pytest.param(
+                        pair, accumulation, config, tma, id=f"{name} {accumulation} {sizes} {kind} {path}"
+                    )
+
+
+def skip_unless_runnable(config, tma, device):
+    abilities = hardware.abilities(device)
+    copy_engine = tma and abilities.has_warpgroup_mma
+    if not supports(config, abilities.max_shared_bytes, 4, copy_engine):
+        pytest.skip(f"{abilities.name} cannot run this configuration")
+
+
+@each_device
+@pytest.mark.parametrize(("pair", "accumulation", "config", "tma"), list(sweep()))
+def test_every_configuration(device, pair, accumulation, config, tma):
+    skip_unless_runnable(config, tma, device)
+    aligned = [(144, 144, 272)] if device == "cpu" else [(384, 512, 1024), (1040, 272, 304)]
+    tails = [(129, 127, 17)] if device == "cpu" else [(129, 127, 1000), (1000, 7, 17), (17, 1000, 127), (7, 129, 129)]
+    ones = [(1, 1, 1)]
+    if config.specialized:
+        # The copy engine stores the output: its rows must be aligned.
+        tails, ones = ([(m, n + -n % 4, k) for m, n, k in shapes] for shapes in (tails, ones))
+    if tma:
+        for shape in aligned:
+            check(pair, shape, device, accumulation, config=config, tma=True)
+    pooled = []
+    for shape in tails if tma else tails + ones:
+        layout = padded_rows if tma else lambda x: x
+        product = Product.of(integers, pair, shape, device).with_layout(layout)
+        assert launch.has_tma_layout(product.a) or not tma, "this would test the pointer path"
+        check(pair, shape, device, accumulation, layout, pooled, config=config, tma=tma)
+    if accumulation == "precise":
+        check_pool(pooled)
+
+
+SMALL_SIZES = (1, 17, 129)
+SIZES = (1, 7, 17, 127, 129, 1000)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        pytest.param(*INTERPRETER.values, SMALL_SIZES, id=INTERPRETER.id, marks=INTERPRETER.marks),
+        pytest.param(*CUDA.values, SIZES, id=CUDA.id, marks=CUDA.marks),
+    ],
+)
+def test_every_tail(device, sizes, name):
+    """All combinations of M, N and K, in the smallest configuration."""
+    pair = PAIRS[name]
+    config = min(tuning.space(family(pair), "precise"), key=lambda c: (c.specialized, c.block_m * c.block_n))
+    pooled = []
+    for shape in itertools.product(sizes, repeat=3):
+        check(pair, shape, device, pooled=pooled, config=config, tma=False)
+    check_pool(pooled)
+
+
+@each_device
+@pytest.mark.parametrize("name", PAIRS | OTHER_PAIRS)
+def test_chosen_configuration(device, name):
+    """What a caller gets: aligned and not, small and large."""
+    pair = (PAIRS | OTHER_PAIRS)[name]
+    shapes = [(144, 160, 144), (33, 20, 150)]
+    if device == "cuda":
+        shapes += [(1024, 2048, 512), (2048, 1000, 1000)]
+    for shape in shapes:
+        check(pair, shape, device)
+
+
+# Each option with each of the others at least once.
+EPILOGUES = [
+    ("bias", None, "residual", torch.float32),
+    (None, None, "residual", torch.bfloat16),
+    ("bias", "relu", None, torch.float16),
+    ("bias", "gelu", "residual", torch.bfloat16),
+    (None, "gelu", None, torch.float32),
+    ("bias", "silu", None, torch.bfloat16),
+    (None, "silu", "residual", torch.float16),
+    (None, "relu", "residual", torch.float32),
+]
+
+
+def test_epilogues_are_all_there():
+    assert {activation for _, activation, _, _ in EPILOGUES} == {None, *ACTIVATIONS}
+    assert {dtype for *_, dtype in EPILOGUES} == set(HIGH_PRECISION_DTYPES)
+
+
+@each_device
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
+@pytest.mark.parametrize(("bias", "activation", "residual", "out_dtype"), EPILOGUES)
+def test_epilogue(device, name, bias, activation, residual, out_dtype):
+    for shape in ((144, 272, 160), (130, 141, 33)):
+        m, n, _ = shape
+        product = Product.of(normal, PAIRS[name], shape, device)
+        bias_value = None if bias is None else normal(n, seed=3, dtype=torch.bfloat16, device=device) * 10
+        residual_value = None if residual is None else normal(m, n, seed=4, dtype=out_dtype, device=device) * 10
+        epilogue = bias_value, activation, residual_value
+        actual = product.run(out_dtype=out_dtype, epilogue=epilogue)
+        assert_matmul_close(actual, product.expected(*epilogue), out_dtype)
+
+
+LAYOUTS = {
+    "odd offset": lambda x: surrounded(x, offset=1),
+    "odd row stride": lambda x: surrounded(x, row_padding=3),
+    "aligned row stride": padded_rows,
+    "every other row": lambda x: surrounded(x.repeat_interleave(2, 0))[::2],
+    "every other column": lambda x: surrounded(x.repeat_interleave(2, 1))[:, ::2],
+    "transposed": lambda x: surrounded(x.t().contiguous(), row_padding=1).t(),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_of_operands(device, name, layout):
+    """Any strides and offsets of the operands, of their scales and of the residual."""
+    m, n, k = 130, 144, 144
+    residual = integers(m, n, seed=4).to(device)
+    product = Product.of(integers, PAIRS[name], (m, n, k), device)
+    expected = product.expected(None, None, residual)
+    product.a_scale, product.b_scale = layout(product.a_scale), layout(product.b_scale)
+    epilogue = None, None, layout(residual)
+    # With operands that the copy engine can read, and with others.
+    assert_equal(product.run(epilogue=epilogue), expected)
+    assert_equal(product.with_layout(layout).run(epilogue=epilogue), expected)
+
+
+@each_device
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
+def test_layouts_of_bias_and_residual(device, name):
+    m, n, k = 33, 48, 144
+    product = Product.of(integers, PAIRS[name], (m, n, k), device)
+    bias, one = integers(2 * n, seed=3).to(device)[1::2], torch.ones((), device=device)
+    for epilogue in ((bias, None, None), (one.expand(n), None, one.expand(m, n))):
+        assert_equal(product.run(epilogue=epilogue), product.expected(*epilogue))
+
+
+@each_device
+@pytest.mark.parametrize("name", PAIRS)
+def test_empty_dims(device, name):
+    """Nothing to add up is zero, which goes through the epilogue."""
+    pair = PAIRS[name]
+    for m, n in ((7, 20), (0, 20), (7, 0)):
+        product = Product.of(normal, pair, (m, n, 0), device)
+        bias, residual = normal(n, seed=3, device=device), normal(m, n, seed=4, device=device)
+        assert_equal(product.run(), torch.zeros(m, n, device=device))
+        epilogue = bias, "relu", residual
+        assert_equal(product.run(epilogue=epilogue), product.expected(*epilogue))
+    for m, n in ((0, 20), (7, 0)):
+        product = Product.of(normal, pair, (m, n, 40), device)
+        assert product.run().shape == (m, n)
+
+
+@each_device
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
+def test_nan_spreads_to_its_own_row_and_column_only(device, name, tma):
+    pair = PAIRS[name]
+    m, n, k = 144, 160, 288
+    a, b = normal(m, k), normal(n, k, seed=1)
+    a[3, 140] = math.nan
+    b[150, 5] = math.inf
+    product = Product(pair, a, b, device)
+    actual, expected = product.run(tma=tma), product.expected()
+    assert expected.isnan().any()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    if not expected.isnan().all():
+        assert_matmul_close(actual, expected, torch.float32)
+
+
+@each_device
+def test_overflow_of_the_output_dtype_is_infinite(device):
+    product = Product(PAIRS["rowwise"], torch.full((20, 64), 100.0), torch.full((24, 64), -100.0), device)
+    assert (product.run(out_dtype=torch.float16) == -math.inf).all()
+
+
+@each_device
+def test_extreme_scales_do_not_overflow_on_the_way(device):
+    """A huge operand times a tiny one: the product of the scales alone, or of one with the sum, stays in range."""
+    product = Product(PAIRS["rowwise"], torch.full((20, 64), 1e30), torch.full((24, 64), 1e-32), device)
+    assert_matmul_close(product.run(), product.expected(), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
+def test_more_than_2_to_the_31_output_elements(name):
+    """Offsets of the output beyond 32 bits: the last rows are right, and so are the first."""
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    m, n, k = 2**16 + 8, 2**15, 64
+    product = Product.of(integers, PAIRS[name], (m, n, k), "cuda")
+    out = product.run(out_dtype=torch.bfloat16)
+    for rows in (slice(0, 128), slice(m - 256, m)):
+        part = Product.of(integers, PAIRS[name], (m, n, k), "cuda")
+        part.a, part.a_scale = part.a[rows], part.a_scale[rows.start // max(1, part.specs[0].block[0]) :][:256]
+        assert_equal(out[rows], part.expected())

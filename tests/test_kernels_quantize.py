@@ -1,0 +1,242 @@
+"""The cast kernels equal the reference to the bit: in the interpreter on CPU tensors, compiled on CUDA tensors.
+
+Every output is filled with NaN before a launch, so that what a kernel leaves unwritten shows.
+"""
+
+import math
+
+import pytest
+import torch
+from cases import (
+    INTERPRETER,
+    SPEC_OF_BLOCK,
+    SPECS,
+    banded,
+    each_block,
+    each_device,
+    each_spec,
+    finite_bits,
+    finite_patterns,
+    patterns,
+    random_bits,
+    views,
+    with_specials,
+)
+
+from tritonfp8 import launch, reference
+from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
+from tritonfp8.launch import MAX_ROW_IN_TILE
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
+from tritonfp8.testing import assert_bitwise_equal
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """``torch.empty`` gives NaN (the largest value in integers) for the duration of a test."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for fmt in FORMATS.values():
+        assert torch.empty(3, dtype=fmt.dtype).float().isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def significant_strides(x):
+    """Strides of the dims that a stride takes part in addressing."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+
+
+def assert_same(actual, expected):
+    """Same bytes in the same layout."""
+    assert_bitwise_equal(actual, expected)
+    assert [significant_strides(t) for t in actual] == [significant_strides(t) for t in expected]
+
+
+def check_quantize(x, spec, transpose=False, amax=None):
+    expected = reference.quantize(x, *spec.args, transpose, amax)
+    assert_same(launch.quantize(x, *spec.args, transpose, amax), expected)
+
+
+def check_both(x, spec, spec_t):
+    expected = reference.quantize_both(x, *spec.args, *spec_t.args)
+    assert_same(launch.quantize_both(x, *spec.args, *spec_t.args), expected)
+
+
+def check_every_orientation(x, spec):
+    check_quantize(x, spec)
+    check_quantize(x, spec, transpose=True)
+    check_both(x, spec, spec)
+
+
+@each_device
+@each_spec
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_patterns(device, spec, dtype):
+    """In order, with NaN and infinities; and at random, without, so that a scale of a whole dim is a number."""
+    for x in (patterns(dtype).to(device), finite_patterns(dtype).to(device)):
+        if device == "cuda":
+            check_every_orientation(x, spec)
+        else:
+            # The interpreter runs the same code for one orientation: other tests have it do so, on less data.
+            check_both(x, spec, spec)
+
+
+@each_spec
+@pytest.mark.parametrize(
+    ("device", "rows", "cols"),
+    [
+        pytest.param(*INTERPRETER.values, 60, 200, marks=INTERPRETER.marks),
+        pytest.param("cuda", 1024, 1024, marks=pytest.mark.gpu),
+    ],
+)
+def test_random_float32(spec, device, rows, cols):
+    check_every_orientation(random_bits(rows, cols).to(device), spec)
+    check_every_orientation(finite_bits(rows, cols, seed=1).to(device), spec)
+    check_every_orientation(with_specials(banded(rows, cols, seed=2)).to(device), spec)
+
+
+AMAXES = [7.0, 0.0, 1e-40, 1e-3, 3e38, math.inf, math.nan]
+
+
+@each_device
+@each_spec
+def test_given_amax(device, spec):
+    """In place of the block's own: every code, saturation included; then each amax in turn, in every block."""
+    x = finite_patterns(torch.bfloat16).to(device)
+    check_quantize(x, spec, amax=torch.full(scale_shape(x.shape, spec.block), AMAXES[0], device=device))
+    x = banded(70, 150).to(device)
+    for transpose in (False, True):
+        shape = scale_shape(x.shape[::-1] if transpose else x.shape, spec.block)
+        for first in range(len(AMAXES)):
+            order = (torch.arange(math.prod(shape)) + first) % len(AMAXES)
+            check_quantize(x, spec, transpose, torch.tensor(AMAXES, device=device)[order].view(shape))
+
+
+TAILS = [(1, 1), (1, 129), (129, 1), (7, 17), (17, 127), (127, 7), (129, 130), (3, 1000), (1000, 3)]
+
+
+@each_device
+@each_block
+@pytest.mark.parametrize("shape", TAILS, ids=str)
+def test_tails(device, spec, shape):
+    check_every_orientation(banded(*shape, dtype=torch.bfloat16).to(device), spec)
+
+
+@each_device
+@pytest.mark.parametrize("cols", [MAX_ROW_IN_TILE, MAX_ROW_IN_TILE + 1])
+@pytest.mark.parametrize("rounding", ["none", "pow2"])
+def test_long_rows(device, cols, rounding):
+    """A row is reduced in one tile, or, where it does not fit, in a pass of its own."""
+    check_quantize(banded(3, cols, dtype=torch.bfloat16).to(device), QuantSpec("e4m3", ROWWISE, "fp32", rounding))
+
+
+@each_device
+@each_block
+@pytest.mark.parametrize("layout", views(torch.zeros(2, 2)))
+def test_layouts(device, spec, layout):
+    x = views(banded(130, 150, dtype=torch.bfloat16).to(device))[layout]
+    check_quantize(x, spec)
+    check_quantize(x, spec, transpose=True)
+    if layout != "contiguous":
+        check_both(x, spec, spec)
+
+
+@each_device
+@pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=str)
+def test_both_orientations_by_different_specs(device, spec):
+    x = banded(90, 150, dtype=torch.bfloat16).to(device)
+    for spec_t in SPEC_OF_BLOCK:
+        check_both(x, spec, QuantSpec("e5m2", *spec_t.args[1:]))
+
+
+@each_device
+@each_block
+@pytest.mark.parametrize("shape", [(2, 3, 130, 40), (3, 130, 40), (3, 128, 40), (2, 1, 1), (1, 200)], ids=str)
+def test_leading_dims(device, spec, shape):
+    x = banded(*shape, dtype=torch.bfloat16).to(device)
+    check_quantize(x, spec)
+    if x.ndim > 2:
+        check_quantize(x.transpose(0, 1), spec)
+
+
+@each_device
+@pytest.mark.parametrize("spec", [s for s in SPEC_OF_BLOCK if s.block != BLOCK_128X128], ids=str)
+def test_vectors(device, spec):
+    check_quantize(banded(1, 300, dtype=torch.bfloat16).to(device).flatten(), spec)
+
+
+@each_device
+@each_block
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (2, 0, 3), (0, 3, 4), (3, 4, 0)], ids=str)
+def test_empty_dims(device, spec, shape):
+    x = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    check_quantize(x, spec)
+    if len(shape) == 2:
+        check_quantize(x, spec, transpose=True)
+        check_both(x, spec, spec)
+
+
+@each_device
+@each_block
+@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (300, 17), (2, 3, 130, 40), (0, 5), (5, 0)], ids=str)
+def test_amax(device, spec, shape):
+    x = banded(*shape) if math.prod(shape) else torch.empty(shape)
+    for data in (x, with_specials(x)) if x.numel() > 4 else (x,):
+        data = data.to(device)
+        assert_bitwise_equal(launch.amax(data, spec.block), reference.amax(data, spec.block))
+
+
+@each_device
+@each_block
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (2, 3, 130, 40), (0, 5)], ids=str)
+def test_dequantize(device, spec, dtype, shape):
+    x = banded(*shape) if math.prod(shape) else torch.empty(shape)
+    q = reference.quantize(x.to(device), *spec.args)
+    assert_same([launch.dequantize(*q, *spec.args, dtype)], [reference.dequantize(*q, *spec.args, dtype)])
+
+
+@each_device
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+def test_dequantize_every_code_by_every_exponent(device, format, dtype):
+    spec = QuantSpec(format, BLOCK_1X32, "e8m0", "pow2")
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    qdata = codes.repeat(256, 1).view(FORMATS[format].dtype).to(device)
+    scale = codes.view(256, 1).repeat(1, 8).view(torch.float8_e8m0fnu).to(device)
+    args = qdata, scale, *spec.args, dtype
+    # What arithmetic leaves in the payload of a NaN differs by device.
+    actual, expected = launch.dequantize(*args), reference.dequantize(*args)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert_bitwise_equal(actual.nan_to_num(0, math.inf, -math.inf), expected.nan_to_num(0, math.inf, -math.inf))
+
+
+@each_device
+def test_dequantize_of_strided_data(device):
+    spec = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
+    qdata, scale = reference.quantize(banded(300, 260).to(device), *spec.args)
+    args = qdata[::2, 128:], scale[::2, 1:], *spec.args, torch.float32
+    assert_same([launch.dequantize(*args)], [reference.dequantize(*args)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose", [False, True], ids=["normal", "transposed"])
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.format == "e4m3" and s.scale_rounding == "pow2"], ids=str)
+def test_more_than_2_to_the_31_elements(spec, transpose):
+    """Offsets beyond 32 bits; checked in chunks, as the reference needs many times the memory."""
+    rows, cols, chunk = 2**16 + 1, 2**15, 2**13
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
+    qdata, scale = launch.quantize(x, *spec.args, transpose)
+    whole = None
+    if spec.block == TENSORWISE:
+        whole = torch.stack([part.float().abs().max() for part in x.split(chunk)]).max().view(1, 1)
+    # A chunk of rows of the result: whole rows, and whole blocks of rows.
+    for start in range(0, qdata.shape[0], chunk):
+        rows_of_result = slice(start, start + chunk)
+        part = x[:, rows_of_result] if transpose else x[rows_of_result]
+        expected = reference.quantize(part, *spec.args, transpose, whole)
+        step = spec.block[0] if spec.block[0] > 0 else qdata.shape[0]
+        scale_rows = slice(start // step, -(-(start + chunk) // step))
+        assert_bitwise_equal((qdata[rows_of_result], scale[scale_rows]), expected)

@@ -1,0 +1,142 @@
+"""Text to train on, as bytes: the running Python's standard library, or any file or folder of text.
+
+A byte is a token (vocabulary 256), so no tokenizer has to be fetched and a token count is a byte count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+VOCABULARY = 256
+MAX_BYTES = 1 << 30
+LIBRARY_SUFFIXES = frozenset({".py", ".pyi", ".txt", ".rst", ".md", ".html"})
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_SNIFFED_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as one run of bytes, the files in the order of their sorted paths.
+
+    Attributes:
+        data: uint8 ``[bytes]``, on the CPU.
+        source: where it came from, in words.
+        files: number of files read.
+        skipped: number of files left out because they are not text or cannot be read.
+        truncated: whether reading stopped at :data:`MAX_BYTES`.
+        sha256: fingerprint of ``data``.
+    """
+
+    data: torch.Tensor
+    source: str
+    files: int
+    skipped: int
+    truncated: bool
+    sha256: str
+
+    def __str__(self) -> str:
+        size = f"{self.data.numel() / 1e6:.1f} MB of text in {self.files} files from {self.source}"
+        notes = [f"{self.skipped} files that are not text or not readable left out"] if self.skipped else []
+        notes += [f"stopped at {MAX_BYTES} bytes"] if self.truncated else []
+        return size + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def load(path: str | Path | None = None) -> Corpus:
+    """Read the text of a file, of every text file below a folder, or (None) of Python's standard library.
+
+    A file given by name is taken as it is. In a folder, hidden files and folders and files with a NUL byte near their
+    start (binaries) are left out and counted; links to folders are not followed. At most :data:`MAX_BYTES` are read.
+
+    Raises:
+        ValueError: the path does not exist, is neither file nor folder, cannot be read, or holds no text.
+    """
+    if path is None:
+        return standard_library()
+    path = Path(path)
+    if path.is_dir():
+        return _read(sorted(_files(path)), source=str(path))
+    if path.is_file():
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ValueError(f"the data file {path} cannot be read: {error.strerror}") from error
+        return _read([path], source=str(path), sniff=False)
+    what = "is neither a file nor a folder" if path.exists() else "does not exist"
+    raise ValueError(f"the data {path} {what}; give a text file or a folder of text files")
+
+
+def standard_library() -> Corpus:
+    """Source and documentation text of the running Python's standard library (tens of MB, without installed packages).
+
+    Raises:
+        ValueError: this Python has no library in files (a frozen or zipped one); name another text.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(_files(root, lambda name: Path(name).suffix in LIBRARY_SUFFIXES))
+    return _read(paths, f"the standard library of Python {platform.python_version()}")
+
+
+def batches(corpus: Corpus, *, steps: int, batch_size: int, seq_len: int, seed: int) -> Iterator[torch.Tensor]:
+    """Windows at random places: ``steps`` tensors, uint8 ``[batch_size, seq_len + 1]``, the same for the same seed.
+
+    One byte more than ``seq_len``, so that input ``[:, :-1]`` and target ``[:, 1:]`` both have ``seq_len``.
+
+    Raises:
+        ValueError: the corpus is shorter than one window.
+    """
+    places = corpus.data.numel() - seq_len
+    if places < 1:
+        raise ValueError(
+            f"a window of seq_len {seq_len} needs at least {seq_len + 1} bytes of text; {corpus.source} has "
+            f"{corpus.data.numel()}. Use a shorter sequence or more data."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(seq_len + 1)
+    for _ in range(steps):
+        starts = torch.randint(places, (batch_size, 1), generator=generator)
+        yield corpus.data[starts + window]
+
+
+def _files(root: Path, wanted: Callable[[str], bool] = bool) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if wanted(name) and not name.startswith("."))
+
+
+def _read(paths: list[Path], source: str, sniff: bool = True) -> Corpus:
+    data = bytearray()
+    files = skipped = 0
+    for path in paths:
+        if len(data) >= MAX_BYTES:
+            break
+        text = _text(path, MAX_BYTES - len(data), sniff)
+        if text is None:
+            skipped += 1
+        else:
+            files += 1
+            data += text
+    if not data:
+        raise ValueError(f"{source} holds no text ({skipped} files that are not text or not readable); give other data")
+    truncated = len(data) >= MAX_BYTES
+    digest = hashlib.sha256(data).hexdigest()
+    return Corpus(torch.frombuffer(data, dtype=torch.uint8), source, files, skipped, truncated, digest)
+
+
+def _text(path: Path, limit: int, sniff: bool) -> bytes | None:
+    # A named pipe in a folder would block for ever.
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit)
+    except OSError:
+        return None
+    return None if sniff and b"\0" in text[:_SNIFFED_BYTES] else text

@@ -1,0 +1,299 @@
+"""What this machine can run, and whether it runs right: versions, abilities, recipes, self-tests, accumulation."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import itertools
+import os
+import platform
+import re
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import tritonfp8
+from tritonfp8 import hardware, recipes, reference
+from tritonfp8.counting import KINDS, count_gemms
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.quantized import Quantized
+from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
+from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, sqnr
+
+PACKAGES = ("torch", "triton", "torchao", "transformers", "matplotlib", "numpy")
+SELF_TEST_SHAPE = (200, 333)
+SELF_TEST_MNK = (200, 177, 333)
+Tensors = tuple[torch.Tensor, ...]
+ACCUMULATION_KS = (1024, 4096, 16384)
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One self-test: what was tried, whether it is right, and the figure or the error behind that."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, of this package and of those it works with; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "tritonfp8": tritonfp8.__version__}
+    for package in PACKAGES:
+        found[package] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found | {"cuda": torch.version.cuda}
+
+
+def requirements() -> dict[str, Requirement]:
+    """What the installed package requires, extras included, by package; empty for a checkout that is not installed."""
+    try:
+        lines = importlib.metadata.requires("tritonfp8") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+def machine(device: torch.device | str) -> dict[str, Any]:
+    """The device and its host as plain data: what a measurement has to name."""
+    device = torch.device(device)
+    cores = len(os.sched_getaffinity(0))
+    facts: dict[str, Any] = {"name": f"{_cpu_name()}, {cores} cores", "system": platform.platform()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "capability": [properties.major, properties.minor],
+            "memory_bytes": properties.total_memory,
+            "driver": _driver(),
+        }
+    return facts | {"cpu": _cpu_name(), "cores": cores}
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1]
+    return platform.machine()
+
+
+def _driver() -> str | None:
+    with contextlib.suppress(OSError):
+        if match := re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text()):
+            return match[1]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    return None
+
+
+def recipe_kinds(name: str, device: torch.device) -> dict[str, int]:
+    """How many of a layer's three products ran as which kind, seen by training one layer for one step on ``device``."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256, device=device, dtype=torch.bfloat16))
+    x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    if name != "bf16":
+        tritonfp8.convert(model, name)
+    with count_gemms() as counts:
+        model(x).sum().backward()
+    return dict(counts.calls)
+
+
+def self_tests(device: torch.device) -> Iterator[Check]:
+    """Run every kernel on ``device``, tails and special values included, and compare with the reference on the CPU."""
+    x = torch.randn(SELF_TEST_SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    # Zeros, a subnormal amax; and in a second tensor a NaN, which must not leave its block.
+    x[0], x[1] = 0, 1e-39
+    with_nan = x.clone()
+    with_nan[-1, -1] = torch.nan
+    xs = (x, with_nan)
+    for shape, block in BLOCKS.items():
+        specs = [
+            QuantSpec(name, shape, scale_format, rounding)
+            for scale_format in block.scale_formats
+            for rounding in SCALE_FORMATS[scale_format].roundings
+            for name in FORMATS
+        ]
+        yield _check(f"quantize {block.name}", _quantize_agrees, xs, specs, False, device)
+        yield _check(f"quantize {block.name}, transposed", _quantize_agrees, xs, specs, True, device)
+        yield _check(f"quantize_both {block.name}", _quantize_both_agrees, xs, specs, device)
+        yield _check(f"dequantize {block.name}", _dequantize_agrees, xs, specs, device)
+    for a, b in itertools.product(BLOCKS, BLOCKS):
+        if BLOCKS[a].family == BLOCKS[b].family:
+            name = f"scaled_matmul {BLOCKS[a].name} x {BLOCKS[b].name}"
+            yield _check(name, _matmul_agrees, _operand_spec(a), _operand_spec(b), device)
+
+
+def _check(name: str, test: Callable[..., str], *args: object) -> Check:
+    try:
+        return Check(name, True, test(*args))
+    except Exception as error:
+        # A kernel that does not compile or launch is a finding, not the end of the examination.
+        return Check(name, False, f"{type(error).__name__}: {error}")
+
+
+def _quantize_agrees(xs: Tensors, specs: list[QuantSpec], transpose: bool, device: torch.device) -> str:
+    for x, spec in itertools.product(xs, specs):
+        found = tritonfp8.quantize(x.to(device), spec, transpose=transpose)
+        expected = reference.quantize(x, *spec.args, transpose=transpose)
+        assert_bitwise_equal((found.qdata.cpu(), found.scale.cpu()), expected)
+    return f"bitwise equal to the reference in {len(specs)} specs"
+
+
+def _quantize_both_agrees(xs: Tensors, specs: list[QuantSpec], device: torch.device) -> str:
+    for x, spec in itertools.product(xs, specs):
+        found = tritonfp8.quantize_both(x.to(device), spec, spec)
+        expected = [reference.quantize(x, *spec.args, transpose=transpose) for transpose in (False, True)]
+        assert_bitwise_equal([(q.qdata.cpu(), q.scale.cpu()) for q in found], expected)
+    return f"bitwise equal to the reference in {len(specs)} specs"
+
+
+def _dequantize_agrees(xs: Tensors, specs: list[QuantSpec], device: torch.device) -> str:
+    for x, spec in itertools.product(xs, specs):
+        qdata, scale = reference.quantize(x, *spec.args)
+        found = tritonfp8.dequantize(Quantized(qdata.to(device), scale.to(device), spec), dtype=torch.float32)
+        assert_bitwise_equal(found.cpu(), reference.dequantize(qdata, scale, *spec.args, torch.float32))
+    return f"bitwise equal to the reference in {len(specs)} specs"
+
+
+def _operand_spec(block: tuple[int, int]) -> QuantSpec:
+    return QuantSpec("e4m3", block, BLOCKS[block].scale_formats[0], "pow2")
+
+
+def _matmul_agrees(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
+    figures = []
+    for positive in (False, True):
+        found, exact = _product(a, b, SELF_TEST_MNK, positive, "precise", device)
+        assert_matmul_close(found, exact, torch.float32)
+        figures.append(sqnr(found, exact))
+    return f"{min(figures):.1f} dB SQNR or more, on normal and on positive data"
+
+
+def matmul_sqnr(
+    a: QuantSpec, b: QuantSpec, mnk: tuple[int, int, int], *, positive: bool, accumulation: str, device: torch.device
+) -> float:
+    """SQNR in dB of a float32 ``scaled_matmul`` against float64 on the dequantized operands, on random data.
+
+    Args:
+        a, b: specs of the operands, ``[M, K]`` and ``[N, K]``.
+        mnk: the sizes.
+        positive: data uniform in [0, 1), in place of standard normal.
+        accumulation: ``"precise"`` or ``"fast"``.
+        device: where it runs.
+    """
+    return sqnr(*_product(a, b, mnk, positive, accumulation, device))
+
+
+def _product(
+    a: QuantSpec, b: QuantSpec, mnk: tuple[int, int, int], positive: bool, accumulation: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 product of random operands, and the float64 one of the same operands dequantized."""
+    m, n, k = mnk
+    generator = torch.Generator(device).manual_seed(0)
+    draw = torch.rand if positive else torch.randn
+    lhs, rhs = (
+        tritonfp8.quantize(draw(rows, k, generator=generator, device=device), spec) for rows, spec in ((m, a), (n, b))
+    )
+    out = tritonfp8.scaled_matmul(lhs, rhs, out_dtype=torch.float32, accumulation=accumulation)
+    exact = [tritonfp8.dequantize(operand, dtype=torch.float32).double() for operand in (lhs, rhs)]
+    return out, exact[0] @ exact[1].T
+
+
+def accumulation_figures(device: torch.device) -> Iterator[tuple[int, str, dict[str, float]]]:
+    """SQNR in dB of each accumulation by K and by sign of the data: rows of (K, data, {accumulation: dB})."""
+    spec = _operand_spec((1, -1))
+    for k, positive in itertools.product(ACCUMULATION_KS, (False, True)):
+        figures = {
+            accumulation: matmul_sqnr(
+                spec, spec, (512, 512, k), positive=positive, accumulation=accumulation, device=device
+            )
+            for accumulation in ACCUMULATIONS
+        }
+        yield k, "uniform [0, 1)" if positive else "standard normal", figures
+
+
+def diagnose(console: Console) -> bool:
+    """Print everything about this machine; returns whether every self-test passed."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with warnings.catch_warnings():
+        # The abilities below say it.
+        warnings.simplefilter("ignore")
+        abilities = hardware.abilities(device)
+    console.print(_facts_table("machine", machine(device)))
+    console.print(_versions_table())
+    console.print(_facts_table("abilities", asdict(abilities)))
+    if not abilities.has_fp8_mma:
+        gpu = "no CUDA GPU" if device.type == "cpu" else f"{abilities.name}, a GPU without FP8 tensor cores"
+        console.print(f"This machine has {gpu}: the ops run the reference, and the kernels are not tested here.")
+    recipes_ok = _print_recipes(console, device)
+    tests_ok = _print_self_tests(console, device)
+    if abilities.has_fp8_mma:
+        _print_accumulation(console, device)
+    else:
+        console.print("Figures of accumulation fast and precise are measured on a GPU with FP8 tensor cores only.")
+    return recipes_ok and tests_ok
+
+
+def _facts_table(title: str, facts: dict[str, Any]) -> Table:
+    table = Table("", "", title=title, title_justify="left", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, MISSING if value is None else str(value))
+    return table
+
+
+def _versions_table() -> Table:
+    table = Table("package", "version", "required", "", title="versions", title_justify="left")
+    required = requirements()
+    for package, version in versions().items():
+        requirement = required.get(package)
+        verdict = ""
+        if requirement is not None and version is None:
+            verdict = "[red]missing" if requirement.marker is None else f"missing, needed with {requirement.marker}"
+        elif requirement is not None and not requirement.specifier.contains(version or "", prereleases=True):
+            verdict = "[red]not supported"
+        table.add_row(package, version or MISSING, str(requirement.specifier) if requirement else "", verdict)
+    return table
+
+
+def _print_recipes(console: Console, device: torch.device) -> bool:
+    table = Table("recipe", "its three GEMMs here", title="recipes", title_justify="left")
+    good = True
+    for name in recipes.names():
+        try:
+            kinds = recipe_kinds(name, device)
+            how = ", ".join(f"{count} by {KINDS[kind]}" for kind, count in kinds.items())
+        except Exception as error:
+            good, how = False, f"[red]FAILED: {type(error).__name__}: {escape(str(error))}"
+        table.add_row(name, how or "3 as they are: nothing is converted")
+    console.print(table)
+    return good
+
+
+def _print_self_tests(console: Console, device: torch.device) -> bool:
+    table = Table("self-test", "", "figure", title=f"self-tests on {device.type}", title_justify="left")
+    good = True
+    with console.status("self-tests"):
+        for check in self_tests(device):
+            good &= check.ok
+            table.add_row(check.name, "[green]ok" if check.ok else "[red]FAILED", escape(check.detail))
+    console.print(table)
+    return good
+
+
+def _print_accumulation(console: Console, device: torch.device) -> None:
+    table = Table("K", "data", *ACCUMULATIONS, title_justify="left")
+    table.title = "accumulation: SQNR in dB of rowwise e4m3 GEMMs, 512 x 512 x K"
+    with console.status("accumulation"):
+        for k, data, figures in accumulation_figures(device):
+            table.add_row(str(k), data, *(f"{figures[name]:.1f}" for name in ACCUMULATIONS))
+    console.print(table)

@@ -1,0 +1,186 @@
+"""The tolerance policy: how close a result must be to its reference, in one place.
+
+A cast is bitwise equal to the reference. A matrix product is held to a signal-to-quantization-noise ratio (SQNR), over
+the whole output and in its worst tile: one tile that was never written hides in a global figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tritonfp8.specs import require
+
+TILE = 128
+REPORTED_MISMATCHES = 8
+
+
+@dataclass(frozen=True)
+class MatmulTolerance:
+    """The least SQNR of a matrix product, in dB.
+
+    Attributes:
+        overall: over the whole output.
+        worst_tile: in each 128x128 tile of the output.
+    """
+
+    overall: float
+    worst_tile: float
+
+
+MATMUL_TOLERANCES: Mapping[torch.dtype, MatmulTolerance] = MappingProxyType(
+    {
+        torch.float32: MatmulTolerance(overall=60.0, worst_tile=58.0),
+        # Rounding to bf16 alone leaves 55.6 dB.
+        torch.bfloat16: MatmulTolerance(overall=53.0, worst_tile=50.0),
+        torch.float16: MatmulTolerance(overall=53.0, worst_tile=50.0),
+    }
+)
+"""By output dtype, for ``accumulation="precise"`` against a float32 product of the dequantized operands."""
+
+
+def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Signal-to-quantization-noise ratio ``10 log10(sum(expected^2) / sum((actual - expected)^2))``.
+
+    Args:
+        actual: the result, of any shape and floating dtype.
+        expected: the reference, of the same shape.
+
+    Returns:
+        dB, computed in float64; ``inf`` where both are equal, ``-inf`` where one holds a NaN or an infinity that the
+        other does not, or where anything but zero stands for an expected zero signal. NaN equals NaN.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    signal, noise = _energies(actual, expected)
+    return _decibels(signal.sum(), noise.sum()).item()
+
+
+def worst_tile_sqnr(actual: torch.Tensor, expected: torch.Tensor, tile: int = TILE) -> float:
+    """The least :func:`sqnr` of any ``tile`` x ``tile`` tile of the last two dims, ragged tiles at the edges included.
+
+    Args:
+        actual: the result ``[..., M, N]``; a vector is one row.
+        expected: the reference, of the same shape.
+        tile: rows and columns of a tile.
+
+    Returns:
+        dB; a tile whose expected energy is zero must be equal, or the result is ``-inf``. ``inf`` without elements.
+
+    Raises:
+        ValueError: the shapes differ, or ``tile`` is below 1.
+    """
+    if tile < 1:
+        raise ValueError(f"tile must be at least 1; got {tile}")
+    signal, noise = (_tile_sums(energy, tile) for energy in _energies(actual, expected))
+    ratios = _decibels(signal, noise)
+    return ratios.min().item() if ratios.numel() else math.inf
+
+
+def assert_bitwise_equal(actual: Any, expected: Any) -> None:
+    """Assert that two tensors, or two pytrees of tensors, hold the same bytes.
+
+    Any dtype, 8-bit floats included. Bytes are compared, not values: 0.0 is not -0.0, and a NaN equals the same NaN.
+    Strides may differ.
+
+    Raises:
+        AssertionError: naming how many elements differ, the first of them by index, and both values with their bytes;
+            or the difference in structure, dtype or shape.
+    """
+    leaves, structure = pytree.tree_flatten_with_path(actual)
+    expected_leaves, expected_structure = pytree.tree_flatten_with_path(expected)
+    if structure != expected_structure:
+        raise AssertionError(f"structures differ: {structure} but expected {expected_structure}")
+    reports = [
+        f"{pytree.keystr(path) or 'tensor'}: {report}"
+        for (path, leaf), (_, expected_leaf) in zip(leaves, expected_leaves, strict=True)
+        if (report := _mismatch_report(leaf, expected_leaf))
+    ]
+    if reports:
+        raise AssertionError("\n".join(reports))
+
+
+def assert_matmul_close(actual: torch.Tensor, expected: torch.Tensor, out_dtype: torch.dtype) -> None:
+    """Assert that a matrix product is within :data:`MATMUL_TOLERANCES`, over the output and in its worst tile.
+
+    Args:
+        actual: the result ``[M, N]``, of dtype ``out_dtype``.
+        expected: the float32 or float64 product of the dequantized operands, ``[M, N]``.
+        out_dtype: bfloat16, float16 or float32.
+
+    Raises:
+        AssertionError: naming both figures and what they had to be.
+        ValueError: the shapes differ, or no tolerance is set for ``out_dtype``.
+    """
+    require("out_dtype", out_dtype, tuple(MATMUL_TOLERANCES))
+    if actual.dtype != out_dtype:
+        raise AssertionError(f"the product must be {out_dtype}; got {actual.dtype}")
+    tolerance = MATMUL_TOLERANCES[out_dtype]
+    overall, worst = sqnr(actual, expected), worst_tile_sqnr(actual, expected)
+    # Negated, so that a NaN fails too.
+    if not (overall >= tolerance.overall and worst >= tolerance.worst_tile):
+        raise AssertionError(
+            f"SQNR of a {tuple(actual.shape)} product in {out_dtype}: {overall:.2f} dB overall, {worst:.2f} dB in the "
+            f"worst tile; required {tolerance.overall} and {tolerance.worst_tile}"
+        )
+
+
+def _energies(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elementwise energies of signal and noise, float64; infinite noise where only one value is finite."""
+    if actual.shape != expected.shape:
+        raise ValueError(f"shapes must be equal; got {tuple(actual.shape)} and {tuple(expected.shape)}")
+    a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)
+    noise = (a - e).square()
+    equal = (a == e) | (a.isnan() & e.isnan())
+    finite = a.isfinite() & e.isfinite()
+    noise = torch.where(finite, noise, torch.where(equal, 0.0, math.inf))
+    return torch.where(finite, e.square(), 0.0), noise
+
+
+def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    ratio = 10 * torch.log10(signal / noise)
+    return torch.where(noise == 0, math.inf, torch.where((signal == 0) | noise.isinf(), -math.inf, ratio))
+
+
+def _tile_sums(x: torch.Tensor, tile: int) -> torch.Tensor:
+    """``[..., M, N]`` -> ``[..., ceil(M / tile), ceil(N / tile)]``."""
+    if x.ndim < 2:
+        x = x.reshape(1, -1)
+    rows, cols = x.shape[-2:]
+    x = torch.nn.functional.pad(x, (0, -cols % tile, 0, -rows % tile))
+    rows, cols = x.shape[-2:]
+    return x.reshape(*x.shape[:-2], rows // tile, tile, cols // tile, tile).sum((-3, -1))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    # A single element is contiguous with any stride; a view as another dtype needs a stride of 1.
+    flat = x.detach().contiguous().as_strided((x.numel(),), (1,))
+    return flat.view(torch.uint8).view(-1, x.element_size())
+
+
+def _mismatch_report(actual: Any, expected: Any) -> str | None:
+    for name, x in (("actual", actual), ("expected", expected)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must hold torch.Tensors; got {type(x).__name__}")
+    if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
+        return f"got {actual.dtype} {tuple(actual.shape)} but expected {expected.dtype} {tuple(expected.shape)}"
+    actual_bytes, expected_bytes = _bytes(actual), _bytes(expected).to(actual.device)
+    wrong = (actual_bytes != expected_bytes).any(1).nonzero().squeeze(1)
+    if not len(wrong):
+        return None
+    lines = [f"{len(wrong)} of {actual.numel()} elements differ; the first:"]
+    for i in wrong[:REPORTED_MISMATCHES].tolist():
+        index = tuple(int(j) for j in torch.unravel_index(torch.tensor(i), actual.shape))
+        shown = [
+            f"{x.reshape(-1)[i].item()!r} (0x{bytes(b[i].tolist()[::-1]).hex()})"
+            for x, b in ((actual, actual_bytes), (expected, expected_bytes))
+        ]
+        lines.append(f"  {list(index)}: {shown[0]} but expected {shown[1]}")
+    return "\n".join(lines)
