@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.numerics import decode_e8m0, scale_blocks
 from tritonfp8.kernels.tiles import load_operand, store_tile, tile_index
 
 
@@ -74,18 +75,25 @@ def _load_exponents(
 
 
 @triton.jit
+def _widen(x, exponents, SCALE_K: tl.constexpr):
+    """MX data in bf16."""
+    return scale_blocks(x.to(tl.float32), decode_e8m0(exponents), 1, SCALE_K).to(tl.bfloat16)
+
+
+@triton.jit
 def mx_matmul_kernel(
     a, b, out, a_scale_ptr, b_scale_ptr, bias_ptr, residual_ptr, M, N, K,
     stride_am, stride_ak, stride_bn, stride_bk, stride_out, stride_rm, stride_rn,
     stride_a_scale_m, stride_a_scale_k, stride_b_scale_n, stride_b_scale_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_K: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_K: tl.constexpr, NATIVE: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a @ b.T)`` on MX operands; a scale is a biased exponent (uint8) for each SCALE_K of K.
 
-    Tensor cores that have no MX instruction multiply the operands in bf16, to which they convert exactly.
+    NATIVE multiplies on tensor cores that take MX operands. Others multiply in bf16, to which MX data converts exactly,
+    but for magnitudes below 2^-126.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -120,7 +128,10 @@ def mx_matmul_kernel(
                 BLOCK_N,
                 BLOCK_K // SCALE_K,
             )
-            acc = tl.dot_scaled(lhs, a_scale, A_FORMAT, rhs.T, b_scale, B_FORMAT, acc)
+            if NATIVE:
+                acc = tl.dot_scaled(lhs, a_scale, A_FORMAT, rhs.T, b_scale, B_FORMAT, acc)
+            else:
+                acc = tl.dot(_widen(lhs, a_scale, SCALE_K), _widen(rhs, b_scale, SCALE_K).T, acc)
         store_tile(
             acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
             HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,

@@ -1,6 +1,6 @@
 """Launch configurations of the matrix products: search spaces as data, and what each one needs.
 
-``rate`` is the throughput of a full machine relative to the others of the same space, as measured on one H200 at
+``rate`` is the throughput of a full machine relative to the others of the same family, as measured on one H200 at
 8192 x 8192 x 8192; with the number of waves it predicts which configuration suits a shape.
 """
 
@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 SPECIALIZED_WAVE_ROWS = 64
 BARRIER_BYTES = 1024
+SCALE_BYTES = 4
+WIDENED_BYTES = 2
 
 
 @dataclass(frozen=True)
 class MatmulConfig:
     """Tile ``[block_m, block_n]`` in steps of ``block_k``, and how Triton compiles it.
 
-    ``specialized`` is the warp-specialized Hopper kernel; ``halves`` stores a tile in two halves of its columns;
-    ``flatten`` joins the loop over tiles with the loop over K; ``group_m`` rows of tiles are walked together.
+    ``halves`` stores a tile in two halves of its columns; ``flatten`` joins the loop over tiles with the loop over K;
+    ``group_m`` rows of tiles are walked together. ``specialized`` is the warp-specialized Hopper kernel, and ``bare``
+    says that its registers hold no activation or residual besides the product.
     """
 
     block_m: int
@@ -29,58 +32,71 @@ class MatmulConfig:
     group_m: int = 8
     blocks_per_sm: int = 1
     specialized: bool = False
+    bare: bool = False
 
 
 SPACES = {
     "epilogue": {
         "fast": (
-            MatmulConfig(128, 256, 128, 8, 3, 1.00),
-            MatmulConfig(128, 128, 128, 8, 4, 0.85),
-            MatmulConfig(64, 128, 128, 4, 4, 0.70),
+            MatmulConfig(128, 256, 128, 8, 4, 1.50, halves=True),
+            MatmulConfig(128, 256, 128, 8, 3, 1.48, halves=True),
+            MatmulConfig(128, 128, 128, 8, 4, 1.20),
+            MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
         "precise": (
-            MatmulConfig(256, 128, 128, 4, 4, 1.30, specialized=True),
-            MatmulConfig(256, 128, 128, 4, 3, 1.29, specialized=True),
-            MatmulConfig(128, 128, 128, 8, 4, 1.00),
-            MatmulConfig(64, 128, 128, 4, 4, 0.80),
+            MatmulConfig(256, 128, 128, 4, 4, 1.35, specialized=True, bare=True),
+            MatmulConfig(128, 128, 128, 4, 4, 1.28, specialized=True),
+            MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
+            MatmulConfig(128, 128, 128, 8, 4, 0.97),
+            MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
     },
     "blockwise": {
         "precise": (
-            MatmulConfig(128, 128, 128, 4, 5, 1.30, specialized=True),
-            MatmulConfig(128, 128, 128, 4, 4, 1.29, specialized=True),
-            MatmulConfig(128, 128, 128, 8, 4, 1.00),
-            MatmulConfig(64, 128, 128, 4, 4, 0.90),
+            MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
+            MatmulConfig(128, 128, 128, 8, 4, 0.82),
+            MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
     },
     "mx": {
         "precise": (
-            MatmulConfig(128, 128, 128, 8, 3, 1.00),
-            MatmulConfig(64, 128, 128, 4, 3, 0.80),
-            MatmulConfig(64, 64, 128, 4, 2, 0.50),
+            MatmulConfig(128, 256, 64, 8, 2, 0.20),
+            MatmulConfig(128, 128, 64, 8, 4, 0.13),
+            MatmulConfig(64, 64, 128, 4, 2, 0.08),
         ),
     },
 }
 
 
-def shared_bytes(config: MatmulConfig, out_itemsize: int) -> int:
+def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     """Upper bound of the shared memory of a block: the stages of both operands and the tile on its way out."""
-    scales = 4 if config.specialized else 0
+    scales = SCALE_BYTES if config.specialized and family == "blockwise" else 0
     operands = config.num_stages * (config.block_m + config.block_n) * (config.block_k + scales)
+    # Without an MX instruction the right operand is written back in bf16.
+    widened = WIDENED_BYTES * config.block_n * config.block_k if family == "mx" else 0
     rows = 2 * SPECIALIZED_WAVE_ROWS if config.specialized else config.block_m
     out = rows * config.block_n * out_itemsize // (2 if config.halves else 1)
-    return operands + out + BARRIER_BYTES
+    return operands + widened + out + BARRIER_BYTES
 
 
-def supports(config: MatmulConfig, max_shared_bytes: int, out_itemsize: int, specialized: bool) -> bool:
-    """Whether ``config`` runs on a device with this much shared memory a block.
+def supports(
+    config: MatmulConfig, family: str, out_itemsize: int, bare: bool, specialized: bool, max_shared_bytes: int
+) -> bool:
+    """Whether ``config`` serves a product.
 
-    ``specialized`` says whether the device has warpgroup MMA and the copy engine can address all three matrices.
+    Args:
+        config: the configuration.
+        family: of the product.
+        out_itemsize: bytes of an output element.
+        bare: the product has no activation and no residual.
+        specialized: the device has warpgroup MMA and the copy engine can address all three matrices.
+        max_shared_bytes: what the device gives a block.
     """
-    return shared_bytes(config, out_itemsize) <= max_shared_bytes and (specialized or not config.specialized)
+    fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
+    return fits and (bare or not config.bare) and (specialized or not config.specialized)
 
 
 def predicted_time(config: MatmulConfig, m: int, n: int, num_sms: int) -> float:

@@ -233,7 +233,7 @@ def hopper_matmul_kernel(
 ):  # fmt: skip
     """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``, promoted to float32 every BLOCK_K of K.
 
-    ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N,
+    ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N,
     BLOCK_K]`` and ``[64, BLOCK_N]``. A_ROWS and B_ROWS are the rows that share a scale in operands scaled every BLOCK_K
     of K; both are 0 for scales that leave K whole. A scale is a pointer with its strides; where each row has its own for
     every step of K, it is a descriptor of the flat scale, a step's rows next to each other, with blocks of a tile's rows.
@@ -268,5 +268,5 @@ def hopper_matmul_kernel(
                      BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
         ],
         [4, 1],
-        [232, 40],
+        [240, 24],
     )  # fmt: skip

@@ -4,17 +4,10 @@ import numpy as np
 import pytest
 import torch
 import triton
+from strategies import VALID_SPECS as SPECS
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.specs import BLOCKS, QuantSpec
+from tritonfp8.specs import BLOCKS
 
-SPECS = [
-    QuantSpec(format, block, scale_format, rounding)
-    for format in FORMATS
-    for block, properties in BLOCKS.items()
-    for scale_format in properties.scale_formats
-    for rounding in SCALE_FORMATS[scale_format].roundings
-]
 # One spec of each block shape, where format and rounding make no difference.
 SPEC_OF_BLOCK = [next(spec for spec in SPECS if spec.block == block) for block in BLOCKS]
 
@@ -29,7 +22,10 @@ CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_block = pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=lambda spec: BLOCKS[spec.block].name)
+# Kernels: on CPU tensors they are interpreted.
 each_device = pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+# Ops and what is built on them: on CPU tensors they are the reference.
+cpu_and_cuda = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 FLOAT32_NONFINITE = 0x7F800000
 

@@ -129,6 +129,17 @@ def test_interrupt_keeps_what_was_measured(invoke, small, tmp_path, monkeypatch)
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
 
 
+def test_interrupt_before_the_first_step_writes_nothing(invoke, small, tmp_path, monkeypatch):
+    def interrupt(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "linear_flops", interrupt)
+    done = invoke(*small)
+    assert done.exit_code == 130
+    assert "nothing was measured" in done.output
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_ctrl_c_ends_the_process_with_its_report(small, tmp_path):
     args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "5000"]
     with subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

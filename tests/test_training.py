@@ -283,6 +283,21 @@ def test_compiled_losses_are_close_to_eager_and_counted(compare, config):
     assert compiled.runs[0].flops == eager.runs[0].flops
 
 
+@pytest.mark.parametrize(("flops_a_thread", "threads"), [(10**20, 1), (1, 3)])
+def test_threads_are_as_many_as_the_work_is_worth(compare, monkeypatch, flops_a_thread, threads):
+    seen = []
+    monkeypatch.setattr(training, "FLOPS_A_THREAD", flops_a_thread)
+    monkeypatch.setattr(training, "convert", lambda *args: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        result = compare(recipes=("rowwise",))
+        assert seen == [result.threads] == [threads]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_loss_that_is_not_finite_is_reported(compare):
     result = compare(recipes=("bf16",), lr=1e30)
     (run,) = result.runs

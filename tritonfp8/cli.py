@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -90,33 +90,30 @@ def train(
     warm-up over the first tenth of the steps, cosine decay, gradients clipped to norm 1. Ctrl-C ends the run and keeps
     what was measured. The defaults take about a minute on two CPU cores.
     """
+    options = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "lr": lr, "compile": compile}
+    names = tuple(name.strip() for name in recipes.split(",") if name.strip())
+    _compare(out, model=model, recipes=names, device=device, seed=seed, data=data, **options)
+
+
+def _compare(out: Path | None, **options: Any) -> None:
     console = _console()
     try:
-        names = tuple(name.strip() for name in recipes.split(",") if name.strip())
-        settings = training.Settings.resolve(
-            model=model,
-            recipes=names,
-            steps=steps,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            lr=lr,
-            compile=compile,
-            device=device,
-            seed=seed,
-            data=data,
-        )
+        settings = training.Settings.resolve(**options)
         if settings.notice:
             console.print(settings.notice, style="yellow", markup=False)
         job = training.prepare(settings)
-        folder = training_report.new_folder(out, model)
+        folder = training_report.new_folder(out, settings.model)
     except (ValueError, ModuleNotFoundError) as error:
         _fail(error)
     console.print(str(job.text), markup=False)
     with training_report.Progress(console) as progress:
         result = training.run(job, progress)
+    if result.interrupted and not any(run.losses for run in result.runs):
+        console.print("Interrupted before the first step: nothing was measured.")
+        raise typer.Exit(INTERRUPTED)
     written = training_report.write(result, folder)
     training_report.show(result, console)
-    console.print("written: " + ", ".join(map(str, written)), markup=False)
+    console.print("written: " + ", ".join(map(str, written)), markup=False, highlight=False)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(run.failure for run in result.runs):

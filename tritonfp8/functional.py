@@ -12,7 +12,16 @@ from tritonfp8 import ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Gemm, Recipe, get
-from tritonfp8.specs import ACCUMULATIONS, ACTIVATIONS, QuantSpec, check_floating, matmul_family, require, scale_shape
+from tritonfp8.specs import (
+    ACCUMULATIONS,
+    ACTIVATIONS,
+    BLOCKS,
+    QuantSpec,
+    check_floating,
+    matmul_family,
+    require,
+    scale_shape,
+)
 
 
 def _check_spec(spec: object) -> None:
@@ -41,7 +50,7 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
         ValueError: no such block, or ``x`` has too few dims for it.
     """
     check_floating("x", x)
-    QuantSpec(block=(-1, -1))
+    require("block", tuple(block), tuple(BLOCKS))
     scale_shape(x.shape, block)
     return ops.amax(x.detach(), list(block))
 
@@ -310,7 +319,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: st
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must have shape ({weight.shape[0]},); got {tuple(bias.shape)}")
-    rows = cast_input.reshape(-1, input.shape[-1]) if input.ndim != 2 else cast_input
+    rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
     grad = torch.is_grad_enabled()
     needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
     out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]

@@ -66,7 +66,8 @@ def _tile(m: int, n: int, block: Block | None, block_t: Block | None) -> _Tile:
         return _Tile(max(1, TILE_ELEMENTS // 2 // width), width, 4 if width <= 4096 else 8)
     if block_t is None and block is not None and block[0] <= 1:
         return _Tile(32, 128, 4)
-    return _Tile(128, 128, 8)
+    # Blocks of 32 rows need more registers for their scales.
+    return _Tile(128, 64, 8) if 32 in (*(block or ()), *(block_t or ())) else _Tile(128, 128, 8)
 
 
 def _fits(block: Block, tile: _Tile, m: int, n: int) -> bool:
@@ -308,6 +309,7 @@ def _launch_tiles(
 ) -> None:
     """Launch a plain Triton kernel, on any device."""
     m, n, k = p.sizes()
+    native_mx = hardware.abilities(p.a.device).has_native_mx
     operands: list[object] = [p.a, p.b]
     if tma:
         operands = [
@@ -326,7 +328,7 @@ def _launch_tiles(
         constants = (
             {"A_ROWS": p.a_rows, "B_ROWS": p.b_rows, "SCALE_K": BLOCK_1X128[1]}
             if family == "blockwise"
-            else {"A_FORMAT": p.a_format, "B_FORMAT": p.b_format, "SCALE_K": BLOCK_1X32[1]}
+            else {"A_FORMAT": p.a_format, "B_FORMAT": p.b_format, "SCALE_K": BLOCK_1X32[1], "NATIVE": native_mx}
         )
     _KERNELS[family][grid](
         *operands, out, *p.pointers(), m, n, k, *p.a.stride(), *p.b.stride(), p.out.stride(0), *p.residual_strides(),
@@ -379,8 +381,9 @@ def _launch_product(p: _Product, family: str, accumulation: str, config: MatmulC
     tma_operands = tma and has_tma_layout(p.a) and has_tma_layout(p.b)
     tma_out = tma and has_tma_layout(p.out)
     if config is None:
+        bare = p.activation is None and p.residual is None
         copy_engine = tma_operands and tma_out
-        config = tuning.choose(family, accumulation, m, n, p.out.element_size(), copy_engine, device)
+        config = tuning.choose(family, accumulation, m, n, p.out.element_size(), bare, copy_engine, device)
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     grid = (min(device.num_sms * config.blocks_per_sm, tiles),)
     if config.specialized:

@@ -55,8 +55,7 @@ def _quantize_fake(
 
 
 def _quantize_both_fake(x: Tensor, *specs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spec, spec_t = specs[:4], specs[4:]
-    return *_quantize_fake(x, *spec), *_quantize_fake(x, *spec_t, transpose=True)
+    return *_quantize_fake(x, *specs[:4]), *_quantize_fake(x.t(), *specs[4:])
 
 
 def _dequantize_fake(qdata: Tensor, scale: Tensor, *args: Any) -> Tensor:

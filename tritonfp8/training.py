@@ -38,6 +38,9 @@ BASELINE = "bf16"
 DEFAULT_RECIPES = ("bf16", "rowwise", "blockwise")
 UNTIMED_STEPS = 5
 _POLL_STEPS = 10
+# On a CPU. Threads that share ops of microseconds wait for each other longer than they work as soon as the machine has
+# anything else to do.
+FLOPS_A_THREAD = 10**10
 
 
 @dataclass(frozen=True)
@@ -200,12 +203,14 @@ class Result:
         job: what was asked for.
         linear_flops: FLOPs of all linear layers in one training step, counted over the unconverted model; None where
             the run ended before they were counted.
+        threads: threads that an op may use on the CPU.
         runs: what each recipe did, in the order of the settings, as far as it came.
         interrupted: whether the user stopped it.
     """
 
     job: Job
     linear_flops: int | None = None
+    threads: int | None = None
     runs: list[Run] = field(default_factory=list)
     interrupted: bool = False
 
@@ -307,11 +312,14 @@ def run(job: Job, observer: Observer | None = None) -> Result:
     """
     observer = observer or Observer()
     result = Result(job)
-    device = torch.device(job.settings.device)
+    device, threads = torch.device(job.settings.device), torch.get_num_threads()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         result.linear_flops = linear_flops(job)
+        if device.type == "cpu":
+            torch.set_num_threads(min(threads, max(1, result.linear_flops // FLOPS_A_THREAD)))
+        result.threads = torch.get_num_threads()
         for recipe in job.settings.recipes:
             result.runs.append(Run(recipe))
             observer.started(recipe, job.settings.steps)
@@ -321,6 +329,8 @@ def run(job: Job, observer: Observer | None = None) -> Result:
                 break
     except KeyboardInterrupt:
         result.interrupted = True
+    finally:
+        torch.set_num_threads(threads)
     result.interrupted |= any(each.interrupted for each in result.runs)
     return result
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import rich.box
 import rich.progress
 from rich.console import Console
 from rich.table import Table
@@ -200,9 +201,12 @@ def _notes(result: Result) -> list[str]:
 def show(result: Result, console: Console) -> None:
     """Print the comparison."""
     header, rows, notes = table(result)
-    out = Table(title=title(result), title_justify="left")
-    for index, name in enumerate(header):
-        out.add_column(name, justify="left" if index in (0, len(header) - 1) else "right", overflow="fold")
+    out = Table(title=title(result), title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    *figures, last = header
+    for name in figures:
+        out.add_column(name, justify="left" if name == "recipe" else "right", overflow="fold")
+    # Wide enough for its longest word on a narrow terminal.
+    out.add_column(last, min_width=11)
     for row in rows:
         out.add_row(*row)
     console.print(out)
@@ -246,7 +250,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "model": {"parameters": parameters, "linear_flops_a_step": result.linear_flops},
         "text": text,
         "versions": doctor.versions(),
-        "machine": doctor.machine(job.settings.device),
+        "machine": doctor.machine(job.settings.device) | {"threads": result.threads},
         "final_steps": final_steps(job),
         "interrupted": result.interrupted,
         "runs": runs,

@@ -16,19 +16,22 @@ def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    family: str, accumulation: str, m: int, n: int, out_itemsize: int, copy_engine: bool, device: Abilities
+    family: str, accumulation: str, m: int, n: int, out_itemsize: int, bare: bool, copy_engine: bool, device: Abilities
 ) -> MatmulConfig:
     """The configuration with the least predicted time for an output ``[m, n]`` among those that can run.
 
-    ``copy_engine`` says whether TMA can address all three matrices.
+    ``bare`` says that the product has no activation and no residual, ``copy_engine`` that TMA can address all three
+    matrices.
     """
     specialized = copy_engine and device.has_warpgroup_mma
     runnable = [
-        c for c in space(family, accumulation) if supports(c, device.max_shared_bytes, out_itemsize, specialized)
+        config
+        for config in space(family, accumulation)
+        if supports(config, family, out_itemsize, bare, specialized, device.max_shared_bytes)
     ]
     if not runnable:
         raise RuntimeError(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, too little for every "
             f"{family} configuration"
         )
-    return min(runnable, key=lambda c: predicted_time(c, m, n, device.num_sms))
+    return min(runnable, key=lambda config: predicted_time(config, m, n, device.num_sms))

@@ -1,0 +1,251 @@
+"""Every shipped kernel and configuration compiles: for Hopper within its limits, for Ada and Blackwell at all."""
+
+import pytest
+from compile_target import compile_kernel, descriptor
+from triton.experimental.gluon import language as gl
+
+from tritonfp8.formats import FORMATS
+from tritonfp8.kernels.block_scaled_matmul import block_scaled_matmul_kernel, mx_matmul_kernel
+from tritonfp8.kernels.configs import SPACES, SPECIALIZED_WAVE_ROWS, shared_bytes, supports
+from tritonfp8.kernels.hopper_matmul import hopper_matmul_kernel
+from tritonfp8.kernels.quantize import amax_kernel, dequantize_kernel, quantize_kernel
+from tritonfp8.kernels.scaled_matmul import scaled_matmul_kernel
+from tritonfp8.launch import _fits, _tile
+
+HOPPER_SHARED_BYTES = 232448
+ADA_SHARED_BYTES = 101376
+E4M3, E5M2 = "fp8e4nv", "fp8e5"
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+NO_EPILOGUE = {"HAS_BIAS": False, "ACTIVATION": None, "HAS_RESIDUAL": False}
+FULL_EPILOGUE = {"HAS_BIAS": True, "ACTIVATION": "gelu", "HAS_RESIDUAL": True}
+KERNELS = {
+    "epilogue": scaled_matmul_kernel,
+    "blockwise": block_scaled_matmul_kernel,
+    "mx": mx_matmul_kernel,
+}
+# What distinguishes the products of one family: rows that share a scale, in each operand.
+ROWS = {"epilogue": [(0, 0)], "blockwise": [(1, 128), (1, 1), (128, 128), (128, 1)], "mx": [(1, 1)]}
+
+
+def split_arguments(kernel, types, constants):
+    """Signature and constants as the launcher would pass them: None and 1 are constants, the rest by type."""
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    return signature, {name: constants[name] for name in kernel.arg_names if name in constants}
+
+
+def epilogue_types(epilogue):
+    types = {"bias_ptr": "*bf16", "residual_ptr": "*bf16"}
+    constants = {**epilogue, "stride_rn": 1}
+    if not epilogue["HAS_BIAS"]:
+        constants["bias_ptr"] = None
+    if not epilogue["HAS_RESIDUAL"]:
+        constants["residual_ptr"] = None
+    return types, constants
+
+
+def aligned(signature, *names):
+    return [name for name in signature if name in names or (name.endswith("_ptr") and signature[name][0] == "*")]
+
+
+def compile_tiles(
+    family, config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE, tma=True, cc=90, **more
+):
+    kernel = KERNELS[family]
+    types, constants = epilogue_types(epilogue)
+    scale = "*u8" if family == "mx" else "*fp32"
+    blocks = ((config.block_m, config.block_k), (config.block_n, config.block_k))
+    columns = config.block_n // 2 if config.halves else config.block_n
+    types |= {"a_scale_ptr": scale, "b_scale_ptr": scale}
+    types |= {n: descriptor(e, b) if tma else f"*{e}" for n, e, b in zip("ab", element, blocks, strict=True)}
+    types["out"] = descriptor(out, (config.block_m, columns)) if tma else f"*{out}"
+    constants |= {f"BLOCK_{d}": getattr(config, f"block_{d.lower()}") for d in "MNK"}
+    constants |= {"GROUP_M": config.group_m, "TMA": tma, "TMA_OUT": tma, "HALVES": config.halves}
+    constants |= {"FLATTEN": config.flatten, "stride_ak": 1, "stride_bk": 1, **more}
+    if family == "blockwise":
+        constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "SCALE_K": 128}
+    if family == "mx":
+        constants |= {"A_FORMAT": "e4m3", "B_FORMAT": "e4m3", "SCALE_K": 32, "NATIVE": cc == 100}
+    signature, constants = split_arguments(kernel, types, constants)
+    divisible = aligned(signature, "M", "N", "K", "stride_am", "stride_bn", "stride_out", "stride_rm")
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(kernel, signature, constants, cc, divisible_by_16=divisible, **options)
+
+
+def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE):
+    def layout(itemsize, rank=2):
+        swizzle = 128 if rank == 2 else 0
+        return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)
+
+    types, constants = epilogue_types(epilogue)
+    types |= {
+        "a_desc": descriptor(element[0], (config.block_m, config.block_k), layout(1)),
+        "b_desc": descriptor(element[1], (config.block_n, config.block_k), layout(1)),
+        "out_desc": descriptor(out, (SPECIALIZED_WAVE_ROWS, config.block_n), layout(ITEMSIZES[out])),
+        "a_scale": descriptor("fp32", (config.block_m,), layout(4, 1)) if rows[0] == 1 else "*fp32",
+        "b_scale": descriptor("fp32", (config.block_n,), layout(4, 1)) if rows[1] == 1 else "*fp32",
+    }
+    constants |= {f"BLOCK_{d}": getattr(config, f"block_{d.lower()}") for d in "MNK"}
+    constants |= {"GROUP_M": config.group_m, "A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
+    signature, constants = split_arguments(hopper_matmul_kernel, types, constants)
+    return compile_kernel(
+        hopper_matmul_kernel, signature, constants, 90, config.num_warps, divisible_by_16=aligned(signature)
+    )
+
+
+def promotion(family, accumulation):
+    if family != "epilogue":
+        return {}
+    return {"PROMOTE_EVERY": 128 if accumulation == "precise" else None, "stride_a_scale": 1, "stride_b_scale": 1}
+
+
+SHIPPED = [
+    pytest.param(family, accumulation, config, rows, id=f"{family}-{accumulation}-{rows[0]}x{rows[1]}-{number}")
+    for family, spaces in SPACES.items()
+    for accumulation, configs in spaces.items()
+    for number, config in enumerate(configs)
+    for rows in ROWS[family]
+]
+
+
+def compile_shipped(family, accumulation, config, rows, **options):
+    if config.specialized:
+        return compile_specialized(config, rows, **options)
+    return compile_tiles(family, config, rows, **promotion(family, accumulation), **options)
+
+
+@pytest.mark.parametrize(("family", "accumulation", "config", "rows"), SHIPPED)
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_every_config_runs_on_hopper_without_spills(family, accumulation, config, rows, out):
+    if not supports(config, family, ITEMSIZES[out], True, True, HOPPER_SHARED_BYTES):
+        pytest.skip("this configuration is not chosen for this output")
+    report = compile_shipped(family, accumulation, config, rows, out=out)
+    instruction = "bf16.bf16" if family == "mx" else "e4m3.e4m3"
+    assert f".f32.{instruction}" in report.ptx
+    assert "wgmma.mma_async.sync" in report.ptx
+    assert "cp.async.bulk.tensor.2d" in report.ptx
+    assert report.spill_bytes == 0, report.log
+    assert report.shared_bytes <= HOPPER_SHARED_BYTES
+    assert report.shared_bytes <= shared_bytes(config, family, ITEMSIZES[out])
+
+
+@pytest.mark.parametrize(("family", "accumulation", "config", "rows"), SHIPPED)
+def test_every_config_holds_its_epilogue(family, accumulation, config, rows):
+    if config.bare:
+        report = compile_shipped(family, accumulation, config, rows, epilogue={**NO_EPILOGUE, "HAS_BIAS": True})
+    else:
+        report = compile_shipped(family, accumulation, config, rows, epilogue=FULL_EPILOGUE)
+    assert report.shared_bytes <= HOPPER_SHARED_BYTES
+    assert "global.v" in report.ptx or "ld.global" in report.ptx
+
+
+@pytest.mark.parametrize("out", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize(("family", "accumulation"), [(f, a) for f, spaces in SPACES.items() for a in spaces])
+def test_every_product_has_a_config_on_every_target(family, accumulation, bare, out):
+    for specialized, shared in ((True, HOPPER_SHARED_BYTES), (False, HOPPER_SHARED_BYTES), (False, ADA_SHARED_BYTES)):
+        configs = SPACES[family][accumulation]
+        assert any(supports(c, family, ITEMSIZES[out], bare, specialized, shared) for c in configs)
+
+
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+def test_no_config_is_shipped_in_vain(out):
+    """Each serves some output on Hopper."""
+    for family, spaces in SPACES.items():
+        for config in (c for configs in spaces.values() for c in configs):
+            assert any(supports(config, family, size, True, True, HOPPER_SHARED_BYTES) for size in (2, 4))
+
+
+ELEMENTS = [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)]
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize(("cc", "instruction"), [(89, "mma.sync"), (90, "wgmma"), (100, "tcgen05.mma")])
+@pytest.mark.parametrize("family", ["epilogue", "blockwise"])
+def test_every_element_format_compiles_for_every_target(family, cc, instruction, element):
+    shared = ADA_SHARED_BYTES if cc == 89 else HOPPER_SHARED_BYTES
+    config = next(c for c in SPACES[family]["precise"] if supports(c, family, 2, True, False, shared))
+    rows = ROWS[family][0]
+    tma = cc >= 90
+    report = compile_tiles(family, config, rows, element=element, cc=cc, tma=tma, **promotion(family, "precise"))
+    assert instruction in report.ptx
+    if cc < 100:
+        names = [{E4M3: "e4m3", E5M2: "e5m2"}[e] for e in element]
+        assert ".".join(names) in report.ptx
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_specialized_kernel_takes_every_element_format(element):
+    config = SPACES["epilogue"]["precise"][0]
+    assert config.specialized
+    names = [{E4M3: "e4m3", E5M2: "e5m2"}[e] for e in element]
+    assert f"m64n128k32.f32.{'.'.join(names)}" in compile_specialized(config, (0, 0), element=element).ptx
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("tma", [False, True])
+def test_mx_compiles_for_every_target(cc, tma):
+    if cc == 89 and tma:
+        pytest.skip("Ada has no copy engine")
+    shared = ADA_SHARED_BYTES if cc == 89 else HOPPER_SHARED_BYTES
+    config = next(c for c in SPACES["mx"]["precise"] if supports(c, "mx", 2, True, False, shared))
+    report = compile_tiles("mx", config, (1, 1), cc=cc, tma=tma)
+    assert {89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}[cc] in report.ptx
+
+
+@pytest.mark.parametrize("family", list(SPACES))
+def test_the_pointer_path_compiles_for_hopper(family):
+    """What runs where the copy engine cannot address an operand."""
+    for config in (c for c in SPACES[family]["precise"] if not c.specialized):
+        for rows in ROWS[family]:
+            report = compile_tiles(family, config, rows, tma=False, **promotion(family, "precise"))
+            assert "wgmma" in report.ptx
+            assert report.shared_bytes <= HOPPER_SHARED_BYTES
+
+
+def cast_side(suffix, rows, cols, format="e4m3", e8m0=False, given=False):
+    fmt = FORMATS[format]
+    values = {"ROWS": rows, "COLS": cols, "QMAX": fmt.qmax, "EMAX": fmt.emax, "QMAX_MANTISSA": fmt.qmax_mantissa}
+    values |= {"E8M0": e8m0, "POW2": True, "GIVEN_AMAX": given}
+    return {f"{name}{suffix}": value for name, value in values.items()}
+
+
+BLOCKS = [((-1, -1), False), ((1, -1), False), ((1, 128), False), ((128, 128), False), ((1, 32), True)]
+SIDES = {"normal": (True, False), "transposed": (False, True), "both": (True, True)}
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize(("block", "e8m0"), BLOCKS)
+@pytest.mark.parametrize("side", list(SIDES))
+def test_casts_compile_for_every_target(block, e8m0, side, cc):
+    normal, transposed = SIDES[side]
+    rows, cols = block
+    tile = _tile(4096, 4096, block if normal else None, (cols, rows) if transposed else None)
+    given = not _fits(block, tile, 4096, 4096)
+    constants = cast_side("", rows, cols, "e4m3", e8m0, given)
+    constants |= cast_side("_T", cols, rows, "e5m2", e8m0, not _fits((cols, rows), tile, 4096, 4096))
+    constants |= {"NORMAL": normal, "TRANSPOSED": transposed, "TILE_M": tile.m, "TILE_N": tile.n}
+    constants |= {"stride_xn": 1, "stride_qn": 1, "stride_qtm": 1}
+    scale = "*u8" if e8m0 else "*fp32"
+    types = {"x_ptr": "*bf16", "q_ptr": f"*{E4M3}", "qt_ptr": f"*{E5M2}", "s_ptr": scale, "st_ptr": scale}
+    types |= {"amax_ptr": "*i32", "amax_t_ptr": "*i32"}
+    signature, constants = split_arguments(quantize_kernel, types, constants)
+    divisible = aligned(signature, "M", "N", "stride_xm", "stride_qm", "stride_qtn")
+    report = compile_kernel(quantize_kernel, signature, constants, cc, tile.warps, divisible_by_16=divisible)
+    assert ("cvt.rn.satfinite.e4m3x2" in report.ptx) == normal
+    assert ("cvt.rn.satfinite.e5m2x2" in report.ptx) == transposed
+    assert report.spill_bytes == 0
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+def test_amax_and_dequantize_compile_for_every_target(cc):
+    types = {"x_ptr": "*bf16", "amax_ptr": "*i32", "amax_t_ptr": "*i32"}
+    constants = {"ROWS": 1, "COLS": -1, "ROWS_T": -1, "COLS_T": 1, "NORMAL": True, "TRANSPOSED": True}
+    constants |= {"TILE_M": 128, "TILE_N": 128, "stride_xn": 1}
+    signature, constants = split_arguments(amax_kernel, types, constants)
+    report = compile_kernel(amax_kernel, signature, constants, cc, 8, divisible_by_16=aligned(signature, "stride_xm"))
+    assert "atom" in report.ptx or "red." in report.ptx
+    types = {"q_ptr": f"*{E4M3}", "s_ptr": "*u8", "out_ptr": "*bf16"}
+    constants = {"ROWS": 1, "COLS": 32, "E8M0": True, "TILE_M": 64, "TILE_N": 128, "stride_qn": 1}
+    signature, constants = split_arguments(dequantize_kernel, types, constants)
+    report = compile_kernel(dequantize_kernel, signature, constants, cc, 4, divisible_by_16=aligned(signature, "N"))
+    assert report.spill_bytes == 0

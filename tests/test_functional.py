@@ -1,0 +1,378 @@
+"""The public functions on Quantized, and the linear layer: its three products, what it saves, what it composes with."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import banded, cpu_and_cuda, normal
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import tritonfp8
+from tritonfp8 import QuantSpec, Recipe, functional, recipes, reference
+from tritonfp8.counting import count_gemms
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.functional import linear
+from tritonfp8.recipes import GEMMS, Gemm
+from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, ROWWISE
+from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+
+ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
+QUANTIZED_RECIPES = [name for name in recipes.names() if recipes.get(name).quantized_share]
+each_recipe = pytest.mark.parametrize("name", recipes.names())
+
+
+def q(m=4, k=40, spec=ROW):
+    return tritonfp8.quantize(normal(m, k), spec)
+
+
+ERRORS = {
+    "quantize no tensor": (lambda: tritonfp8.quantize([1.0], ROW), TypeError, "torch.Tensor; got list"),
+    "quantize integers": (lambda: tritonfp8.quantize(torch.ones(2, 2).int(), ROW), TypeError, "float.*int32.*Cast"),
+    "quantize by a name": (lambda: tritonfp8.quantize(normal(2, 2), "e4m3"), TypeError, "QuantSpec; got str"),
+    "quantize 0-D": (lambda: tritonfp8.quantize(torch.ones(()), ROW), ValueError, "at least 1 dims; got 0"),
+    "quantize 1-D in squares": (
+        lambda: tritonfp8.quantize(torch.ones(5), QuantSpec("e4m3", BLOCK_128X128)),
+        ValueError,
+        "at least 2 dims; got 1",
+    ),
+    "quantize 3-D transposed": (
+        lambda: tritonfp8.quantize(torch.ones(2, 3, 4), ROW, transpose=True),
+        ValueError,
+        r"2-D.*\(2, 3, 4\).*Flatten",
+    ),
+    "quantize amax of another shape": (
+        lambda: tritonfp8.quantize(torch.ones(2, 3), ROW, amax=torch.ones(3, 1)),
+        ValueError,
+        r"float32 of shape \(2, 1\); got torch.float32 of shape \(3, 1\)",
+    ),
+    "quantize amax of another dtype": (
+        lambda: tritonfp8.quantize(torch.ones(2, 3), ROW, amax=torch.ones(2, 1).half()),
+        ValueError,
+        "float32.*got torch.float16",
+    ),
+    "quantize_both 1-D": (lambda: tritonfp8.quantize_both(torch.ones(5), ROW, ROW), ValueError, "2-D.*Flatten"),
+    "quantize_both one spec": (lambda: tritonfp8.quantize_both(torch.ones(2, 2), ROW, None), TypeError, "got NoneType"),
+    "amax of no such block": (lambda: functional.amax(torch.ones(2, 2), (3, 5)), ValueError, r"block.*\(3, 5\)"),
+    "amax of integers": (lambda: functional.amax(torch.ones(2, 2).int(), (1, -1)), TypeError, "torch.int32"),
+    "dequantize a tensor": (lambda: tritonfp8.dequantize(torch.ones(2)), TypeError, "Quantized.*quantize.*got Tensor"),
+    "dequantize to integers": (lambda: tritonfp8.dequantize(q(), torch.int8), ValueError, "bfloat16.*got torch.int8"),
+    "matmul of tensors": (lambda: tritonfp8.scaled_matmul(q(), normal(4, 40)), TypeError, "b must be.*got Tensor"),
+    "matmul of two K": (lambda: tritonfp8.scaled_matmul(q(), q(4, 41)), ValueError, r"\(4, 40\) and \(4, 41\)"),
+    "matmul of two families": (lambda: tritonfp8.scaled_matmul(q(), q(spec=VECTOR)), ValueError, "rowwise by 1x128"),
+    "matmul of 3-D": (
+        lambda: tritonfp8.scaled_matmul(tritonfp8.quantize(torch.ones(2, 3, 40), ROW), q()),
+        ValueError,
+        r"\[M, K\].*\(2, 3, 40\)",
+    ),
+    "matmul option": (lambda: tritonfp8.scaled_matmul(q(), q(), activation="tanh"), ValueError, "'gelu'.*got 'tanh'"),
+    "matmul accumulation": (lambda: tritonfp8.scaled_matmul(q(), q(), accumulation="slow"), ValueError, "got 'slow'"),
+    "matmul out_dtype": (lambda: tritonfp8.scaled_matmul(q(), q(), out_dtype=torch.int8), ValueError, "torch.int8"),
+    "matmul bias": (lambda: tritonfp8.scaled_matmul(q(), q(), torch.ones(3)), ValueError, r"bias.*\(4,\); got \(3,\)"),
+    "matmul residual": (
+        lambda: tritonfp8.scaled_matmul(q(), q(), residual=torch.ones(4)),
+        ValueError,
+        r"residual.*\(4, 4\); got \(4,\)",
+    ),
+    "matmul bias with grad": (
+        lambda: tritonfp8.scaled_matmul(q(), q(), torch.ones(4, requires_grad=True)),
+        ValueError,
+        "not differentiable.*linear.*detach",
+    ),
+    "linear of two K": (lambda: linear(normal(2, 3), normal(4, 5)), ValueError, r"\(2, 3\) and \(4, 5\)"),
+    "linear of a scalar": (lambda: linear(torch.ones(()), normal(4, 5)), ValueError, r"\(\) and \(4, 5\)"),
+    "linear 1-D weight": (lambda: linear(normal(2, 5), normal(5)), ValueError, r"\(2, 5\) and \(5,\)"),
+    "linear bias": (lambda: linear(normal(2, 5), normal(4, 5), normal(5)), ValueError, r"bias.*\(4,\); got \(5,\)"),
+    "linear of float64": (lambda: linear(normal(2, 5).double(), normal(4, 5).double()), TypeError, "float64.*Cast"),
+    "linear of two dtypes": (
+        lambda: linear(normal(2, 5).bfloat16(), normal(4, 5)),
+        TypeError,
+        "weight of torch.float32 with input of torch.bfloat16.*autocast",
+    ),
+    "linear recipe": (lambda: linear(normal(2, 5), normal(4, 5), recipe="rowise"), ValueError, "mean 'rowwise'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_was_required_and_what_came(case):
+    call, error, message = ERRORS[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+class TestQuantized:
+    def test_functions_are_the_ops(self):
+        x = banded(130, 70)
+        for spec in (ROW, VECTOR):
+            a = tritonfp8.quantize(x, spec)
+            assert a.spec is spec
+            assert_bitwise_equal((a.qdata, a.scale), reference.quantize(x, *spec.args))
+            t = tritonfp8.quantize(x, spec, transpose=True)
+            assert_bitwise_equal((t.qdata, t.scale), reference.quantize(x, *spec.args, transpose=True))
+            both = tritonfp8.quantize_both(x, spec, VECTOR)
+            assert_bitwise_equal(both, (a, tritonfp8.quantize(x, VECTOR, transpose=True)))
+            assert_bitwise_equal(functional.amax(x, spec.block), reference.amax(x, spec.block))
+            for dtype in HIGH_PRECISION_DTYPES:
+                expected = reference.dequantize(a.qdata, a.scale, *spec.args, dtype)
+                assert_bitwise_equal(tritonfp8.dequantize(a, dtype), expected)
+        given = tritonfp8.quantize(x, ROW, amax=torch.full((130, 1), 3.0))
+        assert (given.scale == given.scale[0]).all()
+
+    @cpu_and_cuda
+    def test_scaled_matmul(self, device):
+        a, b = (tritonfp8.quantize(normal(m, 150, seed=m, device=device), ROW) for m in (33, 20))
+        bias, residual = normal(20, seed=3, device=device), normal(33, 20, seed=4, device=device)
+        out = tritonfp8.scaled_matmul(a, b, bias, "gelu", residual)
+        product = tritonfp8.dequantize(a).double() @ tritonfp8.dequantize(b).double().t()
+        assert_matmul_close(out, F.gelu(product + bias) + residual, torch.bfloat16)
+
+    def test_results_carry_no_gradient(self):
+        x = normal(4, 40).requires_grad_()
+        a = tritonfp8.quantize(x, ROW)
+        assert not any(t.requires_grad for t in (a.qdata, a.scale, functional.amax(x, (1, -1))))
+        assert not tritonfp8.scaled_matmul(a, a).requires_grad
+        with torch.no_grad():
+            tritonfp8.scaled_matmul(a, a, bias=torch.ones(4, requires_grad=True))
+
+
+def layer(shape, n, dtype=torch.bfloat16, device="cpu", bias=True, needs=(True, True, True)):
+    """input, weight, bias (or None) and a gradient of the output."""
+    k = shape[-1]
+    x = normal(*shape, dtype=dtype, device=device)
+    weight = normal(n, k, seed=1, dtype=dtype, device=device)
+    b = normal(n, seed=2, dtype=dtype, device=device) if bias else None
+    for tensor, needed in zip((x, weight, b), needs, strict=True):
+        if tensor is not None:
+            tensor.requires_grad_(needed)
+    return x, weight, b, normal(*shape[:-1], n, seed=3, dtype=dtype, device=device)
+
+
+def product(gemm, lhs, rhs, bias, dtype):
+    """``lhs [., C] @ rhs [., C].T`` by one line of a recipe, out of the public functions."""
+    if not gemm.quantized:
+        out = lhs @ rhs.t()
+        return out if bias is None else out + bias
+    a, b = tritonfp8.quantize(lhs, gemm.lhs), tritonfp8.quantize(rhs, gemm.rhs)
+    return tritonfp8.scaled_matmul(a, b, bias, out_dtype=dtype, accumulation=gemm.accumulation)
+
+
+def by_hand(x, weight, bias, grad, recipe):
+    """Output and the three gradients as the recipe's equations say, of plain 2-D tensors."""
+    return (
+        product(recipe.output, x, weight, bias, x.dtype),
+        product(recipe.grad_input, grad, weight.t(), None, x.dtype),
+        product(recipe.grad_weight, grad.t(), x.t(), None, x.dtype),
+        grad.sum(0),
+    )
+
+
+@torch.no_grad()
+def expected_of(x, weight, bias, grad, recipe):
+    rows, n = x.detach().reshape(-1, x.shape[-1]), weight.shape[0]
+    out, grad_input, grad_weight, grad_bias = by_hand(rows, weight.detach(), bias, grad.reshape(-1, n), recipe)
+    return out.view(*x.shape[:-1], n), grad_input.view(x.shape), grad_weight, grad_bias
+
+
+def results(x, weight, bias, grad, recipe, call=linear):
+    out = call(x, weight, bias, recipe)
+    wanted = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    return (out.detach(), *torch.autograd.grad(out, wanted, grad))
+
+
+class TestLinear:
+    @cpu_and_cuda
+    @each_recipe
+    @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+    def test_is_the_recipe_to_the_bit(self, device, name, dtype):
+        recipe = recipes.get(name)
+        for shape, n in (((48, 64), 32), ((150, 70), 130)):
+            args = layer(shape, n, dtype, device)
+            assert_bitwise_equal(results(*args, recipe), expected_of(*args, recipe))
+
+    @cpu_and_cuda
+    @each_recipe
+    @pytest.mark.parametrize("shape", [(70,), (1, 70), (2, 3, 70), (2, 1, 3, 70), (1, 1), (17, 1)], ids=str)
+    @pytest.mark.parametrize("n", [1, 20])
+    def test_any_leading_dims_and_sizes(self, device, name, shape, n):
+        args = layer(shape, n, device=device)
+        actual = results(*args, name)
+        assert actual[0].shape == (*shape[:-1], n)
+        assert_bitwise_equal(actual, expected_of(*args, recipes.get(name)))
+
+    @cpu_and_cuda
+    @each_recipe
+    @pytest.mark.parametrize(("shape", "n"), [((0, 40), 20), ((2, 0, 40), 20), ((3, 40), 0), ((2, 3, 0), 20)], ids=str)
+    def test_empty_dims(self, device, name, shape, n):
+        x, weight, bias, grad = layer(shape, n, torch.float32, device)
+        out, grad_input, grad_weight, grad_bias = results(x, weight, bias, grad, name)
+        assert_bitwise_equal(out, F.linear(x, weight, bias).detach())
+        assert_bitwise_equal(grad_input, torch.zeros_like(x))
+        assert_bitwise_equal(grad_weight, torch.zeros_like(weight))
+        torch.testing.assert_close(grad_bias, grad.reshape(-1, n).sum(0) if n else torch.zeros_like(bias))
+
+    @each_recipe
+    def test_operands_of_any_layout(self, name):
+        x, weight, bias, grad = layer((40, 70), 33)
+        expected = results(x, weight, bias, grad, name)
+        x_strided = x.detach().t().contiguous().t().requires_grad_()
+        weight_strided = weight.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_()
+        grad_strided = grad.t().contiguous().t()
+        assert_bitwise_equal(results(x_strided, weight_strided, bias, grad_strided, name), expected)
+        one = torch.ones((), dtype=grad.dtype)
+        assert_bitwise_equal(
+            results(x, weight, bias, one.expand(grad.shape), name),
+            results(x, weight, bias, torch.ones_like(grad), name),
+        )
+
+    @each_recipe
+    @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)), ids=str)
+    def test_only_the_products_that_are_needed_run(self, name, needs):
+        x, weight, bias, grad = layer((33, 70), 20, needs=needs)
+        recipe = recipes.get(name)
+        with count_gemms() as counts:
+            out = linear(x, weight, bias, recipe)
+        assert counts.calls.total() == 1
+        assert out.requires_grad == any(needs)
+        if not any(needs):
+            return
+        with count_gemms() as counts:
+            out.backward(grad)
+        ran = [getattr(recipe, gemm).quantized for gemm, needed in zip(GEMMS[1:], needs[:2], strict=True) if needed]
+        assert counts.calls["reference"] == ran.count(True)
+        assert counts.calls["high_precision"] == ran.count(False)
+        expected = expected_of(x, weight, bias, grad, recipe)[1:]
+        for tensor, needed, want in zip((x, weight, bias), needs, expected, strict=True):
+            assert (tensor.grad is not None) == needed
+            if needed:
+                assert_bitwise_equal(tensor.grad, want)
+
+    def test_each_product_by_its_own_recipe(self):
+        """One product quantized, the two others not, and the other way round."""
+        for gemm in GEMMS:
+            for recipe in (
+                Recipe("one", **{gemm: Gemm(ROW, ROW)}),
+                Recipe("two", **dict.fromkeys(set(GEMMS) - {gemm}, Gemm(VECTOR, VECTOR))),
+            ):
+                args = layer((33, 150), 20)
+                assert_bitwise_equal(results(*args, recipe), expected_of(*args, recipe))
+
+    @each_recipe
+    def test_without_bias(self, name):
+        x, weight, _, grad = layer((33, 70), 20, bias=False)
+        assert_bitwise_equal(
+            results(x, weight, None, grad, name), expected_of(x, weight, None, grad, recipes.get(name))[:3]
+        )
+
+    @cpu_and_cuda
+    @each_recipe
+    def test_autocast(self, device, name):
+        """Computes in autocast's dtype, as F.linear does; a gradient has the dtype of its tensor."""
+        x, weight, bias, grad = layer((33, 70), 20, torch.float32, device)
+        low = [t.detach().bfloat16().requires_grad_() for t in (x, weight, bias)]
+        expected = results(*low, grad.bfloat16(), name)
+        with torch.autocast(device, torch.bfloat16):
+            out = linear(x, weight, bias, name)
+            mixed = linear(low[0], weight, bias, name)
+        assert_bitwise_equal(out.detach(), expected[0])
+        assert_bitwise_equal(mixed, out)
+        grads = torch.autograd.grad(out, (x, weight, bias), grad.bfloat16())
+        assert_bitwise_equal(grads, tuple(g.float() for g in expected[1:]))
+
+    def saved_bytes(self, name, shape=(256, 384), n=64, **kwargs):
+        x, weight, bias, _ = layer(shape, n, **kwargs)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            linear(x, weight, bias, name)
+        # The parameter itself is alive anyway.
+        return sum(t.nbytes for t in saved if t.data_ptr() != weight.data_ptr())
+
+    @pytest.mark.parametrize(
+        ("name", "scales"),
+        [
+            ("tensorwise", lambda m, k: 4),
+            ("rowwise", lambda m, k: 4 * k),
+            ("blockwise", lambda m, k: m * k // 32),
+            ("mxfp8", lambda m, k: m * k // 32),
+        ],
+    )
+    def test_saves_the_quantized_input(self, name, scales):
+        m, k = 256, 384
+        assert self.saved_bytes(name, (m, k)) == m * k + scales(m, k)
+        assert self.saved_bytes(name, (2, m // 2, k)) == m * k + scales(m, k)
+        assert self.saved_bytes(name, (m, k), needs=(True, False, True)) == 0
+        assert self.saved_bytes(name, (m, k), needs=(False, True, False)) == m * k + scales(m, k)
+
+    @pytest.mark.parametrize("name", ["bf16", "rowwise_hp_grad_weight"])
+    def test_saves_the_input_where_the_recipe_needs_it(self, name):
+        assert self.saved_bytes(name) == 2 * 256 * 384
+        assert self.saved_bytes(name, needs=(True, False, True)) == 0
+
+    @each_recipe
+    def test_gradients_accumulate(self, name):
+        first, second = layer((33, 70), 20), layer((16, 70), 20)
+        weight = first[1]
+        expected = results(*first, name)[2] + results(second[0], weight, *second[2:], name)[2]
+        for x, _, bias, grad in (first, second):
+            linear(x, weight, bias, name).backward(grad)
+        assert_bitwise_equal(weight.grad, expected)
+
+    @each_recipe
+    def test_a_gradient_of_the_gradient_is_an_error(self, name):
+        x, weight, bias, _ = layer((33, 70), 20)
+        (grad,) = torch.autograd.grad(linear(x, weight, bias, name).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
+
+    @each_recipe
+    def test_no_grad_and_inference_mode(self, name):
+        x, weight, bias, _ = layer((33, 70), 20)
+        expected = linear(x, weight, bias, name).detach()
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                out = linear(x, weight, bias, name)
+            assert not out.requires_grad
+            assert_bitwise_equal(out.clone(), expected)
+        with torch.inference_mode():
+            assert_bitwise_equal(linear(x.clone(), weight.clone(), bias, name), expected)
+
+
+SAVE_PRODUCTS = [torch.ops.tritonfp8.scaled_matmul.default, torch.ops.tritonfp8.matmul.default]
+
+
+def selective():
+    return create_selective_checkpoint_contexts(SAVE_PRODUCTS)
+
+
+class TestCheckpointing:
+    @cpu_and_cuda
+    @each_recipe
+    @pytest.mark.parametrize(
+        ("options", "products"),
+        [
+            ({"use_reentrant": True}, 8),
+            ({"use_reentrant": False}, 8),
+            ({"use_reentrant": False, "context_fn": selective}, 6),
+        ],
+        ids=["reentrant", "full", "selective"],
+    )
+    def test_changes_nothing_but_what_is_recomputed(self, device, name, options, products):
+        """Two layers have six products; full checkpointing repeats both outputs, selective saves them."""
+
+        def block(x, w1, w2, b1, b2):
+            return linear(torch.tanh(linear(x, w1, b1, name)), w2, b2, name)
+
+        x, w1, b1, _ = layer((33, 70), 20, device=device)
+        _, w2, b2, grad = layer((33, 20), 50, device=device)
+        wanted = (x, w1, w2, b1, b2)
+        out = block(*wanted)
+        out.backward(grad)
+        expected = [t.grad for t in wanted]
+        for t in wanted:
+            t.grad = None
+        with count_gemms() as counts:
+            recomputed = checkpoint(block, *wanted, **options)
+            recomputed.backward(grad)
+        assert_bitwise_equal(recomputed, out)
+        assert_bitwise_equal([t.grad for t in wanted], expected)
+        assert counts.calls.total() == products
