@@ -63,9 +63,8 @@ SPACES = {
     },
     "mx": {
         "precise": (
-            MatmulConfig(128, 256, 64, 8, 2, 0.20),
-            MatmulConfig(128, 128, 64, 8, 4, 0.13),
-            MatmulConfig(64, 64, 128, 4, 2, 0.08),
+            MatmulConfig(128, 128, 64, 8, 4, 0.25),
+            MatmulConfig(64, 64, 64, 4, 3, 0.21, blocks_per_sm=4),
         ),
     },
 }

@@ -235,8 +235,8 @@ def hopper_matmul_kernel(
 
     ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N,
     BLOCK_K]`` and ``[64, BLOCK_N]``. A_ROWS and B_ROWS are the rows that share a scale in operands scaled every BLOCK_K
-    of K; both are 0 for scales that leave K whole. A scale is a pointer with its strides; where each row has its own for
-    every step of K, it is a descriptor of the flat scale, a step's rows next to each other, with blocks of a tile's rows.
+    of K; both are 0 for scales that leave K whole. A scale is a pointer with its strides; where each row has its own
+    for every step of K, it is a descriptor of the flat scale, a step's rows side by side, with blocks of a tile's rows.
     """
     WAVES: gl.constexpr = BLOCK_M // (2 * WAVE_ROWS)
     tiles_m = gl.cdiv(M, BLOCK_M)

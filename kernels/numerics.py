@@ -82,6 +82,21 @@ def scale_blocks(x, enc, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def round_to_format(x, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr):
+    """float32 rounded to nearest even in a narrower format, still as float32.
+
+    For devices without a direct conversion (sm_89): Triton converts there by way of float16, which would round twice.
+    """
+    bits = magnitude_bits(x)
+    exponent = tl.maximum(bits >> 23, EMIN + 127)
+    # In a sum with 2^23 spacings of the format, the last bit kept is one spacing.
+    anchor = ((exponent + (23 - MANTISSA_BITS)) << 23).to(tl.float32, bitcast=True)
+    rounded = (bits.to(tl.float32, bitcast=True) + anchor) - anchor
+    signed = rounded.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & ~0x7FFFFFFF)
+    return tl.where(bits > INFINITY_BITS, x, signed.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def saturate(x, QMAX: tl.constexpr):
     """Clamp to ``[-QMAX, QMAX]``. Comparisons are false for NaN, which so passes through."""
     x = tl.where(x > QMAX, QMAX, x)

@@ -13,6 +13,7 @@ from tritonfp8.kernels.numerics import (
     encode_e8m0,
     encode_fp32,
     magnitude_bits,
+    round_to_format,
     saturate,
     scale_blocks,
 )
@@ -88,8 +89,10 @@ def _quantize_tile(
     x, mask, rows, cols, pid_m, pid_n, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
     stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
-    E8M0: tl.constexpr, POW2: tl.constexpr, GIVEN_AMAX: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr,
+    E8M0: tl.constexpr, POW2: tl.constexpr, GIVEN_AMAX: tl.constexpr, DIRECT_CAST: tl.constexpr,
 ):  # fmt: skip
+    x = x.to(tl.float32)
     R: tl.constexpr = x.shape[0] if ROWS == -1 else ROWS
     C: tl.constexpr = x.shape[1] if COLS == -1 else COLS
     group_m = _group_offsets(pid_m, x.shape[0], ROWS)
@@ -104,7 +107,10 @@ def _quantize_tile(
         enc, scale = encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
     else:
         enc, scale = encode_fp32(bits, QMAX, POW2)
-    q = saturate(scale_blocks(x, enc, R, C), QMAX).to(q_ptr.dtype.element_ty)
+    scaled = saturate(scale_blocks(x, enc, R, C), QMAX)
+    if not DIRECT_CAST:
+        scaled = round_to_format(scaled, MANTISSA_BITS, EMIN)
+    q = scaled.to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn, q, mask=mask)
     # Tiles that share a block all hold its scale: the first one writes it.
     first = (ROWS != -1 or pid_m == 0) and (COLS != -1 or pid_n == 0)
@@ -118,10 +124,13 @@ def quantize_kernel(
     groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
     groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr,
     E8M0: tl.constexpr, POW2: tl.constexpr, GIVEN_AMAX: tl.constexpr,
     ROWS_T: tl.constexpr, COLS_T: tl.constexpr, QMAX_T: tl.constexpr, EMAX_T: tl.constexpr,
-    QMAX_MANTISSA_T: tl.constexpr, E8M0_T: tl.constexpr, POW2_T: tl.constexpr, GIVEN_AMAX_T: tl.constexpr,
-    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
+    E8M0_T: tl.constexpr, POW2_T: tl.constexpr, GIVEN_AMAX_T: tl.constexpr,
+    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Quantize ``x [M, N]``, its transpose, or both, reading ``x`` once.
 
@@ -132,18 +141,21 @@ def quantize_kernel(
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     x, mask = _load_tile(x_ptr, rows, cols, M, N, stride_xm, stride_xn)
-    x = x.to(tl.float32)
     if NORMAL:
         _quantize_tile(
             x, mask, rows, cols, pid_m, pid_n, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
             stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
-            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2, GIVEN_AMAX,
+            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, GIVEN_AMAX, DIRECT_CAST,
         )  # fmt: skip
     if TRANSPOSED:
+        if NORMAL:
+            # From the cache: the tile would take the registers that the scales of the columns need.
+            x, mask = _load_tile(x_ptr, rows, cols, M, N, stride_xm, stride_xn)
         _quantize_tile(
             x, mask, rows, cols, pid_m, pid_n, qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn,
             stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
-            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, E8M0_T, POW2_T, GIVEN_AMAX_T,
+            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, GIVEN_AMAX_T,
+            DIRECT_CAST,
         )  # fmt: skip
 
 

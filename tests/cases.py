@@ -82,28 +82,45 @@ def with_specials(x, seed=0):
     return x
 
 
-def surrounded(x, *, offset=0, row_padding=0, fill=torch.nan):
-    """A view that equals the matrix ``x``, ``offset`` elements into a buffer filled with ``fill``, its rows padded."""
+def surrounded(x, *, offset=0, row_padding=0, row_step=1, col_step=1, fill=torch.nan):
+    """A view that equals the matrix ``x``, in a buffer otherwise filled with ``fill``.
+
+    It starts ``offset`` elements into the buffer and takes every ``row_step``-th row and ``col_step``-th column; each
+    row of the buffer is followed by ``row_padding`` elements.
+    """
     rows, cols = x.shape
-    width = cols + row_padding
-    buffer = torch.empty(offset + rows * width + 1, dtype=torch.float32).fill_(fill).to(x.device, x.dtype)
-    view = buffer[offset : offset + rows * width].view(rows, width)[:, :cols]
-    return view.copy_(x)
+    width = cols * col_step + row_padding
+    buffer = torch.full((offset + rows * row_step * width + 1,), fill).to(x.device, x.dtype)
+    return buffer[offset:-1].view(rows * row_step, width)[::row_step, : cols * col_step : col_step].copy_(x)
 
 
 def views(x):
     """The matrix ``x`` (or a part of it repeated) in every kind of memory layout, by name."""
-    rows, cols = x.shape
-    spaced = surrounded(x.repeat_interleave(3, 1))
     return {
         "contiguous": x,
         "transposed": x.t().contiguous().t(),
-        "columns of a wider matrix": surrounded(x, row_padding=3),
-        "columns of an aligned wider matrix": surrounded(x, row_padding=-cols % 16 + 16),
+        "odd row stride": surrounded(x, row_padding=3),
+        "aligned row stride": surrounded(x, row_padding=-x.shape[1] % 16 + 16),
         "odd offset": surrounded(x, offset=1),
-        "every other row": surrounded(x.repeat_interleave(2, 0))[::2],
-        "every third column": spaced[:, ::3],
-        "one row expanded": x[:1].expand(rows, cols),
-        "one column expanded": x[:, :1].expand(rows, cols),
-        "one element expanded": x[:1, :1].expand(rows, cols),
+        "every other row": surrounded(x, row_step=2),
+        "every third column": surrounded(x, col_step=3),
+        "one row expanded": x[:1].expand(x.shape),
+        "one column expanded": x[:, :1].expand(x.shape),
+        "one element expanded": x[:1, :1].expand(x.shape),
     }
+
+
+def llama(**config):
+    """A two-layer Llama of float32 random weights, the same at each call."""
+    import transformers
+
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": False, **config})
+    )
+
+
+def tokens(batch=2, length=9, seed=0, device="cpu"):
+    return torch.randint(0, 128, (batch, length), generator=generator(seed)).to(device)

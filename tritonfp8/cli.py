@@ -56,14 +56,14 @@ def _by_device(name: str) -> str:
     return ", ".join(f"{getattr(defaults, name)} on {device}" for device, defaults in training.DEFAULTS.items())
 
 
+_MODEL_HELP = f"{', '.join(MODELS)}, or the path of a transformers config (JSON file or folder)."
+_RECIPES_HELP = "Recipes to compare, separated by commas; see 'tritonfp8 recipes'."
+
+
 @app.command()
 def train(
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(MODELS)}, or the path of a transformers config (JSON file or folder).")
-    ] = "tiny",
-    recipes: Annotated[
-        str, typer.Option(help="Recipes to compare, separated by commas; see 'tritonfp8 recipes'.")
-    ] = ",".join(training.DEFAULT_RECIPES),
+    model: Annotated[str, typer.Option(help=_MODEL_HELP)] = "tiny",
+    recipes: Annotated[str, typer.Option(help=_RECIPES_HELP)] = ",".join(training.DEFAULT_RECIPES),
     steps: Annotated[int | None, typer.Option(help=f"Steps a recipe. [default: {_by_device('steps')}]")] = None,
     batch_size: Annotated[
         int | None, typer.Option(help=f"Sequences a step. [default: {_by_device('batch_size')}]")

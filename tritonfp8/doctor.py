@@ -27,7 +27,7 @@ from tritonfp8.counting import KINDS, count_gemms
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, sqnr
+from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, canonical_nan, sqnr
 
 PACKAGES = ("torch", "triton", "torchao", "transformers", "matplotlib", "numpy")
 SELF_TEST_SHAPE = (200, 333)
@@ -162,7 +162,8 @@ def _dequantize_agrees(xs: Tensors, specs: list[QuantSpec], device: torch.device
     for x, spec in itertools.product(xs, specs):
         qdata, scale = reference.quantize(x, *spec.args)
         found = tritonfp8.dequantize(Quantized(qdata.to(device), scale.to(device), spec), dtype=torch.float32)
-        assert_bitwise_equal(found.cpu(), reference.dequantize(qdata, scale, *spec.args, torch.float32))
+        expected = reference.dequantize(qdata, scale, *spec.args, torch.float32)
+        assert_bitwise_equal(canonical_nan(found.cpu()), canonical_nan(expected))
     return f"bitwise equal to the reference in {len(specs)} specs"
 
 

@@ -24,6 +24,8 @@ class Format:
         emax: exponent of ``qmax``, i.e. ``floor(log2(qmax))``.
         qmax_mantissa: the 23 fraction bits of ``qmax`` written as an IEEE float32; with ``emax`` it decides the
             round-up scale rule in integer arithmetic.
+        mantissa_bits: stored fraction bits.
+        emin: exponent of the smallest normal number; numbers below share its spacing.
         nan: the byte stored for NaN. Both formats have several; we store one, so that bytes compare.
     """
 
@@ -32,6 +34,8 @@ class Format:
     qmax: float
     emax: int
     qmax_mantissa: int
+    mantissa_bits: int
+    emin: int
     nan: int
 
 
@@ -54,8 +58,8 @@ class ScaleFormat:
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 8, 0x600000, 0x7F),
-        "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 15, 0x600000, 0x7F),
+        "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 8, 0x600000, 3, -6, 0x7F),
+        "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 15, 0x600000, 2, -14, 0x7F),
     }
 )
 

@@ -216,6 +216,21 @@ def _matmul(gemm: Gemm, lhs: _Pair, rhs: _Pair, bias: Tensor | None, out_dtype: 
     )  # fmt: skip
 
 
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity of a gradient; differentiating it is an error that says so."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
+            "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
+        )
+
+
 class _Linear(torch.autograd.Function):
     """``input [M, K] @ weight [N, K].T + bias`` by a recipe.
 
@@ -246,8 +261,21 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
+        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        with torch.no_grad():
+            grads = _Linear._grads(ctx, grad_output)
+        if differentiable:
+            apply = _NoSecondDerivative.apply
+            grads = tuple(
+                g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
+                for g in grads
+            )
+        return (*grads, None, None)
+
+    @staticmethod
+    def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         weight, input, input_qdata, input_scale = ctx.saved_tensors
         needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs
         recipe: Recipe = ctx.recipe
@@ -271,12 +299,12 @@ class _Linear(torch.autograd.Function):
                 grad_weight = ops.matmul(grad_output.t(), input.t())
         if needs_grad_bias:
             grad_bias = grad_output.sum(0)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias
 
 
 def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]

@@ -27,6 +27,7 @@ from tritonfp8.kernels.configs import SPECIALIZED_WAVE_ROWS, MatmulConfig
 from tritonfp8.specs import (
     BLOCK_1X32,
     BLOCK_1X128,
+    BLOCK_128X128,
     SCALE_ALIGNMENT,
     empty_scale,
     matmul_family,
@@ -50,7 +51,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _is_folded(x: Tensor, block: Block) -> bool:
     """Whether the blocks of ``x`` are those of ``x`` folded to 2-D: no block of several rows crosses a matrix."""
-    return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
+    return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0 or not x.numel()
 
 
 class _Tile(NamedTuple):
@@ -66,8 +67,9 @@ def _tile(m: int, n: int, block: Block | None, block_t: Block | None) -> _Tile:
         return _Tile(max(1, TILE_ELEMENTS // 2 // width), width, 4 if width <= 4096 else 8)
     if block_t is None and block is not None and block[0] <= 1:
         return _Tile(32, 128, 4)
-    # Blocks of 32 rows need more registers for their scales.
-    return _Tile(128, 64, 8) if 32 in (*(block or ()), *(block_t or ())) else _Tile(128, 128, 8)
+    # A square block is one reduction over the tile; strips of it are reductions of their own, faster in fewer warps.
+    square = block_t is None or block_t == BLOCK_128X128
+    return _Tile(128, 128, 8 if square else 4)
 
 
 def _fits(block: Block, tile: _Tile, m: int, n: int) -> bool:
@@ -126,7 +128,8 @@ class _Side(NamedTuple):
         fmt = FORMATS[self.format]
         pow2 = self.scale_rounding == "pow2"
         exponent_only = SCALE_FORMATS[self.scale_format].exponent_only
-        return [*self.block, fmt.qmax, fmt.emax, fmt.qmax_mantissa, exponent_only, pow2, self.amax_bits is not None]
+        numbers = [fmt.qmax, fmt.emax, fmt.qmax_mantissa, fmt.mantissa_bits, fmt.emin]
+        return [*self.block, *numbers, exponent_only, pow2, self.amax_bits is not None]
 
 
 def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
@@ -154,9 +157,10 @@ def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
         for s, bits in zip((side, side_t), found, strict=True)
     )
     first, second = side or given, side_t or given
+    direct_cast = hardware.abilities(x.device).has_direct_cast
     quantize_kernels.quantize_kernel[(max(1, _grid(tile, m, n)[0]),)](
         x, *first.tensors(), *second.tensors(), m, n, *x.stride(), *first.runtime_args(), *second.runtime_args(),
-        *first.constants(), *second.constants(), side is not None, side_t is not None,
+        *first.constants(), *second.constants(), side is not None, side_t is not None, direct_cast,
         tile.m, tile.n, num_warps=tile.warps,
     )  # fmt: skip
 
@@ -164,25 +168,17 @@ def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
 def _side(
     x: Tensor, format: str, block: Block, scale_format: str, scale_rounding: str, transpose: bool, amax: Tensor | None
 ) -> tuple[_Side, Tensor, Tensor]:
-    """Allocate one result of casting ``x [m, n]``: the side, and its tensors as the caller gets them."""
+    """Allocate one result of casting ``x``: the side, and its tensors as the caller gets them."""
     shape = x.shape[::-1] if transpose else x.shape
     qdata = torch.empty(shape, dtype=FORMATS[format].dtype, device=x.device)
     scale = empty_scale(shape, block, scale_format, x.device)
-    bits = None if amax is None else amax.reshape(scale.shape).view(torch.int32)
-    block = (block[0], block[1])
+    matrix = _rows(qdata)
+    scales = scale.view(scale_shape(matrix.shape, block))
+    bits = None if amax is None else amax.reshape(scales.shape).view(torch.int32)
     if transpose:
-        side = _Side(
-            qdata.t(),
-            scale.t(),
-            None if bits is None else bits.t(),
-            transposed(block),
-            format,
-            scale_format,
-            scale_rounding,
-        )
-    else:
-        side = _Side(qdata, scale, bits, block, format, scale_format, scale_rounding)
-    return side, qdata, scale
+        matrix, scales, bits = matrix.t(), scales.t(), None if bits is None else bits.t()
+    of_x = transposed(block) if transpose else (block[0], block[1])
+    return _Side(matrix, scales, bits, of_x, format, scale_format, scale_rounding), qdata, scale
 
 
 def quantize(
@@ -201,12 +197,9 @@ def quantize(
             quantize(m, format, block, scale_format, scale_rounding, False, a) for m, a in zip(x, amaxes, strict=True)
         ]
         return torch.stack([q for q, _ in pairs]), torch.stack([s for _, s in pairs])
-    matrix = _rows(x)
-    side, qdata, scale = _side(matrix, format, block, scale_format, scale_rounding, transpose, amax)
-    _quantize(matrix, None if transpose else side, side if transpose else None)
-    if x.ndim == 2:
-        return qdata, scale
-    return qdata.view(x.shape), scale.view(scale_shape(x.shape, block))
+    side, qdata, scale = _side(x, format, block, scale_format, scale_rounding, transpose, amax)
+    _quantize(_rows(x), None if transpose else side, side if transpose else None)
+    return qdata, scale
 
 
 def quantize_both(

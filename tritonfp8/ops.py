@@ -75,9 +75,12 @@ def _on_cuda(launcher: Callable[..., Any], fallback: Callable[..., Any]) -> Call
     """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it)."""
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Triton launches on the current device, which need not be the tensors'.
+        function = launcher if hardware.abilities(x.device).has_fp8_mma else fallback
+        if x.device.index == torch.cuda.current_device():
+            return function(x, *args, **kwargs)
+        # Triton launches on the current device.
         with torch.cuda.device(x.device):
-            return (launcher if hardware.abilities(x.device).has_fp8_mma else fallback)(x, *args, **kwargs)
+            return function(x, *args, **kwargs)
 
     return run
 

@@ -123,7 +123,8 @@ class Recipe:
             if how.quantized:
                 lines.append(f"  {gemm:<11} = Q[{how.lhs}]({lhs}) @ Q[{how.rhs}]({rhs}).T, {how.accumulation}")
             else:
-                lines.append(f"  {gemm:<11} = {lhs} @ {rhs}.T, in the input's dtype")
+                right = rhs.removesuffix(".T") if rhs.endswith(".T") else f"{rhs}.T"
+                lines.append(f"  {gemm:<11} = {lhs} @ {right}, in the input's dtype")
         return "\n".join(lines)
 
     @property

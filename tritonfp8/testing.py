@@ -107,6 +107,11 @@ def assert_bitwise_equal(actual: Any, expected: Any) -> None:
         raise AssertionError("\n".join(reports))
 
 
+def canonical_nan(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with the bits of one NaN wherever it is NaN: what arithmetic leaves in a NaN differs by device."""
+    return torch.where(x.isnan(), torch.nan, x)
+
+
 def assert_matmul_close(actual: torch.Tensor, expected: torch.Tensor, out_dtype: torch.dtype) -> None:
     """Assert that a matrix product is within :data:`MATMUL_TOLERANCES`, over the output and in its worst tile.
 

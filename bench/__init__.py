@@ -1,0 +1,1 @@
+"""Measurements. Each module is a command that writes data into ``bench/results/``."""

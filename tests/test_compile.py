@@ -1,0 +1,256 @@
+"""torch.compile: one graph, the same bytes as eager, and no compilation that a user would not expect."""
+
+import contextlib
+
+import pytest
+import torch
+from cases import SPECS, banded, cpu_and_cuda, llama, normal, tokens
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import tritonfp8
+from tritonfp8 import Float8Linear, convert, recipes, reference, swap_recipe
+from tritonfp8.counting import count_gemms
+from tritonfp8.functional import linear
+from tritonfp8.recipes import Recipe
+from tritonfp8.testing import assert_bitwise_equal, sqnr
+
+BACKENDS = ["aot_eager", "inductor"]
+each_recipe = pytest.mark.parametrize("name", recipes.names())
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, backend):
+    """The function compiled as one graph, and the counter of the graphs that it took."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True), counter
+
+
+def converted_llama(name, device="cpu"):
+    model = llama().to(device, torch.bfloat16)
+    convert(model, name)
+    return model
+
+
+def loss_function(model):
+    return lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def step(model, loss, ids):
+    """Loss and gradients, and the products that ran."""
+    model.zero_grad()
+    with count_gemms() as counts:
+        value = loss(ids)
+        value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, counts.calls
+
+
+def check_llama(name, backend, device):
+    model = converted_llama(name, device)
+    ids = tokens(device=device)
+    eager = step(model, loss_function(model), ids)
+    loss, graphs = compiled(loss_function(model), backend)
+    for _ in range(2):
+        value, grads, calls = step(model, loss, ids)
+        assert calls == eager[2]
+        assert abs(value - eager[0]) < 2e-3
+        # Sums in another order move a few elements to the neighbouring code.
+        assert all(sqnr(grads[p], eager[1][p]) > 20 for p in grads)
+    assert graphs.frame_count == 1
+    assert not counters["graph_break"]
+
+
+@each_recipe
+def test_llama_is_one_graph(name):
+    check_llama(name, "aot_eager", "cpu")
+
+
+@pytest.mark.slow
+def test_llama_through_inductor():
+    check_llama("rowwise", "inductor", "cpu")
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_llama_through_inductor_on_cuda(name):
+    check_llama(name, "inductor", "cuda")
+
+
+@contextlib.contextmanager
+def recorded_casts():
+    """What every quantization on the CPU returned, compiled or not."""
+    results = []
+
+    def recording(name):
+        def run(*args, **kwargs):
+            out = getattr(reference, name)(*args, **kwargs)
+            results.append(out)
+            return out
+
+        return run
+
+    with torch.library._scoped_library("tritonfp8", "IMPL") as library:
+        for name in ("quantize", "quantize_both"):
+            library.impl(name, recording(name), "CPU", allow_override=True)
+        yield results
+
+
+def contents(results):
+    """The distinct results, by shape and bytes: compiled code quantizes an input that three layers share only once."""
+
+    def content(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+        return x.shape, bytes(x.view(torch.uint8).flatten().tolist())
+
+    return {tuple(map(content, result)) for result in results}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@each_recipe
+def test_quantized_bytes_of_a_llama_are_those_of_eager(name):
+    model = converted_llama(name)
+    eager_loss, ids = loss_function(model), tokens()
+    loss, graphs = compiled(eager_loss, "aot_eager")
+    loss(ids)
+    with recorded_casts() as eager:
+        expected = eager_loss(ids)
+    with recorded_casts() as after_compiling:
+        actual = loss(ids)
+    assert graphs.frame_count == 1
+    assert contents(after_compiling) == contents(eager)
+    assert bool(eager) == (recipes.get(name).quantized_share > 0)
+    assert_bitwise_equal(actual, expected)
+
+
+@cpu_and_cuda
+@each_backend
+@each_recipe
+def test_linear_is_eager_to_the_bit(device, backend, name):
+    """All arithmetic is inside the ops, forward and backward, whatever surrounds them."""
+    recipe = recipes.get(name)
+    function, graphs = compiled(lambda x, w: linear(x, w, None, recipe), backend)
+    for shape in ((33, 70), (2, 5, 70)):
+        x = normal(*shape, dtype=torch.bfloat16, device=device).requires_grad_()
+        w = normal(20, 70, seed=1, dtype=torch.bfloat16, device=device).requires_grad_()
+        grad = normal(*shape[:-1], 20, seed=2, dtype=torch.bfloat16, device=device)
+        results = []
+        for call in (function, lambda x, w: linear(x, w, None, recipe)):
+            out = call(x, w)
+            results.append((out.detach(), *torch.autograd.grad(out, (x, w), grad)))
+        assert_bitwise_equal(*results)
+    assert graphs.frame_count == 2
+
+
+@cpu_and_cuda
+@each_backend
+def test_public_functions_are_eager_to_the_bit(device, backend):
+    x, y = banded(130, 70).to(device), banded(40, 70, seed=1).to(device)
+
+    def every_spec(x, y):
+        results = []
+        for spec in SPECS:
+            a, b = tritonfp8.quantize(x, spec), tritonfp8.quantize(y, spec)
+            both = tritonfp8.quantize_both(x, spec, spec)
+            results.append((a, both, tritonfp8.dequantize(a), tritonfp8.scaled_matmul(a, b, out_dtype=torch.float32)))
+        return results
+
+    function, graphs = compiled(every_spec, backend)
+    assert_bitwise_equal(function(x, y), every_spec(x, y))
+    assert graphs.frame_count == 1
+
+
+# Two rows of so many tokens fill more than one block of 128: torch specializes on a size of 1, of a single block too.
+LENGTH = 80
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_at_most_two_graphs_over_batch_sizes(name):
+    model = converted_llama(name)
+    loss, graphs = compiled(loss_function(model), "aot_eager")
+    for batch in range(1, 9):
+        ids = tokens(batch, LENGTH)
+        value, _, calls = step(model, loss, ids)
+        assert abs(value - loss_function(model)(ids)) < 2e-3
+        assert calls == {"reference": 45}
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+def test_one_graph_with_mark_dynamic(name):
+    model = converted_llama(name)
+    loss, graphs = compiled(loss_function(model), "aot_eager")
+    for batch in range(2, 9):
+        ids = tokens(batch, LENGTH)
+        torch._dynamo.mark_dynamic(ids, 0)
+        step(model, loss, ids)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize(("name", "graphs_in_all"), [("rowwise", 1), ("blockwise", 2)])
+def test_odd_numbers_of_tokens_take_no_graph_of_their_own(name, graphs_in_all):
+    layer = Float8Linear(70, 20, recipe=name)
+    call, graphs = compiled(layer, "aot_eager")
+    for rows in (400, 129, 1001, 256, 127, 2, 3):
+        x = normal(rows, 70)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_bitwise_equal(call(x), layer(x))
+    assert graphs.frame_count == graphs_in_all
+
+
+def test_swapping_to_an_equal_recipe_compiles_nothing():
+    model = nn.Sequential(nn.Linear(70, 40), nn.ReLU(), nn.Linear(40, 20))
+    convert(model, "rowwise")
+    call, graphs = compiled(model, "aot_eager")
+    x = normal(33, 70)
+    first = call(x)
+    for equal in ("rowwise", recipes.get("rowwise"), Recipe.from_toml(recipes.get("rowwise").to_toml())):
+        swap_recipe(model, equal)
+        assert_bitwise_equal(call(x), first)
+    assert graphs.frame_count == 1
+    swap_recipe(model, "mxfp8")
+    assert_bitwise_equal(call(x), model(x))
+    assert graphs.frame_count == 2
+    # What was compiled for the first recipe is still there.
+    swap_recipe(model, "rowwise")
+    assert_bitwise_equal(call(x), first)
+    assert graphs.frame_count == 2
+
+
+def test_autocast_inside_the_graph():
+    layer = Float8Linear(70, 20)
+    x = normal(33, 70).requires_grad_()
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    call, graphs = compiled(run, "aot_eager")
+    assert_bitwise_equal(call(x), run(x))
+    assert call(x).dtype == torch.bfloat16
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_hp_grad_weight"])
+def test_activation_checkpointing_inside_the_graph(name):
+    model = nn.Sequential(nn.Linear(70, 40), nn.Tanh(), nn.Linear(40, 20)).bfloat16()
+    convert(model, name)
+    x = normal(33, 70, dtype=torch.bfloat16).requires_grad_()
+    call, graphs = compiled(lambda x: checkpoint(model, x, use_reentrant=False), "aot_eager")
+    with count_gemms() as counts:
+        out = call(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+    assert_bitwise_equal(out.detach(), model(x).detach())
+    assert_bitwise_equal(grad, torch.autograd.grad(model(x).sum(), x)[0])
+    assert graphs.frame_count == 1
+    # The output of the first layer a second time; that of the last is not needed again.
+    assert counts.calls.total() == 7

@@ -1,0 +1,108 @@
+"""Float8Linear is an nn.Linear in everything but the arithmetic of its products."""
+
+import copy
+
+import pytest
+import torch
+from cases import normal
+from torch import nn
+
+from tritonfp8 import Float8Linear, functional, recipes
+from tritonfp8.testing import assert_bitwise_equal
+
+each_recipe = pytest.mark.parametrize("name", recipes.names())
+
+
+def make(cls=Float8Linear, **kwargs):
+    torch.manual_seed(0)
+    return cls(70, 20, dtype=torch.bfloat16, **kwargs)
+
+
+def test_parameters_are_those_of_linear():
+    ours, theirs = make(), make(nn.Linear)
+    assert isinstance(ours, nn.Linear)
+    assert_bitwise_equal(dict(ours.state_dict()), dict(theirs.state_dict()))
+    assert list(ours.state_dict()) == ["weight", "bias"]
+    assert list(make(bias=False).state_dict()) == ["weight"]
+    assert (ours.in_features, ours.out_features) == (70, 20)
+
+
+@each_recipe
+def test_forward_and_backward_are_those_of_the_function(name):
+    layer = make(recipe=name)
+    x = normal(2, 33, 70, dtype=torch.bfloat16).requires_grad_()
+    out = layer(x)
+    expected = functional.linear(x, layer.weight, layer.bias, name)
+    assert_bitwise_equal(out, expected)
+    wanted = (x, layer.weight, layer.bias)
+    grad = normal(2, 33, 20, seed=1, dtype=torch.bfloat16)
+    assert_bitwise_equal(torch.autograd.grad(out, wanted, grad), torch.autograd.grad(expected, wanted, grad))
+
+
+def test_recipe_by_name_or_object():
+    variant = recipes.Recipe("mine", output=recipes.get("mxfp8").output)
+    assert make().recipe is recipes.get("rowwise")
+    assert make(recipe="mxfp8").recipe is recipes.get("mxfp8")
+    assert make(recipe=variant).recipe is variant
+    with pytest.raises(ValueError, match="did you mean 'blockwise'"):
+        make(recipe="blokwise")
+
+
+def test_repr_names_the_recipe():
+    assert repr(make(recipe="mxfp8")) == "Float8Linear(in_features=70, out_features=20, bias=True, recipe='mxfp8')"
+
+
+def test_deepcopy_is_a_layer_of_its_own():
+    layer = make()
+    twin = copy.deepcopy(layer)
+    assert type(twin) is Float8Linear
+    assert twin.recipe is layer.recipe
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert layer.weight.any()
+
+
+def test_meta_device_then_weights():
+    layer = make()
+    with torch.device("meta"):
+        empty = Float8Linear(70, 20, dtype=torch.bfloat16)
+    assert empty.weight.is_meta
+    empty.load_state_dict(layer.state_dict(), strict=True, assign=True)
+    x = normal(5, 70, dtype=torch.bfloat16)
+    assert_bitwise_equal(empty(x), layer(x))
+    allocated = Float8Linear(70, 20, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    allocated.load_state_dict(layer.state_dict(), strict=True)
+    assert_bitwise_equal(allocated(x), layer(x))
+
+
+def test_forward_on_meta_has_shapes():
+    layer = Float8Linear(70, 20, device="meta")
+    assert layer(torch.empty(2, 3, 70, device="meta")).shape == (2, 3, 20)
+
+
+def test_moves_and_casts_as_linear():
+    layer = make().float()
+    assert layer.weight.dtype == torch.float32
+    assert layer.recipe is recipes.get("rowwise")
+    assert layer(normal(5, 70)).dtype == torch.float32
+
+
+def test_state_dict_loads_with_weights_only(tmp_path):
+    layer = make()
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    state = torch.load(tmp_path / "layer.pt", weights_only=True)
+    plain = make(nn.Linear).requires_grad_(False)
+    plain.load_state_dict(state, strict=True)
+    assert_bitwise_equal(dict(plain.state_dict()), dict(layer.state_dict()))
+
+
+def test_functional_call_and_hooks():
+    """The parameters are read at each call, through the module."""
+    layer = make()
+    x = normal(5, 70, dtype=torch.bfloat16)
+    zeros = {name: torch.zeros_like(p) for name, p in layer.named_parameters()}
+    assert not torch.func.functional_call(layer, zeros, (x,)).any()
+    seen = []
+    layer.register_forward_hook(lambda module, args, out: seen.append(out))
+    out = layer(x)
+    assert seen[0] is out
