@@ -74,6 +74,14 @@ def banded(*shape, seed=0, dtype=torch.float32):
     return x.to(dtype)
 
 
+def interesting_amaxes():
+    """Zero, subnormals, the extremes, and each power of two times 1 and 1.75 (the fraction of both qmax), +-1 ulp."""
+    exponents = torch.arange(255, dtype=torch.int32) << 23
+    steps = [exponents + step for step in (0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF)]
+    random = torch.randint(0, 0x7F800000, (500,), generator=generator(0), dtype=torch.int32)
+    return torch.cat([*steps, random]).view(torch.float32)
+
+
 def with_specials(x, seed=0):
     """``x`` with a NaN, a negative NaN and both infinities at random places."""
     x = x.clone()

@@ -8,7 +8,18 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from cases import SPECS, banded, each_spec, finite_bits, finite_patterns, normal, patterns, random_bits, with_specials
+from cases import (
+    SPECS,
+    banded,
+    each_spec,
+    finite_bits,
+    finite_patterns,
+    interesting_amaxes,
+    normal,
+    patterns,
+    random_bits,
+    with_specials,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,18 +31,6 @@ from tritonfp8.testing import assert_bitwise_equal
 BLOCK_WIDTH = 32
 E8M0_SPECS = [spec for spec in SPECS if spec.scale_format == "e8m0"]
 POW2_SPECS = [spec for spec in SPECS if spec.scale_rounding == "pow2"]
-
-
-def as_float32(bits):
-    return np.asarray(bits, np.uint32).view(np.float32)
-
-
-def interesting_amaxes():
-    """Zero, subnormals, the extremes, and each power of two times 1 and 1.75 (the fraction of both qmax), +-1 ulp."""
-    exponents = np.arange(0, 255, dtype=np.uint32) << 23
-    steps = [exponents + step for step in (0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF)]
-    random = np.random.default_rng(0).integers(0, 0x7F800000, 500, np.uint32)
-    return as_float32(np.concatenate([*steps, random]))
 
 
 def float32_of(tensor):
@@ -73,10 +72,10 @@ class TestScale:
     @each_spec
     def test_formula(self, spec):
         amaxes = interesting_amaxes()
-        given = torch.from_numpy(amaxes).view(-1, 1)
+        given = amaxes.view(-1, 1)
         _, scale = quantize(torch.ones(len(amaxes), 1), QuantSpec(*self.row_spec(spec)), amax=given)
-        expected = [oracle.encode(Fraction(float(a)), spec)[1] for a in amaxes]
-        for amax, got, want in zip(amaxes, float32_of(scale).ravel(), expected, strict=True):
+        expected = [oracle.encode(Fraction(a), spec)[1] for a in amaxes.tolist()]
+        for amax, got, want in zip(amaxes.tolist(), float32_of(scale).ravel(), expected, strict=True):
             assert Fraction(float(got)) == want, f"amax {amax!r}: scale {got!r}"
 
     @staticmethod
@@ -87,11 +86,9 @@ class TestScale:
     @pytest.mark.parametrize("spec", E8M0_SPECS, ids=str)
     def test_e8m0_is_the_smallest_power_that_does_not_saturate_or_the_ocp_rule(self, spec):
         amaxes = interesting_amaxes()
-        x = torch.from_numpy(amaxes).view(-1, 1)
-        _, scale = quantize(x, spec)
+        _, scale = quantize(amaxes.view(-1, 1), spec)
         qmax = Fraction(FORMATS[spec.format].qmax)
-        for amax, got in zip(amaxes, float32_of(scale).ravel(), strict=True):
-            amax, got = Fraction(float(amax)), Fraction(float(got))
+        for amax, got in zip(map(Fraction, amaxes.tolist()), map(Fraction, float32_of(scale).ravel()), strict=True):
             at_lower_clamp = got == Fraction(2) ** -127
             if spec.scale_rounding == "pow2":
                 assert amax / got <= qmax
@@ -104,7 +101,7 @@ class TestScale:
     def test_pow2_of_fp32_and_of_e8m0_agree_on_normal_sizes(self, format):
         amaxes = interesting_amaxes()
         # Where neither is clamped: scales from 2^-126 on.
-        x = torch.from_numpy(amaxes[amaxes >= FORMATS[format].qmax * 2.0**-126]).view(-1, 1)
+        x = amaxes[amaxes >= FORMATS[format].qmax * 2.0**-126].view(-1, 1)
         fp32 = quantize(x, QuantSpec(format, ROWWISE, "fp32", "pow2"))
         e8m0 = quantize(x, QuantSpec(format, BLOCK_1X32, "e8m0", "pow2"))
         assert_bitwise_equal(fp32[0], e8m0[0])

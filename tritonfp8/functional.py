@@ -304,7 +304,8 @@ class _Linear(torch.autograd.Function):
 
 def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    # Autocast does not know the meta device, on which shapes are tried out.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]

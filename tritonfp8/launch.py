@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonfp8 import hardware, tuning
+from tritonfp8 import hardware, reference, tuning
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels import block_scaled_matmul as block_kernels
 from tritonfp8.kernels import hopper_matmul as hopper_kernels
@@ -51,7 +51,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _is_folded(x: Tensor, block: Block) -> bool:
     """Whether the blocks of ``x`` are those of ``x`` folded to 2-D: no block of several rows crosses a matrix."""
-    return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0 or not x.numel()
+    return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
 
 
 class _Tile(NamedTuple):
@@ -84,20 +84,21 @@ def _amax_bits(x: Tensor, block: Block | None, block_t: Block | None) -> tuple[T
     """amax bits of ``x [m, n]`` for one or two blocks (in the coordinates of ``x``), in one pass."""
     m, n = x.shape
     outs = [None if b is None else x.new_zeros(scale_shape((m, n), b), dtype=torch.int32) for b in (block, block_t)]
-    if m and n:
-        tile = _Tile(128, 128, 8)
-        sides = [x if out is None else out for out in outs]
-        quantize_kernels.amax_kernel[_grid(tile, m, n)](
-            x, *sides, m, n, *x.stride(),
-            *sides[0].shape, *sides[0].stride(), *sides[1].shape, *sides[1].stride(),
-            *(block or (1, 1)), *(block_t or (1, 1)), block is not None, block_t is not None,
-            tile.m, tile.n, num_warps=tile.warps,
-        )  # fmt: skip
+    tile = _Tile(128, 128, 8)
+    sides = [x if out is None else out for out in outs]
+    quantize_kernels.amax_kernel[_grid(tile, m, n)](
+        x, *sides, m, n, *x.stride(),
+        *sides[0].shape, *sides[0].stride(), *sides[1].shape, *sides[1].stride(),
+        *(block or (1, 1)), *(block_t or (1, 1)), block is not None, block_t is not None,
+        tile.m, tile.n, num_warps=tile.warps,
+    )  # fmt: skip
     return outs[0], outs[1]
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.amax`."""
+    if not x.numel():
+        return reference.amax(x, block)
     if not _is_folded(x, block):
         return torch.stack([amax(matrix, block) for matrix in x])
     bits, _ = _amax_bits(_rows(x), tuple(block), None)
@@ -138,9 +139,6 @@ def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
     given = side or side_t
     assert given is not None
     tile = _tile(m, n, side and side.block, side_t and side_t.block)
-    if not (m and n):
-        # Nothing to read: amax is 0, and a tile that is all mask writes the scales of whole dims.
-        tile = _Tile(128, 128, 8)
     missing = [
         s.block if s is not None and s.amax_bits is None and not _fits(s.block, tile, m, n) else None
         for s in (side, side_t)
@@ -158,7 +156,7 @@ def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
     )
     first, second = side or given, side_t or given
     direct_cast = hardware.abilities(x.device).has_direct_cast
-    quantize_kernels.quantize_kernel[(max(1, _grid(tile, m, n)[0]),)](
+    quantize_kernels.quantize_kernel[_grid(tile, m, n)](
         x, *first.tensors(), *second.tensors(), m, n, *x.stride(), *first.runtime_args(), *second.runtime_args(),
         *first.constants(), *second.constants(), side is not None, side_t is not None, direct_cast,
         tile.m, tile.n, num_warps=tile.warps,
@@ -191,6 +189,8 @@ def quantize(
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize`."""
+    if not x.numel():
+        return reference.quantize(x, format, block, scale_format, scale_rounding, transpose, amax)
     if not _is_folded(x, block):
         amaxes = [None] * len(x) if amax is None else amax
         pairs = [
@@ -214,6 +214,12 @@ def quantize_both(
     scale_rounding_t: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_both`."""
+    if not x.numel():
+        spec, spec_t = (
+            (format, block, scale_format, scale_rounding),
+            (format_t, block_t, scale_format_t, scale_rounding_t),
+        )
+        return reference.quantize_both(x, *spec, *spec_t)
     side, qdata, scale = _side(x, format, block, scale_format, scale_rounding, False, None)
     side_t, qdata_t, scale_t = _side(x, format_t, block_t, scale_format_t, scale_rounding_t, True, None)
     _quantize(x, side, side_t)
@@ -224,6 +230,8 @@ def dequantize(
     qdata: Tensor, scale: Tensor, format: str, block: Block, scale_format: str, scale_rounding: str, dtype: torch.dtype
 ) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.dequantize`."""
+    if not qdata.numel():
+        return qdata.new_empty(qdata.shape, dtype=dtype)
     if not _is_folded(qdata, block):
         parts = zip(qdata, scale, strict=True)
         return torch.stack([dequantize(q, s, format, block, scale_format, scale_rounding, dtype) for q, s in parts])
@@ -233,10 +241,9 @@ def dequantize(
     m, n = q.shape
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     tile = _Tile(64, 128, 4)
-    if m and n:
-        quantize_kernels.dequantize_kernel[_grid(tile, m, n)](
-            q, s, out, m, n, *q.stride(), *s.stride(), *block, exponent_only, tile.m, tile.n, num_warps=tile.warps
-        )
+    quantize_kernels.dequantize_kernel[_grid(tile, m, n)](
+        q, s, out, m, n, *q.stride(), *s.stride(), *block, exponent_only, tile.m, tile.n, num_warps=tile.warps
+    )
     return out.view(qdata.shape)
 
 
