@@ -114,6 +114,10 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> 
     Returns:
         A :class:`ConversionReport`.
 
+    Note:
+        In eval mode ``nn.TransformerEncoderLayer`` may run torch's fused path, which reads its linears' weights and not
+        their forward: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
+
     Raises:
         ValueError: the model is converted already, nothing was converted, a pattern decided no layer, or an unknown
         recipe. TypeError: ``model`` is not a module.

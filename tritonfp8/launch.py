@@ -425,6 +425,8 @@ def scaled_matmul(
         out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
+    if bias is not None:
+        bias = bias.contiguous()
     if SCALE_FORMATS[a_scale_format].exponent_only:
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     _launch_product(
