@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import CUDA, INTERPRETER, each_device, generator, normal, surrounded
 
-from tritonfp8 import hardware, launch, reference, tuning
+from tritonfp8 import hardware, launch, launch_matmul, reference, tuning
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.kernels.configs import supports
 from tritonfp8.specs import (
@@ -228,7 +228,7 @@ def test_every_configuration(device, pair, accumulation, config, tma):
     for shape in tails if tma else tails + ones:
         layout = padded_rows if tma else lambda x: x
         product = Product.of(integers, pair, shape, device).with_layout(layout)
-        assert launch.has_tma_layout(product.a) or not tma, "this would test the pointer path"
+        assert launch_matmul.has_tma_layout(product.a) or not tma, "this would test the pointer path"
         check(pair, shape, device, accumulation, layout, pooled, **options)
     if accumulation == "precise":
         check_pool(pooled, dtypes[0])

@@ -1,0 +1,67 @@
+"""Launch kernels by way of what Triton compiled for the same arguments before.
+
+Finding the compiled kernel of a launch costs Triton tens of microseconds of host time for some forty arguments, more
+than everything else in a launch. The compiled kernel itself can be launched directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+ALIGNMENT = 16
+MAX_ENTRIES = 2**14
+
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def _describe(pointer: Any) -> object:
+    """What Triton specializes a pointer or a TMA descriptor on. A descriptor's block shape is among the constants."""
+    if isinstance(pointer, Tensor):
+        return pointer.dtype, pointer.data_ptr() % ALIGNMENT == 0
+    return None if pointer is None else pointer.base.dtype
+
+
+def run(
+    kernel: Any,
+    programs: int,
+    pointers: Sequence[Any],
+    integers: Sequence[int],
+    constants: Mapping[str, object],
+    **options: int,
+) -> None:
+    """Launch ``kernel`` on the current device.
+
+    Args:
+        kernel: a ``triton.jit`` or ``gluon.jit`` function of pointers, integers and constants, in this order.
+        programs: how many programs.
+        pointers: tensors, TMA descriptors or None.
+        integers: sizes and strides.
+        constants: every compile-time argument by name, in the order of the kernel; they decide the block shapes of the
+            descriptors.
+        options: ``num_warps`` and ``num_stages``.
+    """
+    if triton.knobs.runtime.interpret:
+        kernel[programs,](*pointers, *integers, **constants, **options)
+        return
+    # Integers by value: finer than what Triton distinguishes (1, divisible by 16, wider than 32 bits), and exact.
+    key = (
+        kernel,
+        torch.cuda.current_device(),
+        tuple(integers),
+        tuple(constants.values()),
+        tuple(options.values()),
+        tuple([_describe(pointer) for pointer in pointers]),
+    )
+    found = _compiled.get(key)
+    if found is not None:
+        found[programs, 1, 1](*pointers, *integers, *constants.values())
+        return
+    compiled = kernel[programs,](*pointers, *integers, **constants, **options)
+    if len(_compiled) >= MAX_ENTRIES:
+        _compiled.clear()
+    _compiled[key] = compiled

@@ -1,0 +1,255 @@
+"""Launch the matrix products: descriptors, configuration, grid. Part of :mod:`tritonfp8.launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tritonfp8 import hardware, tuning
+from tritonfp8.compiled import run
+from tritonfp8.formats import SCALE_FORMATS
+from tritonfp8.kernels import block_scaled_matmul as block_kernels
+from tritonfp8.kernels import hopper_matmul as hopper_kernels
+from tritonfp8.kernels import scaled_matmul as matmul_kernels
+from tritonfp8.kernels.configs import SPECIALIZED_WAVE_ROWS, MatmulConfig
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family
+
+TMA_ALIGNMENT = 16
+MAX_TMA_STRIDE = 2**40
+PROMOTION = 128
+
+Block = Sequence[int]
+
+
+def has_tma_layout(x: Tensor) -> bool:
+    """Whether the copy engine can address this matrix: rows contiguous, start and row stride 16-byte aligned."""
+    stride = x.stride(0) * x.element_size()
+    return (
+        x.stride(1) == 1
+        and x.data_ptr() % TMA_ALIGNMENT == 0
+        and stride % TMA_ALIGNMENT == 0
+        and 0 < stride < MAX_TMA_STRIDE
+        and x.numel() > 0
+    )
+
+
+class _Product(NamedTuple):
+    """Operands of a product as a kernel takes them: exponents of e8m0 scales as bytes, blocks as tuples."""
+
+    a: Tensor
+    a_scale: Tensor
+    a_format: str
+    a_rows: int
+    b: Tensor
+    b_scale: Tensor
+    b_format: str
+    b_rows: int
+    bias: Tensor | None
+    activation: str | None
+    residual: Tensor | None
+    out: Tensor
+
+    def epilogue(self) -> dict[str, object]:
+        """Compile-time arguments of the epilogue, in the order of the kernels."""
+        return {
+            "HAS_BIAS": self.bias is not None,
+            "ACTIVATION": self.activation,
+            "HAS_RESIDUAL": self.residual is not None,
+        }
+
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        return self.a_scale, self.b_scale, self.bias, self.residual
+
+    def sizes(self) -> tuple[int, int, int]:
+        return self.a.shape[0], self.b.shape[0], self.a.shape[1]
+
+    def residual_strides(self) -> tuple[int, ...]:
+        return (0, 0) if self.residual is None else self.residual.stride()
+
+
+def _row_stride(scale: Tensor) -> int:
+    """Stride from row to row of a scale that leaves K whole; 0 for a tensorwise one."""
+    return scale.stride(0) if scale.shape[0] > 1 else 0
+
+
+_KERNELS = {
+    "epilogue": matmul_kernels.scaled_matmul_kernel,
+    "blockwise": block_kernels.block_scaled_matmul_kernel,
+    "mx": block_kernels.mx_matmul_kernel,
+}
+
+
+def _tile_sizes(config: MatmulConfig) -> dict[str, object]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+    }
+
+
+def _launch_tiles(
+    p: _Product, family: str, accumulation: str, config: MatmulConfig, programs: int, tma: bool, tma_out: bool
+) -> None:
+    """Launch a plain Triton kernel, on any device."""
+    m, n, k = p.sizes()
+    native_mx = hardware.abilities(p.a.device).has_native_mx
+    operands: list[object] = [p.a, p.b]
+    if tma:
+        operands = [
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, config.block_k])
+            for x, rows in ((p.a, config.block_m), (p.b, config.block_n))
+        ]
+    columns = config.block_n // 2 if config.halves else config.block_n
+    out = TensorDescriptor(p.out, [m, n], [n, 1], [config.block_m, columns]) if tma_out else p.out
+    constants: dict[str, object]
+    if family == "epilogue":
+        scale_strides = [_row_stride(p.a_scale), _row_stride(p.b_scale)]
+        # None is the tensor core's own choice: it adds up a whole K.
+        constants = {"PROMOTE_EVERY": min(config.block_k, PROMOTION) if accumulation == "precise" else None}
+    else:
+        scale_strides = [*p.a_scale.stride(), *p.b_scale.stride()]
+        constants = (
+            {"A_ROWS": p.a_rows, "B_ROWS": p.b_rows, "SCALE_K": BLOCK_1X128[1]}
+            if family == "blockwise"
+            else {"A_FORMAT": p.a_format, "B_FORMAT": p.b_format, "SCALE_K": BLOCK_1X32[1], "NATIVE": native_mx}
+        )
+    integers = (
+        m, n, k, *p.a.stride(), *p.b.stride(), p.out.stride(0), *p.residual_strides(), *scale_strides,
+    )  # fmt: skip
+    paths = {"TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves, "FLATTEN": config.flatten}
+    run(
+        _KERNELS[family],
+        programs,
+        (*operands, out, *p.pointers()),
+        integers,
+        {**_tile_sizes(config), **constants, **p.epilogue(), **paths},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _hopper_descriptor(x: Tensor, block: list[int], swizzle: int = 128) -> HopperDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * x.element_size(), rank=x.ndim)
+    return HopperDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def _scale_along_k(scale: Tensor, rows: int, block_rows: int) -> tuple[object, int, int]:
+    """A scale along K as the warp-specialized kernel reads it, with its strides of a row and of a step of K."""
+    if rows > 1:
+        return scale, scale.stride(0), scale.stride(1)
+    # Quantized lays these out so that the copy engine can read a step's rows; a scale from elsewhere is laid out anew.
+    if scale.stride(0) != 1 or scale.stride(1) % SCALE_ALIGNMENT or scale.data_ptr() % TMA_ALIGNMENT:
+        shape = (scale.shape[0], scale.shape[1] * BLOCK_1X128[1])
+        scale = empty_scale(shape, BLOCK_1X128, "fp32", scale.device).copy_(scale)
+    size = scale.stride(1) * (scale.shape[1] - 1) + scale.shape[0]
+    return _hopper_descriptor(scale.as_strided((size,), (1,)), [block_rows], swizzle=0), 1, scale.stride(1)
+
+
+def _launch_specialized(p: _Product, family: str, config: MatmulConfig, programs: int) -> None:
+    """Launch the warp-specialized kernel; the copy engine addresses all three matrices."""
+    a_rows, b_rows = (p.a_rows, p.b_rows) if family == "blockwise" else (0, 0)
+    if a_rows:
+        a_scale, *a_strides = _scale_along_k(p.a_scale, a_rows, config.block_m)
+        b_scale, *b_strides = _scale_along_k(p.b_scale, b_rows, config.block_n)
+    else:
+        a_scale, *a_strides = p.a_scale, _row_stride(p.a_scale), 0
+        b_scale, *b_strides = p.b_scale, _row_stride(p.b_scale), 0
+    matrices = (
+        _hopper_descriptor(p.a, [config.block_m, config.block_k]),
+        _hopper_descriptor(p.b, [config.block_n, config.block_k]),
+        _hopper_descriptor(p.out, [SPECIALIZED_WAVE_ROWS, config.block_n]),
+    )
+    run(
+        hopper_kernels.hopper_matmul_kernel,
+        programs,
+        (*matrices, a_scale, b_scale, p.bias, p.residual),
+        (*p.sizes(), *p.residual_strides(), *a_strides, *b_strides),
+        {
+            **_tile_sizes(config),
+            "A_ROWS": a_rows,
+            "B_ROWS": b_rows,
+            **p.epilogue(),
+            "STAGES": config.num_stages,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _launch_product(p: _Product, family: str, accumulation: str, config: MatmulConfig | None, tma: bool | None) -> None:
+    device = hardware.abilities(p.a.device)
+    m, n, _ = p.sizes()
+    tma = device.has_tma if tma is None else tma
+    tma_operands = tma and has_tma_layout(p.a) and has_tma_layout(p.b)
+    tma_out = tma and has_tma_layout(p.out)
+    if config is None:
+        bare = p.activation is None and p.residual is None
+        copy_engine = tma_operands and tma_out
+        config = tuning.choose(family, accumulation, m, n, p.out.element_size(), bare, copy_engine, device)
+    tiles = -(-m // config.block_m) * -(-n // config.block_n)
+    programs = min(device.num_sms * config.blocks_per_sm, tiles)
+    if config.specialized:
+        _launch_specialized(p, family, config, programs)
+    else:
+        _launch_tiles(p, family, accumulation, config, programs, tma_operands, tma_out)
+
+
+def scaled_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_format: str,
+    a_block: Block,
+    a_scale_format: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_format: str,
+    b_block: Block,
+    b_scale_format: str,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulation: str,
+    *,
+    config: MatmulConfig | None = None,
+    tma: bool | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.scaled_matmul`.
+
+    Args:
+        config: use this configuration, not the chosen one.
+        tma: use the copy engine or not, where the layouts allow it; by default what the device has.
+        out: write here, ``[M, N]`` contiguous.
+    """
+    family = matmul_family(a_block, b_block)
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
+    if bias is not None:
+        bias = bias.contiguous()
+    if SCALE_FORMATS[a_scale_format].exponent_only:
+        a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
+    _launch_product(
+        _Product(a, a_scale, a_format, a_block[0], b, b_scale, b_format, b_block[0], bias, activation, residual, out),
+        family,
+        accumulation,
+        config,
+        tma,
+    )
+    return out
+
+
+def product_kind(a_block: Block, device: torch.device) -> str:
+    """What a product of operands with this block runs on: a key of :data:`tritonfp8.counting.KINDS`."""
+    abilities = hardware.abilities(device)
+    if not abilities.has_fp8_mma:
+        return "reference"
+    return "emulated" if tuple(a_block) == BLOCK_1X32 and not abilities.has_native_mx else "fp8"
