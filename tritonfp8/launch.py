@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -100,7 +101,9 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return torch.stack([amax(matrix, block) for matrix in x])
     bits, _ = _amax_bits(_rows(x), tuple(block), None)
     assert bits is not None
-    return bits.view(torch.float32).reshape(scale_shape(x.shape, block))
+    found = bits.view(torch.float32).reshape(scale_shape(x.shape, block))
+    # One NaN, as in the reference: the kernel keeps the bits of the NaN that it met.
+    return torch.where(found.isnan(), torch.nan, found)
 
 
 class _Side(NamedTuple):
@@ -122,21 +125,29 @@ class _Side(NamedTuple):
         scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.scale_format].exponent_only else self.scale
         return [self.qdata, scale, scale if self.amax_bits is None else self.amax_bits]
 
-    def constants(self, suffix: str) -> dict[str, object]:
-        fmt = FORMATS[self.format]
-        rows, cols = self.block
-        return {
-            f"ROWS{suffix}": rows,
-            f"COLS{suffix}": cols,
-            f"QMAX{suffix}": fmt.qmax,
-            f"EMAX{suffix}": fmt.emax,
-            f"QMAX_MANTISSA{suffix}": fmt.qmax_mantissa,
-            f"MANTISSA_BITS{suffix}": fmt.mantissa_bits,
-            f"EMIN{suffix}": fmt.emin,
-            f"E8M0{suffix}": SCALE_FORMATS[self.scale_format].exponent_only,
-            f"POW2{suffix}": self.scale_rounding == "pow2",
-            f"GIVEN_AMAX{suffix}": self.amax_bits is not None,
-        }
+    def numerics(self) -> tuple[object, ...]:
+        """What decides the compile-time arguments of this side."""
+        return self.block, self.format, self.scale_format, self.scale_rounding, self.amax_bits is not None
+
+
+@functools.cache
+def _side_constants(
+    suffix: str, block: tuple[int, int], format: str, scale_format: str, scale_rounding: str, given_amax: bool
+) -> dict[str, object]:
+    fmt = FORMATS[format]
+    values = {
+        "ROWS": block[0],
+        "COLS": block[1],
+        "QMAX": fmt.qmax,
+        "EMAX": fmt.emax,
+        "QMAX_MANTISSA": fmt.qmax_mantissa,
+        "MANTISSA_BITS": fmt.mantissa_bits,
+        "EMIN": fmt.emin,
+        "E8M0": SCALE_FORMATS[scale_format].exponent_only,
+        "POW2": scale_rounding == "pow2",
+        "GIVEN_AMAX": given_amax,
+    }
+    return {f"{name}{suffix}": value for name, value in values.items()}
 
 
 def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
@@ -145,25 +156,20 @@ def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
     given = side or side_t
     assert given is not None
     tile = _tile(m, n, side and side.block, side_t and side_t.block)
-    missing = [
+    missing, missing_t = (
         s.block if s is not None and s.amax_bits is None and not _fits(s.block, tile, m, n) else None
         for s in (side, side_t)
-    ]
-    if missing[0] is not None and missing[0] == missing[1]:
-        bits, _ = _amax_bits(x, missing[0], None)
-        found: tuple[Tensor | None, Tensor | None] = (bits, bits)
-    elif any(missing):
-        found = _amax_bits(x, *missing)
-    else:
-        found = (None, None)
-    side, side_t = (
-        s if bits is None or s is None else s._replace(amax_bits=bits)
-        for s, bits in zip((side, side_t), found, strict=True)
     )
+    if missing or missing_t:
+        bits, bits_t = _amax_bits(x, missing, None if missing == missing_t else missing_t)
+        if side is not None and missing:
+            side = side._replace(amax_bits=bits)
+        if side_t is not None and missing_t:
+            side_t = side_t._replace(amax_bits=bits if missing == missing_t else bits_t)
     first, second = side or given, side_t or given
     constants = {
-        **first.constants(""),
-        **second.constants("_T"),
+        **_side_constants("", *first.numerics()),
+        **_side_constants("_T", *second.numerics()),
         "NORMAL": side is not None,
         "TRANSPOSED": side_t is not None,
         "DIRECT_CAST": hardware.abilities(x.device).has_direct_cast,

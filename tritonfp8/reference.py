@@ -66,7 +66,8 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """
     # The bits of non-negative floats are ordered as integers, with NaN above infinity: nothing is swallowed.
     bits = _blocked(x.float().abs().view(torch.int32), block)
-    return bits.amax(dim=tuple(range(1, bits.ndim, 2))).view(torch.float32)
+    found = bits.amax(dim=tuple(range(1, bits.ndim, 2))).view(torch.float32)
+    return torch.where(found.isnan(), torch.nan, found)
 
 
 def _encode_fp32(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor, Tensor]:
