@@ -37,6 +37,8 @@ Block = Sequence[int]
 
 def _rows(x: Tensor) -> Tensor:
     """``[..., K]`` as ``[rows, K]``."""
+    if x.ndim == 2:
+        return x
     return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
 
 
@@ -193,8 +195,10 @@ def _side(
     shape = x.shape[::-1] if transpose else x.shape
     qdata = torch.empty(shape, dtype=FORMATS[format].dtype, device=x.device)
     scale = empty_scale(shape, block, scale_format, x.device)
-    matrix = _rows(qdata)
-    scales = scale.view(scale_shape(matrix.shape, block))
+    matrix, scales = qdata, scale
+    if qdata.ndim != 2:
+        matrix = _rows(qdata)
+        scales = scale.view(scale_shape(matrix.shape, block))
     bits = None if amax is None else amax.reshape(scales.shape).view(torch.int32)
     if transpose:
         matrix, scales, bits = matrix.t(), scales.t(), None if bits is None else bits.t()
