@@ -5,16 +5,17 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import RESULTS, require_gpu, write_results
+from bench.machine import require_gpu, results_folder, write_results
 from tritonfp8.doctor import accumulation_figures
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "accumulation.json")
+    parser.add_argument("--out", type=Path, help="default: bench/results/<gpu>/accumulation.json")
     out = parser.parse_args().out
     require_gpu()
+    out = out or results_folder() / "accumulation.json"
     rows = [{"k": k, "data": data, **figures} for k, data, figures in accumulation_figures(torch.device("cuda"))]
     for row in rows:
         print(f"K = {row['k']:<6} {row['data']:<16} precise {row['precise']:.1f} dB, fast {row['fast']:.1f} dB")

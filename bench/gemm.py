@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType
 from triton.testing import do_bench
 
 import tritonfp8
-from bench.machine import RESULTS, require_gpu, write_results
+from bench.machine import require_gpu, results_folder, write_results
 from tritonfp8 import Quantized, QuantSpec, recipes
 from tritonfp8.testing import assert_matmul_close
 
@@ -102,9 +102,10 @@ def measure(shape: tuple[int, int, int]) -> list[dict]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "gemm.json")
+    parser.add_argument("--out", type=Path, help="default: bench/results/<gpu>/gemm.json")
     out = parser.parse_args().out
     require_gpu()
+    out = out or results_folder() / "gemm.json"
     torch.manual_seed(0)
     rows = [row for shape in SHAPES for row in measure(shape)]
     for row in rows:

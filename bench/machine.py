@@ -10,7 +10,12 @@ import triton
 
 import tritonfp8
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path("bench") / "results"
+
+
+def results_folder() -> Path:
+    """Where the data of this GPU belongs, from the root of the checkout."""
+    return RESULTS / torch.cuda.get_device_name().lower().replace(" ", "-")
 
 
 def describe_machine() -> dict:
