@@ -212,6 +212,14 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
     assert training.lr_factor(99, 100_000) == 1.0
 
 
+def test_the_noise_of_a_comparison_is_a_run_of_its_own(compare):
+    """bf16 from slightly other weights: nothing is converted, losses are close and not equal."""
+    bf16, perturbed = compare(recipes=("bf16", training.PERTURBED)).runs
+    assert not perturbed.converted
+    assert perturbed.losses != bf16.losses
+    assert perturbed.losses == pytest.approx(bf16.losses, rel=1e-2)
+
+
 def test_losses_are_the_same_for_the_same_seed(compare):
     first, again, other = compare(), compare(), compare(seed=1)
     assert [run.losses for run in first.runs] == [run.losses for run in again.runs]

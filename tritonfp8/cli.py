@@ -57,7 +57,10 @@ def _by_device(name: str) -> str:
 
 
 _MODEL_HELP = f"{', '.join(MODELS)}, or the path of a transformers config (JSON file or folder)."
-_RECIPES_HELP = "Recipes to compare, separated by commas; see 'tritonfp8 recipes'."
+_RECIPES_HELP = (
+    "Recipes to compare, separated by commas; see 'tritonfp8 recipes'. "
+    "'bf16-perturbed' is bf16 from slightly other weights: the noise of the comparison."
+)
 
 
 @app.command()

@@ -3,7 +3,8 @@
 Every recipe starts from the same weights and sees the same batches in the same order. The loop is ordinary
 mixed-precision training: float32 weights, bfloat16 autocast, AdamW (betas 0.9 and 0.95, weight decay 0.1 on matrices),
 linear warm-up over the first tenth of the steps (at most 100), cosine decay to a tenth of the learning rate, gradients
-clipped to norm 1. ``bf16`` is the model as it is; every other recipe is :func:`tritonfp8.convert` on a copy of it.
+clipped to norm 1. ``bf16`` is the model as it is, ``bf16-perturbed`` the same from weights changed by about their bf16
+rounding; every other recipe is :func:`tritonfp8.convert` on a copy.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tritonfp8 import corpus, hardware, recipes
 from tritonfp8.convert import convert
 from tritonfp8.counting import count_gemms
-from tritonfp8.training_models import build_model, default_lr, require_train_extra
+from tritonfp8.training_models import build_model, default_lr, perturb, require_train_extra
 
 BASELINE = "bf16"
+# No recipe: the baseline from slightly other weights. How far apart two bf16 runs end is the noise of a comparison.
+PERTURBED = "bf16-perturbed"
 DEFAULT_RECIPES = ("bf16", "rowwise", "blockwise")
 UNTIMED_STEPS = 5
 _POLL_STEPS = 10
@@ -280,7 +283,8 @@ def _check_recipes(names: tuple[str, ...]) -> None:
     if not names:
         raise ValueError(f"at least one recipe is needed; recipes: {', '.join(recipes.names())}")
     for name in names:
-        recipes.get(name)
+        if name != PERTURBED:
+            recipes.get(name)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"a recipe can be given once; given more often: {', '.join(twice)}")
 
@@ -427,7 +431,9 @@ def _noted(run: Run) -> Iterator[None]:
 
 def _converted_copy(job: Job, run: Run) -> nn.Module:
     model = copy.deepcopy(job.model).to(job.settings.device).train()
-    if run.recipe != BASELINE:
+    if run.recipe == PERTURBED:
+        perturb(model, job.settings.seed)
+    if run.recipe not in (BASELINE, PERTURBED):
         report = convert(model, run.recipe)
         run.converted = {name: recipe.name for name, recipe in report.converted.items()}
         run.skipped = dict(report.skipped)

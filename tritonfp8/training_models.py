@@ -66,6 +66,15 @@ def require_train_extra() -> None:
         raise ModuleNotFoundError(f'training needs {" and ".join(missing)}: pip install "tritonfp8[train]"')
 
 
+def perturb(model: nn.Module, seed: int) -> None:
+    """Change every parameter, in place, by a random relative 2^-9: about what rounding it to bf16 does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.mul_(1 + 2.0**-9 * noise)
+
+
 def build_model(name: str, seq_len: int, seed: int) -> nn.Module:
     """A preset, or the model of a config file or folder, with random float32 weights from ``seed``, on the CPU.
 
