@@ -1,3 +1,4 @@
+import functools
 import io
 import json
 import math
@@ -142,7 +143,10 @@ def test_interrupt_before_the_first_step_writes_nothing(invoke, small, tmp_path,
 
 def test_ctrl_c_ends_the_process_with_its_report(small, tmp_path):
     args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "5000"]
-    with subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    # A shell lets its background jobs ignore SIGINT, and their children inherit that.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*COMMAND, *args], preexec_fn=listen, **pipes) as process:
         for line in process.stdout:
             if "step 500/5000" in line:
                 process.send_signal(signal.SIGINT)
