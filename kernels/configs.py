@@ -1,7 +1,8 @@
 """Launch configurations of the matrix products: search spaces as data, and what each one needs.
 
-``rate`` is the throughput of a full machine relative to the others of the same family, as measured on one H200 at
-8192 x 8192 x 8192; with the number of waves it predicts which configuration suits a shape.
+``rate`` is the throughput of a full machine relative to the others of the same family, near the PFLOP/s of one H200 at
+8192 x 8192 x 8192; with the number of waves it predicts which configuration suits a shape. Measured for all but the
+128 x 128 and smaller tiles of fast accumulation and the 64 x 64 ones outside MX, which are estimates.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ SPECIALIZED_WAVE_ROWS = 64
 BARRIER_BYTES = 1024
 SCALE_BYTES = 4
 WIDENED_BYTES = 2
+NATIVE_MX_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,13 @@ def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
 
 
 def supports(
-    config: MatmulConfig, family: str, out_itemsize: int, bare: bool, specialized: bool, max_shared_bytes: int
+    config: MatmulConfig,
+    family: str,
+    out_itemsize: int,
+    bare: bool,
+    specialized: bool,
+    max_shared_bytes: int,
+    native_mx: bool = False,
 ) -> bool:
     """Whether ``config`` serves a product.
 
@@ -93,9 +101,11 @@ def supports(
         bare: the product has no activation and no residual.
         specialized: the device has warpgroup MMA and the copy engine can address all three matrices.
         max_shared_bytes: what the device gives a block.
+        native_mx: the device has an MX instruction. It takes 128 rows; of a smaller tile Triton would make bf16.
     """
     fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
-    return fits and (bare or not config.bare) and (specialized or not config.specialized)
+    native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
+    return fits and native and (bare or not config.bare) and (specialized or not config.specialized)
 
 
 def predicted_time(config: MatmulConfig, m: int, n: int, num_sms: int) -> float:

@@ -20,7 +20,7 @@ class Abilities:
         has_direct_cast: conversions from float32 to FP8 that round once (sm_90 and later, as Triton compiles them).
         has_tma: the bulk tensor copy engine (sm_90 and later).
         has_warpgroup_mma: the asynchronous tensor cores of Hopper (sm_90 alone).
-        has_native_mx: tensor cores that multiply MX data (sm_100 and later, except sm_12x which Triton emulates).
+        has_native_mx: tensor cores whose MX instruction Triton uses (sm_100 and sm_103).
         num_sms: streaming multiprocessors.
         max_shared_bytes: shared memory a block may take.
     """

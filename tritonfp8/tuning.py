@@ -27,7 +27,9 @@ def choose(
     runnable = [
         config
         for config in space(family, accumulation)
-        if supports(config, family, out_itemsize, bare, specialized, device.max_shared_bytes)
+        if supports(
+            config, family, out_itemsize, bare, specialized, device.max_shared_bytes, native_mx=device.has_native_mx
+        )
     ]
     if not runnable:
         raise RuntimeError(

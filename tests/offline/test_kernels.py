@@ -135,7 +135,6 @@ def test_every_config_holds_its_epilogue(family, accumulation, config, rows):
     else:
         report = compile_shipped(family, accumulation, config, rows, epilogue=FULL_EPILOGUE)
     assert report.shared_bytes <= HOPPER_SHARED_BYTES
-    assert "global.v" in report.ptx or "ld.global" in report.ptx
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp16", "fp32"])
@@ -147,8 +146,7 @@ def test_every_product_has_a_config_on_every_target(family, accumulation, bare, 
         assert any(supports(c, family, ITEMSIZES[out], bare, specialized, shared) for c in configs)
 
 
-@pytest.mark.parametrize("out", ["bf16", "fp32"])
-def test_no_config_is_shipped_in_vain(out):
+def test_no_config_is_shipped_in_vain():
     """Each serves some output on Hopper."""
     for family, spaces in SPACES.items():
         for config in (c for configs in spaces.values() for c in configs):
@@ -190,6 +188,18 @@ def test_mx_compiles_for_every_target(cc, tma):
     config = next(c for c in SPACES["mx"]["precise"] if supports(c, "mx", 2, True, False, shared))
     report = compile_tiles("mx", config, (1, 1), cc=cc, tma=tma)
     assert {89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}[cc] in report.ptx
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_mx_is_native_where_a_report_calls_it_so(tma):
+    """Of a tile below 128 rows Triton makes a bf16 product, silently: such a config must not be chosen there."""
+    chosen = [
+        c for c in SPACES["mx"]["precise"] if supports(c, "mx", 2, True, False, HOPPER_SHARED_BYTES, native_mx=True)
+    ]
+    assert chosen
+    for config in SPACES["mx"]["precise"]:
+        native = "kind::mxf8f6f4" in compile_tiles("mx", config, (1, 1), cc=100, tma=tma).ptx
+        assert native == (config in chosen)
 
 
 @pytest.mark.parametrize("family", list(SPACES))
