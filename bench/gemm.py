@@ -1,13 +1,12 @@
 """The GEMM of each recipe against torch's own, in one run: ``python -m bench.gemm``.
 
 Random normal data, operands quantized by this package and shared with the peer, L2 flushed before each run, the median
-of rounds in which all contenders take turns (a GPU slows down as it warms up). A result that is wrong is not timed.
+of rounds in which all contenders take turns (a GPU slows down as it warms up). Nothing is timed before the precise
+product of every recipe is within the tolerances on the same operands.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch.nn.functional import ScalingType
 from triton.testing import do_bench
 
 import tritonfp8
-from bench.machine import require_gpu, results_folder, write_results
+from bench.machine import output_path, write_results
 from tritonfp8 import Quantized, QuantSpec, recipes
 from tritonfp8.testing import assert_matmul_close
 
@@ -70,7 +69,6 @@ def check(a: torch.Tensor, b: torch.Tensor) -> None:
     """Every recipe's product is right on these operands, or AssertionError."""
     for name in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
         for gemm in (recipes.get(name).output, recipes.get(name).grad_weight):
-            # One format, whatever the GEMM: e5m2 gradients change nothing in how a product is computed.
             qa, qb = tritonfp8.quantize(a, gemm.lhs), tritonfp8.quantize(b, gemm.rhs)
             expected = tritonfp8.dequantize(qa) @ tritonfp8.dequantize(qb).t()
             assert_matmul_close(tritonfp8.scaled_matmul(qa, qb), expected, torch.bfloat16)
@@ -101,11 +99,7 @@ def measure(shape: tuple[int, int, int]) -> list[dict]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="default: bench/results/<gpu>/gemm.json")
-    out = parser.parse_args().out
-    require_gpu()
-    out = out or results_folder() / "gemm.json"
+    out = output_path("gemm", __doc__)
     torch.manual_seed(0)
     rows = [row for shape in SHAPES for row in measure(shape)]
     for row in rows:

@@ -1,5 +1,6 @@
 """Where a measurement was taken, and how its data is written."""
 
+import argparse
 import json
 import platform
 import sys
@@ -37,7 +38,11 @@ def write_results(path: Path, data: dict) -> None:
     print(f"written: {path}")
 
 
-def require_gpu() -> None:
-    """End with a clear message where there is nothing to measure on."""
+def output_path(name: str, description: str) -> Path:
+    """Where the command line asks for the data of a measurement; ends with a clear message without a GPU."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, help=f"default: bench/results/<gpu>/{name}.json")
+    out = parser.parse_args().out
     if not torch.cuda.is_available():
         sys.exit("this measurement needs a CUDA GPU with FP8 tensor cores; none is here")
+    return out or results_folder() / f"{name}.json"
