@@ -325,8 +325,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: st
 
     Saved for backward, a layer: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32,
     mxfp8 M K / 32), or the input itself, 2 M K bytes in bf16, where the recipe computes grad_weight in high precision.
-    Nothing of the input is saved if the weight needs no grad. For grad_input the weight is kept as it is; where autocast
-    casts it that is a copy of 2 N K bytes, as in ``F.linear``.
+    Nothing of the input is saved if the weight needs no grad. The weight is kept for grad_input as it is; where
+    autocast casts it, that is a copy of 2 N K bytes, as in ``F.linear``.
 
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
