@@ -44,6 +44,9 @@ def run(
         constants: every compile-time argument by name, in the order of the kernel; they decide the block shapes of the
             descriptors.
         options: ``num_warps`` and ``num_stages``.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and this launch is the first of its kind.
     """
     if triton.knobs.runtime.interpret:
         kernel[programs,](*pointers, *integers, **constants, **options)
@@ -61,6 +64,12 @@ def run(
     if found is not None:
         found[programs, 1, 1](*pointers, *integers, *constants.values())
         return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{kernel.__name__} was not launched before for these sizes, strides and alignments (integers {integers}), "
+            "and cannot be compiled or loaded while a CUDA graph is captured: run the same step once, with tensors of "
+            "the same shapes, before the capture (tritonfp8 warmup makes that quick)"
+        )
     compiled = kernel[programs,](*pointers, *integers, **constants, **options)
     if len(_compiled) >= MAX_ENTRIES:
         _compiled.clear()
