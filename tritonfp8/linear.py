@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,35 @@ def _quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -
         _NO_PAIR if spec is None else ops.quantize(x, *spec.args),
         _NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True),
     )
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How the operands of one layer are quantized: here, each by itself. Operands that are shards need a derived one.
+
+    Compared by value: a compiled graph is guarded on it.
+    """
+
+    def __call__(
+        self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
+    ) -> tuple[_Pair, _Pair]:
+        """``(qdata, scale)`` of ``x`` and of ``x.T``, each ``(None, None)`` where its spec is None.
+
+        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix.
+        """
+        return _quantize_for(x, spec, spec_t)
+
+
+class QuantizedWeight:
+    """Base, besides Tensor, of weights ``[N, K]`` that come quantized: the layer takes their operands as they are."""
+
+    def operand(self, recipe: Recipe, transposed: bool) -> Quantized:
+        """The weight as ``output`` reads it, or transposed as ``grad_input`` does.
+
+        Raises:
+            ValueError: it was quantized for another recipe.
+        """
+        raise NotImplementedError
 
 
 def _quantized(pairs: tuple[_Pair, _Pair], specs: Sequence[QuantSpec | None]) -> Operands:
@@ -99,6 +129,7 @@ class _Plan(NamedTuple):
     needs_grad_weight: bool
     weight_is_held: bool
     """Somebody keeps the quantized weight: grad_input reads that, and not the weight."""
+    quantizer: Quantizer
 
 
 class _Linear(torch.autograd.Function):
@@ -154,14 +185,15 @@ class _Linear(torch.autograd.Function):
         recipe = plan.recipe
         input_dtype, weight_dtype = ctx.dtypes
         grad_input = grad_weight = grad_bias = None
-        pair, pair_t = _quantize_for(
+        pair, pair_t = plan.quantizer(
+            "grad_output",
             grad_output,
             recipe.grad_input.lhs if plan.needs_grad_input else None,
             recipe.grad_weight.lhs if plan.needs_grad_weight else None,
         )
         if plan.needs_grad_input:
             if recipe.grad_input.rhs is not None:
-                weight_pair = _weight_t(recipe, weight, (held[0], held[1]))
+                weight_pair = _weight_t(plan, weight, (held[0], held[1]))
                 grad_input = _matmul(recipe.grad_input, pair, weight_pair, None, input_dtype)
             else:
                 grad_input = ops.matmul(grad_output, weight.t())
@@ -175,13 +207,15 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias
 
 
-def _weight_t(recipe: Recipe, weight: Tensor | None, held: _Pair) -> _Pair:
+def _weight_t(plan: _Plan, weight: Tensor | None, held: _Pair) -> _Pair:
     """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
     qdata, scale = held
-    if qdata is None or scale is None:
-        assert recipe.grad_input.rhs is not None
-        return ops.quantize(weight, *recipe.grad_input.rhs.args, True)
-    return (qdata.t().contiguous(), scale.t().contiguous()) if _serves_both(recipe) else held
+    if qdata is not None and scale is not None:
+        return (qdata.t().contiguous(), scale.t().contiguous()) if _serves_both(plan.recipe) else held
+    assert weight is not None
+    if isinstance(weight, QuantizedWeight):
+        return _pair(weight.operand(plan.recipe, transposed=True))
+    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs)[1]
 
 
 class _Entry(NamedTuple):
@@ -224,19 +258,21 @@ class SharedInput:
             if depth > 1:
                 self._depth[thread] = depth - 1
 
-    def quantize(self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, ...]) -> tuple[_Pair, _Pair]:
+    def quantize(
+        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
+    ) -> tuple[_Pair, _Pair]:
         """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
         if torch.compiler.is_compiling():
-            return _quantize_for(rows, *specs)
+            return quantizer("input", rows, *specs)
         thread = threading.get_ident()
         if thread not in self._depth:
-            return _quantize_for(rows, *specs)
+            return quantizer("input", rows, *specs)
         version = None if input.is_inference() else input._version
-        key = (specs, rows.dtype, rows.shape)
+        key = (specs, rows.dtype, rows.shape, quantizer)
         found = self._entries.get(thread)
         if found is not None and found.input() is input and found.version == version and found.key == key:
             return found.pairs
-        pairs = _quantize_for(rows, *specs)
+        pairs = quantizer("input", rows, *specs)
         self._entries[thread] = _Entry(weakref.ref(input), version, key, pairs)
         return pairs
 
@@ -281,6 +317,56 @@ def _check_held(held: Operands, weight: Tensor, recipe: Recipe, needs_grad_input
             )
 
 
+Handler = Callable[[Tensor, Tensor, Tensor | None, Recipe, SharedInput | None], Tensor]
+_handlers: dict[type, Handler] = {}
+
+
+def register_linear(tensor_type: type, handler: Handler) -> None:
+    """Let ``handler(input, weight, bias, recipe, shared_input)`` compute :func:`linear` on operands of this type.
+
+    For tensors that stand for something else than their local data, such as DTensor.
+    """
+    _handlers[tensor_type] = handler
+
+
+def local_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    quantized_weight: Operands | None = None,
+    shared_input: SharedInput | None = None,
+    quantizer: Quantizer = Quantizer(),
+) -> Tensor:
+    """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards."""
+    cast_input, cast_weight, cast_bias = _autocast(input.device.type, input, weight, bias)
+    assert cast_input is not None
+    assert cast_weight is not None
+    _check_linear(cast_input, cast_weight, cast_bias)
+    rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
+    grad = torch.is_grad_enabled()
+    needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
+    plan = _Plan(recipe, *needs, quantized_weight is not None, quantizer)
+    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
+    data = rows.detach()
+    if shared_input is None:
+        pairs = quantizer("input", data, *specs)
+    else:
+        pairs = shared_input.quantize(input, data, specs, quantizer)
+    if quantized_weight is not None:
+        _check_held(quantized_weight, weight, recipe, plan.needs_grad_input)
+        weights = (_pair(quantized_weight[0]), _pair(quantized_weight[1]))
+    elif isinstance(cast_weight, QuantizedWeight):
+        weights = (_pair(cast_weight.operand(recipe, transposed=False)), _NO_PAIR)
+    else:
+        weights = quantizer("weight", cast_weight.detach(), recipe.output.rhs, None)
+    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        rows, cast_weight, cast_bias, plan, *pairs[0], *pairs[1], *weights[0], *weights[1]
+    )
+    return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
+
+
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -316,24 +402,12 @@ def linear(
         RuntimeError: when a gradient of the gradient is asked for.
     """
     recipe = get(recipe)
-    cast_input, cast_weight, cast_bias = _autocast(input.device.type, input, weight, bias)
-    assert cast_input is not None
-    assert cast_weight is not None
-    _check_linear(cast_input, cast_weight, cast_bias)
-    rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
-    grad = torch.is_grad_enabled()
-    plan = _Plan(
-        recipe, grad and cast_input.requires_grad, grad and cast_weight.requires_grad, quantized_weight is not None
-    )
-    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
-    data = rows.detach()
-    pairs = _quantize_for(data, *specs) if shared_input is None else shared_input.quantize(input, data, specs)
-    if quantized_weight is None:
-        weights = _quantize_for(cast_weight.detach(), recipe.output.rhs, None)
-    else:
-        _check_held(quantized_weight, weight, recipe, plan.needs_grad_input)
-        weights = (_pair(quantized_weight[0]), _pair(quantized_weight[1]))
-    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, cast_weight, cast_bias, plan, *pairs[0], *pairs[1], *weights[0], *weights[1]
-    )
-    return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
+    for x in (input, weight, bias):
+        handler = _handlers.get(type(x))
+        if handler is not None:
+            if quantized_weight is not None:
+                raise ValueError(f"quantized_weight goes with plain tensors; got an operand of {type(x).__name__}")
+            return handler(input, weight, bias, recipe, shared_input)
+        if not torch.compiler.is_compiling() and type(x).__module__.startswith("torch.distributed"):
+            raise TypeError(f"linear got a {type(x).__name__}: import tritonfp8.distributed, which computes with them")
+    return local_linear(input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input)
