@@ -14,22 +14,33 @@ LAYERS = (
     {"formats"},
     {"specs"},
     {"recipes", "quantized", "reference", "testing"},
-    {"hardware", "tuning", "tuning_store", "compiled", "launch", "launch_matmul", "counting"},
+    {"hardware", "tuning", "tuning_store", "compiled", "replay", "launch", "launch_matmul", "counting"},
     {"ops"},
     {"functional", "linear"},
     {"modules", "weights"},
     {"convert"},
     {"__init__"},
     {
-        "distributed", "cli", "__main__", "doctor", "corpus", "training", "training_models", "training_report",
-        "tuning_measure", "warmup", "warmup_ops", "warmup_ranks", "warmup_workers",
+        "distributed",
+        "cli",
+        "__main__",
+        "doctor",
+        "corpus",
+        "training",
+        "training_models",
+        "training_report",
+        "tuning_measure",
+        "warmup",
+        "warmup_ops",
+        "warmup_ranks",
+        "warmup_workers",
     },
 )
 RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
 ABOVE_OPS = {"functional", "linear", "modules", "weights", "convert"}
-BEHIND_OPS = {"kernels", "compiled", "launch", "launch_matmul", "reference"}
+BEHIND_OPS = {"kernels", "compiled", "replay", "launch", "launch_matmul", "reference"}
 # `supports` and the search spaces are data for the host.
 KERNEL_DATA = "tritonfp8.kernels.configs"
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import triton
 from cases import normal
 from torch import nn
 
@@ -28,7 +27,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(compiled, "INTERPRETING", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(compiled, "_compiled", {})

@@ -40,6 +40,10 @@ def _check_spec(spec: object) -> None:
         raise TypeError(f"spec must be a tritonfp8.QuantSpec; got {type(spec).__name__}")
 
 
+def _without_grad(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
+
+
 def _check_matrix(x: Tensor, what: str) -> None:
     if x.ndim != 2:
         raise ValueError(f"{what} needs a 2-D tensor; got shape {tuple(x.shape)}. Flatten the leading dims first.")
@@ -63,7 +67,7 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     check_floating("x", x)
     require("block", tuple(block), tuple(BLOCKS))
     scale_shape(x.shape, block)
-    return ops.amax(x.detach(), list(block))
+    return ops.amax(_without_grad(x), list(block))
 
 
 def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor | None = None) -> Quantized:
@@ -91,11 +95,11 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
     _check_spec(spec)
     if transpose:
         _check_matrix(x, "quantize(transpose=True)")
-    shape = x.shape[::-1] if transpose else x.shape
-    expected = scale_shape(shape, spec.block)
-    if amax is not None and (tuple(amax.shape) != expected or amax.dtype != torch.float32):
-        raise ValueError(f"amax must be float32 of shape {expected}; got {amax.dtype} of shape {tuple(amax.shape)}")
-    qdata, scale = ops.quantize(x.detach(), *spec.args, transpose, amax)
+    if amax is not None or x.ndim < 2:
+        expected = scale_shape(x.shape[::-1] if transpose else x.shape, spec.block)
+        if amax is not None and (tuple(amax.shape) != expected or amax.dtype != torch.float32):
+            raise ValueError(f"amax must be float32 of shape {expected}; got {amax.dtype} of shape {tuple(amax.shape)}")
+    qdata, scale = ops.quantize(_without_grad(x), *spec.args, transpose, amax)
     return Quantized(qdata, scale, spec)
 
 
@@ -116,7 +120,7 @@ def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quanti
     _check_spec(spec)
     _check_spec(spec_t)
     _check_matrix(x, "quantize_both")
-    qdata, scale, qdata_t, scale_t = ops.quantize_both(x.detach(), *spec.args, *spec_t.args)
+    qdata, scale, qdata_t, scale_t = ops.quantize_both(_without_grad(x), *spec.args, *spec_t.args)
     return Quantized(qdata, scale, spec), Quantized(qdata_t, scale_t, spec_t)
 
 
