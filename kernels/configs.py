@@ -3,6 +3,9 @@
 ``rate`` is the throughput of a full machine relative to the others of the same family, near the PFLOP/s of one H200 at
 8192 x 8192 x 8192; with the number of waves it predicts which configuration suits a shape. Measured for all but the
 128 x 128 and smaller tiles of fast accumulation and the 64 x 64 ones outside MX, which are estimates.
+
+A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
+:class:`MatmulConfig`.
 """
 
 from dataclasses import dataclass
@@ -12,6 +15,8 @@ BARRIER_BYTES = 1024
 SCALE_BYTES = 4
 WIDENED_BYTES = 2
 NATIVE_MX_ROWS = 128
+RATE_UNIT = 1e15
+COPY_BANDWIDTH = 4.27e12
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,26 @@ class MatmulConfig:
     blocks_per_sm: int = 1
     specialized: bool = False
     bare: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is stored under: stable, readable, unique in its space.
+
+        Of what decides how it runs; a field at its default adds nothing, so a new field leaves old names alone. Not of
+        ``rate`` and ``bare``, which say when to choose it.
+        """
+        default = type(self)
+        parts = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.num_warps}", f"s{self.num_stages}"]
+        parts += [
+            f"{letter}{value}"
+            for letter, value, usual in (
+                ("g", self.group_m, default.group_m),
+                ("b", self.blocks_per_sm, default.blocks_per_sm),
+            )
+            if value != usual
+        ]
+        parts += [flag for flag in ("halves", "flatten", "specialized") if getattr(self, flag)]
+        return "-".join(parts)
 
 
 SPACES = {
@@ -108,8 +133,37 @@ def supports(
     return fits and native and (bare or not config.bare) and (specialized or not config.specialized)
 
 
-def predicted_time(config: MatmulConfig, m: int, n: int, num_sms: int) -> float:
-    """Relative time of ``[m, n]``: whole waves of tiles, each as long as its area over the rate."""
+def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, num_sms: int) -> float:
+    """Seconds of a product by the figures of an H200: FLOPs over rate and wave efficiency, bytes over bandwidth.
+
+    Whole waves of tiles are paid for, however few of the last one are used. Both terms are added, as if neither hid any
+    of the other: the bytes are the same for every configuration, so they change the time and not the order. On another
+    GPU the time is in units of its own, and the order is what it is for.
+
+    Args:
+        config: the configuration.
+        m, n, k: sizes of the product ``[m, k] @ [n, k].T``.
+        out_itemsize: bytes of an output element.
+        num_sms: streaming multiprocessors of the device.
+    """
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
     waves = -(-tiles // (num_sms * config.blocks_per_sm))
-    return waves * config.blocks_per_sm * config.block_m * config.block_n / config.rate
+    paid_elements = waves * num_sms * config.blocks_per_sm * config.block_m * config.block_n
+    flops_seconds = 2 * paid_elements * max(k, 1) / (config.rate * RATE_UNIT)
+    return flops_seconds + ((m + n) * k + m * n * out_itemsize) / COPY_BANDWIDTH
+
+
+def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
+    """The configurations of a family of products; a family that is always promoted has one space for both."""
+    return SPACES[family][space_accumulation(family, accumulation)]
+
+
+def space_accumulation(family: str, accumulation: str) -> str:
+    """The accumulation under which the space of these products is listed."""
+    return accumulation if accumulation in SPACES[family] else "precise"
+
+
+def find(family: str, accumulation: str, name: str) -> MatmulConfig | None:
+    """The configuration of this name, None where this version has none: in the space, or no such space."""
+    configs = space(family, accumulation) if family in SPACES else ()
+    return next((config for config in configs if config.name == name), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -34,6 +35,17 @@ class Abilities:
     has_native_mx: bool
     num_sms: int
     max_shared_bytes: int
+
+
+def machine_key(abilities: Abilities) -> str:
+    """What tuned configurations of a machine are filed under: name, capability and SMs of its GPU, fit for a file name.
+
+    An H200 is ``nvidia-h200-sm90-132``. A GPU of the same name with fewer SMs (a slice, another board) is another
+    machine: waves of tiles are as wide as the SMs are many.
+    """
+    name = re.sub("[^a-z0-9]+", "-", abilities.name.lower()).strip("-")[:80]
+    capability = "" if abilities.capability is None else "-sm{}{}".format(*abilities.capability)
+    return f"{name}{capability}-{abilities.num_sms}"
 
 
 # A few programs and the shared memory of a Hopper block: what Triton's interpreter runs as on a CPU.

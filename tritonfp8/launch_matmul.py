@@ -184,14 +184,15 @@ def _launch_specialized(p: _Product, family: str, config: MatmulConfig, programs
 
 def _launch_product(p: _Product, family: str, accumulation: str, config: MatmulConfig | None, tma: bool | None) -> None:
     device = hardware.abilities(p.a.device)
-    m, n, _ = p.sizes()
+    m, n, k = p.sizes()
     tma = device.has_tma if tma is None else tma
     tma_operands = tma and has_tma_layout(p.a) and has_tma_layout(p.b)
     tma_out = tma and has_tma_layout(p.out)
     if config is None:
         bare = p.activation is None and p.residual is None
         copy_engine = tma_operands and tma_out
-        config = tuning.choose(family, accumulation, m, n, p.out.element_size(), bare, copy_engine, device)
+        rows = (p.a_rows, p.b_rows)
+        config = tuning.choose(family, accumulation, rows, m, n, k, p.out.element_size(), bare, copy_engine, device)
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
     programs = min(device.num_sms * config.blocks_per_sm, tiles)
     if config.specialized:
