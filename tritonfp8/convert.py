@@ -220,6 +220,9 @@ def revert(model: nn.Module) -> list[str]:
     if held := [name for name, module in layers.items() if module.held_weight is not None]:
         raise ValueError(f"quantize_weights_once is open on {', '.join(held)}: revert after the block")
     for module in layers.values():
+        if module.on_revert is not None:
+            module.on_revert(module)
+            del module.on_revert
         del module.recipe
         module.__class__ = nn.Linear  # type: ignore[assignment]
     _unshare_inputs(model)

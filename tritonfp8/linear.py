@@ -78,6 +78,11 @@ def _pair(q: Quantized | None) -> _Pair:
     return _NO_PAIR if q is None else (q.qdata, q.scale)
 
 
+def _operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> _Pair:
+    # Through the class: a graph takes the methods of an object that is a tensor for torch's.
+    return _pair(type(weight).operand(weight, recipe, transposed))
+
+
 def _serves_both(recipe: Recipe) -> bool:
     """Whether ``grad_input`` reads exactly the transpose of what ``output`` reads: square blocks of one spec."""
     spec = recipe.output.rhs
@@ -214,7 +219,7 @@ def _weight_t(plan: _Plan, weight: Tensor | None, held: _Pair) -> _Pair:
         return (qdata.t().contiguous(), scale.t().contiguous()) if _serves_both(plan.recipe) else held
     assert weight is not None
     if isinstance(weight, QuantizedWeight):
-        return _pair(weight.operand(plan.recipe, transposed=True))
+        return _operand(weight, plan.recipe, True)
     return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs)[1]
 
 
@@ -358,7 +363,7 @@ def local_linear(
         _check_held(quantized_weight, weight, recipe, plan.needs_grad_input)
         weights = (_pair(quantized_weight[0]), _pair(quantized_weight[1]))
     elif isinstance(cast_weight, QuantizedWeight):
-        weights = (_pair(cast_weight.operand(recipe, transposed=False)), _NO_PAIR)
+        weights = (_operand(cast_weight, recipe, False), _NO_PAIR)
     else:
         weights = quantizer("weight", cast_weight.detach(), recipe.output.rhs, None)
     out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]

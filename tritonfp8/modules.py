@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ class Float8Linear(nn.Linear):
     recipe: Recipe
     shared_input: SharedInput | None = None
     held_weight: HeldWeight | None = None
+    # What tritonfp8.revert calls first, where something was prepared for this layer.
+    on_revert: Callable[[Float8Linear], None] | None = None
 
     def __init__(
         self,

@@ -1,0 +1,187 @@
+"""What the tests of the limits of the FP8 all-gather run on each rank."""
+
+import os
+
+import torch
+from fsdp_cases import Linears, Setup, build, digest, initialize, tokens_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import tritonfp8
+from tritonfp8.distributed import enable_float8_all_gather
+
+
+def train_with_empty_batch(mesh, enabled, recipe):
+    """Two steps in which one rank has nothing to compute, and others no rows of some weights."""
+    model = initialize(Linears([(131, 42), (40, 130), (5, 40), (1, 64)]))
+    tritonfp8.convert(model, recipe, filter=lambda module, name: True)
+    if enabled:
+        enable_float8_all_gather(model)
+    fully_shard(
+        model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        x = torch.ones(0 if mesh.get_local_rank() == 1 else 3, 130, requires_grad=True)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(model)
+
+
+def fail_on_rank_1(mesh, how):
+    """A step in which rank 1 does not do what rank 0 does."""
+    model, _ = build(mesh, Setup())
+    model(tokens_of(0)).backward()
+    if mesh.get_local_rank() == 1:
+        if how == "raise":
+            raise ValueError("bad batch")
+        if how == "kill":
+            os._exit(1)
+        if how == "skip":
+            model.layers[1].forward = lambda x: x
+            del model.layers[1]
+    return model(tokens_of(0)).item()
+
+
+def raise_inside_forward(mesh):
+    """Whether scales are found anew after a forward of the model that did not end."""
+    model, _ = build(mesh, Setup())
+    source = model.layers[0].up.weight._local_tensor.source
+    model.layers[1].o.register_forward_pre_hook(lambda module, args: 1 / 0)
+    try:
+        model(tokens_of(0))
+    except ZeroDivisionError:
+        return not source._in_forward
+    return None
+
+
+def toggle_reshard(mesh, enabled, recipe):
+    """Accumulate gradients with weights kept between micro-batches, as in ZeRO-2, then as in ZeRO-3."""
+    model, _ = build(mesh, Setup(recipe, enabled))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(2):
+        for micro, last in enumerate((False, False, True)):
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_forward(last)
+            model.set_reshard_after_backward(last)
+            loss = model(tokens_of(micro))
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, digest(model)
+
+
+def unshard_first(mesh, enabled):
+    """Explicit prefetching: gathers that no forward asked for."""
+    model, _ = build(mesh, Setup(enabled=enabled))
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    model.layers[1].set_modules_to_backward_prefetch([model.layers[0]])
+    losses = []
+    for _ in range(2):
+        handle = model.unshard(async_op=True)
+        model.layers[1].unshard()
+        handle.wait()
+        loss = model(tokens_of(0))
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.01 * parameter.grad)
+        model.zero_grad()
+    return losses, digest(model)
+
+
+def _teller():
+    told = {}
+
+    def tell(what, function):
+        try:
+            function()
+        except Exception as error:
+            told[what] = f"{type(error).__name__}: {error}"
+
+    return told, tell
+
+
+def order_errors(mesh):
+    """What callers are told who do things in another order, by what they did."""
+    told, tell = _teller()
+
+    def late():
+        model = tritonfp8.Float8Linear(64, 32)
+        fully_shard(model, mesh=mesh)
+        enable_float8_all_gather(model)
+
+    tell("late", late)
+
+    def tensor_parallel_first():
+        model = nn.Sequential(tritonfp8.Float8Linear(64, 32), tritonfp8.Float8Linear(32, 32))
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+        told["tensor parallel"] = str(enable_float8_all_gather(model))
+
+    tensor_parallel_first()
+
+    def tensor_parallel_last():
+        model = nn.Sequential(tritonfp8.Float8Linear(64, 32))
+        enable_float8_all_gather(model)
+        grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), grid["tp"], [Shard(0)]))
+        fully_shard(model, mesh=grid["dp"])
+        model(torch.ones(1, 64))
+
+    tell("tensor parallel last", tensor_parallel_last)
+    return told
+
+
+def errors(mesh):
+    """What callers are told, by what they did."""
+    told, tell = _teller()
+
+    model, _ = build(mesh, Setup())
+    tell("once", lambda: tritonfp8.quantize_weights_once(model).__enter__())
+    model.layers[0].unshard()
+    weight = model.layers[0].up.weight
+    tell("float", lambda: weight.float())
+    tell("decay", lambda: weight.detach().mul_(0.9))
+    told["repr"] = repr(weight)
+    model.layers[0].reshard()
+
+    def autocast():
+        model, _ = build(mesh, Setup(param_dtype=None))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(tokens_of(0))
+
+    tell("autocast", autocast)
+
+    def columns():
+        model = tritonfp8.Float8Linear(64, 32)
+        enable_float8_all_gather(model)
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        model(torch.ones(1, 64))
+
+    tell("columns", columns)
+
+    def above():
+        model = nn.Sequential(nn.Sequential(tritonfp8.Float8Linear(64, 32)))
+        enable_float8_all_gather(model[0])
+        fully_shard(model, mesh=mesh)
+        model(torch.ones(1, 64))
+
+    tell("above", above)
+    return told
+
+
+def revert_sharded(mesh):
+    """``revert`` after ``fully_shard``: bf16 from then on."""
+    model, _ = build(mesh, Setup())
+    plain, _ = build(mesh, Setup(enabled=False))
+    model(tokens_of(0)).backward()
+    model.zero_grad()
+    for each in (model, plain):
+        tritonfp8.revert(each)
+    return model(tokens_of(0)).item() == plain(tokens_of(0)).item(), digest(model) == digest(plain)

@@ -1,0 +1,120 @@
+"""Processes on gloo that tests run functions in: started once, as importing torch takes longer than most tests."""
+
+import contextlib
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.multiprocessing as mp
+
+START_TIMEOUT, TIMEOUT = 120, 60
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def _serve(rank, size, rendezvous, pipe, device, group_timeout):
+    """Run what comes, in the process group of its first ``world`` ranks, until there is no more."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(BACKENDS[device], init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    worlds = range(1, size + 1)
+    meshes = {world: DeviceMesh(device, list(range(world)), mesh_dim_names=("shard",)) for world in worlds}
+    dist.barrier()
+    if group_timeout is not None:
+        # Only now: processes may start far apart.
+        for world in range(rank + 1, size + 1):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=group_timeout), meshes[world].get_group())
+    pipe.send((True, None))
+    while True:
+        try:
+            function, world, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            result = function(meshes[world], **kwargs) if rank < world else None
+            pipe.send((True, result))
+        except BaseException as error:
+            pipe.send((False, f"rank {rank} of {world}: {error!r}\n{traceback.format_exc()}"))
+
+
+class RankError(Exception):
+    """What was raised on the ranks, with their tracebacks."""
+
+
+class Processes:
+    """``size`` processes; after an error or a time-out new ones are started, as the old may wait for each other.
+
+    Args:
+        size: how many.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a GPU each).
+        group_timeout: seconds that a collective may take, or None for torch's default.
+    """
+
+    def __init__(self, size, device="cpu", group_timeout=None):
+        self.size, self.device, self.group_timeout = size, device, group_timeout
+        self._processes, self._pipes = [], []
+
+    def _start(self):
+        folder = tempfile.mkdtemp()
+        context = mp.get_context("spawn")
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            for rank in range(self.size):
+                pipe, theirs = context.Pipe()
+                args = (rank, self.size, f"{folder}/rendezvous", theirs, self.device, self.group_timeout)
+                process = context.Process(target=_serve, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(pipe)
+        finally:
+            os.environ.pop("OMP_NUM_THREADS")
+            if threads is not None:
+                os.environ["OMP_NUM_THREADS"] = threads
+        self._collect(START_TIMEOUT)
+
+    def _collect(self, timeout, after_error=2):
+        results, errors = [], []
+        for rank, pipe in enumerate(self._pipes):
+            limit = after_error if errors else timeout
+            try:
+                if not pipe.poll(limit):
+                    errors.append(f"rank {rank}: nothing within {limit} s")
+                    continue
+                done, result = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                done, result = False, f"rank {rank}: the process ended"
+            (results if done else errors).append(result)
+        if errors:
+            self.stop()
+            raise RankError("\n".join(errors))
+        return results
+
+    def run(self, world, function, timeout=TIMEOUT, after_error=2, **kwargs):
+        """``function(mesh, **kwargs)`` on ``world`` ranks.
+
+        Returns what each returned; raises :class:`RankError` with the tracebacks if one raised or took more than
+        ``timeout`` seconds, or ``after_error`` once another had raised.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((function, world, kwargs))
+        return self._collect(timeout, after_error)[:world]
+
+    def stop(self):
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []

@@ -1,0 +1,347 @@
+"""The Tensor subclasses of the FP8 all-gather: a weight that FSDP shards, and that weight gathered in 8 bits."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tritonfp8.distributed.wire import Form, Layout, read_pieces
+from tritonfp8.formats import FORMATS
+from tritonfp8.linear import QuantizedWeight
+from tritonfp8.quantized import Quantized
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec, empty_scale
+
+aten = torch.ops.aten
+
+
+class Source(Protocol):
+    """Who knows about the sharded weights of a model: see :class:`tritonfp8.distributed.all_gather.Float8AllGather`."""
+
+    def can_gather(self, name: str) -> bool:
+        """Whether FSDP is to call the hooks of this weight now."""
+
+    def is_gathered(self, name: str) -> bool:
+        """Whether it is to find them at all."""
+
+    def pieces_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, Any]:
+        """The piece of this rank, flat uint8, and what :meth:`receive` is to know."""
+
+    def receive(self, name: str, buffer: Tensor, sent: Any, out: Tensor | None) -> Tensor | None:
+        """The gathered weight over the pieces of all ranks, or ``out`` refilled."""
+
+    def gather_now(self, index: int, form: Form) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of one form of the whole weight of this index, gathered by this call."""
+
+    def wire(self, index: int) -> Layout:
+        """The layout of the gathered bytes of the weight of this index."""
+
+
+def _rewrapped(x: Any, like: ShardedWeight) -> Any:
+    return ShardedWeight(x, like.source, like.fqn) if isinstance(x, Tensor) and x.ndim == 2 else x
+
+
+class ShardedWeight(Tensor):
+    """A weight, or the shard of one, that FSDP2 gathers in 8 bits; to everything else the plain tensor inside it.
+
+    Views and copies of it with two dims are such weights too, which is how it gets through ``fully_shard``,
+    ``to_empty`` and ``Module.to``. All other results are plain tensors.
+    """
+
+    _data: Tensor
+    source: Source
+    fqn: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, data: Tensor, source: Source, fqn: str) -> ShardedWeight:
+        """A tensor of this type, without data of its own."""
+        return Tensor._make_wrapper_subclass(
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=data.device,
+            requires_grad=data.requires_grad,
+        )
+
+    def __init__(self, data: Tensor, source: Source, fqn: str) -> None:
+        self._data = data.detach()
+        self.source = source
+        self.fqn = fqn
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Source, str]]:
+        return ["_data"], (self.source, self.fqn)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> ShardedWeight:
+        return cls(inner["_data"], *context)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self._data})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        data = copy.deepcopy(self._data, memo)
+        new: Tensor = ShardedWeight(data, copy.deepcopy(self.source, memo), self.fqn)
+        if isinstance(self, nn.Parameter):
+            new = nn.Parameter(new, self.requires_grad)
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a weight prepared for the FP8 all-gather cannot be pickled: save model.state_dict(), whose tensors are "
+            "plain, or use torch.distributed.checkpoint"
+        )
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the plain tensor inside."""
+        return self._data.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        wrapped: list[ShardedWeight] = []
+
+        def unwrap(x: ShardedWeight) -> Tensor:
+            wrapped.append(x)
+            return x._data
+
+        inner_args, inner_kwargs = pytree.tree_map_only(ShardedWeight, unwrap, (args, kwargs or {}))
+        out = func(*inner_args, **inner_kwargs)
+        if func in _KEEP:
+            return pytree.tree_map(lambda x: _rewrapped(x, wrapped[0]), out)
+        if func._schema.is_mutable and not isinstance(out, list | tuple | None):
+            # In place: the caller gets the object it passed.
+            return next((a for a, i in zip(args, inner_args, strict=True) if i is out), out)
+        return out
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[[Any], Any]:
+        """The hook of FSDP2, in its form that is called with the mesh alone; absent where FSDP is to do without."""
+        if not (self.source.is_gathered(self.fqn) and self.source.can_gather(self.fqn)):
+            raise AttributeError("fsdp_pre_all_gather")
+        return self._pre_all_gather
+
+    @property
+    def fsdp_post_all_gather(self) -> Callable[..., Any]:
+        """The other hook of FSDP2."""
+        if not self.source.is_gathered(self.fqn):
+            raise AttributeError("fsdp_post_all_gather")
+        return self._post_all_gather
+
+    def _pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
+        piece, sent = self.source.pieces_to_send(self.fqn, self._data, mesh)
+        return (piece,), sent
+
+    def _post_all_gather(
+        self, outputs: tuple[Tensor, ...], sent: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        gathered = self.source.receive(self.fqn, outputs[0] if outputs else None, sent, out)  # type: ignore[arg-type]
+        # FSDP frees what it gathered by itself; there are no other tensors for it to free.
+        return None if out is not None else (gathered, ())
+
+
+_KEEP = {
+    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
+    aten.split.Tensor, aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default,
+    aten.empty_like.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default,
+}  # fmt: skip
+
+
+class GatheredWeight(QuantizedWeight, Tensor):
+    """A weight ``[N, K]`` whose bytes were gathered in 8 bits, in place of its values: for the GEMMs of one recipe.
+
+    It has the dtype that the layer computes in, and a gradient of that dtype. It has no values in high precision: an
+    op that would need them raises TypeError.
+    """
+
+    _buffer: Tensor
+    _scale: Tensor | None
+    _scale_t: Tensor | None
+    _tag: Tensor | None
+    _wire: Layout
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        buffer: Tensor,
+        scale: Tensor | None,
+        scale_t: Tensor | None,
+        tag: Tensor | None,
+        wire: Layout,
+        dtype: torch.dtype,
+    ) -> GatheredWeight:
+        """A tensor of this type, without data of its own."""
+        return Tensor._make_wrapper_subclass(cls, (wire.rows, wire.cols), dtype=dtype, device=buffer.device)
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        scale: Tensor | None,
+        scale_t: Tensor | None,
+        tag: Tensor | None,
+        wire: Layout,
+        dtype: torch.dtype,
+    ) -> None:
+        self._tag = tag
+        self.refill(buffer, scale, scale_t, wire)
+
+    def refill(self, buffer: Tensor, scale: Tensor | None, scale_t: Tensor | None, wire: Layout) -> None:
+        """Hold other bytes.
+
+        Args:
+            buffer: uint8, flat, the pieces of all ranks.
+            scale, scale_t: of the weight as it lies and transposed, where they do not come with the bytes.
+            wire: the layout of the bytes.
+        """
+        self._buffer, self._scale, self._scale_t, self._wire = buffer, scale, scale_t, wire
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, torch.dtype]]:
+        names = [name for name in _INNER if getattr(self, name) is not None]
+        return names, (self._wire, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
+        return cls(*(inner.get(name) for name in _INNER), *context)  # type: ignore[arg-type]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {', '.join(str(f.spec) for f in self._wire.forms)})"
+
+    def operand(self, recipe: Recipe, transposed: bool) -> Quantized:
+        """See :class:`~tritonfp8.linear.QuantizedWeight`. The weight's bytes are not copied where they lie in order."""
+        spec = recipe.grad_input.rhs if transposed else recipe.output.rhs
+        assert spec is not None
+        if torch.compiler.is_compiling():
+            # An op, which dispatches to _operand, as a graph does not see into subclasses.
+            qdata, scale = torch.ops.tritonfp8.weight_operand(self.detach(), *spec.args, transposed)
+        else:
+            qdata, scale = self._operand(spec, transposed)
+        return Quantized(qdata, scale, spec)
+
+    def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+        wire = self._wire
+        form = wire.forms[-1] if transposed else wire.forms[0]
+        if form.spec != spec:
+            raise ValueError(
+                f"the weight was gathered as {form.spec}, and its recipe reads {spec}: swap recipes between steps, and "
+                "those of layers that share a weight together"
+            )
+        held = self._scale_t if form.transposed else self._scale
+        if self._tag is None:
+            qdata, scale = read_form(self._buffer, held, wire, form)
+        elif torch.compiler.is_compiling():
+            # Which form the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
+            qdata, scale = torch.ops.tritonfp8.gathered_form(
+                self._buffer, held, self._tag, wire.rows, wire.cols, *spec.args, transposed
+            )
+        else:
+            qdata, scale = read_or_gather(self._buffer, held, self._tag, wire, form)
+        if transposed == form.transposed:
+            return qdata, scale
+        return qdata.t().contiguous(), scale.t().contiguous()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        weight = args[0] if args else None
+        if isinstance(weight, GatheredWeight):
+            same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
+            if same or func in (aten.detach.default, aten.alias.default):
+                return cls(weight._buffer, weight._scale, weight._scale_t, weight._tag, weight._wire, weight.dtype)
+            if func in _FACTORIES:
+                given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
+                return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
+            if func is torch.ops.tritonfp8.weight_operand.default:
+                return weight._operand(QuantSpec(args[1], tuple(args[2]), *args[3:5]), args[5])
+        raise TypeError(
+            f"{func} needs the values of a weight that FSDP gathered in 8 bits for one recipe's GEMMs, and only those "
+            "are there. Outside the layer work on the sharded parameters (model.reshard()); under autocast give "
+            "fully_shard a MixedPrecisionPolicy whose param_dtype is autocast's dtype; or leave the layer out of "
+            "convert by its filter."
+        )
+
+
+_INNER = ("_buffer", "_scale", "_scale_t", "_tag")
+_FACTORIES: dict[Any, Callable[..., Tensor]] = {
+    aten.zeros_like.default: torch.zeros,
+    aten.ones_like.default: torch.ones,
+    aten.empty_like.default: torch.empty,
+}
+
+
+# Which form lies in a buffer that holds one of two, as data that a compiled graph can look at: a tensor on the CPU of
+# the source's key, the weight's index and the form's.
+_sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+
+
+def register_source(source: Source, key: int) -> int:
+    """The key of a source in the tags of its weights: ``key`` if that is its, else a new one."""
+    if _sources.get(key) is not source:
+        key = max(_sources, default=0) + 1
+        _sources[key] = source
+    return key
+
+
+def read_form(buffer: Tensor, scale: Tensor | None, wire: Layout, form: Form) -> tuple[Tensor, Tensor]:
+    """``(qdata, scale)`` of one form, the scale from the bytes or else ``scale``."""
+    qdata, own = read_pieces(buffer, wire, form)
+    found = scale if own is None else own
+    assert found is not None
+    return qdata, found
+
+
+def read_or_gather(
+    buffer: Tensor, scale: Tensor | None, tag: Tensor, wire: Layout, form: Form
+) -> tuple[Tensor, Tensor]:
+    """``(qdata, scale)`` of one form: from the bytes if they are that, else gathered now.
+
+    The other form is asked for when forward is recomputed in backward, or where ``set_reshard_after_forward`` changed
+    what FSDP gathers when. All ranks ask alike, as they run the same graph.
+    """
+    key, index, content = tag.tolist()
+    if wire.forms[content] == form:
+        return read_form(buffer, scale, wire, form)
+    return _sources[key].gather_now(index, form)
+
+
+_library = torch.library.Library("tritonfp8", "FRAGMENT")
+_SPEC = "str format, int[] block, str scale_format, str scale_rounding, bool transposed"
+_library.define(f"weight_operand(Tensor weight, {_SPEC}) -> (Tensor, Tensor)")
+_library.define(
+    f"gathered_form(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, {_SPEC}) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_library, "gathered_form", "CompositeExplicitAutograd")
+def _gathered_form(
+    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, *spec: Any
+) -> tuple[Tensor, Tensor]:
+    key, index, _ = tag.tolist()
+    form = Form(QuantSpec(spec[0], tuple(spec[1]), *spec[2:4]), spec[4])
+    found = read_or_gather(buffer, scale, tag, _sources[key].wire(index), form)
+    # An op's results may not share the memory of what it was given.
+    given = {x.untyped_storage().data_ptr() for x in (buffer, scale) if x is not None}
+    qdata, scale = (x.clone() if x.untyped_storage().data_ptr() in given else x for x in found)
+    return qdata, scale
+
+
+@torch.library.register_fake("tritonfp8::gathered_form", lib=_library)  # type: ignore[untyped-decorator]
+def _gathered_form_fake(
+    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, *spec: Any
+) -> tuple[Tensor, Tensor]:
+    format, block, scale_format, _, transposed = spec
+    shape = (cols, rows) if transposed else (rows, cols)
+    qdata = buffer.new_empty(shape, dtype=FORMATS[format].dtype)
+    return qdata, empty_scale(shape, block, scale_format, buffer.device)

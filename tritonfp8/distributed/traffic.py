@@ -1,0 +1,57 @@
+"""Count the bytes that collectives carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What torch's two sets of collectives are called, by what they do; and whether the result, or what goes in, is counted.
+_KINDS = {
+    "all_gather": ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor",
+                   "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+    "all_reduce": ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced"),
+    "reduce_scatter": ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
+                       "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("alltoall_", "alltoall_base_", "all_to_all_single"),
+    "broadcast": ("broadcast_", "broadcast"),
+}  # fmt: skip
+_KIND_OF = {op: kind for kind, ops in _KINDS.items() for op in ops}
+
+
+class count_collective_bytes(TorchDispatchMode):
+    """Count what collectives of this rank carry inside the ``with`` block, in forward and backward, ours or FSDP's::
+
+        with count_collective_bytes() as traffic:
+            model(batch).backward()
+        traffic.bytes["all_gather"]
+
+    Attributes:
+        bytes: by kind (``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``), the size of
+            the larger side on one rank: the gathered result of an all-gather, the input of a reduce-scatter, else the
+            tensor. A ring moves ``(W - 1) / W`` of that over each rank's link, twice that in an all-reduce.
+        calls: by kind, how many there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional"):
+            kind = _KIND_OF.get(name)
+            if kind is not None:
+                sides = [_nbytes(x) for x in (*args, *(kwargs or {}).values(), out)]
+                self.bytes[kind] += max(sides)
+                self.calls[kind] += 1
+        return out
+
+
+def _nbytes(value: Any) -> int:
+    return sum(x.nbytes for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
