@@ -17,6 +17,11 @@ CUT_OFF = 6
 STARTED = time.monotonic()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """None: what is timed has the machine for itself."""
+    return 0
+
+
 def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("bench")
     group.addoption(

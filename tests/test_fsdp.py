@@ -10,6 +10,8 @@ from process_group import Processes
 
 from tritonfp8 import recipes
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 
 

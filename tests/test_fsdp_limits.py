@@ -6,6 +6,8 @@ import fsdp_limit_cases
 import pytest
 from process_group import Processes, RankError
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 GROUP_TIMEOUT = 8
 
 

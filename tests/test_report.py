@@ -316,8 +316,8 @@ def test_without_matplotlib_there_are_tables(tmp_path, monkeypatch, capsys):
 
 
 def environment():
-    # The suites are tried as a user runs them: without Triton's interpreter.
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # The suites are tried as a user runs them: without Triton's interpreter, and by no worker of this run.
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST")}
     # Threads that share ops of microseconds wait for each other as soon as the machine has anything else to do.
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

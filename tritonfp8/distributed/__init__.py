@@ -1,6 +1,23 @@
 """Sharding rules and FP8 collectives. The core never imports this subpackage."""
 
+from tritonfp8.distributed import sharding  # noqa: F401  registers the rules of the ops
 from tritonfp8.distributed.fsdp import enable_float8_all_gather
+from tritonfp8.distributed.options import scales, token_counts
+from tritonfp8.distributed.sharded_linear import sharded_linear
+from tritonfp8.distributed.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 from tritonfp8.distributed.traffic import count_collective_bytes
 
-__all__ = ["count_collective_bytes", "enable_float8_all_gather"]
+__all__ = [
+    "Float8ColwiseParallel",
+    "Float8RowwiseParallel",
+    "PrepareFloat8ModuleInput",
+    "count_collective_bytes",
+    "enable_float8_all_gather",
+    "scales",
+    "sharded_linear",
+    "token_counts",
+]

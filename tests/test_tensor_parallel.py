@@ -1,0 +1,303 @@
+"""Linear layers on sharded operands: the results of one process, whatever is sharded over how many."""
+
+import itertools
+import time
+
+import pytest
+import torch
+import tp_cases
+import tp_model_cases
+from gloo_harness import RankError, Ranks
+from torch.distributed.tensor import Replicate, Shard
+
+from tritonfp8 import recipes
+from tritonfp8.distributed import PrepareFloat8ModuleInput, scales
+from tritonfp8.testing import assert_bitwise_equal, sqnr
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+NAMES = recipes.names()
+QUANTIZED = [name for name in NAMES if recipes.get(name).output.quantized]
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+WAYS = {
+    "replicated": ([R], [R], [R]),
+    "colwise": ([R], [S0], [S0]),
+    "rowwise": ([S1], [S1], [R]),
+    "rowwise of a replicated input": ([R], [S1], [R]),
+    "tokens": ([S0], [R], [R]),
+    "tokens gathered": ([S0], [S0], [S0]),
+    "tokens exchanged for features": ([S0], [S1], [R]),
+}
+OUTPUTS = {"colwise": "S(1)", "rowwise": "P(sum)", "tokens": "S(0)", "tokens gathered": "S(1)"}
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three():
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layer_of_even_shards(two, way):
+    two.run(tp_cases.check_layer, [2], NAMES, (48,), 40, 64, WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layer_whose_blocks_straddle_shards(two, way):
+    two.run(tp_cases.check_layer, [2], NAMES, (301,), 253, 357, WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["colwise", "rowwise", "tokens", "tokens gathered"])
+def test_layer_over_three_ranks_that_do_not_divide(three, way):
+    three.run(tp_cases.check_layer, [3], NAMES, (131,), 140, 200, WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["tokens", "tokens gathered"])
+def test_layer_with_fewer_tokens_than_ranks(three, way):
+    three.run(tp_cases.check_layer, [3], NAMES, (1,), 32, 48, WAYS[way])
+
+
+@pytest.mark.parametrize("weight", [[R], [S0]], ids=["kept", "gathered"])
+def test_tokens_of_a_batch_interleave(two, weight):
+    two.run(tp_cases.check_layer, [2], NAMES, (3, 77), 60, 90, ([S1], weight, weight))
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        ([S0, R], [R, S0], [R, S0]),
+        ([S0, S1], [R, S1], [R, R]),
+        ([S0, S0], [R, S0], [R, S0]),
+        ([R, S1], [S0, S1], [S0, R]),
+    ],
+    ids=["data and colwise", "data and rowwise", "data and gathered", "colwise and rowwise"],
+)
+def test_two_dims_of_a_mesh(four, placements):
+    four.run(tp_cases.check_layer, [2, 2], NAMES, (301,), 253, 357, placements)
+
+
+def test_sequence_and_batch_over_two_dims_of_a_mesh(four):
+    four.run(tp_cases.check_layer, [2, 2], NAMES, (4, 75), 60, 90, ([S0, S1], [R, S0], [R, S0]))
+
+
+def test_placements_that_follow(two):
+    results = {way: two.run(tp_cases.check_layer, [2], ["rowwise"], (8,), 32, 64, WAYS[way])[0] for way in OUTPUTS}
+    sharded, whole, summed = "(Shard(dim={}),)", "(Replicate(),)", "(Partial(sum),)"
+    assert {way: grads for way, (_, grads) in results.items()} == {
+        "colwise": [summed, sharded.format(0), sharded.format(0)],
+        "rowwise": [sharded.format(1), sharded.format(1), whole],
+        "tokens": [sharded.format(0), summed, summed],
+        "tokens gathered": [sharded.format(0), sharded.format(0), sharded.format(0)],
+    }
+
+
+@pytest.mark.parametrize("world", ["two", "three"])
+def test_scales_are_those_of_the_global_tensor(world, request):
+    """Losses of FP8 with TP that go NaN, or depend on the TP degree: scales of local shards."""
+    assert request.getfixturevalue(world).run(tp_cases.check_quantized_shards, NAMES)[0] >= 5
+
+
+def test_nonfinite_blocks_stay_in_their_blocks(two):
+    two.run(tp_cases.check_nonfinite, QUANTIZED)
+
+
+COUNTS = [(127, 129), (1, 1000), (192, 1), (0, 130), (129, 127)]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_tokens_in_any_numbers(two, counts):
+    two.run(tp_cases.check_uneven, NAMES, list(counts), torch.float32, True)
+
+
+def test_tokens_in_any_numbers_over_four_ranks(four):
+    four.run(tp_cases.check_uneven, NAMES, [1, 127, 129, 192], torch.bfloat16, True)
+
+
+def test_tokens_of_a_non_contiguous_input(two):
+    two.run(tp_cases.check_uneven, NAMES, [127, 129], torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("counts", [(127, 129), (1, 192)], ids=str)
+def test_module_of_tokens_in_any_numbers(two, counts):
+    two.run(tp_model_cases.check_sequence_mlp_with_counts, NAMES, list(counts))
+
+
+def test_tokens_are_sent_in_fp8(two):
+    """TransformerEngine gathers in high precision where blocks straddle ranks; here every recipe sends 8 bits."""
+    elements = 128 * 256
+    for name in ("rowwise", "blockwise", "mxfp8", "tensorwise"):
+        sent = two.run(tp_cases.gather_bytes, name, True)[0]
+        gathers = [(dtype, n) for op, dtype, n in sent if op == "all_gather_into_tensor"]
+        operands = 1 if name == "tensorwise" else 2
+        assert len(gathers) == 1
+        assert gathers[0][0] == "torch.uint8"
+        assert operands * elements <= gathers[0][1] <= operands * elements * 1.04
+    # Without a gradient of the weight, half of that.
+    ((dtype, n),) = [(d, n) for op, d, n in two.run(tp_cases.gather_bytes, "rowwise", False)[0] if "gather" in op]
+    assert (dtype, elements <= n <= elements * 1.04) == ("torch.uint8", True)
+
+
+def test_recipe_that_needs_the_input_in_high_precision_gathers_it_in_its_own_dtype(two):
+    sent = two.run(tp_cases.gather_bytes, "rowwise_hp_grad_weight", True)[0]
+    assert [d for op, d, _ in sent if "gather" in op] == ["torch.bfloat16"]
+
+
+def test_siblings_gather_once(two):
+    assert two.run(tp_model_cases.gathers_of_siblings, "rowwise") == [1, 1]
+    assert two.run(tp_model_cases.gathers_of_siblings, "blockwise") == [1, 1]
+
+
+@pytest.mark.parametrize(("local", "first"), list(itertools.product([True, False], repeat=2)))
+def test_plain_styles(two, local, first):
+    two.run(tp_model_cases.check_mlp, NAMES, local, first, False)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_float8_styles(two, local):
+    two.run(tp_model_cases.check_mlp, NAMES, local, True, True)
+
+
+def test_plain_styles_of_features_that_do_not_divide(three):
+    three.run(tp_model_cases.check_mlp, NAMES, False, True, False, 100)
+
+
+@pytest.mark.parametrize(("local", "sequence"), [(True, False), (False, False), (False, True)])
+def test_compiled_module_is_one_graph_of_the_same_bytes(two, local, sequence):
+    two.run(tp_model_cases.check_compiled_mlp, ["rowwise", "blockwise"], local, sequence, timeout=150)
+
+
+# use_local_output, the FP8 styles, sequence parallelism, compiled
+LLAMAS = {
+    "plain": (True, False, False, False),
+    "plain DTensor outputs": (False, False, False, False),
+    "plain, sequence": (True, False, True, False),
+    "float8, sequence": (False, True, True, False),
+}
+
+
+@pytest.mark.parametrize("llama", LLAMAS)
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_trains_as_one_process(two, name, llama):
+    for alone, together in two.run(tp_model_cases.llama_losses, name, *LLAMAS[llama]):
+        assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-3
+        assert alone[-1] != alone[0]
+
+
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+def test_compiled_module_takes_any_number_of_tokens(two, name):
+    assert max(two.run(tp_model_cases.check_dynamic, name, timeout=150)) <= 2
+
+
+def test_loss_parallel(two):
+    for name in NAMES:
+        two.run(tp_model_cases.loss_parallel_losses, name)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise", "rowwise_hp_grad_weight"])
+def test_scales_of_a_step_are_those_of_one_process(two, name, sequence):
+    assert min(two.run(tp_model_cases.scales_of_a_step, name, sequence)) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("llama", ["plain", "float8, sequence"])
+def test_compiled_llama_trains_as_one_process(two, llama):
+    local, float8, sequence, _ = LLAMAS[llama]
+    for alone, together in two.run(tp_model_cases.llama_losses, "rowwise", local, float8, sequence, True, timeout=240):
+        assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-3
+
+
+def test_local_scales_need_no_collective(two):
+    for name in QUANTIZED:
+        for sent, out, expected in two.run(tp_cases.local_scales, name):
+            assert sent == 0
+            assert sqnr(out, expected) > tp_cases.SAME_BUT_FOR_ORDER
+
+
+def test_scales_is_one_of_two():
+    with pytest.raises(ValueError, match="'global', 'local'"), scales("rank"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "says"),
+    [
+        ("plain input", "TypeError", "ColwiseParallel"),
+        ("plain bias", "TypeError", "as bias"),
+        ("embedding", "TypeError", "got Embedding"),
+        ("not converted", "TypeError", "tritonfp8.convert"),
+        ("nothing inside", "TypeError", "tritonfp8.convert"),
+        ("counts", "ValueError", "give every rank the counts of all"),
+        ("features", "ValueError", "input [..., K] and weight [N, K]"),
+    ],
+)
+def test_wrong_use_says_the_right_one(two, case, error, says):
+    for kind, message in two.run(tp_model_cases.error_of, case):
+        assert kind == error
+        assert says in message
+
+
+def test_prepare_float8_module_input_keeps_dtensors():
+    with pytest.raises(ValueError, match="use_local_output must be False"):
+        PrepareFloat8ModuleInput(input_layouts=S0, desired_input_layouts=R, use_local_output=True)
+
+
+def test_an_exception_on_one_rank_ends_all():
+    start = time.monotonic()
+    with Ranks(2) as ranks, pytest.raises(RankError, match="rank one gives up"):
+        ranks.run(tp_cases.raise_on_rank_one)
+    assert time.monotonic() - start < 60
+
+
+def test_equal_results_of_all_ranks(two):
+    first, second = two.run(tp_model_cases.llama_losses, "rowwise", True, False, False, False, 2)
+    assert_bitwise_equal([torch.tensor(first[1])], [torch.tensor(second[1])])
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    with Ranks(2, "nccl") as ranks:
+        yield ranks
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("way", WAYS)
+def test_layer_on_gpus(gpus, way):
+    gpus.run(tp_cases.check_layer, [2], NAMES, (301,), 253, 357, WAYS[way], timeout=240)
+
+
+@pytest.mark.multigpu
+def test_scales_on_gpus_are_those_of_the_global_tensor(gpus):
+    gpus.run(tp_cases.check_quantized_shards, NAMES, timeout=240)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_tokens_in_any_numbers_on_gpus(gpus, counts):
+    gpus.run(tp_cases.check_uneven, NAMES, list(counts), torch.bfloat16, True, timeout=240)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("local", [True, False])
+def test_styles_on_gpus(gpus, local):
+    gpus.run(tp_model_cases.check_mlp, NAMES, local, True, True, timeout=240)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("llama", LLAMAS)
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_trains_on_gpus_as_on_one(gpus, name, llama):
+    for alone, together in gpus.run(tp_model_cases.llama_losses, name, *LLAMAS[llama], timeout=240):
+        assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-3
