@@ -8,6 +8,8 @@
 from dataclasses import dataclass
 
 SPECIALIZED_WAVE_ROWS = 64
+# The copy engine writes to multiples of 128 bytes of shared memory: that many scales at least.
+SCALE_VECTOR = 32
 BARRIER_BYTES = 1024
 SCALE_BYTES = 4
 WIDENED_BYTES = 2
@@ -35,6 +37,10 @@ class MatmulConfig:
     blocks_per_sm: int = 1
     specialized: bool = False
     bare: bool = False
+    swap: bool = False
+    split_k: int = 1
+    max_m: int | None = None
+    stagger: bool = False
 
 
 SPACES = {

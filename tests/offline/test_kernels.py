@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.block_scaled_matmul import block_scaled_matmul_kernel, mx_matmul_kernel
-from tritonfp8.kernels.configs import SPACES, SPECIALIZED_WAVE_ROWS, shared_bytes, supports
+from tritonfp8.kernels.configs import SCALE_VECTOR, SPACES, SPECIALIZED_WAVE_ROWS, shared_bytes, supports
 from tritonfp8.kernels.hopper_matmul import hopper_matmul_kernel
 from tritonfp8.kernels.quantize import amax_kernel, dequantize_kernel, quantize_kernel
 from tritonfp8.kernels.scaled_matmul import scaled_matmul_kernel
@@ -71,21 +71,27 @@ def compile_tiles(
     return compile_kernel(kernel, signature, constants, cc, divisible_by_16=divisible, **options)
 
 
-def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE):
+def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE, promote=True):
     def layout(itemsize, rank=2):
         swizzle = 128 if rank == 2 else 0
         return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)
 
+    split = config.split_k > 1
+    if split:
+        out, epilogue = "fp32", NO_EPILOGUE
+    block_m, block_n = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
+    out_block = (block_n, SPECIALIZED_WAVE_ROWS) if config.swap else (SPECIALIZED_WAVE_ROWS, block_n)
     types, constants = epilogue_types(epilogue)
     types |= {
-        "a_desc": descriptor(element[0], (config.block_m, config.block_k), layout(1)),
-        "b_desc": descriptor(element[1], (config.block_n, config.block_k), layout(1)),
-        "out_desc": descriptor(out, (SPECIALIZED_WAVE_ROWS, config.block_n), layout(ITEMSIZES[out])),
-        "a_scale": descriptor("fp32", (config.block_m,), layout(4, 1)) if rows[0] == 1 else "*fp32",
-        "b_scale": descriptor("fp32", (config.block_n,), layout(4, 1)) if rows[1] == 1 else "*fp32",
+        "a_desc": descriptor(element[0], (block_m, config.block_k), layout(1)),
+        "b_desc": descriptor(element[1], (block_n, config.block_k), layout(1)),
+        "out_desc": descriptor(out, out_block, layout(ITEMSIZES[out])),
+        "a_scale": descriptor("fp32", (max(block_m, SCALE_VECTOR),), layout(4, 1)) if rows[0] == 1 else "*fp32",
+        "b_scale": descriptor("fp32", (max(block_n, SCALE_VECTOR),), layout(4, 1)) if rows[1] == 1 else "*fp32",
     }
-    constants |= {f"BLOCK_{d}": getattr(config, f"block_{d.lower()}") for d in "MNK"}
-    constants |= {"GROUP_M": config.group_m, "A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m}
+    constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
+    constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split, "STAGGER": config.stagger}
     signature, constants = split_arguments(hopper_matmul_kernel, types, constants)
     return compile_kernel(
         hopper_matmul_kernel, signature, constants, 90, config.num_warps, divisible_by_16=aligned(signature)
