@@ -41,6 +41,7 @@ class MatmulConfig:
     split_k: int = 1
     max_m: int | None = None
     stagger: bool = False
+    tight: bool = False
 
 
 SPACES = {

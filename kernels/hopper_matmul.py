@@ -90,11 +90,10 @@ def _load(
 
 
 @gluon.jit
-def _start(a_buf, b_buf, WAVE: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Start one wave of 64 rows times the tile of ``b``, over one stage."""
-    zero = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+def _start(a_buf, b_buf, acc, use_acc, WAVE: gl.constexpr):
+    """Start one wave of 64 rows times the tile of ``b``, over one stage, added to ``acc`` if use_acc."""
     rows = a_buf.slice(WAVE * WAVE_ROWS, WAVE_ROWS)
-    return warpgroup_mma(rows, b_buf.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(rows, b_buf.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -153,10 +152,21 @@ def _read_columns(pointer, col, end, stride, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _copy_out(acc, out_desc, out_buf, row, col, SWAP: gl.constexpr):
+    tma.store_wait(0)
+    if SWAP:
+        out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
+    else:
+        out_buf.store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
+
+
+@gluon.jit
 def _store(
     acc, out_desc, out_buf, a_scale, b_scale, bias, residual_ptr, row, col, out_row, M, N, stride_rm, stride_rn,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    SWAP: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
+    SWAP: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of one wave: scales -> bias -> activation -> residual -> output dtype -> shared memory -> out."""
     col_layout: gl.constexpr = gl.SliceLayout(0, layout)
@@ -176,22 +186,25 @@ def _store(
         offsets = rows.to(gl.int64)[:, None] * stride_rm + cols.to(gl.int64)[None, :] * stride_rn
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         acc += gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
-    tma.store_wait(0)
-    if SWAP:
-        out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [out_row + col, row], out_buf)
+    if HALVES:
+        HALF: gl.constexpr = BLOCK_N // 2
+        half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+        left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
+        left = gl.convert_layout(left, half_layout)
+        right = gl.convert_layout(right, half_layout)
+        _copy_out(left, out_desc, out_buf, out_row + row, col, SWAP)
+        _copy_out(right, out_desc, out_buf, out_row + row, col + HALF, SWAP)
+    elif SWAP:
+        _copy_out(acc, out_desc, out_buf, out_row + col, row, SWAP)
     else:
-        out_buf.store(acc.to(out_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [out_row + row, col], out_buf)
+        _copy_out(acc, out_desc, out_buf, out_row + row, col, SWAP)
 
 
 @gluon.jit
 def _sum_promoted(
     shared, pointers, strides, row, col, first, last, stage, phase,
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, layout: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """This group's rows of a tile over steps ``[first, last)``, each step's partial product promoted to float32."""
     a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, empty, turn = shared
@@ -200,14 +213,15 @@ def _sum_promoted(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     col_layout: gl.constexpr = gl.SliceLayout(0, layout)
     FIRST: gl.constexpr = GROUP * WAVES
-    acc0 = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
-    acc1 = acc0
+    zero = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+    acc0 = zero
+    acc1 = zero
     for step in range(first, last):
         mbarrier.wait(full.index(stage), phase)
         a_buf = a_bufs.index(stage)
         b_buf = b_bufs.index(stage)
         a_scales = a_scale_bufs.index(stage)
-        token = _start(a_buf, b_buf, FIRST, BLOCK_N, layout)
+        token = _start(a_buf, b_buf, zero, False, FIRST)
         # Read while the tensor cores work: the wait for memory costs nothing.
         a_scale = _read_scale(
             a_scale_ptr, a_scales, row, step, stride_am, stride_ak, FIRST * WAVE_ROWS, WAVE_ROWS, A_ROWS, row_layout
@@ -215,24 +229,30 @@ def _sum_promoted(
         b_scale = _read_scale(
             b_scale_ptr, b_scale_bufs.index(stage), col, step, stride_bn, stride_bk, 0, BLOCK_N, B_ROWS, col_layout
         )
-        part = warpgroup_mma_wait(0, deps=[token])
+        product = warpgroup_mma_wait(0, deps=[token])
         if WAVES == 2:
             if STAGGER and GROUP == 0:
                 if step == first:
                     mbarrier.arrive(turn, count=1)
-            acc0 = _promote(acc0, part, a_scale, b_scale, A_ROWS, B_ROWS)
-            token = _start(a_buf, b_buf, FIRST + 1, BLOCK_N, layout)
+            acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
+            if TIGHT:
+                # Promote before the registers of the product are overwritten. The assembler must not know that they are
+                # not added up: it would take other registers for the next product, more than there are.
+                acc0 = warpgroup_mma_wait(0, deps=[acc0])
+                token = _start(a_buf, b_buf, product, last < first, FIRST + 1)
+            else:
+                token = _start(a_buf, b_buf, zero, False, FIRST + 1)
             if A_ROWS == 1:
                 a_scale = a_scales.slice((FIRST + 1) * WAVE_ROWS, WAVE_ROWS).load(row_layout)
-            part = warpgroup_mma_wait(0, deps=[token])
+            product = warpgroup_mma_wait(0, deps=[token])
             mbarrier.arrive(empty.index(stage), count=1)
-            acc1 = _promote(acc1, part, a_scale, b_scale, A_ROWS, B_ROWS)
+            acc1 = _promote(acc1, product, a_scale, b_scale, A_ROWS, B_ROWS)
         else:
             mbarrier.arrive(empty.index(stage), count=1)
             if STAGGER and GROUP == 0:
                 if step == first:
                     mbarrier.arrive(turn, count=1)
-            acc0 = _promote(acc0, part, a_scale, b_scale, A_ROWS, B_ROWS)
+            acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
         stage, phase = _next_stage(stage, phase, STAGES)
     return acc0, acc1, stage, phase
 
@@ -251,10 +271,10 @@ def _sum_fast(
     for step in range(first, last):
         mbarrier.wait(full.index(stage), phase)
         a_buf = a_bufs.index(stage)
-        b_buf = b_bufs.index(stage).permute((1, 0))
-        acc0 = warpgroup_mma(a_buf.slice(FIRST * WAVE_ROWS, WAVE_ROWS), b_buf, acc0, is_async=True)
+        b_buf = b_bufs.index(stage)
+        acc0 = _start(a_buf, b_buf, acc0, True, FIRST)
         if WAVES == 2:
-            acc1 = warpgroup_mma(a_buf.slice((FIRST + 1) * WAVE_ROWS, WAVE_ROWS), b_buf, acc1, is_async=True)
+            acc1 = _start(a_buf, b_buf, acc1, True, FIRST + 1)
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(1, deps=[acc0])
@@ -274,7 +294,7 @@ def _multiply(
     out_desc, shared, pointers, sizes, strides, split_k,
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
+    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A consumer: rows ``[GROUP * WAVES * 64, +WAVES * 64)`` of every tile of this program, a wave of 64 at a time."""
@@ -318,7 +338,7 @@ def _multiply(
                 tile_phase = tile_phase ^ 1
             acc0, acc1, stage, phase = _sum_promoted(
                 shared, pointers, strides, row, col, first, last, stage, phase,
-                GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, layout,
+                GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
             )  # fmt: skip
         else:
             acc0, acc1, stage, phase = _sum_fast(shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout)
@@ -328,12 +348,12 @@ def _multiply(
             out_row = 0
         _store(
             acc0, out_desc, out_buf, a_scale0, b_scale, bias0, residual_ptr, row, col, out_row, M, N,
-            stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, BLOCK_N, layout,
+            stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, BLOCK_N, layout,
         )  # fmt: skip
         if WAVES == 2:
             _store(
                 acc1, out_desc, out_buf, a_scale1, b_scale, bias1, residual_ptr, row + WAVE_ROWS, col, out_row, M, N,
-                stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, BLOCK_N, layout,
+                stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, BLOCK_N, layout,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -346,7 +366,8 @@ def hopper_matmul_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
-    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
+    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``.
 
@@ -363,7 +384,7 @@ def hopper_matmul_kernel(
     """
     WAVES: gl.constexpr = BLOCK_M // (2 * WAVE_ROWS)
     OUT_ROWS: gl.constexpr = BLOCK_N if SWAP else WAVE_ROWS
-    OUT_COLS: gl.constexpr = WAVE_ROWS if SWAP else BLOCK_N
+    OUT_COLS: gl.constexpr = WAVE_ROWS if SWAP else BLOCK_N // (2 if HALVES else 1)
     A_SCALES: gl.constexpr = BLOCK_M if BLOCK_M > SCALE_VECTOR else SCALE_VECTOR
     B_SCALES: gl.constexpr = BLOCK_N if BLOCK_N > SCALE_VECTOR else SCALE_VECTOR
     tiles_m = gl.cdiv(M, BLOCK_M)
@@ -390,10 +411,10 @@ def hopper_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS, B_ROWS,
-                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER,
+                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
                          BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
             (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(1), WAVES, A_ROWS, B_ROWS,
-                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER,
+                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
                          BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
             (_load, (a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, A_ROWS, B_ROWS, SPLIT,
                      BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),

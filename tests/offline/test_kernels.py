@@ -80,7 +80,7 @@ def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue
     if split:
         out, epilogue = "fp32", NO_EPILOGUE
     block_m, block_n = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
-    out_block = (block_n, SPECIALIZED_WAVE_ROWS) if config.swap else (SPECIALIZED_WAVE_ROWS, block_n)
+    out_block = (block_n, SPECIALIZED_WAVE_ROWS) if config.swap else (SPECIALIZED_WAVE_ROWS, block_n // (2 if config.halves else 1))
     types, constants = epilogue_types(epilogue)
     types |= {
         "a_desc": descriptor(element[0], (block_m, config.block_k), layout(1)),
@@ -91,7 +91,7 @@ def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue
     }
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m}
     constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
-    constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split, "STAGGER": config.stagger}
+    constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split, "STAGGER": config.stagger, "TIGHT": config.tight, "HALVES": config.halves}
     signature, constants = split_arguments(hopper_matmul_kernel, types, constants)
     return compile_kernel(
         hopper_matmul_kernel, signature, constants, 90, config.num_warps, divisible_by_16=aligned(signature)
