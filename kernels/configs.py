@@ -1,8 +1,8 @@
 """Launch configurations of the matrix products: search spaces as data, and what each one needs.
 
-``rate`` is the throughput of a full machine relative to the others of the same family, near the PFLOP/s of one H200 at
-8192 x 8192 x 8192; with the number of waves it predicts which configuration suits a shape. Measured for all but the
-128 x 128 and smaller tiles of fast accumulation and the 64 x 64 ones outside MX, which are estimates.
+``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
+predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
+the 64 x 64 ones outside MX, and the ones for products of few rows, which are estimates.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,18 @@ from dataclasses import dataclass
 SPECIALIZED_WAVE_ROWS = 64
 # The copy engine writes to multiples of 128 bytes of shared memory: that many scales at least.
 SCALE_VECTOR = 32
-BARRIER_BYTES = 1024
+# Barriers, and vectors of the epilogue on their way between layouts.
+BARRIER_BYTES = 2048
 SCALE_BYTES = 4
 WIDENED_BYTES = 2
 NATIVE_MX_ROWS = 128
+PARTIAL_BYTES = 4
+# What predicted_time takes an H200 for: bytes a microsecond from memory and from L2, microseconds that a load takes
+# under load, and those that a second launch adds.
+MEMORY_RATE, L2_RATE = 4.2e6, 6.0e6
+LOAD_LATENCY, LAUNCH_LATENCY = 1.5, 2.0
+# Few rows: the weight's bytes decide. Tiles of as many tokens, in as many parts of K.
+SMALL_M = 256
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,13 @@ class MatmulConfig:
     """Tile ``[block_m, block_n]`` in steps of ``block_k``, and how Triton compiles it.
 
     ``halves`` stores a tile in two halves of its columns; ``flatten`` joins the loop over tiles with the loop over K;
-    ``group_m`` rows of tiles are walked together. ``specialized`` is the warp-specialized Hopper kernel, and ``bare``
-    says that its registers hold no activation or residual besides the product.
+    ``group_m`` rows of tiles are walked together. ``swap`` multiplies the transposed operands: the columns of the tile
+    become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
+    their float32 parts are added up in their order by a second launch. ``max_m`` is the largest M that this serves.
+
+    ``specialized`` is the warp-specialized Hopper kernel. ``bare`` says that its registers hold no activation or
+    residual besides the product, ``stagger`` keeps its two groups of warps half a step apart, and ``tight`` lets them
+    promote before they start the next product, in fewer registers.
     """
 
     block_m: int
@@ -44,6 +57,18 @@ class MatmulConfig:
     tight: bool = False
 
 
+def _few_rows(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:
+    """Each tile ``(block_m, num_stages, rate)`` in each number of parts of K."""
+    return tuple(
+        MatmulConfig(block_m, 128, 128, 4, stages, rate, swap=True, split_k=split, max_m=SMALL_M, **options)
+        for block_m, stages, rate in tiles
+        for split in splits
+    )
+
+
+FEW_ROWS_HOPPER = _few_rows((1, 2, 4, 8), (16, 8, 0.30), (32, 8, 0.55), (64, 6, 0.80), (128, 4, 1.10), specialized=True)
+FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
+
 SPACES = {
     "epilogue": {
         "fast": (
@@ -51,6 +76,8 @@ SPACES = {
             MatmulConfig(128, 256, 128, 8, 3, 1.48, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 1.20),
             MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
         "precise": (
@@ -59,6 +86,8 @@ SPACES = {
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
             MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
     },
@@ -67,6 +96,8 @@ SPACES = {
             MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.82),
             MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
     },
@@ -81,13 +112,17 @@ SPACES = {
 
 def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     """Upper bound of the shared memory of a block: the stages of both operands and the tile on its way out."""
-    scales = SCALE_BYTES if config.specialized and family == "blockwise" else 0
-    operands = config.num_stages * (config.block_m + config.block_n) * (config.block_k + scales)
+    operands = config.num_stages * (config.block_m + config.block_n) * config.block_k
+    if config.specialized and family == "blockwise":
+        scales = max(config.block_m, SCALE_VECTOR) + max(config.block_n, SCALE_VECTOR)
+        operands += config.num_stages * SCALE_BYTES * scales
     # Without an MX instruction the right operand is written back in bf16.
     widened = WIDENED_BYTES * config.block_n * config.block_k if family == "mx" else 0
-    rows = 2 * SPECIALIZED_WAVE_ROWS if config.specialized else config.block_m
-    out = rows * config.block_n * out_itemsize // (2 if config.halves else 1)
-    return operands + widened + out + BARRIER_BYTES
+    out = config.block_m * config.block_n
+    if config.specialized:
+        out = 2 * SPECIALIZED_WAVE_ROWS * (config.block_m if config.swap else config.block_n)
+    out *= PARTIAL_BYTES if config.split_k > 1 else out_itemsize
+    return operands + widened + out // (2 if config.halves else 1) + BARRIER_BYTES
 
 
 def supports(
@@ -112,11 +147,26 @@ def supports(
     """
     fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
     native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
-    return fits and native and (bare or not config.bare) and (specialized or not config.specialized)
+    # Parts of a sum have no epilogue.
+    holds = bare or not config.bare or config.split_k > 1
+    return fits and native and holds and (specialized or not config.specialized)
 
 
-def predicted_time(config: MatmulConfig, m: int, n: int, num_sms: int) -> float:
-    """Relative time of ``[m, n]``: whole waves of tiles, each as long as its area over the rate."""
+def predicted_time(config: MatmulConfig, m: int, n: int, k: int, num_sms: int) -> float:
+    """Microseconds of ``[m, n]`` over ``k``, roughly: what takes longest, and adding up the parts.
+
+    Multiplying is whole waves of tiles, each as long as its area over the rate. Reading is the bytes of both operands
+    from memory and those of every tile from L2, as far as what the programs have in flight fills the memory's latency.
+    """
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
-    waves = -(-tiles // (num_sms * config.blocks_per_sm))
-    return waves * config.blocks_per_sm * config.block_m * config.block_n / config.rate
+    pieces = tiles * config.split_k
+    programs = min(pieces, num_sms * config.blocks_per_sm)
+    waves = -(-pieces // (num_sms * config.blocks_per_sm))
+    area = waves * config.blocks_per_sm * config.block_m * config.block_n
+    multiply = 2e-9 * num_sms * area * k / (config.split_k * config.rate)
+    rows = min(m, config.block_m) + config.block_n
+    in_flight = programs * config.num_stages * rows * config.block_k
+    share = min(1.0, in_flight / (LOAD_LATENCY * MEMORY_RATE))
+    read = max((m + n) * k / MEMORY_RATE, tiles * rows * k / L2_RATE) / share
+    parts = LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_RATE if config.split_k > 1 else 0.0
+    return max(multiply, read) + parts

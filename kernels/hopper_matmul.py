@@ -231,7 +231,7 @@ def _sum_promoted(
         )
         product = warpgroup_mma_wait(0, deps=[token])
         if WAVES == 2:
-            if STAGGER and GROUP == 0:
+            if STAGGER and GROUP == 0:  # noqa: SIM102 - one is known when compiling
                 if step == first:
                     mbarrier.arrive(turn, count=1)
             acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
@@ -249,7 +249,7 @@ def _sum_promoted(
             acc1 = _promote(acc1, product, a_scale, b_scale, A_ROWS, B_ROWS)
         else:
             mbarrier.arrive(empty.index(stage), count=1)
-            if STAGGER and GROUP == 0:
+            if STAGGER and GROUP == 0:  # noqa: SIM102 - one is known when compiling
                 if step == first:
                     mbarrier.arrive(turn, count=1)
             acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
@@ -294,7 +294,8 @@ def _multiply(
     out_desc, shared, pointers, sizes, strides, split_k,
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, HALVES: gl.constexpr,
+    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A consumer: rows ``[GROUP * WAVES * 64, +WAVES * 64)`` of every tile of this program, a wave of 64 at a time."""
@@ -341,11 +342,10 @@ def _multiply(
                 GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
             )  # fmt: skip
         else:
-            acc0, acc1, stage, phase = _sum_fast(shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout)
-        if SPLIT:
-            out_row = part * (tiles_n * BLOCK_N if SWAP else tiles_m * BLOCK_M)
-        else:
-            out_row = 0
+            acc0, acc1, stage, phase = _sum_fast(
+                shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout
+            )
+        out_row = part * (tiles_n * BLOCK_N if SWAP else tiles_m * BLOCK_M)
         _store(
             acc0, out_desc, out_buf, a_scale0, b_scale, bias0, residual_ptr, row, col, out_row, M, N,
             stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, BLOCK_N, layout,
@@ -366,8 +366,8 @@ def hopper_matmul_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
-    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr,
-    HALVES: gl.constexpr,
+    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``.
 

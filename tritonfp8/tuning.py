@@ -16,9 +16,17 @@ def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    family: str, accumulation: str, m: int, n: int, out_itemsize: int, bare: bool, copy_engine: bool, device: Abilities
+    family: str,
+    accumulation: str,
+    m: int,
+    n: int,
+    k: int,
+    out_itemsize: int,
+    bare: bool,
+    copy_engine: bool,
+    device: Abilities,
 ) -> MatmulConfig:
-    """The configuration with the least predicted time for an output ``[m, n]`` among those that can run.
+    """The configuration with the least predicted time for an output ``[m, n]`` over ``k`` among those that can run.
 
     ``bare`` says that the product has no activation and no residual, ``copy_engine`` that TMA can address all three
     matrices.
@@ -27,7 +35,8 @@ def choose(
     runnable = [
         config
         for config in space(family, accumulation)
-        if supports(
+        if (config.max_m is None or m <= config.max_m)
+        and supports(
             config, family, out_itemsize, bare, specialized, device.max_shared_bytes, native_mx=device.has_native_mx
         )
     ]
@@ -36,4 +45,4 @@ def choose(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, too little for every "
             f"{family} configuration"
         )
-    return min(runnable, key=lambda config: predicted_time(config, m, n, device.num_sms))
+    return min(runnable, key=lambda config: predicted_time(config, m, n, k, device.num_sms))

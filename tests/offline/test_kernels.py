@@ -51,16 +51,22 @@ def compile_tiles(
     family, config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE, tma=True, cc=90, **more
 ):
     kernel = KERNELS[family]
-    types, constants = epilogue_types(epilogue)
     scale = "*u8" if family == "mx" else "*fp32"
     blocks = ((config.block_m, config.block_k), (config.block_n, config.block_k))
     columns = config.block_n // 2 if config.halves else config.block_n
+    types, constants = epilogue_types(epilogue)
     types |= {"a_scale_ptr": scale, "b_scale_ptr": scale}
     types |= {n: descriptor(e, b) if tma else f"*{e}" for n, e, b in zip("ab", element, blocks, strict=True)}
-    types["out"] = descriptor(out, (config.block_m, columns)) if tma else f"*{out}"
+    tma_out = tma and config.split_k == 1
+    if config.split_k > 1:
+        # Parts of a sum, which have no epilogue.
+        out, epilogue = "fp32", NO_EPILOGUE
+    types["out"] = descriptor(out, (config.block_m, columns)) if tma_out else f"*{out}"
     constants |= {f"BLOCK_{d}": getattr(config, f"block_{d.lower()}") for d in "MNK"}
-    constants |= {"GROUP_M": config.group_m, "TMA": tma, "TMA_OUT": tma, "HALVES": config.halves}
+    constants |= {"GROUP_M": config.group_m, "TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves}
     constants |= {"FLATTEN": config.flatten, "stride_ak": 1, "stride_bk": 1, **more}
+    if family != "mx":
+        constants |= {"SWAP": config.swap, "SPLIT": config.split_k > 1}
     if family == "blockwise":
         constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "SCALE_K": 128}
     if family == "mx":
@@ -80,7 +86,9 @@ def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue
     if split:
         out, epilogue = "fp32", NO_EPILOGUE
     block_m, block_n = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
-    out_block = (block_n, SPECIALIZED_WAVE_ROWS) if config.swap else (SPECIALIZED_WAVE_ROWS, block_n // (2 if config.halves else 1))
+    out_block = (SPECIALIZED_WAVE_ROWS, block_n // 2 if config.halves else block_n)
+    if config.swap:
+        out_block = out_block[::-1]
     types, constants = epilogue_types(epilogue)
     types |= {
         "a_desc": descriptor(element[0], (block_m, config.block_k), layout(1)),
@@ -91,7 +99,8 @@ def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue
     }
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m}
     constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
-    constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split, "STAGGER": config.stagger, "TIGHT": config.tight, "HALVES": config.halves}
+    constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split}
+    constants |= {"STAGGER": config.stagger, "TIGHT": config.tight, "HALVES": config.halves}
     signature, constants = split_arguments(hopper_matmul_kernel, types, constants)
     return compile_kernel(
         hopper_matmul_kernel, signature, constants, 90, config.num_warps, divisible_by_16=aligned(signature)
