@@ -16,10 +16,13 @@ SCALE_BYTES = 4
 WIDENED_BYTES = 2
 NATIVE_MX_ROWS = 128
 PARTIAL_BYTES = 4
-# What predicted_time takes an H200 for: bytes a microsecond from memory and from L2, microseconds that a load takes
-# under load, and those that a second launch adds.
-MEMORY_RATE, L2_RATE = 4.2e6, 6.0e6
-LOAD_LATENCY, LAUNCH_LATENCY = 1.5, 2.0
+RATE_UNIT = 1e15
+# Of an H200, bytes a second and seconds: a copy's reads and writes, reads from L2 by all SMs, how long a load takes while
+# the memory is busy, what a dependent launch adds.
+COPY_BANDWIDTH, L2_BANDWIDTH = 4.27e12, 1.0e13
+LOAD_LATENCY, LAUNCH_LATENCY = 1.5e-6, 2.0e-6
+# The part of the shorter of two overlapping times that adds to the longer one.
+OVERHANG = 0.1
 # Few rows: the weight's bytes decide. Tiles of as many tokens, in as many parts of K.
 SMALL_M = 256
 
@@ -152,21 +155,34 @@ def supports(
     return fits and native and holds and (specialized or not config.specialized)
 
 
-def predicted_time(config: MatmulConfig, m: int, n: int, k: int, num_sms: int) -> float:
-    """Microseconds of ``[m, n]`` over ``k``, roughly: what takes longest, and adding up the parts.
+def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, num_sms: int) -> float:
+    """Seconds of a product by the figures of an H200; on another GPU in units of its own, whose order counts.
 
-    Multiplying is whole waves of tiles, each as long as its area over the rate. Reading is the bytes of both operands
-    from memory and those of every tile from L2, as far as what the programs have in flight fills the memory's latency.
+    Whole waves of tiles are paid for, however few of the last one are used, each as long as its area over the rate. To
+    that the bytes of the matrices over the bandwidth are added, as if neither hid any of the other: they are the same
+    for every configuration. Of few rows (SMALL_M) they take longest, and how they are read depends on the configuration:
+    what the programs have in flight must make up for the memory's latency, tiles read operands again from L2, and parts
+    of K have to be written and added up.
+
+    Args:
+        config: the configuration.
+        m, n, k: sizes of the product ``[m, k] @ [n, k].T``.
+        out_itemsize: bytes of an output element.
+        num_sms: streaming multiprocessors of the device.
     """
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
     pieces = tiles * config.split_k
-    programs = min(pieces, num_sms * config.blocks_per_sm)
-    waves = -(-pieces // (num_sms * config.blocks_per_sm))
-    area = waves * config.blocks_per_sm * config.block_m * config.block_n
-    multiply = 2e-9 * num_sms * area * k / (config.split_k * config.rate)
+    slots = num_sms * config.blocks_per_sm
+    paid_elements = -(-pieces // slots) * slots * config.block_m * config.block_n
+    multiply = 2 * paid_elements * max(k, 1) / (config.split_k * config.rate * RATE_UNIT)
+    bytes_moved = (m + n) * k + m * n * out_itemsize
+    if m > SMALL_M:
+        return multiply + bytes_moved / COPY_BANDWIDTH
     rows = min(m, config.block_m) + config.block_n
-    in_flight = programs * config.num_stages * rows * config.block_k
-    share = min(1.0, in_flight / (LOAD_LATENCY * MEMORY_RATE))
-    read = max((m + n) * k / MEMORY_RATE, tiles * rows * k / L2_RATE) / share
-    parts = LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_RATE if config.split_k > 1 else 0.0
-    return max(multiply, read) + parts
+    in_flight = min(pieces, slots) * config.num_stages * rows * config.block_k
+    share = min(1.0, in_flight / (LOAD_LATENCY * COPY_BANDWIDTH))
+    read = max(bytes_moved / COPY_BANDWIDTH, tiles * rows * k / L2_BANDWIDTH) / share
+    seconds = max(multiply, read) + OVERHANG * min(multiply, read)
+    if config.split_k > 1:
+        seconds += LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_BANDWIDTH
+    return seconds

@@ -45,4 +45,4 @@ def choose(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, too little for every "
             f"{family} configuration"
         )
-    return min(runnable, key=lambda config: predicted_time(config, m, n, k, device.num_sms))
+    return min(runnable, key=lambda config: predicted_time(config, m, n, k, out_itemsize, device.num_sms))
