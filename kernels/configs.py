@@ -17,8 +17,8 @@ WIDENED_BYTES = 2
 NATIVE_MX_ROWS = 128
 PARTIAL_BYTES = 4
 RATE_UNIT = 1e15
-# Of an H200, bytes a second and seconds: a copy's reads and writes, reads from L2 by all SMs, how long a load takes while
-# the memory is busy, what a dependent launch adds.
+# Of an H200, bytes a second and seconds: a copy's reads and writes, reads from L2 by all SMs; how long a load takes
+# while the memory is busy, what a dependent launch adds.
 COPY_BANDWIDTH, L2_BANDWIDTH = 4.27e12, 1.0e13
 LOAD_LATENCY, LAUNCH_LATENCY = 1.5e-6, 2.0e-6
 # The part of the shorter of two overlapping times that adds to the longer one.
@@ -160,7 +160,7 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
 
     Whole waves of tiles are paid for, however few of the last one are used, each as long as its area over the rate. To
     that the bytes of the matrices over the bandwidth are added, as if neither hid any of the other: they are the same
-    for every configuration. Of few rows (SMALL_M) they take longest, and how they are read depends on the configuration:
+    for every configuration. Of few rows (SMALL_M) they take longest, and the configuration decides how they are read:
     what the programs have in flight must make up for the memory's latency, tiles read operands again from L2, and parts
     of K have to be written and added up.
 
