@@ -37,8 +37,9 @@ class MatmulConfig:
     their float32 parts are added up in their order by a second launch. ``max_m`` is the largest M that this serves.
 
     ``specialized`` is the warp-specialized Hopper kernel. ``bare`` says that its registers hold no activation or
-    residual besides the product, ``stagger`` keeps its two groups of warps half a step apart, and ``tight`` lets them
-    promote before they start the next product, in fewer registers.
+    residual besides the product. ``stagger`` keeps its two groups of warps half a step apart; ``tight`` lets them
+    promote before they start the next product, in fewer registers; ``overlap`` lets them start it before, that many
+    steps in a row, where a group has only one product a step.
     """
 
     block_m: int
@@ -58,6 +59,7 @@ class MatmulConfig:
     max_m: int | None = None
     stagger: bool = False
     tight: bool = False
+    overlap: int = 1
 
 
 def _few_rows(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:

@@ -258,6 +258,74 @@ def _sum_promoted(
 
 
 @gluon.jit
+def _start_step(
+    shared, pointers, strides, row, col, step, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
+    B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Start the only wave of a step, and read its scales."""
+    a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, _, _ = shared
+    a_scale_ptr, b_scale_ptr, _, _ = pointers
+    _, _, stride_am, stride_ak, stride_bn, stride_bk = strides
+    mbarrier.wait(full.index(stage), phase)
+    zero = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+    token = _start(a_bufs.index(stage), b_bufs.index(stage), zero, False, GROUP)
+    a_scale = _read_scale(
+        a_scale_ptr, a_scale_bufs.index(stage), row, step, stride_am, stride_ak,
+        GROUP * WAVE_ROWS, WAVE_ROWS, A_ROWS, gl.SliceLayout(1, layout),
+    )  # fmt: skip
+    b_scale = _read_scale(
+        b_scale_ptr, b_scale_bufs.index(stage), col, step, stride_bn, stride_bk,
+        0, BLOCK_N, B_ROWS, gl.SliceLayout(0, layout),
+    )  # fmt: skip
+    return token, a_scale, b_scale
+
+
+@gluon.jit
+def _sum_overlapped(
+    shared, pointers, strides, row, col, first, last, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
+    B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """As :func:`_sum_promoted` of one wave, a step started before the last one is promoted, OVERLAP steps at a time.
+
+    A product in flight may not cross a turn: the assembler would wait for each one.
+    """
+    empty = shared[6]
+    acc = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+    turns = (last - first) // OVERLAP
+    for turn in range(turns):
+        step = first + turn * OVERLAP
+        token, a_scale, b_scale = _start_step(
+            shared, pointers, strides, row, col, step, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+        )
+        for i in gl.static_range(1, OVERLAP):
+            previous = stage
+            stage, phase = _next_stage(stage, phase, STAGES)
+            token_next, a_next, b_next = _start_step(
+                shared, pointers, strides, row, col, step + i, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+            )
+            product = warpgroup_mma_wait(1, deps=[token])
+            mbarrier.arrive(empty.index(previous), count=1)
+            # The wait keeps the promotion before the next start.
+            acc = warpgroup_mma_wait(1, deps=[_promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)])
+            token = token_next
+            a_scale = a_next
+            b_scale = b_next
+        product = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    for step in range(first + turns * OVERLAP, last):
+        token, a_scale, b_scale = _start_step(
+            shared, pointers, strides, row, col, step, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+        )
+        product = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
 def _sum_fast(
     shared, first, last, stage, phase,
     GROUP: gl.constexpr, WAVES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
@@ -295,7 +363,7 @@ def _multiply(
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
-    TIGHT: gl.constexpr, HALVES: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A consumer: rows ``[GROUP * WAVES * 64, +WAVES * 64)`` of every tile of this program, a wave of 64 at a time."""
@@ -332,7 +400,12 @@ def _multiply(
             else:
                 bias0 = _read_columns(bias_ptr, col, N, 1, BLOCK_N)
                 bias1 = bias0
-        if PROMOTE:
+        if PROMOTE and OVERLAP > 1:
+            acc0, stage, phase = _sum_overlapped(
+                shared, pointers, strides, row, col, first, last, stage, phase,
+                GROUP, A_ROWS, B_ROWS, BLOCK_N, STAGES, OVERLAP, layout,
+            )  # fmt: skip
+        elif PROMOTE:
             if STAGGER and GROUP == 1:
                 # Half a step behind the other group, so that they do not promote at the same time.
                 mbarrier.wait(turn, tile_phase, pred=steps >= STAGES)
@@ -367,7 +440,7 @@ def hopper_matmul_kernel(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
     PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
-    TIGHT: gl.constexpr, HALVES: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``.
 
@@ -380,7 +453,11 @@ def hopper_matmul_kernel(
     BLOCK_K]`` and ``[64, BLOCK_N]`` (``[BLOCK_N, 64]`` if SWAP). A_ROWS and B_ROWS are the rows that share a scale in
     operands scaled every BLOCK_K of K; both are 0 for scales that leave K whole. A scale is a pointer with its strides;
     where each row has its own for every step of K, it is a descriptor of the flat scale, a step's rows side by side,
-    with blocks of a tile's rows, at least 32. STAGGER keeps the two groups of warps half a step apart.
+    with blocks of a tile's rows, at least 32.
+
+    How it is done, not what: STAGGER keeps the two groups of warps half a step apart, TIGHT promotes before the next
+    product is started, in fewer registers, OVERLAP starts it before, that many steps in a row, and HALVES stores half
+    of the columns at a time.
     """
     WAVES: gl.constexpr = BLOCK_M // (2 * WAVE_ROWS)
     OUT_ROWS: gl.constexpr = BLOCK_N if SWAP else WAVE_ROWS
@@ -411,10 +488,10 @@ def hopper_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS, B_ROWS,
-                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES, OVERLAP,
                          BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
             (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(1), WAVES, A_ROWS, B_ROWS,
-                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES, OVERLAP,
                          BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
             (_load, (a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, A_ROWS, B_ROWS, SPLIT,
                      BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),

@@ -205,6 +205,7 @@ def _launch_specialized(p: _Product, family: str, accumulation: str, config: Mat
             "STAGGER": config.stagger and not split,
             "TIGHT": config.tight,
             "HALVES": config.halves,
+            "OVERLAP": config.overlap,
         },
         num_warps=config.num_warps,
     )

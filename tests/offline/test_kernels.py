@@ -100,7 +100,7 @@ def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m}
     constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
     constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split}
-    constants |= {"STAGGER": config.stagger, "TIGHT": config.tight, "HALVES": config.halves}
+    constants |= {"STAGGER": config.stagger, "TIGHT": config.tight, "HALVES": config.halves, "OVERLAP": config.overlap}
     signature, constants = split_arguments(hopper_matmul_kernel, types, constants)
     return compile_kernel(
         hopper_matmul_kernel, signature, constants, 90, config.num_warps, divisible_by_16=aligned(signature)
