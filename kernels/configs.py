@@ -10,8 +10,7 @@ from dataclasses import dataclass
 SPECIALIZED_WAVE_ROWS = 64
 # The copy engine writes to multiples of 128 bytes of shared memory: that many scales at least.
 SCALE_VECTOR = 32
-# Barriers, and vectors of the epilogue on their way between layouts.
-BARRIER_BYTES = 2048
+BARRIER_BYTES = 1024
 SCALE_BYTES = 4
 WIDENED_BYTES = 2
 NATIVE_MX_ROWS = 128
@@ -124,10 +123,14 @@ def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     # Without an MX instruction the right operand is written back in bf16.
     widened = WIDENED_BYTES * config.block_n * config.block_k if family == "mx" else 0
     out = config.block_m * config.block_n
+    vectors = 0
     if config.specialized:
-        out = 2 * SPECIALIZED_WAVE_ROWS * (config.block_m if config.swap else config.block_n)
+        columns = config.block_m if config.swap else config.block_n
+        out = 2 * SPECIALIZED_WAVE_ROWS * columns
+        # Each group's scales or bias of the columns, on their way between layouts.
+        vectors = 2 * SCALE_BYTES * columns
     out *= PARTIAL_BYTES if config.split_k > 1 else out_itemsize
-    return operands + widened + out // (2 if config.halves else 1) + BARRIER_BYTES
+    return operands + widened + out // (2 if config.halves else 1) + vectors + BARRIER_BYTES
 
 
 def supports(

@@ -135,7 +135,8 @@ SHIPPED = [
     for family, spaces in SPACES.items()
     for accumulation, configs in spaces.items()
     for number, config in enumerate(compiled_once(configs))
-    for rows in ROWS[family]
+    # Few rows are an input's: scaled each by itself.
+    for rows in ROWS[family][: 2 if config.max_m else None]
 ]
 
 
@@ -159,7 +160,7 @@ def test_every_config_runs_on_hopper_without_spills(family, accumulation, config
     assert "wgmma.mma_async.sync" in report.ptx
     assert "cp.async.bulk.tensor.2d" in report.ptx
     assert report.spill_bytes == 0, report.log
-    assert "serialized" not in report.log
+    assert not config.specialized or "serialized" not in report.log, report.log
     assert report.shared_bytes <= HOPPER_SHARED_BYTES
     assert report.shared_bytes <= shared_bytes(config, family, ITEMSIZES[out])
 
@@ -208,7 +209,7 @@ def test_the_sum_of_parts_compiles_for_every_target(cc, scaled):
     types |= {"parts": "*fp32", "out": "*bf16", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
     constants |= {**REDUCE_TILE, "SPLIT_K": 4, "SCALED": scaled, "DEPENDENT": cc >= 90}
     signature, constants = split_arguments(reduce_parts_kernel, types, constants)
-    divisible = aligned(signature, "parts", "out", "stride_parts", "stride_out", "stride_rm")
+    divisible = aligned(signature, "N", "parts", "out", "stride_parts", "stride_out", "stride_rm")
     report = compile_kernel(reduce_parts_kernel, signature, constants, cc, divisible_by_16=divisible)
     assert ("griddepcontrol.wait" in report.ptx) == (cc >= 90)
     assert report.spill_bytes == 0
@@ -257,7 +258,7 @@ def test_every_element_format_compiles_for_every_target(family, cc, instruction,
     assert instruction in report.ptx
     if cc < 100:
         names = [{E4M3: "e4m3", E5M2: "e5m2"}[e] for e in element]
-        assert ".".join(names) in report.ptx
+        assert ".".join(reversed(names) if config.swap else names) in report.ptx
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
