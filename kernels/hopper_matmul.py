@@ -145,34 +145,24 @@ def _read_rows(pointer, row, end, stride, layout: gl.constexpr):
 
 
 @gluon.jit
-def _read_columns(pointer, col, end, stride, BLOCK_N: gl.constexpr):
+def _read_columns(pointer, col, end, stride, COLUMNS: gl.constexpr):
     """A vector of the epilogue for the columns of a tile, spread over the threads: a register or two of each."""
-    cols = col + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [WARP_SIZE], [GROUP_WARPS], [0]))
+    cols = col + gl.arange(0, COLUMNS, gl.BlockedLayout([1], [WARP_SIZE], [GROUP_WARPS], [0]))
     return gl.load(pointer + cols * stride, mask=cols < end, other=0.0)
 
 
 @gluon.jit
-def _copy_out(acc, out_desc, out_buf, row, col, SWAP: gl.constexpr):
-    tma.store_wait(0)
-    if SWAP:
-        out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
-    else:
-        out_buf.store(acc.to(out_desc.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
-
-
-@gluon.jit
-def _store(
+def _finish(
     acc, out_desc, out_buf, a_scale, b_scale, bias, residual_ptr, row, col, out_row, M, N, stride_rm, stride_rn,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    SWAP: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
+    SWAP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of one wave: scales -> bias -> activation -> residual -> output dtype -> shared memory -> out."""
+    """Scales -> bias -> activation -> residual -> output dtype -> shared memory -> out."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     col_layout: gl.constexpr = gl.SliceLayout(0, layout)
     if SCALED:
         # One scale after the other: their product may leave float32's range where the result does not.
-        acc *= a_scale[:, None]
+        acc *= gl.convert_layout(a_scale, row_layout)[:, None]
         acc *= gl.convert_layout(b_scale, col_layout)[None, :]
     if HAS_BIAS:
         if SWAP:
@@ -181,23 +171,48 @@ def _store(
             acc += gl.convert_layout(bias.to(gl.float32), col_layout)[None, :]
     acc = _activate(acc, ACTIVATION)
     if HAS_RESIDUAL:
-        rows = row + gl.arange(0, WAVE_ROWS, gl.SliceLayout(1, layout))
-        cols = col + gl.arange(0, BLOCK_N, col_layout)
+        rows = row + gl.arange(0, acc.shape[0], row_layout)
+        cols = col + gl.arange(0, acc.shape[1], col_layout)
         offsets = rows.to(gl.int64)[:, None] * stride_rm + cols.to(gl.int64)[None, :] * stride_rn
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         acc += gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
-    if HALVES:
-        HALF: gl.constexpr = BLOCK_N // 2
-        half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
-        left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
-        left = gl.convert_layout(left, half_layout)
-        right = gl.convert_layout(right, half_layout)
-        _copy_out(left, out_desc, out_buf, out_row + row, col, SWAP)
-        _copy_out(right, out_desc, out_buf, out_row + row, col + HALF, SWAP)
-    elif SWAP:
-        _copy_out(acc, out_desc, out_buf, out_row + col, row, SWAP)
+    tma.store_wait(0)
+    if SWAP:
+        out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [out_row + col, row], out_buf)
     else:
-        _copy_out(acc, out_desc, out_buf, out_row + row, col, SWAP)
+        out_buf.store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [out_row + row, col], out_buf)
+
+
+@gluon.jit
+def _store(
+    acc, out_desc, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, residual_ptr, row, col, out_row, M, N,
+    stride_rm, stride_rn,
+    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    SWAP: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Epilogue of one wave, of all columns or of half of them at a time: in half the registers and shared memory."""
+    if HALVES:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+        left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
+        _finish(
+            gl.convert_layout(left, half), out_desc, out_buf, a_scale, b_scale0, bias0, residual_ptr,
+            row, col, out_row, M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, half,
+        )  # fmt: skip
+        _finish(
+            gl.convert_layout(right, half), out_desc, out_buf, a_scale, b_scale1, bias1, residual_ptr,
+            row, col + HALF, out_row, M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP,
+            half,
+        )  # fmt: skip
+    else:
+        _finish(
+            acc, out_desc, out_buf, a_scale, b_scale0, bias0, residual_ptr,
+            row, col, out_row, M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, layout,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -373,6 +388,7 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     # Partial sums are scaled where they are added up.
     SCALED: gl.constexpr = A_ROWS == 0 and not SPLIT
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     turn = shared[7]
     out_buf = shared[4].index(GROUP)
     stage = gl.to_tensor(0)
@@ -381,25 +397,27 @@ def _multiply(
     for piece in range(gl.program_id(0), tiles_m * tiles_n * split_k, gl.num_programs(0)):
         row, col, part, first, last = _piece(piece, sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
         row += GROUP * WAVES * WAVE_ROWS
+        # Read before the product, so that the memory's latency is hidden.
         a_scale0 = None
         a_scale1 = None
-        b_scale = None
+        b_scale0 = None
+        b_scale1 = None
         bias0 = None
         bias1 = None
-        # Read before the product, so that the memory's latency is hidden.
         if SCALED:
             a_scale0 = _read_rows(a_scale_ptr, row, M, stride_am, layout)
-            b_scale = _read_columns(b_scale_ptr, col, N, stride_bn, BLOCK_N)
+            b_scale0 = _read_columns(b_scale_ptr, col, N, stride_bn, COLUMNS)
             if WAVES == 2:
                 a_scale1 = _read_rows(a_scale_ptr, row + WAVE_ROWS, M, stride_am, layout)
+            if HALVES:
+                b_scale1 = _read_columns(b_scale_ptr, col + COLUMNS, N, stride_bn, COLUMNS)
         if HAS_BIAS:
             if SWAP:
                 bias0 = _read_rows(bias_ptr, row, M, 1, layout)
-                if WAVES == 2:
-                    bias1 = _read_rows(bias_ptr, row + WAVE_ROWS, M, 1, layout)
             else:
-                bias0 = _read_columns(bias_ptr, col, N, 1, BLOCK_N)
-                bias1 = bias0
+                bias0 = _read_columns(bias_ptr, col, N, 1, COLUMNS)
+                if HALVES:
+                    bias1 = _read_columns(bias_ptr, col + COLUMNS, N, 1, COLUMNS)
         if PROMOTE and OVERLAP > 1:
             acc0, stage, phase = _sum_overlapped(
                 shared, pointers, strides, row, col, first, last, stage, phase,
@@ -420,13 +438,14 @@ def _multiply(
             )
         out_row = part * (tiles_n * BLOCK_N if SWAP else tiles_m * BLOCK_M)
         _store(
-            acc0, out_desc, out_buf, a_scale0, b_scale, bias0, residual_ptr, row, col, out_row, M, N,
-            stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, BLOCK_N, layout,
+            acc0, out_desc, out_buf, a_scale0, b_scale0, b_scale1, bias0, bias1, residual_ptr, row, col, out_row,
+            M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, layout,
         )  # fmt: skip
         if WAVES == 2:
             _store(
-                acc1, out_desc, out_buf, a_scale1, b_scale, bias1, residual_ptr, row + WAVE_ROWS, col, out_row, M, N,
-                stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, BLOCK_N, layout,
+                acc1, out_desc, out_buf, a_scale1, b_scale0, b_scale1, bias0, bias1, residual_ptr,
+                row + WAVE_ROWS, col, out_row, M, N, stride_rm, stride_rn,
+                SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, layout,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -460,6 +479,8 @@ def hopper_matmul_kernel(
     of the columns at a time.
     """
     WAVES: gl.constexpr = BLOCK_M // (2 * WAVE_ROWS)
+    gl.static_assert(not SWAP or (WAVES == 1 and not HALVES), "swapped tiles are of 128 rows, stored whole")
+    gl.static_assert(OVERLAP == 1 or WAVES == 1, "two products a step leave no registers for one more")
     OUT_ROWS: gl.constexpr = BLOCK_N if SWAP else WAVE_ROWS
     OUT_COLS: gl.constexpr = WAVE_ROWS if SWAP else BLOCK_N // (2 if HALVES else 1)
     A_SCALES: gl.constexpr = BLOCK_M if BLOCK_M > SCALE_VECTOR else SCALE_VECTOR

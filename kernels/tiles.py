@@ -37,7 +37,7 @@ def multiply(lhs, rhs, acc, SWAP: tl.constexpr, PROMOTE_EVERY: tl.constexpr):
     """``acc + lhs @ rhs.T``, or its transpose if SWAP: then the rows of ``rhs`` are those of the instruction."""
     if SWAP and PROMOTE_EVERY is not None:
         # As the dot would promote, and the assembler does not wait for each instruction.
-        tl.static_assert(PROMOTE_EVERY >= rhs.shape[1], "a step of K is promoted as a whole")
+        tl.static_assert(rhs.shape[1] <= PROMOTE_EVERY, "a step of K is promoted as a whole")
         return acc + tl.dot(rhs, lhs.T)
     elif SWAP:
         return tl.dot(rhs, lhs.T, acc)

@@ -202,6 +202,14 @@ def test_variants_hold_their_registers(config, rows, promote):
     assert report.shared_bytes <= shared_bytes(config, "blockwise" if rows[0] else "epilogue", ITEMSIZES["bf16"])
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_the_largest_tile_has_room_for_an_epilogue(activation):
+    config, _, _ = VARIANTS["tight, stagger, halves"]
+    report = compile_specialized(config, (0, 0), epilogue={**FULL_EPILOGUE, "ACTIVATION": activation})
+    assert report.spill_bytes == 0, report.log
+    assert "serialized" not in report.log, report.log
+
+
 @pytest.mark.parametrize("cc", [89, 90, 100])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_sum_of_parts_compiles_for_every_target(cc, scaled):
