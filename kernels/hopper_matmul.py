@@ -451,7 +451,9 @@ def _multiply(
 
 
 # A value that turns from divisible by 16 to not, or to 1, is not worth another compilation.
-@gluon.jit(do_not_specialize=["M", "N", "K", "stride_rm", "stride_ak", "stride_bk", "split_k"])
+@gluon.jit(
+    do_not_specialize=["M", "N", "K", "stride_rm", "stride_am", "stride_ak", "stride_bn", "stride_bk", "split_k"]
+)
 def hopper_matmul_kernel(
     a_desc, b_desc, out_desc, a_scale, b_scale, bias_ptr, residual_ptr, M, N, K,
     stride_rm, stride_rn, stride_am, stride_ak, stride_bn, stride_bk, split_k,
