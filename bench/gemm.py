@@ -9,36 +9,18 @@ import statistics
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch.nn.functional import ScalingType
 from triton.testing import do_bench
 
 import tritonfp8
+from bench.cases import PRODUCTS, gemm_bytes, gemm_flops
 from bench.machine import output_path, write_results
-from tritonfp8 import Quantized, QuantSpec, recipes
+from bench.peers import block_scaled, epilogue_scaled
+from bench.shapes import SHAPES as SETS
+from tritonfp8 import QuantSpec, recipes
 from tritonfp8.testing import assert_matmul_close
 
 SHAPES = [(8192, 8192, 8192), (16384, 14336, 4096)]
 ROUNDS = 7
-
-
-def torch_epilogue_scaled(a: Quantized, b: Quantized, fast: bool) -> torch.Tensor:
-    """``torch._scaled_mm``, tensorwise or rowwise by the shapes of the scales."""
-    scales = (a.scale, b.scale.t()) if a.scale.numel() > 1 else (a.scale.view(()), b.scale.view(()))
-    return torch._scaled_mm(
-        a.qdata, b.qdata.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
-
-
-def torch_block_scaled(a: Quantized, b: Quantized) -> torch.Tensor:
-    """``F.scaled_mm`` on 1x128 x 128x128 or 1x128 x 1x128 operands."""
-    square = b.spec.block == (128, 128)
-    return F.scaled_mm(
-        a.qdata, b.qdata.t(), a.scale, ScalingType.BlockWise1x128,
-        b.scale.t() if square else b.scale,
-        ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128,
-        output_dtype=torch.bfloat16,
-    )  # fmt: skip
 
 
 def contenders(a: torch.Tensor, b: torch.Tensor) -> dict[str, tuple[Callable[[], torch.Tensor], str | None]]:
@@ -47,18 +29,16 @@ def contenders(a: torch.Tensor, b: torch.Tensor) -> dict[str, tuple[Callable[[],
 
     def add(name: str, lhs: QuantSpec, rhs: QuantSpec, accumulation: str, peer: Callable) -> None:
         qa, qb = tritonfp8.quantize(a, lhs), tritonfp8.quantize(b, rhs)
-        cases[f"torch {name}"] = (lambda: peer(qa, qb), None)
+        cases[f"torch {name}"] = (peer(qa, qb, accumulation), None)
         cases[name] = (lambda: tritonfp8.scaled_matmul(qa, qb, accumulation=accumulation), f"torch {name}")
 
     for recipe in ("tensorwise", "rowwise"):
         gemm = recipes.get(recipe).output
         for accumulation in ("precise", "fast"):
-            fast = accumulation == "fast"
-            peer = lambda x, y, fast=fast: torch_epilogue_scaled(x, y, fast)  # noqa: E731
-            add(f"{recipe} {accumulation}", gemm.lhs, gemm.rhs, accumulation, peer)
+            add(f"{recipe} {accumulation}", gemm.lhs, gemm.rhs, accumulation, epilogue_scaled)
     blockwise = recipes.get("blockwise")
-    add("blockwise", blockwise.output.lhs, blockwise.output.rhs, "precise", torch_block_scaled)
-    add("blockwise grad_weight", blockwise.grad_weight.lhs, blockwise.grad_weight.rhs, "precise", torch_block_scaled)
+    add("blockwise", blockwise.output.lhs, blockwise.output.rhs, "precise", block_scaled)
+    add("blockwise grad_weight", blockwise.grad_weight.lhs, blockwise.grad_weight.rhs, "precise", block_scaled)
     mx = recipes.get("mxfp8").output
     qa, qb = tritonfp8.quantize(a, mx.lhs), tritonfp8.quantize(b, mx.rhs)
     cases["mxfp8 (emulated before sm_100)"] = (lambda: tritonfp8.scaled_matmul(qa, qb), None)
@@ -95,6 +75,35 @@ def measure(shape: tuple[int, int, int]) -> list[dict]:
         }
         for name, (_, peer) in cases.items()
     ]
+
+
+def as_rows(data: dict) -> list[dict]:
+    """What this command wrote, as rows of the suite ``scaled_matmul``, which measures the same on more shapes."""
+    return [_as_row(row, case) for row in data["rows"] if (case := _case(row["gemm"].removeprefix("torch ")))]
+
+
+def _case(gemm: str) -> str | None:
+    return max((case.name for case in PRODUCTS if gemm.startswith(case.name)), key=len, default=None)
+
+
+def _as_row(row: dict, case: str) -> dict:
+    shape = next(shape for shape in SETS["gemm"] if list(shape.size) == row["shape"])
+    accumulation = "fast" if row["gemm"].endswith("fast") else "precise"
+    own = not row["gemm"].startswith("torch")
+    flops = gemm_flops(*shape.size)
+    return {
+        "suite": "scaled_matmul",
+        "case": case,
+        "set": shape.set,
+        "name": shape.name,
+        "shape": row["shape"],
+        "contender": f"{'tritonfp8' if own else 'torch'} {accumulation}",
+        "own": own,
+        "peer": f"torch {accumulation}" if row["over_peer"] else None,
+        "seconds": flops / row["tflops"] / 1e12,
+        "flops": flops,
+        "bytes": gemm_bytes(*shape.size),
+    }
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """Where a measurement was taken, and how its data is written."""
 
 import argparse
+import importlib.metadata
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -16,25 +18,51 @@ RESULTS = Path("bench") / "results"
 
 def results_folder() -> Path:
     """Where the data of this GPU belongs, from the root of the checkout."""
-    return RESULTS / torch.cuda.get_device_name().lower().replace(" ", "-")
+    return RESULTS / _device_name().lower().replace(" ", "-")
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def describe_machine() -> dict:
-    """Names and versions that a figure depends on."""
+    """Names and versions that a figure depends on. Nothing that names the host."""
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": _device_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "torchao": _version("torchao"),
+        "transformers": _version("transformers"),
         "tritonfp8": tritonfp8.__version__,
     }
 
 
+def command_line() -> str:
+    """The command that runs now, without where its results go: that is a path of this machine."""
+    arguments = iter(sys.argv[1:])
+    kept = [a for a in arguments if not (a.startswith("--out=") or (a == "--out" and next(arguments, None)))]
+    spec = sys.modules["__main__"].__spec__
+    program = ["python", "-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    return " ".join([*program, *kept])
+
+
 def write_results(path: Path, data: dict) -> None:
-    """Write ``data`` as JSON, with the machine and the command that made it."""
-    command = " ".join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
+    """Write ``data`` as JSON, its ``rows`` a line each, with the machine and the command behind it; all or nothing."""
+    header = {"command": command_line(), "machine": describe_machine(), **data}
+    rows = ",\n".join(map(json.dumps, header.pop("rows")))
+    text = f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": command, "machine": describe_machine(), **data}, indent=1) + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
     print(f"written: {path}")
 
 

@@ -3,6 +3,9 @@
 ``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
 predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
 the 64 x 64 ones outside MX, and the ones for products of few rows, which are estimates.
+
+A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
+:class:`MatmulConfig`.
 """
 
 from dataclasses import dataclass
@@ -59,6 +62,30 @@ class MatmulConfig:
     stagger: bool = False
     tight: bool = False
     overlap: int = 1
+
+    @property
+    def name(self) -> str:
+        """What it is stored under: stable, readable, unique in its space.
+
+        Of what decides how it runs; a field at its default adds nothing, so a new field leaves old names alone. Not of
+        ``rate``, ``bare`` and ``max_m``, which say when to choose it.
+        """
+        default = type(self)
+        parts = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.num_warps}", f"s{self.num_stages}"]
+        parts += [
+            f"{letter}{value}"
+            for letter, value, usual in (
+                ("g", self.group_m, default.group_m),
+                ("b", self.blocks_per_sm, default.blocks_per_sm),
+                ("k", self.split_k, default.split_k),
+                ("o", self.overlap, default.overlap),
+            )
+            if value != usual
+        ]
+        parts += [
+            flag for flag in ("halves", "flatten", "specialized", "swap", "stagger", "tight") if getattr(self, flag)
+        ]
+        return "-".join(parts)
 
 
 def _few_rows(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:
@@ -191,3 +218,19 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
     if config.split_k > 1:
         seconds += LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_BANDWIDTH
     return seconds
+
+
+def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
+    """The configurations of a family of products; a family that is always promoted has one space for both."""
+    return SPACES[family][space_accumulation(family, accumulation)]
+
+
+def space_accumulation(family: str, accumulation: str) -> str:
+    """The accumulation under which the space of these products is listed."""
+    return accumulation if accumulation in SPACES[family] else "precise"
+
+
+def find(family: str, accumulation: str, name: str) -> MatmulConfig | None:
+    """The configuration of this name, None where this version has none: in the space, or no such space."""
+    configs = space(family, accumulation) if family in SPACES else ()
+    return next((config for config in configs if config.name == name), None)

@@ -14,19 +14,33 @@ LAYERS = (
     {"formats"},
     {"specs"},
     {"recipes", "quantized", "reference", "testing"},
-    {"hardware", "tuning", "compiled", "launch", "launch_matmul", "counting"},
+    {"hardware", "tuning", "tuning_store", "compiled", "replay", "launch", "launch_matmul", "counting"},
     {"ops"},
-    {"functional"},
-    {"modules"},
+    {"functional", "linear"},
+    {"modules", "weights"},
     {"convert"},
     {"__init__"},
-    {"distributed", "cli", "__main__", "doctor", "corpus", "training", "training_models", "training_report"},
+    {
+        "distributed",
+        "cli",
+        "__main__",
+        "doctor",
+        "corpus",
+        "training",
+        "training_models",
+        "training_report",
+        "tuning_measure",
+        "warmup",
+        "warmup_ops",
+        "warmup_ranks",
+        "warmup_workers",
+    },
 )
 RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
-ABOVE_OPS = {"functional", "modules", "convert"}
-BEHIND_OPS = {"kernels", "compiled", "launch", "launch_matmul", "reference"}
+ABOVE_OPS = {"functional", "linear", "modules", "weights", "convert"}
+BEHIND_OPS = {"kernels", "compiled", "replay", "launch", "launch_matmul", "reference"}
 # `supports` and the search spaces are data for the host.
 KERNEL_DATA = "tritonfp8.kernels.configs"
 
@@ -36,7 +50,7 @@ MUTABLE_DATACLASSES = {
     "tritonfp8.training.Run": "likewise",
 }
 MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized._unflatten"}
-MAY_READ_THE_ENVIRONMENT = {f"tritonfp8.{name}" for name in ABOVE_THE_CORE | {"tuning"}}
+MAY_READ_THE_ENVIRONMENT = {f"tritonfp8.{name}" for name in ABOVE_THE_CORE | {"tuning_store"}}
 PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 # As torch spells them. None stands for what is left out.

@@ -1,12 +1,16 @@
+import dataclasses
 import functools
+import inspect
 import io
 import json
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.colors
 import matplotlib.image
@@ -17,8 +21,11 @@ from test_training import SMALL
 from typer.testing import CliRunner
 
 import tritonfp8
-from tritonfp8 import cli, doctor, recipes, training, training_report
+from tritonfp8 import cli, doctor, recipes, training, training_report, warmup
 
+# What the command calls, and what it could have done; tests put others in its place.
+WARM_UP = warmup.warm_up
+REPORT = warmup.Report(compiled=5, skipped=0, tuned=0, failed=(), seconds=1.0)
 COMMAND = [sys.executable, "-m", "tritonfp8"]
 
 
@@ -282,3 +289,106 @@ def test_plain_output_is_wide_enough_for_its_cells(invoke):
     longest = max(recipes.names(), key=len)
     assert longest in invoke("recipes").output
     assert math.inf > cli._console().width >= 160
+
+
+class TestWarmUp:
+    @pytest.fixture(autouse=True)
+    def _home(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    @pytest.fixture
+    def layers(self, tmp_path):
+        path = tmp_path / "shapes.json"
+        path.write_text('[{"m": 64, "n": 48, "k": 32}]')
+        return ["warmup", "--shapes", path, "--recipes", "rowwise", "--workers", 0]
+
+    def test_a_cpu_goes_through_the_steps(self, invoke, layers):
+        done = invoke(*layers, "--device", "cpu")
+        assert done.exit_code == 0, done.output
+        lines = done.output.splitlines()
+        assert lines[0] == "--device cpu: the reference ops run, nothing is compiled here."
+        ops = int(re.search(r"(\d+) ops ready, 0 failures", lines[-1])[1])
+        assert lines[1:-1] == [f"compile: {ops}/{ops}", f"load: {ops}/{ops}"]
+        assert ops > 5
+
+    def test_every_option_arrives(self, invoke, layers, monkeypatch):
+        given = {}
+        monkeypatch.setattr(warmup, "warm_up", lambda **options: given.update(options) or REPORT)
+        more = ["--tune", "--force", "--dtype", "float16", "--model", "tiny", "--tokens", "2x64", "--tokens", 128]
+        assert invoke(*layers, *more, "--device", "cuda:1", "--timeout", 9).exit_code == 0
+        progress, shapes = given.pop("progress"), given.pop("shapes")
+        assert callable(progress)
+        assert shapes == layers[2]
+        assert given == {
+            "model": "tiny", "recipes": ["rowwise"], "tokens": [(2, 64), (1, 128)], "dtype": "float16", "tune": True,
+            "force": True, "workers": 0, "device": "cuda:1", "timeout": 9.0,
+        }  # fmt: skip
+        assert given.keys() | {"progress", "shapes", "timer"} == inspect.signature(WARM_UP).parameters.keys()
+
+    def test_the_defaults_are_those_of_the_function(self, invoke, layers, monkeypatch):
+        given = {}
+        monkeypatch.setattr(warmup, "warm_up", lambda **options: given.update(options) or REPORT)
+        assert invoke("warmup").exit_code == 0
+        for name, parameter in inspect.signature(WARM_UP).parameters.items():
+            if name in given and name != "progress":
+                assert given[name] == (
+                    list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+                )
+
+    def test_failures_are_named_and_set_the_exit_code(self, invoke, layers, monkeypatch):
+        report = dataclasses.replace(REPORT, failed=("quantize([1]): its process was ended by SIGKILL",), tuned=3)
+        monkeypatch.setattr(warmup, "warm_up", lambda **options: report)
+        done = invoke(*layers)
+        assert done.exit_code == 1
+        assert "5 ops ready, 3 products tuned, 0 tuned before, 1 failures" in done.output
+        assert "failed: quantize([1]): its process was ended by SIGKILL" in done.stderr
+
+    def test_ctrl_c(self, invoke, layers, monkeypatch):
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(warmup, "run_jobs", interrupt)
+        done = invoke(*layers, "--device", "cpu")
+        assert done.exit_code == 130
+        assert "what was done is kept" in done.output
+
+    def test_other_ranks_are_silent(self, invoke, layers, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setattr(warmup, "warm_up", lambda **options: dataclasses.replace(REPORT, failed=("x",)))
+        done = invoke(*layers)
+        assert (done.exit_code, done.output) == (1, "")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--shapes", "no/such.json"], "the shapes in no/such.json cannot be read"),
+            (["--recipes", "rowise"], "did you mean 'rowwise'"),
+            (["--recipes", ","], "at least one recipe is needed"),
+            (["--tokens", "4xx8"], "sequences x tokens a sequence"),
+            (["--dtype", "int8"], "dtype must be one of"),
+            (["--model", "8b"], "no model is named '8b'"),
+            (["--device", "cuda:99"], "needs a CUDA GPU with FP8 tensor cores"),
+            (["--tune"], "needs a CUDA GPU, or a timer"),
+        ],
+    )
+    def test_bad_input_is_one_clear_error(self, invoke, layers, options, message):
+        done = invoke(*layers, "--device", "cpu", *options)
+        assert done.exit_code == 2
+        assert message in " ".join(done.stderr.split())
+        assert "Traceback" not in done.output
+
+    def test_nothing_to_do_is_an_error(self, invoke):
+        assert "a model or a file of shapes is needed" in invoke("warmup", "--device", "cpu").stderr
+
+    def test_a_terminal_gets_bars_with_an_eta(self):
+        console = Console(force_terminal=True, width=120, record=True, file=io.StringIO())
+        with cli._Bars(console) as bars:
+            bars("compile", 3, 12)
+        shown = console.export_text()
+        assert "compile" in shown
+        assert "3/12" in shown
+        assert "ETA" in shown
+
+    def test_the_script_for_a_launcher_is_the_command(self):
+        script = runpy.run_path(str(Path(__file__).resolve().parents[1] / "bench" / "warm_up.py"))
+        assert script["warmup"] is cli.warmup

@@ -255,3 +255,60 @@ def test_activation_checkpointing_inside_the_graph(name):
     assert graphs.frame_count == 1
     # The output of the first layer a second time; that of the last is not needed again.
     assert counts.calls.total() == 7
+
+
+@cpu_and_cuda
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_hp_grad_weight", "blockwise"])
+def test_weights_quantized_once_take_one_more_graph(device, name):
+    model = nn.Sequential(nn.Linear(70, 40), nn.Tanh(), nn.Linear(40, 20)).to(device, torch.bfloat16)
+    convert(model, name)
+    call, graphs = compiled(model, "aot_eager")
+    x = normal(33, 70, dtype=torch.bfloat16, device=device).requires_grad_()
+
+    def gradients(function):
+        out = function(x)
+        return out.detach(), *torch.autograd.grad(out.sum(), (x, *model.parameters()))
+
+    expected = gradients(model)
+    for _ in range(2):
+        assert_bitwise_equal(gradients(call), expected)
+        for _ in range(2):
+            with tritonfp8.quantize_weights_once(model):
+                assert_bitwise_equal(gradients(call), expected)
+                assert_bitwise_equal(gradients(call), expected)
+    assert graphs.frame_count == 2
+
+
+def test_a_change_inside_the_block_does_not_pass_in_a_graph():
+    layer = Float8Linear(70, 20)
+    call, _ = compiled(layer, "aot_eager")
+
+    def change_inside():
+        with tritonfp8.quantize_weights_once(layer):
+            call(normal(33, 70))
+            layer.weight.detach().mul_(2)
+            call(normal(33, 70))
+
+    with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once"):
+        change_inside()
+    assert_bitwise_equal(call(normal(33, 70)), layer(normal(33, 70)))
+
+
+@pytest.mark.slow
+def test_layers_that_read_one_input_quantize_it_once():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(70, 40), nn.Linear(70, 40)
+
+        def forward(self, x):
+            return self.q(x) * self.k(x)
+
+    model = Heads()
+    convert(model, "rowwise")
+    call, graphs = compiled(model, "inductor")
+    call(normal(33, 70)).sum().backward()
+    with recorded_casts() as results:
+        call(normal(33, 70))
+    assert graphs.frame_count == 1
+    assert sum(result[0].shape == (33, 70) for result in results) == 1

@@ -9,12 +9,11 @@ from tritonfp8.hardware import Abilities
 from tritonfp8.kernels.configs import SMALL_M, SPACES, MatmulConfig, predicted_time
 
 H200 = Abilities(
-    name="H200",
+    name="a GPU as an H200, of which nothing is tuned",
     capability=(9, 0),
     has_fp8_mma=True,
     has_direct_cast=True,
     has_tma=True,
-    has_dependent_launch=True,
     has_warpgroup_mma=True,
     has_native_mx=False,
     num_sms=132,
@@ -26,7 +25,7 @@ WEIGHTS = [(4096, 7168), (14336, 4096), (4096, 4096), (7168, 16384), (2112, 7168
 
 
 def chosen(family, m, n, k, copy_engine=True):
-    return tuning.choose(family, "precise", m, n, k, 2, True, copy_engine, H200)
+    return tuning.choose(family, "precise", (1, 128), m, n, k, 2, True, copy_engine, H200)
 
 
 def pieces(config, m, n):

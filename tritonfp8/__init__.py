@@ -15,6 +15,7 @@ from tritonfp8.modules import Float8Linear
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
+from tritonfp8.weights import quantize_weights_once
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "dequantize",
     "quantize",
     "quantize_both",
+    "quantize_weights_once",
     "recipes",
     "revert",
     "scaled_matmul",

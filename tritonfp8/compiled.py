@@ -6,8 +6,10 @@ than everything else in a launch. The compiled kernel itself can be launched dir
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,8 +17,33 @@ from torch import Tensor
 
 ALIGNMENT = 16
 MAX_ENTRIES = 2**14
+# What the kernels of this process are was decided when they were decorated.
+INTERPRETING = triton.knobs.runtime.interpret
 
 _compiled: dict[tuple[object, ...], Any] = {}
+_local = threading.local()
+
+
+class Launched(NamedTuple):
+    """One launch: the compiled kernel and its arguments, as :func:`run` takes them."""
+
+    compiled: Any
+    programs: int
+    pointers: Sequence[Any]
+    integers: Sequence[int]
+    constants: Sequence[object]
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launched]]:
+    """Note what :func:`run` launches on this thread inside the ``with`` block."""
+    before = getattr(_local, "launches", None)
+    launches: list[Launched] = []
+    _local.launches = launches
+    try:
+        yield launches
+    finally:
+        _local.launches = before
 
 
 def _describe(pointer: Any) -> object:
@@ -44,8 +71,11 @@ def run(
         constants: every compile-time argument by name, in the order of the kernel; they decide the block shapes of the
             descriptors.
         options: ``num_warps`` and ``num_stages``.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and this launch is the first of its kind.
     """
-    if triton.knobs.runtime.interpret:
+    if INTERPRETING:
         kernel[programs,](*pointers, *integers, **constants, **options)
         return
     # Integers by value: finer than what Triton distinguishes (1, divisible by 16, wider than 32 bits), and exact.
@@ -60,8 +90,29 @@ def run(
     found = _compiled.get(key)
     if found is not None:
         found[programs, 1, 1](*pointers, *integers, *constants.values())
-        return
+    else:
+        found = _compile_and_launch(key, kernel, programs, pointers, integers, constants, options)
+    if (launches := getattr(_local, "launches", None)) is not None:
+        launches.append(Launched(found, programs, pointers, integers, tuple(constants.values())))
+
+
+def _compile_and_launch(
+    key: tuple[object, ...],
+    kernel: Any,
+    programs: int,
+    pointers: Sequence[Any],
+    integers: Sequence[int],
+    constants: Mapping[str, object],
+    options: Mapping[str, int],
+) -> Any:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{kernel.__name__} was not launched before for these sizes, strides and alignments (integers {integers}), "
+            "and cannot be compiled or loaded while a CUDA graph is captured: run the same step once, with tensors of "
+            "the same shapes, before the capture (tritonfp8 warmup makes that quick)"
+        )
     compiled = kernel[programs,](*pointers, *integers, **constants, **options)
     if len(_compiled) >= MAX_ENTRIES:
         _compiled.clear()
     _compiled[key] = compiled
+    return compiled

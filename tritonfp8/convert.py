@@ -6,12 +6,14 @@ stay, so optimizers, tied weights and hooks made before go on working.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from tritonfp8.functional import SharedInput
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 
@@ -97,6 +99,32 @@ class _Choice:
             )
 
 
+def _share_inputs(model: nn.Module, layers: Collection[nn.Module]) -> None:
+    """Let layers with one parent and as many in features quantize once what they read in one pass of the parent.
+
+    The parent's hooks open and close the scope in which they may.
+    """
+    for parent in model.modules():
+        children = {child for child in parent.children() if child in layers}
+        widths = Counter(child.in_features for child in children)
+        siblings = [child for child in children if widths[child.in_features] > 1]
+        if siblings:
+            shared = SharedInput()
+            parent.register_forward_pre_hook(shared.open)
+            parent.register_forward_hook(shared.close, always_call=True)
+            for child in siblings:
+                child.shared_input = shared  # type: ignore[assignment]
+
+
+def _unshare_inputs(model: nn.Module) -> None:
+    for module in model.modules():
+        module.__dict__.pop("shared_input", None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), SharedInput)]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+
+
 def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> ConversionReport:
     """Make the model's linear layers follow a recipe, in place.
 
@@ -147,6 +175,7 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> 
     for name, module in modules.items():
         module.__class__ = Float8Linear
         module.recipe = converted[name]  # type: ignore[assignment]
+    _share_inputs(model, set(modules.values()))
     return report
 
 
@@ -188,7 +217,10 @@ def revert(model: nn.Module) -> list[str]:
     layers = {name: module for name, module in _linears(model) if type(module) is Float8Linear}
     if not layers:
         raise ValueError("the model has no converted layer: there is nothing to revert")
+    if held := [name for name, module in layers.items() if module.held_weight is not None]:
+        raise ValueError(f"quantize_weights_once is open on {', '.join(held)}: revert after the block")
     for module in layers.values():
         del module.recipe
         module.__class__ = nn.Linear  # type: ignore[assignment]
+    _unshare_inputs(model)
     return list(layers)

@@ -48,6 +48,11 @@ def count_gemms() -> Iterator[GemmCounts]:
         _active[:] = [other for other in _active if other is not counts]
 
 
+def is_active() -> bool:
+    """Whether anybody counts."""
+    return bool(_active)
+
+
 def record(kind: str, m: int, n: int, k: int) -> None:
     """Note one product of ``[m, k]`` by ``[n, k].T`` that ran as ``kind``."""
     for counts in _active:

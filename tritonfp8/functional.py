@@ -1,17 +1,16 @@
-"""quantize, dequantize, scaled_matmul on :class:`Quantized`, and a linear layer whose GEMMs follow a recipe."""
+"""quantize, dequantize, scaled_matmul on :class:`Quantized`, and (from :mod:`tritonfp8.linear`) a linear layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.linear import Operands, SharedInput, linear, quantize_weight
 from tritonfp8.quantized import Quantized
-from tritonfp8.recipes import Gemm, Recipe, get
 from tritonfp8.specs import (
     ACCUMULATIONS,
     ACTIVATIONS,
@@ -23,10 +22,26 @@ from tritonfp8.specs import (
     scale_shape,
 )
 
+__all__ = [
+    "Operands",
+    "SharedInput",
+    "amax",
+    "dequantize",
+    "linear",
+    "quantize",
+    "quantize_both",
+    "quantize_weight",
+    "scaled_matmul",
+]
+
 
 def _check_spec(spec: object) -> None:
     if not isinstance(spec, QuantSpec):
         raise TypeError(f"spec must be a tritonfp8.QuantSpec; got {type(spec).__name__}")
+
+
+def _without_grad(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
 
 
 def _check_matrix(x: Tensor, what: str) -> None:
@@ -52,7 +67,7 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     check_floating("x", x)
     require("block", tuple(block), tuple(BLOCKS))
     scale_shape(x.shape, block)
-    return ops.amax(x.detach(), list(block))
+    return ops.amax(_without_grad(x), list(block))
 
 
 def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor | None = None) -> Quantized:
@@ -80,11 +95,11 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
     _check_spec(spec)
     if transpose:
         _check_matrix(x, "quantize(transpose=True)")
-    shape = x.shape[::-1] if transpose else x.shape
-    expected = scale_shape(shape, spec.block)
-    if amax is not None and (tuple(amax.shape) != expected or amax.dtype != torch.float32):
-        raise ValueError(f"amax must be float32 of shape {expected}; got {amax.dtype} of shape {tuple(amax.shape)}")
-    qdata, scale = ops.quantize(x.detach(), *spec.args, transpose, amax)
+    if amax is not None or x.ndim < 2:
+        expected = scale_shape(x.shape[::-1] if transpose else x.shape, spec.block)
+        if amax is not None and (tuple(amax.shape) != expected or amax.dtype != torch.float32):
+            raise ValueError(f"amax must be float32 of shape {expected}; got {amax.dtype} of shape {tuple(amax.shape)}")
+    qdata, scale = ops.quantize(_without_grad(x), *spec.args, transpose, amax)
     return Quantized(qdata, scale, spec)
 
 
@@ -105,7 +120,7 @@ def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quanti
     _check_spec(spec)
     _check_spec(spec_t)
     _check_matrix(x, "quantize_both")
-    qdata, scale, qdata_t, scale_t = ops.quantize_both(x.detach(), *spec.args, *spec_t.args)
+    qdata, scale, qdata_t, scale_t = ops.quantize_both(_without_grad(x), *spec.args, *spec_t.args)
     return Quantized(qdata, scale, spec), Quantized(qdata_t, scale_t, spec_t)
 
 
@@ -190,169 +205,3 @@ def scaled_matmul(
         a.qdata, a.scale, *a.spec.args[:3], b.qdata, b.scale, *b.spec.args[:3],
         bias, activation, residual, out_dtype, accumulation,
     )  # fmt: skip
-
-
-_Pair = tuple[Tensor | None, Tensor | None]
-
-
-def _quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[_Pair, _Pair]:
-    """``(qdata, scale)`` of ``x`` and of ``x.T``, each None where its spec is."""
-    if spec is not None and spec_t is not None:
-        qdata, scale, qdata_t, scale_t = ops.quantize_both(x, *spec.args, *spec_t.args)
-        return (qdata, scale), (qdata_t, scale_t)
-    none: _Pair = (None, None)
-    return (
-        none if spec is None else ops.quantize(x, *spec.args),
-        none if spec_t is None else ops.quantize(x, *spec_t.args, True),
-    )
-
-
-def _matmul(gemm: Gemm, lhs: _Pair, rhs: _Pair, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    assert gemm.lhs is not None
-    assert gemm.rhs is not None
-    return ops.scaled_matmul(
-        lhs[0], lhs[1], *gemm.lhs.args[:3], rhs[0], rhs[1], *gemm.rhs.args[:3],
-        bias, None, None, out_dtype, gemm.accumulation,
-    )  # fmt: skip
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of a gradient; differentiating it is an error that says so."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
-            "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
-        )
-
-
-class _Linear(torch.autograd.Function):
-    """``input [M, K] @ weight [N, K].T + bias`` by a recipe.
-
-    Only the GEMMs whose result somebody needs are run, and only what they read is saved: ``input.T`` quantized for
-    grad_weight (M K bytes and scales, in place of 2 M K bytes of bf16), or the input itself where the recipe keeps
-    grad_weight in high precision; for grad_input the weight, which is alive anyway, or under autocast its cast.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, needs: tuple[bool, bool]
-    ) -> Tensor:
-        needs_grad_input, needs_grad_weight = needs
-        keep = recipe.grad_weight.rhs if needs_grad_weight else None
-        quantized, kept = _quantize_for(input, recipe.output.lhs, keep)
-        if recipe.output.rhs is not None:
-            weight_pair = ops.quantize(weight, *recipe.output.rhs.args)
-            out = _matmul(recipe.output, quantized, weight_pair, bias, input.dtype)
-        else:
-            out = ops.matmul(input, weight)
-            if bias is not None:
-                out = out + bias
-        keep_input = needs_grad_weight and keep is None
-        ctx.save_for_backward(weight if needs_grad_input else None, input if keep_input else None, *kept)
-        ctx.recipe = recipe
-        ctx.needs = (*needs, bias is not None and bias.requires_grad)
-        ctx.dtypes = (input.dtype, weight.dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
-        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        with torch.no_grad():
-            grads = _Linear._grads(ctx, grad_output)
-        if differentiable:
-            apply = _NoSecondDerivative.apply
-            grads = tuple(
-                g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
-                for g in grads
-            )
-        return (*grads, None, None)
-
-    @staticmethod
-    def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, input, input_qdata, input_scale = ctx.saved_tensors
-        needs_grad_input, needs_grad_weight, needs_grad_bias = ctx.needs
-        recipe: Recipe = ctx.recipe
-        input_dtype, weight_dtype = ctx.dtypes
-        grad_input = grad_weight = grad_bias = None
-        pair, pair_t = _quantize_for(
-            grad_output,
-            recipe.grad_input.lhs if needs_grad_input else None,
-            recipe.grad_weight.lhs if needs_grad_weight else None,
-        )
-        if needs_grad_input:
-            if recipe.grad_input.rhs is not None:
-                weight_pair = ops.quantize(weight, *recipe.grad_input.rhs.args, True)
-                grad_input = _matmul(recipe.grad_input, pair, weight_pair, None, input_dtype)
-            else:
-                grad_input = ops.matmul(grad_output, weight.t())
-        if needs_grad_weight:
-            if recipe.grad_weight.rhs is not None:
-                grad_weight = _matmul(recipe.grad_weight, pair_t, (input_qdata, input_scale), None, weight_dtype)
-            else:
-                grad_weight = ops.matmul(grad_output.t(), input.t())
-        if needs_grad_bias:
-            grad_bias = grad_output.sum(0)
-        return grad_input, grad_weight, grad_bias
-
-
-def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
-    # Autocast does not know the meta device, on which shapes are tried out.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: str | Recipe = "rowwise") -> Tensor:
-    """``input @ weight.T + bias``, its three GEMMs by ``recipe``; differentiable once, composes with ``torch.compile``.
-
-    Args:
-        input: ``[..., K]``; any leading dims, empty ones too.
-        weight: ``[N, K]``, in the dtype of ``input`` (or any where autocast is on, which casts as ``F.linear`` does).
-        bias: ``[N]`` or None.
-        recipe: a name or a :class:`~tritonfp8.Recipe`.
-
-    Returns:
-        ``[..., N]`` in the dtype of ``input`` (autocast's where it is on).
-
-    Saved for backward, a layer: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32,
-    mxfp8 M K / 32), or the input itself, 2 M K bytes in bf16, where the recipe computes grad_weight in high precision.
-    Nothing of the input is saved if the weight needs no grad. The weight is kept for grad_input as it is; where
-    autocast casts it, that is a copy of 2 N K bytes, as in ``F.linear``.
-
-    Raises:
-        TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
-        ValueError: shapes that do not go together, or an unknown recipe.
-        RuntimeError: when a gradient of the gradient is asked for.
-    """
-    recipe = get(recipe)
-    cast_input, cast_weight, cast_bias = _autocast(input.device.type, input, weight, bias)
-    assert cast_input is not None
-    assert cast_weight is not None
-    for name, x in (("input", cast_input), ("weight", cast_weight), ("bias", cast_bias)):
-        if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != cast_input.dtype):
-            raise TypeError(
-                f"linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got {name} of "
-                f"{x.dtype} with input of {cast_input.dtype}. Cast one, or use torch.autocast."
-            )
-    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear needs input [..., K] and weight [N, K]; got {tuple(input.shape)} and {tuple(weight.shape)}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias must have shape ({weight.shape[0]},); got {tuple(bias.shape)}")
-    rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
-    grad = torch.is_grad_enabled()
-    needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
-    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, cast_weight, cast_bias, recipe, needs
-    )
-    return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])

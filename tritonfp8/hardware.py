@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ class Abilities:
         has_fp8_mma: FP8 tensor cores and FP8 conversions (sm_89 and later). Without them the reference runs.
         has_direct_cast: conversions from float32 to FP8 that round once (sm_90 and later, as Triton compiles them).
         has_tma: the bulk tensor copy engine (sm_90 and later).
-        has_dependent_launch: a launch may start before the one that it depends on has ended (sm_90 and later).
         has_warpgroup_mma: the asynchronous tensor cores of Hopper (sm_90 alone).
         has_native_mx: tensor cores whose MX instruction Triton uses (sm_100 and sm_103).
         num_sms: streaming multiprocessors.
@@ -31,15 +31,25 @@ class Abilities:
     has_fp8_mma: bool
     has_direct_cast: bool
     has_tma: bool
-    has_dependent_launch: bool
     has_warpgroup_mma: bool
     has_native_mx: bool
     num_sms: int
     max_shared_bytes: int
 
 
+def machine_key(abilities: Abilities) -> str:
+    """What tuned configurations of a machine are filed under: name, capability and SMs of its GPU, fit for a file name.
+
+    An H200 is ``nvidia-h200-sm90-132``. A GPU of the same name with fewer SMs (a slice, another board) is another
+    machine: waves of tiles are as wide as the SMs are many.
+    """
+    name = re.sub("[^a-z0-9]+", "-", abilities.name.lower()).strip("-")[:80]
+    capability = "" if abilities.capability is None else "-sm{}{}".format(*abilities.capability)
+    return f"{name}{capability}-{abilities.num_sms}"
+
+
 # A few programs and the shared memory of a Hopper block: what Triton's interpreter runs as on a CPU.
-CPU = Abilities("cpu", None, False, True, False, False, False, False, 4, 232448)
+CPU = Abilities("cpu", None, False, True, False, False, False, 4, 232448)
 
 
 def abilities(device: torch.device | str | int) -> Abilities:
@@ -66,7 +76,6 @@ def _cuda_abilities(index: int) -> Abilities:
         has_fp8_mma=capability >= (8, 9),
         has_direct_cast=capability >= (9, 0),
         has_tma=capability >= (9, 0),
-        has_dependent_launch=capability >= (9, 0),
         has_warpgroup_mma=capability[0] == 9,
         has_native_mx=capability[0] == 10,
         num_sms=properties.multi_processor_count,

@@ -19,7 +19,9 @@ from tritonfp8 import hardware, reference
 from tritonfp8.compiled import run
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels import quantize as quantize_kernels
-from tritonfp8.launch_matmul import product_kind, scaled_matmul
+from tritonfp8.launch_matmul import product_kind
+from tritonfp8.launch_matmul import scaled_matmul as _scaled_matmul
+from tritonfp8.replay import replayed
 from tritonfp8.specs import (
     BLOCK_128X128,
     empty_scale,
@@ -95,6 +97,7 @@ def _amax_bits(x: Tensor, block: Block | None, block_t: Block | None) -> tuple[T
     return outs[0], outs[1]
 
 
+@replayed
 def amax(x: Tensor, block: Block) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.amax`."""
     if not x.numel():
@@ -206,6 +209,7 @@ def _side(
     return _Side(matrix, scales, bits, of_x, format, scale_format, scale_rounding), qdata, scale
 
 
+@replayed
 def quantize(
     x: Tensor,
     format: str,
@@ -229,6 +233,7 @@ def quantize(
     return qdata, scale
 
 
+@replayed
 def quantize_both(
     x: Tensor,
     format: str,
@@ -253,6 +258,7 @@ def quantize_both(
     return qdata, scale, qdata_t, scale_t
 
 
+@replayed
 def dequantize(
     qdata: Tensor, scale: Tensor, format: str, block: Block, scale_format: str, scale_rounding: str, dtype: torch.dtype
 ) -> Tensor:
@@ -278,3 +284,6 @@ def dequantize(
         num_warps=tile.warps,
     )
     return out.view(qdata.shape)
+
+
+scaled_matmul = replayed(_scaled_matmul)

@@ -219,8 +219,9 @@ def _workspace(p: _Product, config: MatmulConfig) -> tuple[Tensor, int]:
     m, n, _ = p.sizes()
     rows = -(-m // config.block_m) * config.block_m
     unit = TMA_ALIGNMENT // PARTIAL_BYTES
-    workspace = torch.empty((config.split_k * rows, -(-n // unit) * unit), dtype=torch.float32, device=p.a.device)
-    return workspace[:, :n], rows
+    stride = -(-n // unit) * unit
+    shape = (config.split_k * rows, n)
+    return torch.empty_strided(shape, (stride, 1), dtype=torch.float32, device=p.a.device), rows
 
 
 def _launch_reduce(p: _Product, family: str, config: MatmulConfig, workspace: Tensor, rows: int) -> None:
@@ -229,7 +230,8 @@ def _launch_reduce(p: _Product, family: str, config: MatmulConfig, workspace: Te
     tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
     scaled = family == "epilogue"
     scale_strides = p.scale_strides() if scaled else (0, 0)
-    dependent = hardware.abilities(p.a.device).has_dependent_launch
+    # A launch that overlaps the end of the one before came with the copy engine.
+    dependent = hardware.abilities(p.a.device).has_tma
     run(
         matmul_kernels.reduce_parts_kernel,
         tiles,
@@ -250,7 +252,10 @@ def _launch_product(p: _Product, family: str, accumulation: str, config: MatmulC
     if config is None:
         bare = p.activation is None and p.residual is None
         copy_engine = tma_operands and tma_out
-        config = tuning.choose(family, accumulation, m, n, k, p.out.element_size(), bare, copy_engine, device)
+        scaled_rows = (p.a_rows, p.b_rows)
+        config = tuning.choose(
+            family, accumulation, scaled_rows, m, n, k, p.out.element_size(), bare, copy_engine, device
+        )
     pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
     programs = min(device.num_sms * config.blocks_per_sm, pieces)
     workspace, rows = _workspace(p, config) if config.split_k > 1 else (None, 0)

@@ -4,10 +4,61 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tritonfp8.functional import linear
+from tritonfp8.functional import Operands, SharedInput, linear
 from tritonfp8.recipes import Recipe, get
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+class HeldWeight:
+    """A weight quantized ahead, while the scope that owns it is open (:func:`tritonfp8.quantize_weights_once`).
+
+    Attributes:
+        weight: the Parameter that was quantized. It stays alive, so no other can take its memory.
+        dtype: in which the layer computes: the weight was cast to it first.
+        recipe: that it was quantized for.
+        operands: the result.
+        open: whether the scope is.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, recipe: Recipe, operands: Operands) -> None:
+        self.weight = weight
+        self.dtype = dtype
+        self.recipe = recipe
+        self.operands = operands
+        self.open = True
+        self._seen = (weight.data_ptr(), _version(weight))
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # A copy of the layer belongs to no scope: it holds None.
+        return type(None), ()
+
+    def check(self, layer: Float8Linear) -> None:
+        """Raise unless this is what ``layer`` would quantize now, as far as can be seen without reading the weight."""
+        weight = layer.weight
+        if layer.recipe != self.recipe:
+            raise RuntimeError("the recipe was changed inside quantize_weights_once: swap recipes outside the block")
+        device = weight.device.type
+        autocast = torch.is_autocast_enabled(device)
+        computed = torch.get_autocast_dtype(device) if autocast else weight.dtype
+        if computed != self.dtype:
+            raise RuntimeError(
+                f"the layer computes in {computed}, and quantize_weights_once quantized its weight from {self.dtype}: "
+                "open the block inside torch.autocast, or give it dtype="
+            )
+        # Neither can be asked for in a compiled graph. The scope compares everything when it ends.
+        if torch.compiler.is_compiling():
+            return
+        if weight is not self.weight or self._seen != (weight.data_ptr(), _version(weight)):
+            raise RuntimeError(
+                "a weight was changed inside quantize_weights_once, where its old value is still held: change weights "
+                "(optimizer.step, load_state_dict) after the block"
+            )
 
 
 class Float8Linear(nn.Linear):
@@ -24,6 +75,8 @@ class Float8Linear(nn.Linear):
     """
 
     recipe: Recipe
+    shared_input: SharedInput | None = None
+    held_weight: HeldWeight | None = None
 
     def __init__(
         self,
@@ -40,7 +93,19 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias`` by the recipe."""
-        return linear(input, self.weight, self.bias, self.recipe)
+        held = self.held_weight
+        # A shallow copy of the layer may outlive the scope.
+        if held is None or not held.open:
+            return linear(input, self.weight, self.bias, self.recipe, shared_input=self.shared_input)
+        held.check(self)
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            self.recipe,
+            quantized_weight=held.operands,
+            shared_input=self.shared_input,
+        )
 
     def extra_repr(self) -> str:
         """The fields of ``nn.Linear`` and the recipe."""

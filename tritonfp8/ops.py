@@ -73,13 +73,17 @@ def _matmul_fake(a: Tensor, b: Tensor) -> Tensor:
 
 def _on_cuda(launcher: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
     """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it)."""
+    of_device: dict[int, Callable[..., Any]] = {}
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        function = launcher if hardware.abilities(x.device).has_fp8_mma else fallback
-        if x.device.index == torch.cuda.current_device():
+        index = x.get_device()
+        function = of_device.get(index)
+        if function is None:
+            function = of_device[index] = launcher if hardware.abilities(x.device).has_fp8_mma else fallback
+        if index == torch.cuda.current_device():
             return function(x, *args, **kwargs)
         # Triton launches on the current device.
-        with torch.cuda.device(x.device):
+        with torch.cuda.device(index):
             return function(x, *args, **kwargs)
 
     return run
@@ -88,7 +92,8 @@ def _on_cuda(launcher: Callable[..., Any], fallback: Callable[..., Any]) -> Call
 def _counted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[..., Any]:
     def run(a: Tensor, *args: Any) -> Any:
         out = function(a, *args)
-        counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1])
+        if counting.is_active():
+            counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1])
         return out
 
     return run

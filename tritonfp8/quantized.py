@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, scale_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +39,15 @@ class Quantized:
     spec: QuantSpec
 
     def __post_init__(self) -> None:
+        spec, qdata, scale = self.spec, self.qdata, self.scale
         for name, tensor, dtype in (
-            ("qdata", self.qdata, FORMATS[self.spec.format].dtype),
-            ("scale", self.scale, SCALE_FORMATS[self.spec.scale_format].dtype),
+            ("qdata", qdata, FORMATS[spec.format].dtype),
+            ("scale", scale, SCALE_FORMATS[spec.scale_format].dtype),
         ):
             if tensor.dtype != dtype:
-                raise ValueError(f"{name} of a {self.spec} tensor must be {dtype}; got {tensor.dtype}")
-        expected = self.spec.scale_shape(self.qdata.shape)
-        if tuple(self.scale.shape) != expected:
+                raise ValueError(f"{name} of a {spec} tensor must be {dtype}; got {tensor.dtype}")
+        expected = scale_shape(qdata.shape, spec.block)
+        if tuple(scale.shape) != expected:
             raise ValueError(
                 f"scale of a {self.spec} tensor of shape {tuple(self.qdata.shape)} must have shape {expected}; "
                 f"got {tuple(self.scale.shape)}"

@@ -148,6 +148,10 @@ def full_block(ndim: int, block: Sequence[int]) -> tuple[int, ...]:
 
 def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     """``ceil(shape[i] / block[i])`` for each dim, 1 where the block is the whole dim (also of an empty one)."""
+    if len(shape) == 2:
+        # As below, in less of an eager call's time.
+        (m, n), (rows, cols) = shape, block
+        return 1 if rows == -1 else -(-m // rows), 1 if cols == -1 else -(-n // cols)
     return tuple(1 if b == -1 else -(-d // b) for d, b in zip(shape, full_block(len(shape), block), strict=True))
 
 

@@ -1,0 +1,304 @@
+"""Time contenders side by side: a gate first, then rounds in which all of them take turns, medians."""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.cases import Case
+from bench.shapes import Shape
+
+FLUSH_BYTES = 256 * 2**20
+MAX_RUNS = 200
+# The queue of a GPU takes about a thousand launches before the host waits for it.
+HOST_CALLS = 100
+MAX_REASON = 160
+DIGITS = 5
+GEMM_KERNELS = ("matmul", "gemm", "nvjet", "cutlass", "xmma", "cublas")
+
+Function = Callable[[], Any]
+Row = dict[str, Any]
+
+
+def measures(kind: str, cases: Sequence[Case]) -> Callable[[Function], Function]:
+    """Decorator of a test: it runs each of ``cases`` on each chosen shape of this kind."""
+
+    def mark(test: Any) -> Any:
+        test.kind, test.cases = kind, cases
+        return test
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of those that are compared in a test.
+
+    Attributes:
+        name: what the report calls it.
+        make: builds what is timed; what it holds counts as memory of the contender.
+        check: raises AssertionError for a wrong result.
+        own: a failure fails the test. A peer that cannot run is reported with its reason.
+        peer: name of the contender that this one is compared with.
+        fields: further fields of its row.
+    """
+
+    name: str
+    make: Callable[[], Function]
+    check: Callable[[Any], None] = lambda result: None
+    own: bool = False
+    peer: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long is measured: rounds, and seconds of each contender in a round."""
+
+    rounds: int
+    seconds: float
+
+
+FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04), Effort(3, 0.015), Effort(2, 0.0)
+
+
+class Stopwatch:
+    """Sums up what is measured: the timer of pytest-benchmark, which takes the difference around a round."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def read(self) -> float:
+        """Seconds measured so far."""
+        return self.total
+
+
+class Device:
+    """Times functions on a device: by events on a GPU, by the host's clock on a CPU."""
+
+    def __init__(self, device: torch.device, effort: Effort) -> None:
+        self.device = device
+        self.effort = effort
+        self.flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+    def synchronize(self) -> None:
+        """Wait for what was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gpu_seconds(self, function: Function) -> float:
+        """Median time of a run, as many as fit into the effort. L2 is flushed before each, which takes long enough
+        for the host to be ahead of the GPU when a short run begins.
+        """
+        times = self._runs(function, 1)
+        if (more := min(MAX_RUNS, int(self.effort.seconds / max(times[0], 1e-6)))) > 1:
+            times = self._runs(function, more)
+        return statistics.median(times)
+
+    def _runs(self, function: Function, count: int) -> list[float]:
+        if self.device.type != "cuda":
+            return [_wall_seconds(function) for _ in range(count)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            self.flush.zero_()
+            start.record()
+            function()
+            end.record()
+        self.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+    def host_seconds(self, function: Function) -> float:
+        """Time that the host takes for a call; the GPU is waited for before and after, not in between."""
+        calls = HOST_CALLS if self.effort.seconds else 1
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        seconds = time.perf_counter() - start
+        self.synchronize()
+        return seconds / calls
+
+    def memory(self) -> int:
+        """Bytes allocated now; the peak is counted from here."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self, since: int) -> Row:
+        """The peak of what is allocated beyond ``since``, as a field; none on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        return {"peak_bytes": torch.cuda.max_memory_allocated(self.device) - since}
+
+    def breakdown(self, function: Function) -> Row:
+        """GPU time of a run in matrix products and in everything else, as fields; none on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            function()
+            self.synchronize()
+        return kernel_seconds(
+            (event.key, event.self_device_time_total / 1e6)
+            for event in profiler.key_averages()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        )
+
+    def release(self) -> None:
+        """Let nothing of one test reach the next: compiled code and memory."""
+        torch.compiler.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _wall_seconds(function: Function) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def describe(error: Exception) -> str:
+    """What an error says, in a line for a table."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON]
+
+
+def kernel_seconds(kernels: Iterable[tuple[str, float]]) -> Row:
+    """``(name, seconds)`` of kernels, summed up into those of matrix products and the others; no fields of none."""
+    sums = {"gemm_seconds": 0.0, "other_seconds": 0.0}
+    for name, seconds in kernels:
+        is_gemm = any(part in name.lower() for part in GEMM_KERNELS)
+        sums["gemm_seconds" if is_gemm else "other_seconds"] += seconds
+    return sums if any(sums.values()) else {}
+
+
+def rounded(x: float) -> float:
+    """``x`` to the digits that a measurement has."""
+    return float(f"{x:.{DIGITS}g}")
+
+
+class Contest:
+    """Compares contenders on one shape and notes a row for each.
+
+    Attributes:
+        device: what they run on, and its clocks.
+        smoke: whether only the plumbing is tried: nothing is said about speed, compilers are left out.
+        quick: whether peers that have to be compiled are measured on few shapes only.
+    """
+
+    def __init__(
+        self, suite: str, device: Device, stopwatch: Stopwatch, rows: Path | None, *, smoke: bool, quick: bool
+    ) -> None:
+        self.suite, self.device, self.smoke, self.quick = suite, device, smoke, quick
+        self._stopwatch, self._rows = stopwatch, rows
+
+    def __call__(
+        self,
+        benchmark: Any,
+        case: Case,
+        shape: Shape,
+        contenders: Sequence[Contender],
+        clock: Callable[[Function], float] | None = None,
+        rounds: int | None = None,
+        breakdown: bool = False,
+    ) -> None:
+        """Gate, measure, note. The first contender of our own is the benchmark's own figure.
+
+        Args:
+            benchmark: pytest-benchmark's fixture.
+            case: what is measured.
+            shape: on what.
+            contenders: who takes part, in the order of a round.
+            clock: seconds of a function; by default those of the GPU.
+            rounds: instead of the effort's.
+            breakdown: note what the GPU's time went to as well.
+
+        Raises:
+            AssertionError: a result of our own was wrong; it has no time. The others were noted before.
+            Exception: whatever else one of our own raised, likewise.
+        """
+        clock = clock or self.device.gpu_seconds
+        rows = {c.name: self._row(case, shape, c) for c in contenders}
+        functions: dict[str, Function] = {}
+        failure: Exception | None = None
+        for contender in contenders:
+            try:
+                functions[contender.name] = self._prepare(contender, rows[contender.name])
+            # Whatever a peer raises is its reason; our own is raised again once the others are noted.
+            except Exception as error:
+                rows[contender.name]["reason"] = describe(error)
+                failure = failure or (error if contender.own else None)
+        times = self._rounds(benchmark, contenders, functions, clock, rounds or self.device.effort.rounds)
+        for name, samples in times.items():
+            median = statistics.median(samples)
+            rows[name] |= {"seconds": rounded(median), "spread": rounded((max(samples) - min(samples)) / median)}
+            rows[name] |= self.device.breakdown(functions[name]) if breakdown else {}
+        self._note(benchmark, list(rows.values()))
+        functions.clear()
+        self.device.release()
+        if failure is not None:
+            raise failure
+
+    def _row(self, case: Case, shape: Shape, contender: Contender) -> Row:
+        return {
+            "suite": self.suite,
+            "case": case.name,
+            "set": shape.set,
+            "name": shape.name,
+            "shape": list(shape.size),
+            "contender": contender.name,
+            "own": contender.own,
+            "peer": contender.peer,
+            "seconds": None,
+            **contender.fields,
+        }
+
+    def _prepare(self, contender: Contender, row: Row) -> Function:
+        """Build, run, check; then run once more for the peak of memory."""
+        before = self.device.memory()
+        function = contender.make()
+        contender.check(function())
+        self.device.memory()
+        function()
+        row |= self.device.peak(before)
+        return function
+
+    def _rounds(
+        self,
+        benchmark: Any,
+        contenders: Sequence[Contender],
+        functions: dict[str, Function],
+        clock: Callable[[Function], float],
+        rounds: int,
+    ) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {name: [] for name in functions}
+        first = next((c.name for c in contenders if c.own and c.name in functions), None)
+
+        def others() -> None:
+            for name in functions:
+                if name != first:
+                    times[name].append(clock(functions[name]))
+
+        def own() -> None:
+            times[first].append(clock(functions[first]))
+            self._stopwatch.total += times[first][-1]
+
+        if first is not None:
+            benchmark.pedantic(own, setup=others, rounds=rounds)
+        else:
+            benchmark.skipped = True
+        return times
+
+    def _note(self, benchmark: Any, rows: list[Row]) -> None:
+        benchmark.extra_info["rows"] = rows
+        if self._rows is not None:
+            with self._rows.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,81 @@
+"""The first training step of this process: ``python -m bench.first_step --model 8b-slice --recipe rowwise ...``.
+
+Prints one line of JSON: seconds of the step with all that it compiles, and how many launches of Triton kernels of the
+package it had beyond the second step. A step that benchmarks configurations has more than one that does not.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+import triton
+
+import tritonfp8
+from tritonfp8.training_models import MODELS
+
+VOCABULARY = 256
+OWN_SUFFIX, INDUCTOR_PREFIX = "_kernel", "triton_"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("model", "recipe", "device"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("batch", "sequence"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    return parser.parse_args()
+
+
+def build(options: argparse.Namespace) -> torch.nn.Module:
+    """The model in float32, on the device, by the recipe."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {key: value for key, value in vars(MODELS[options.model]).items() if key != "lr"}
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=options.sequence, tie_word_embeddings=False, **sizes
+    )
+    with torch.device(options.device):
+        model = LlamaForCausalLM(config)
+    if options.recipe != "bf16":
+        tritonfp8.convert(model, options.recipe)
+    return model
+
+
+def main() -> None:
+    """Run two steps of ordinary mixed precision, print what the first one took."""
+    options = parse()
+    model = build(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = torch.randint(VOCABULARY, (options.batch, options.sequence + 1), device=options.device)
+    launches: Counter[str] = Counter()
+    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launches.update([metadata.get()["name"]]))
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(options.device, torch.bfloat16):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    loss = loss_of if options.eager else torch.compile(loss_of)
+
+    def step() -> tuple[float, int]:
+        launches.clear()
+        start = time.perf_counter()
+        loss(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        own = (n for name, n in launches.items() if name.endswith(OWN_SUFFIX) and not name.startswith(INDUCTOR_PREFIX))
+        return seconds, sum(own)
+
+    (seconds, first), (_, second) = step(), step()
+    print(json.dumps({"step_seconds": seconds, "extra_launches": first - second}))
+
+
+if __name__ == "__main__":
+    main()

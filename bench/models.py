@@ -1,0 +1,27 @@
+"""The models that the suites build: layers of a Llama, on random hidden states."""
+
+import torch
+from torch import nn
+
+from bench.shapes import Shape
+
+POSITIONS = 8192
+
+
+def llama(shape: Shape, device: torch.device) -> nn.Module:
+    """Llama layers of a shape of the kind ``model``, bf16, the same weights at every call."""
+    from transformers import LlamaConfig, LlamaModel
+
+    layers, hidden, ffn, heads, kv_heads, _, _ = shape.size
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=POSITIONS,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaModel._from_config(config, dtype=torch.bfloat16)

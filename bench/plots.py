@@ -1,0 +1,146 @@
+"""Plots of what was measured. Each function returns a figure, or None where its rows are missing."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.tables import over_peer, size_name, with_peers
+
+Row = Mapping[str, Any]
+MARKERS = "osD^vP*X<>"
+COPY = "copy"
+
+
+def _measured(rows: Iterable[Row], suite: str) -> list[Row]:
+    return [row for row in rows if row["suite"] == suite and row["seconds"] is not None]
+
+
+def _rate(row: Row, what: str) -> float:
+    return row[what] / row["seconds"] / 1e12
+
+
+def _axes(width: float, height: float) -> Any:
+    return Figure(figsize=(width, height), layout="constrained").subplots()
+
+
+def _scatter(axes: Any, rows: Iterable[tuple[Row, float, float]]) -> None:
+    """Points ``(row, x, y)``: a colour a case (a contender, of one case), a marker a contender, peers hollow."""
+    rows = list(rows)
+    hue = "case" if len({row["case"] for row, _, _ in rows}) > 1 else "contender"
+    hues: dict[str, int] = {}
+    contenders: dict[str, int] = {}
+    groups: dict[tuple[str, str, str, bool], list[tuple[float, float]]] = {}
+    for row, x, y in rows:
+        groups.setdefault((row["case"], row["contender"], row[hue], row["own"]), []).append((x, y))
+    for (case, contender, key, own), points in groups.items():
+        color = f"C{hues.setdefault(key, len(hues)) % 10}"
+        marker = MARKERS[contenders.setdefault(contender, len(contenders)) % len(MARKERS)]
+        face = color if own else "none"
+        x, y = zip(*points, strict=True)
+        axes.scatter(x, y, label=f"{case}: {contender}", marker=marker, edgecolors=color, facecolors=face)
+
+
+def _legend(axes: Any) -> None:
+    axes.figure.legend(fontsize="x-small", loc="outside lower center", ncols=3)
+
+
+def _copy_speed(rows: Iterable[Row]) -> float | None:
+    speeds = [_rate(row, "bytes") for row in _measured(rows, "quantize") if row["contender"] == COPY]
+    return statistics.median(speeds) if speeds else None
+
+
+def casts(rows: list[Row]) -> Figure | None:
+    """Speed of the casts by the size of the tensor, under the speed of a copy."""
+    found = [row for row in _measured(rows, "quantize") if row["contender"] != COPY]
+    if not found:
+        return None
+    axes = _axes(9, 7)
+    _scatter(axes, [(row, row["shape"][0] * row["shape"][1] / 1e6, _rate(row, "bytes")) for row in found])
+    if (copy := _copy_speed(rows)) is not None:
+        axes.axhline(copy, color="black", linestyle="--", label="copy (read + write)")
+    axes.set(xscale="log", xlabel="million elements", ylabel="TB/s of the bytes that must move", title="Casts")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return axes.figure
+
+
+def products(rows: list[Row]) -> Figure | None:
+    """Roofline of the products: the roofs are the copy speed and the fastest product of the same data."""
+    found = [row for row in _measured(rows, "scaled_matmul") if "bytes" in row]
+    if not found:
+        return None
+    axes = _axes(9, 7)
+    _scatter(axes, [(row, row["flops"] / row["bytes"], _rate(row, "flops")) for row in found])
+    top = max(_rate(row, "flops") for row in found)
+    if (copy := _copy_speed(rows)) is not None:
+        intensities = sorted({top / copy, *(row["flops"] / row["bytes"] for row in found)})
+        roof = [min(top, copy * intensity) for intensity in intensities]
+        axes.plot(intensities, roof, color="black", linestyle="--", label="roof: copy speed, fastest product")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s", title="Matrix products")
+    _legend(axes)
+    return axes.figure
+
+
+def _speed_ups(rows: list[Row], suite: str, title: str) -> Figure | None:
+    ratios = [
+        (row, ratio) for row, peer in with_peers(_measured(rows, suite)) if (ratio := over_peer(row, peer)) is not None
+    ]
+    if not ratios:
+        return None
+    shapes = list(dict.fromkeys(size_name(row["shape"]) for row, _ in ratios))[::-1]
+    axes = _axes(9, 4 + 0.25 * len(shapes))
+    _scatter(axes, [(row, ratio, shapes.index(size_name(row["shape"]))) for row, ratio in ratios])
+    axes.axvline(1, color="black", linestyle="--")
+    axes.set_yticks(range(len(shapes)), shapes)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set(xlabel="times as fast", title=title)
+    _legend(axes)
+    return axes.figure
+
+
+def product_speed_ups(rows: list[Row]) -> Figure | None:
+    """Products over torch's of the same accumulation, by shape."""
+    return _speed_ups(rows, "scaled_matmul", "Matrix products over torch's (M x N x K)")
+
+
+def layer_speed_ups(rows: list[Row]) -> Figure | None:
+    """A linear layer over bf16, by shape."""
+    return _speed_ups(rows, "linear", "Linear layer, forward + backward, over bf16 (M x K x N)")
+
+
+def model_speed_ups(rows: list[Row]) -> Figure | None:
+    """Llama layers over bf16, by shape."""
+    return _speed_ups(rows, "model", "Llama layers, forward + backward, over bf16")
+
+
+def layer_breakdown(rows: list[Row]) -> Figure | None:
+    """Where the time of a linear layer goes: products, casts and the rest, gaps between kernels."""
+    found = [row for row in _measured(rows, "linear") if "gemm_seconds" in row][::-1]
+    if not found:
+        return None
+    axes = _axes(9, 2 + 0.25 * len(found))
+    left = [0.0] * len(found)
+    gaps = [max(0.0, row["seconds"] - row["gemm_seconds"] - row["other_seconds"]) for row in found]
+    for label, parts in (
+        ("matrix products", [row["gemm_seconds"] for row in found]),
+        ("casts and the rest", [row["other_seconds"] for row in found]),
+        ("no kernel running", gaps),
+    ):
+        axes.barh(range(len(found)), [1e3 * part for part in parts], left=left, label=label)
+        left = [start + 1e3 * part for start, part in zip(left, parts, strict=True)]
+    axes.set_yticks(range(len(found)), [f"{size_name(row['shape'])} {row['contender']}" for row in found])
+    axes.set(xlabel="ms", title="Linear layer, forward + backward (M x K x N)")
+    axes.legend()
+    return axes.figure
+
+
+PLOTS: dict[str, Callable[[list[Row]], Figure | None]] = {
+    "casts.png": casts,
+    "products.png": products,
+    "product_speed_ups.png": product_speed_ups,
+    "layer_speed_ups.png": layer_speed_ups,
+    "model_speed_ups.png": model_speed_ups,
+    "layer_breakdown.png": layer_breakdown,
+}

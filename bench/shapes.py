@@ -1,0 +1,158 @@
+"""The shapes that the suites run, as named sets of plain data; ``--shapes SET`` chooses sets by name.
+
+``size`` is, by kind:
+
+- ``gemm``: ``(M, N, K)`` of ``[M, K] @ [N, K].T``
+- ``cast``: ``(rows, cols)`` of a bf16 tensor
+- ``layer``: ``(M, K, N)``: tokens, in features, out features
+- ``model``: ``(layers, hidden, ffn, heads, kv_heads, batch, sequence)`` of a Llama
+- ``launch``: ``(M, N, K)``, so small that the host is what takes time
+- ``first_step``: ``(batch, sequence)`` of the model of that name (``tritonfp8.training_models.MODELS``)
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+SMOKE = "smoke"
+ALL = "all"
+TOKENS = (4096, 16384)
+DECODE_TOKENS = (1, 8, 16, 32, 64, 128, 256)
+LARGE_CAST_BYTES = 64 * 10**6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape: the set that it belongs to, what it is, its size (see the module)."""
+
+    set: str
+    name: str
+    size: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.set}:{'x'.join(map(str, self.size))}"
+
+
+def _projections(hidden: int, kv: int, ffn: int) -> dict[str, tuple[int, int]]:
+    """(N, K) of the linear layers of a Llama with ``kv`` features of keys and of values."""
+    return {
+        "q, o": (hidden, hidden),
+        "k, v": (kv, hidden),
+        "gate, up": (ffn, hidden),
+        "down": (hidden, ffn),
+    }
+
+
+# Projections of the same input are fused: q_a with kv_a, an expert's gate with its up.
+_DEEPSEEK_V3 = {
+    "q_a + kv_a": (2112, 7168),
+    "q_b": (24576, 1536),
+    "kv_b": (32768, 512),
+    "o": (7168, 16384),
+    "expert gate + up": (4096, 7168),
+    "expert down": (7168, 2048),
+}
+_DECODE = {
+    "llama-8b q, o": (4096, 4096),
+    "llama-8b gate, up": (14336, 4096),
+    "llama-8b down": (4096, 14336),
+}
+
+
+def _set(name: str, tokens: Iterable[int], layers: dict[str, tuple[int, int]]) -> tuple[Shape, ...]:
+    return tuple(Shape(name, f"{what}, {m} tokens", (m, *nk)) for m, (what, nk) in product(tokens, layers.items()))
+
+
+def _sizes(name: str, **sizes: tuple[int, ...]) -> tuple[Shape, ...]:
+    return tuple(Shape(name, what.replace("_", " "), size) for what, size in sizes.items())
+
+
+_SETS = (
+    (
+        "gemm",
+        _sizes("square", square=(8192, 8192, 8192)),
+        _set("llama-8b", TOKENS, _projections(4096, 1024, 14336)),
+        _set("deepseek-v3", (4096,), _DEEPSEEK_V3),
+        _set("decode", DECODE_TOKENS, _DECODE),
+        _set("decode", (64, 128), {k: v for k, v in _DEEPSEEK_V3.items() if k in ("o", "expert gate + up")}),
+        _set("llama-70b", TOKENS, _projections(8192, 1024, 28672)),
+        _set("hidden-1024", TOKENS, _projections(1024, 256, 3072)),
+        _set("hidden-2048", TOKENS, _projections(2048, 512, 8192)),
+        _sizes(
+            "odd",
+            odd_tokens=(4095, 4096, 4096),
+            odd_features=(4096, 4112, 4080),
+            odd_everything=(1000, 1003, 1009),
+            one_row=(1, 1000, 129),
+        ),
+        _sizes(SMOKE, tiny=(32, 48, 256)),
+    ),
+    (
+        "cast",
+        _sizes(
+            "large",
+            llama_8b_input=(16384, 4096),
+            llama_8b_ffn_input=(16384, 14336),
+            llama_8b_weight=(14336, 4096),
+            square=(8192, 8192),
+            hidden_2048=(16384, 2048),
+        ),
+        _sizes("small", weight=(2048, 2048), decode=(256, 4096), one_row=(1, 4096)),
+        _sizes("odd", odd_rows=(16383, 4096), odd_everything=(4099, 4101), narrow=(16384, 100)),
+        _sizes(SMOKE, tiny=(130, 256)),
+    ),
+    (
+        "layer",
+        _sizes(
+            "layers",
+            llama_8b_up=(16384, 4096, 14336),
+            llama_8b_o=(16384, 4096, 4096),
+            llama_8b_up_4096_tokens=(4096, 4096, 14336),
+            hidden_2048=(16384, 2048, 2048),
+        ),
+        _sizes(SMOKE, tiny=(256, 128, 192)),
+    ),
+    (
+        "model",
+        _sizes(
+            "models",
+            llama_8b_layers=(4, 4096, 14336, 32, 8, 4, 4096),
+            hidden_2048_layers=(4, 2048, 8192, 32, 8, 2, 4096),
+        ),
+        _sizes(SMOKE, tiny=(1, 64, 128, 2, 1, 1, 128)),
+    ),
+    ("launch", _sizes("launch", small=(128, 768, 768)), _sizes(SMOKE, tiny=(16, 32, 128))),
+    (
+        "first_step",
+        (Shape("first-step", "8b-slice", (4, 4096)),),
+        (Shape(SMOKE, "tiny", (1, 16)),),
+    ),
+)
+SHAPES: dict[str, tuple[Shape, ...]] = {kind: sum(sets, ()) for kind, *sets in _SETS}
+
+LARGE_GEMMS = ("square", "llama-8b", "llama-70b", "deepseek-v3")
+# What the bars ask for; the rest is measured on demand.
+DEFAULT = (*LARGE_GEMMS, "decode", "large", "layers", "models", "launch", "first-step")
+
+
+def set_names() -> list[str]:
+    """The names of all sets, each once."""
+    return list(dict.fromkeys(shape.set for shapes in SHAPES.values() for shape in shapes))
+
+
+def check_sets(names: Iterable[str]) -> None:
+    """Raise ValueError unless every name is a set's, or ``all``."""
+    if unknown := sorted(set(names) - {ALL, *set_names()}):
+        raise ValueError(f"no set of shapes is named {', '.join(unknown)}; sets: {', '.join(set_names())}, or {ALL}")
+
+
+def select(kind: str, names: Iterable[str] = ()) -> list[Shape]:
+    """Shapes of a kind, in the order above: of the sets that are named, of all but ``smoke``, or by default of
+    :data:`DEFAULT`.
+
+    Raises:
+        ValueError: an unknown set.
+    """
+    chosen = set(names) or set(DEFAULT)
+    check_sets(chosen)
+    return [shape for shape in SHAPES[kind] if shape.set in chosen or (ALL in chosen and shape.set != SMOKE)]

@@ -1,0 +1,72 @@
+"""Llama layers, forward and backward, each layer compiled: time and peak memory of recipes, bf16 and torchao."""
+
+import pytest
+import torch
+
+import tritonfp8
+from bench import gates
+from bench.cases import LAYER_RECIPES, MODEL, MODEL_VARIANTS, recipe_variants
+from bench.contest import Contender, measures
+from bench.models import llama
+from bench.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
+
+# Compiling takes longer than measuring.
+pytestmark = pytest.mark.timeout(1200)
+
+
+def compile_layers(model, smoke):
+    """One compilation serves all layers, which are alike."""
+    torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
+    for layer in model.layers:
+        layer.compile(backend="eager" if smoke else "inductor", fullgraph=True, dynamic=False)
+
+
+def training_step(model, x, grad_output):
+    """What is timed: hidden states, and the gradients of the input and of every parameter of the layers."""
+    parameters = [p for p in model.layers.parameters() if p.requires_grad]
+
+    def step():
+        out = model(inputs_embeds=x, use_cache=False).last_hidden_state
+        grad_input, *grads = torch.autograd.grad(out, (x, *parameters), grad_output)
+        return out.detach(), grad_input, grads[0]
+
+    return step
+
+
+@measures("model", (MODEL,))
+def test_model(benchmark, contest, case, shape):
+    device = contest.device.device
+    *_, batch, sequence = shape.size
+    hidden = (batch, sequence, shape.size[1])
+    x = torch.randn(hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    grad_output = torch.randn(hidden, device=device, dtype=torch.bfloat16)
+
+    def make(convert):
+        model = llama(shape, device)
+        convert(model)
+        compile_layers(model, contest.smoke)
+        return training_step(model, x, grad_output)
+
+    check = gates.close_model(training_step(llama(shape, device), x, grad_output)())
+    variants = recipe_variants(LAYER_RECIPES)
+    contenders = [
+        Contender(
+            name,
+            lambda recipe=variants[name]: make(lambda model: tritonfp8.convert(model, recipe)),
+            check,
+            own=True,
+            peer="bf16",
+        )
+        for name in MODEL_VARIANTS
+    ]
+    contenders.append(Contender("bf16", lambda: make(lambda model: None)))
+    contenders += [
+        Contender(
+            f"torchao {recipe}",
+            lambda recipe=recipe: make(lambda model: torchao_layers(model, recipe)),
+            check,
+            peer="bf16",
+        )
+        for recipe in TORCHAO_RECIPES
+    ]
+    contest(benchmark, case, shape, contenders)

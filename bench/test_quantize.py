@@ -1,0 +1,45 @@
+"""Casts: GPU time against Inductor's on the same tensor, and against the speed of a copy in the same rounds."""
+
+import functools
+
+import torch
+
+from bench import gates
+from bench.cases import CASTS
+from bench.contest import Contender, measures
+from bench.peers import compiled
+from bench.shapes import SMOKE, select
+
+COPY_BYTES = 2**30
+COMPILED_SETS = ("large", SMOKE)
+
+
+@functools.cache
+def buffers(device, size):
+    return tuple(torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+
+def is_compiled_for(case, shape, contest):
+    """Compiling takes longer than measuring: large tensors only, of those the first where time is short."""
+    left_out = contest.quick and shape != select("cast", [shape.set])[0]
+    return shape.set in COMPILED_SETS and case.takes_whole_blocks(shape.size) and not left_out
+
+
+@measures("cast", CASTS)
+def test_quantize(benchmark, contest, case, shape):
+    device = contest.device.device
+    size = COPY_BYTES // 2 if not contest.smoke else 2**10
+    source, target = buffers(device, size)
+    x = torch.randn(shape.size, device=device, dtype=torch.bfloat16)
+    expected = case.expected(x)
+    moved = {"bytes": case.moved_bytes(shape.size, x.element_size())}
+    contenders = [
+        Contender(
+            "tritonfp8", lambda: lambda: case.run(x), gates.same_bytes(expected), own=True, peer="copy", fields=moved
+        ),
+        Contender("copy", lambda: lambda: target.copy_(source), fields={"bytes": 2 * size}),
+    ]
+    if is_compiled_for(case, shape, contest):
+        plain = compiled(lambda: case.plain(x), contest.smoke)
+        contenders.append(Contender("inductor", lambda: plain, gates.nearly_same_bytes(expected[0]), fields=moved))
+    contest(benchmark, case, shape, contenders)

@@ -1,0 +1,8 @@
+"""``tritonfp8 warmup`` for a launcher: ``torchrun --nproc-per-node 8 bench/warm_up.py --model 8b-slice``."""
+
+import typer
+
+from tritonfp8.cli import warmup
+
+if __name__ == "__main__":
+    typer.run(warmup)

@@ -1,0 +1,248 @@
+import json
+import math
+import platform
+import sys
+
+import pytest
+import torch
+
+from bench import contest as contests
+from bench import gates, machine
+from bench.cases import CASTS, Case
+from bench.contest import Contender, Contest, Device, Effort, Stopwatch
+from bench.shapes import Shape
+from tritonfp8 import convert, recipes
+
+CASE, SHAPE = Case("case"), Shape("set", "name", (2, 3))
+
+
+class FakeBenchmark:
+    """pytest-benchmark's fixture, as far as it is used; its figures are differences of the stopwatch."""
+
+    def __init__(self, stopwatch):
+        self.stopwatch, self.extra_info, self.samples, self.skipped = stopwatch, {}, [], False
+
+    def pedantic(self, target, setup, rounds):
+        for _ in range(rounds):
+            setup()
+            before = self.stopwatch.read()
+            target()
+            self.samples.append(self.stopwatch.read() - before)
+
+
+class Fight:
+    """A contest whose clock is the value that a function returns; notes the order in which functions ran."""
+
+    def __init__(self, tmp_path, rounds=3):
+        self.stopwatch = Stopwatch()
+        self.benchmark = FakeBenchmark(self.stopwatch)
+        self.path = tmp_path / "rows.jsonl"
+        device = Device(torch.device("cpu"), Effort(rounds, 0.0))
+        self.contest = Contest("suite", device, self.stopwatch, self.path, smoke=True, quick=False)
+        self.order = []
+
+    def contender(self, name, seconds, **options):
+        values = iter(seconds)
+
+        def run():
+            self.order.append(name)
+            return next(values)
+
+        return Contender(name, lambda: run, **options)
+
+    def run(self, *contenders):
+        self.contest(self.benchmark, CASE, SHAPE, contenders, clock=lambda function: function())
+
+    @property
+    def rows(self):
+        return {row["contender"]: row for row in map(json.loads, self.path.read_text().splitlines())}
+
+
+@pytest.fixture
+def fight(tmp_path):
+    return Fight(tmp_path)
+
+
+def wrong(result):
+    raise AssertionError("is wrong")
+
+
+# The first two values are those of the gate and of the run for the peak of memory.
+def test_medians_of_rounds_in_which_all_take_turns(fight):
+    fight.run(
+        fight.contender("own", [9, 9, 3, 1, 2], own=True, peer="peer", fields={"bytes": 7}),
+        fight.contender("peer", [9, 9, 5, 4, 6]),
+    )
+    assert fight.order == ["own"] * 2 + ["peer"] * 2 + ["peer", "own"] * 3
+    assert fight.benchmark.samples == [3, 1, 2]
+    own, peer = fight.rows["own"], fight.rows["peer"]
+    assert (own["seconds"], peer["seconds"]) == (2, 5)
+    assert own["spread"] == 1
+    assert own["peer"] == "peer"
+    assert own["bytes"] == 7
+    assert (own["suite"], own["case"], own["set"], own["name"]) == ("suite", "case", "set", "name")
+    assert own["shape"] == [2, 3]
+    assert fight.benchmark.extra_info["rows"] == [own, peer]
+
+
+def test_a_failed_gate_fails_the_test_and_has_no_time(fight):
+    with pytest.raises(AssertionError, match="is wrong"):
+        fight.run(
+            fight.contender("own", [1] * 5, own=True, check=wrong),
+            fight.contender("other", [2] * 5, own=True),
+            fight.contender("peer", [3] * 5),
+        )
+    assert fight.rows["own"]["seconds"] is None
+    assert fight.rows["own"]["reason"] == "AssertionError: is wrong"
+    assert fight.rows["peer"]["seconds"] == 3
+    assert fight.benchmark.samples == [2, 2, 2]
+
+
+def test_without_any_right_result_nothing_is_the_benchmarks(fight):
+    with pytest.raises(AssertionError):
+        fight.run(fight.contender("own", [1] * 5, own=True, check=wrong))
+    assert fight.benchmark.samples == []
+    assert fight.benchmark.skipped
+
+
+def test_a_peer_that_cannot_run_is_reported_with_its_reason(fight):
+    def make():
+        raise ModuleNotFoundError("No module named 'peer'\nand more")
+
+    fight.run(fight.contender("own", [1] * 5, own=True), Contender("peer", make))
+    assert fight.rows["peer"]["reason"] == "ModuleNotFoundError: No module named 'peer'"
+    assert fight.rows["peer"]["seconds"] is None
+    assert fight.rows["own"]["seconds"] == 1
+
+
+def test_a_peer_with_a_wrong_result_has_no_time(fight):
+    fight.run(fight.contender("own", [1] * 5, own=True), fight.contender("peer", [1] * 5, check=wrong))
+    assert fight.rows["peer"]["seconds"] is None
+
+
+def test_rows_are_appended_as_they_are_measured(fight):
+    fight.run(fight.contender("first", [1] * 5, own=True))
+    fight.benchmark = FakeBenchmark(fight.stopwatch)
+    fight.run(fight.contender("second", [1] * 5, own=True))
+    assert list(fight.rows) == ["first", "second"]
+
+
+def test_reasons_are_short(fight):
+    def make():
+        raise ValueError("x" * 999)
+
+    fight.run(fight.contender("own", [1] * 5, own=True), Contender("peer", make))
+    assert len(fight.rows["peer"]["reason"]) == contests.MAX_REASON
+
+
+def test_clocks_take_the_time_of_a_function():
+    device = Device(torch.device("cpu"), Effort(1, 0.001))
+    calls = []
+    for clock, least in ((device.gpu_seconds, 2), (device.host_seconds, contests.HOST_CALLS)):
+        calls.clear()
+        assert 0 < clock(lambda: calls.append(0)) < 0.01
+        assert len(calls) >= least
+
+
+def test_kernels_are_told_apart_by_their_names():
+    kernels = [("hopper_matmul_kernel", 1.0), ("nvjet_qqtst_128x256", 2.0), ("sm90_xmma_gemm_bf16", 4.0)]
+    others = [("quantize_kernel", 8.0), ("triton_red_fused_amax", 16.0), ("Memset (Device)", 32.0)]
+    assert contests.kernel_seconds([*kernels, *others]) == {"gemm_seconds": 7.0, "other_seconds": 56.0}
+    assert contests.kernel_seconds([]) == {}
+
+
+def test_the_machine_is_described_without_its_name():
+    description = machine.describe_machine()
+    assert platform.node() not in json.dumps(description)
+    assert description["torch"] == torch.__version__
+    assert set(description) >= {"gpu", "triton", "torchao", "tritonfp8"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["--only", "launch", "--out", "/secret/place", "--quick"], "report --only launch --quick"),
+        (["--out=/secret/place"], "report"),
+        (["--shapes", "odd"], "report --shapes odd"),
+    ],
+)
+def test_the_command_is_noted_without_a_path_of_the_machine(monkeypatch, arguments, kept):
+    monkeypatch.setattr("sys.argv", ["/secret/report", *arguments])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert machine.command_line() == kept
+
+
+def test_results_are_written_a_row_a_line(tmp_path):
+    rows = [{"a": 1}, {"a": [2, 3]}]
+    machine.write_results(tmp_path / "x.json", {"outcome": "complete", "rows": rows})
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text)["rows"] == rows
+    assert '\n{"a": 1},\n' in text
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def product(m=256, n=256, k=128):
+    a, b = torch.randn(m, k), torch.randn(n, k)
+    return a @ b.t()
+
+
+@pytest.mark.parametrize("accumulation", ["precise", "fast"])
+def test_the_gate_of_a_product_sees_one_tile_that_was_not_written(accumulation):
+    expected = product()
+    check = gates.close_product(expected, accumulation)
+    check(expected.bfloat16())
+    actual = expected.bfloat16()
+    actual[128:, 128:] = 0
+    with pytest.raises(AssertionError):
+        check(actual)
+
+
+def test_fast_accumulation_may_lose_more_than_precise():
+    expected = product()
+    noisy = (expected + expected.std() * 10 ** (-45 / 20) * torch.randn_like(expected)).bfloat16()
+    gates.close_product(expected, "fast")(noisy)
+    with pytest.raises(AssertionError):
+        gates.close_product(expected, "precise")(noisy)
+
+
+def test_the_gate_of_a_cast_sees_a_bit():
+    x = torch.randn(32, 256, dtype=torch.bfloat16)
+    case = CASTS[0]
+    expected = case.expected(x)
+    gates.same_bytes(expected)(case.run(x))
+    actual = tuple(t.clone() for t in expected)
+    actual[0].view(torch.uint8)[3, 5] ^= 1
+    with pytest.raises(AssertionError, match="1 of 8192"):
+        gates.same_bytes(expected)(actual)
+    gates.nearly_same_bytes(expected[0])(actual)
+    with pytest.raises(AssertionError, match="bytes are right"):
+        gates.nearly_same_bytes(expected[0])((torch.zeros_like(expected[0]),))
+
+
+@pytest.mark.parametrize("wrong_result", [None, 0, 1, 2])
+def test_the_gate_of_a_layer_looks_at_all_three_products(wrong_result):
+    recipe = recipes.get("rowwise_hp_grad_weight")
+    x, weight, grad_output = torch.randn(128, 64), torch.randn(96, 64), torch.randn(128, 96)
+    layer = torch.nn.Linear(64, 96, bias=False)
+    layer.weight.data.copy_(weight)
+    convert(layer, recipe)
+    x.requires_grad_()
+    out = layer(x)
+    results = [out, *torch.autograd.grad(out, (x, layer.weight), grad_output)]
+    check = gates.close_layer(recipe, x, weight, grad_output)
+    if wrong_result is None:
+        check(tuple(results))
+        return
+    results[wrong_result] = results[wrong_result] * 1.05
+    with pytest.raises(AssertionError):
+        check(tuple(results))
+
+
+def test_the_gate_of_a_model_takes_the_noise_of_the_format_only():
+    expected = (torch.randn(64, 64), torch.randn(64, 64))
+    check = gates.close_model(expected)
+    check(tuple(e + 0.05 * torch.randn_like(e) for e in expected))
+    with pytest.raises(AssertionError, match="against bf16"):
+        check((expected[0], -expected[1]))
+    with pytest.raises(AssertionError, match="against bf16"):
+        check((expected[0], expected[1] * math.nan))

@@ -1,0 +1,100 @@
+"""What is repeated and what is not; that repeated launches are the same is in tests/offline."""
+
+import pytest
+import torch
+import triton
+from cases import normal
+
+from tritonfp8 import compiled, ops, recipes, reference, replay
+from tritonfp8.testing import assert_bitwise_equal
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A decorated function that launches nothing, as on a GPU, and the arguments of the calls that reached it."""
+    monkeypatch.setattr(compiled, "INTERPRETING", False)
+    monkeypatch.setattr(replay, "_plans", {})
+    seen = []
+
+    @replay.replayed
+    def double(x, block, factor=2):
+        seen.append((x, block, factor))
+        return x * factor
+
+    return double, seen
+
+
+def test_what_ran_another_op_is_done_again(calls):
+    """A multiplication is no launch: were it repeated, the second result would be uninitialized memory."""
+    double, seen = calls
+    for seed in range(3):
+        x = normal(4, 5, seed=seed)
+        assert_bitwise_equal(double(x, [1, 2]), x * 2)
+    assert len(seen) == 3
+    assert list(replay._plans.values()) == [None]
+
+
+def test_a_plan_is_for_one_kind_of_arguments(calls):
+    double, _ = calls
+    x = normal(4, 6)
+    kinds = [
+        (x, [1, 2]), (x, [1, 3]), (x.bfloat16(), [1, 2]), (x.t(), [1, 2]), (x[1:], [1, 2]), (normal(25)[1:], [1, 2]),
+        (x, [1, 2], 3), (x, [1, 2], 2),
+    ]  # fmt: skip
+    for kind in kinds:
+        double(*kind)
+        double(*kind)
+    assert len(replay._plans) == len(kinds)
+    replay.forget()
+    assert not replay._plans
+
+
+def test_keywords_are_for_the_function_alone(calls):
+    double, seen = calls
+    double(normal(4, 5), [1, 2], factor=3)
+    assert len(seen) == 1
+    assert not replay._plans
+
+
+def test_one_tensor_in_two_places_is_no_plan(monkeypatch):
+    monkeypatch.setattr(compiled, "INTERPRETING", False)
+    monkeypatch.setattr(replay, "_plans", {})
+    both = replay.replayed(lambda a, b: a + b)
+    x = normal(3, 4)
+    both(x, x)
+    assert not replay._plans
+    both(x, x.clone())
+    assert len(replay._plans) == 1
+
+
+def test_a_profiler_sees_the_launches(calls, monkeypatch):
+    double, _ = calls
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    double(normal(4, 5), [1, 2])
+    assert not replay._plans
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_replays_compute_what_the_first_call_did(name):
+    """Other tensors of the same kind, freed and allocated anew in between, on two streams."""
+    gemm = recipes.get(name).grad_weight
+    replay.forget()
+    for seed in range(6):
+        stream = torch.cuda.Stream() if seed % 2 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            x = normal(160, 300, seed=seed, dtype=torch.bfloat16, device="cuda")
+            a = ops.quantize(x, *gemm.lhs.args)
+            b, b_scale, t, t_scale = ops.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)
+            out = ops.scaled_matmul(
+                *a, *gemm.lhs.args[:3], b, b_scale, *gemm.rhs.args[:3], None, None, None, torch.float32, "precise"
+            )
+        torch.cuda.synchronize()
+        assert_bitwise_equal(a, reference.quantize(x, *gemm.lhs.args))
+        expected = reference.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)
+        assert_bitwise_equal((b, b_scale, t, t_scale), expected)
+        product = (
+            reference.dequantize(*a, *gemm.lhs.args, torch.float32)
+            @ reference.dequantize(b, b_scale, *gemm.rhs.args, torch.float32).t()
+        )
+        torch.testing.assert_close(out, product, rtol=1e-3, atol=1e-2)

@@ -1,0 +1,32 @@
+"""What the tests of tuned configurations share."""
+
+import torch
+
+from tritonfp8.hardware import CPU, Abilities, machine_key
+from tritonfp8.tuning_measure import products
+from tritonfp8.tuning_store import Entry, Key, Kind, read_user
+from tritonfp8.warmup_ops import record_linear
+
+H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, False, 132, 232448)
+MACHINE = "nvidia-h200-sm90-132"
+CPU_MACHINE = machine_key(CPU)
+ROWWISE = Kind("epilogue", "precise", 0, 0, 2, True, True)
+WIDE, SMALL, PLAIN = "256x128x128-w4-s4-specialized", "64x64x128-w4-s3", "128x128x128-w8-s4"
+
+
+def entry(config=WIDE, microseconds=10.0, triton="3.6.0", tritonfp8="0.1.0"):
+    return Entry(config, microseconds, triton, tritonfp8)
+
+
+def key(n=4096, k=4096, m=4096, kind=ROWWISE, **fields):
+    return Key(kind._replace(**fields), n, k, m)
+
+
+def stored():
+    """What the user's file for the CPU holds."""
+    return read_user(CPU_MACHINE)
+
+
+def layer_products(*shapes, recipe="rowwise"):
+    calls = [call for mnk in shapes for call in record_linear(mnk, recipe, "bfloat16")]
+    return calls, products(calls, torch.device("cpu"))

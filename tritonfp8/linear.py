@@ -1,0 +1,413 @@
+"""A linear layer whose three GEMMs follow a recipe: what is quantized when, what is saved, how gradients flow.
+
+Public as :mod:`tritonfp8.functional`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.quantized import Quantized
+from tritonfp8.recipes import Gemm, Recipe, get
+from tritonfp8.specs import QuantSpec
+
+_Pair = tuple[Tensor | None, Tensor | None]
+_NO_PAIR: _Pair = (None, None)
+Operands = tuple[Quantized | None, Quantized | None]
+"""A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
+
+
+def _quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[_Pair, _Pair]:
+    """``(qdata, scale)`` of ``x`` and of ``x.T``, each None where its spec is."""
+    if spec is not None and spec_t is not None:
+        qdata, scale, qdata_t, scale_t = ops.quantize_both(x, *spec.args, *spec_t.args)
+        return (qdata, scale), (qdata_t, scale_t)
+    return (
+        _NO_PAIR if spec is None else ops.quantize(x, *spec.args),
+        _NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True),
+    )
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How the operands of one layer are quantized: here, each by itself. Operands that are shards need a derived one.
+
+    Compared by value: a compiled graph is guarded on it.
+    """
+
+    def __call__(
+        self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
+    ) -> tuple[_Pair, _Pair]:
+        """``(qdata, scale)`` of ``x`` and of ``x.T``, each ``(None, None)`` where its spec is None.
+
+        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix.
+        """
+        return _quantize_for(x, spec, spec_t)
+
+
+class QuantizedWeight:
+    """Base, besides Tensor, of weights ``[N, K]`` that come quantized: the layer takes their operands as they are."""
+
+    def operand(self, recipe: Recipe, transposed: bool) -> Quantized:
+        """The weight as ``output`` reads it, or transposed as ``grad_input`` does.
+
+        Raises:
+            ValueError: it was quantized for another recipe.
+        """
+        raise NotImplementedError
+
+
+def _quantized(pairs: tuple[_Pair, _Pair], specs: Sequence[QuantSpec | None]) -> Operands:
+    first, second = (
+        None if spec is None or pair[0] is None or pair[1] is None else Quantized(pair[0], pair[1], spec)
+        for pair, spec in zip(pairs, specs, strict=True)
+    )
+    return first, second
+
+
+def _pair(q: Quantized | None) -> _Pair:
+    return _NO_PAIR if q is None else (q.qdata, q.scale)
+
+
+def _serves_both(recipe: Recipe) -> bool:
+    """Whether ``grad_input`` reads exactly the transpose of what ``output`` reads: square blocks of one spec."""
+    spec = recipe.output.rhs
+    return spec is not None and spec == recipe.grad_input.rhs and spec.block[0] == spec.block[1]
+
+
+def quantize_weight(weight: Tensor, recipe: Recipe, needs_grad_input: bool = True) -> Operands:
+    """``weight [N, K]`` as the GEMMs of ``recipe`` read it, for :func:`linear` to use more than once.
+
+    Returns:
+        The weight for ``output``, and its transpose for ``grad_input``. The second is None where that GEMM is not
+        needed, keeps its operands in high precision, or can transpose the first exactly (square blocks): one copy of
+        N K bytes then serves both.
+    """
+    transposed = None if _serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
+    specs = (recipe.output.rhs, transposed)
+    return _quantized(_quantize_for(weight.detach(), *specs), specs)
+
+
+def _matmul(gemm: Gemm, lhs: _Pair, rhs: _Pair, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    assert gemm.lhs is not None
+    assert gemm.rhs is not None
+    return ops.scaled_matmul(
+        lhs[0], lhs[1], *gemm.lhs.args[:3], rhs[0], rhs[1], *gemm.rhs.args[:3],
+        bias, None, None, out_dtype, gemm.accumulation,
+    )  # fmt: skip
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity of a gradient; differentiating it is an error that says so."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
+            "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
+        )
+
+
+class _Plan(NamedTuple):
+    """What a linear layer computes besides its output, and by which recipe."""
+
+    recipe: Recipe
+    needs_grad_input: bool
+    needs_grad_weight: bool
+    weight_is_held: bool
+    """Somebody keeps the quantized weight: grad_input reads that, and not the weight."""
+    quantizer: Quantizer
+
+
+class _Linear(torch.autograd.Function):
+    """``input [M, K] @ weight [N, K].T + bias`` by a recipe, on operands that are quantized already.
+
+    Only the GEMMs whose result somebody needs are run, and only what they read is saved: ``input.T`` quantized for
+    grad_weight (M K bytes and scales, in place of 2 M K bytes of bf16), or the input itself where the recipe keeps
+    grad_weight in high precision; for grad_input the weight, which is alive anyway, or under autocast its cast.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, *quantized: Tensor | None
+    ) -> Tensor:
+        input_pair, kept, weight_pair, held = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
+        recipe = plan.recipe
+        if recipe.output.rhs is not None:
+            out = _matmul(recipe.output, input_pair, weight_pair, bias, input.dtype)
+        else:
+            out = ops.matmul(input, weight)
+            if bias is not None:
+                out = out + bias
+        if not plan.weight_is_held:
+            held = _NO_PAIR
+        elif _serves_both(recipe):
+            held = weight_pair
+        keep_weight = plan.needs_grad_input and held[0] is None
+        keep_input = plan.needs_grad_weight and kept[0] is None
+        ctx.save_for_backward(weight if keep_weight else None, input if keep_input else None, *kept, *held)
+        ctx.plan = plan
+        ctx.needs_grad_bias = bias is not None and bias.requires_grad
+        ctx.dtypes = (input.dtype, weight.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
+        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        with torch.no_grad():
+            grads = _Linear._grads(ctx, grad_output)
+        if differentiable:
+            apply = _NoSecondDerivative.apply
+            grads = tuple(
+                g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
+                for g in grads
+            )
+        return (*grads, *[None] * 9)
+
+    @staticmethod
+    def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        weight, input, input_qdata, input_scale, *held = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        recipe = plan.recipe
+        input_dtype, weight_dtype = ctx.dtypes
+        grad_input = grad_weight = grad_bias = None
+        pair, pair_t = plan.quantizer(
+            "grad_output",
+            grad_output,
+            recipe.grad_input.lhs if plan.needs_grad_input else None,
+            recipe.grad_weight.lhs if plan.needs_grad_weight else None,
+        )
+        if plan.needs_grad_input:
+            if recipe.grad_input.rhs is not None:
+                weight_pair = _weight_t(plan, weight, (held[0], held[1]))
+                grad_input = _matmul(recipe.grad_input, pair, weight_pair, None, input_dtype)
+            else:
+                grad_input = ops.matmul(grad_output, weight.t())
+        if plan.needs_grad_weight:
+            if recipe.grad_weight.rhs is not None:
+                grad_weight = _matmul(recipe.grad_weight, pair_t, (input_qdata, input_scale), None, weight_dtype)
+            else:
+                grad_weight = ops.matmul(grad_output.t(), input.t())
+        if ctx.needs_grad_bias:
+            grad_bias = grad_output.sum(0)
+        return grad_input, grad_weight, grad_bias
+
+
+def _weight_t(plan: _Plan, weight: Tensor | None, held: _Pair) -> _Pair:
+    """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
+    qdata, scale = held
+    if qdata is not None and scale is not None:
+        return (qdata.t().contiguous(), scale.t().contiguous()) if _serves_both(plan.recipe) else held
+    assert weight is not None
+    if isinstance(weight, QuantizedWeight):
+        return _pair(weight.operand(plan.recipe, transposed=True))
+    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs)[1]
+
+
+class _Entry(NamedTuple):
+    input: weakref.ref[Tensor]
+    version: int | None
+    key: object
+    pairs: tuple[_Pair, _Pair]
+
+
+class SharedInput:
+    """Lets sibling layers that read one tensor quantize it once, while the module around them runs.
+
+    An entry is for the very tensor object that came before, and for its version; between :meth:`open` and
+    :meth:`close`, which are called when the parent's forward begins and ends, on the same thread. A write that torch
+    does not see (a kernel of the caller's, ``.data``) between two siblings' calls is not noticed. This does nothing in
+    a compiled graph, where torch makes equal casts one if the graph has a backward.
+    """
+
+    def __init__(self) -> None:
+        self._depth: dict[int, int] = {}
+        self._entries: dict[int, _Entry] = {}
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # A copy of a model starts with nothing shared.
+        return SharedInput, ()
+
+    def open(self, *args: object) -> None:
+        """The parent's forward begins."""
+        if not torch.compiler.is_compiling():
+            thread = threading.get_ident()
+            self._depth[thread] = self._depth.get(thread, 0) + 1
+            self._entries.pop(thread, None)
+
+    def close(self, *args: object) -> None:
+        """The parent's forward ended, by a result or an error."""
+        if not torch.compiler.is_compiling():
+            thread = threading.get_ident()
+            self._entries.pop(thread, None)
+            depth = self._depth.pop(thread, 0)
+            if depth > 1:
+                self._depth[thread] = depth - 1
+
+    def quantize(
+        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
+    ) -> tuple[_Pair, _Pair]:
+        """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
+        if torch.compiler.is_compiling():
+            return quantizer("input", rows, *specs)
+        thread = threading.get_ident()
+        if thread not in self._depth:
+            return quantizer("input", rows, *specs)
+        version = None if input.is_inference() else input._version
+        key = (specs, rows.dtype, rows.shape, quantizer)
+        found = self._entries.get(thread)
+        if found is not None and found.input() is input and found.version == version and found.key == key:
+            return found.pairs
+        pairs = quantizer("input", rows, *specs)
+        self._entries[thread] = _Entry(weakref.ref(input), version, key, pairs)
+        return pairs
+
+
+def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
+    # Autocast does not know the meta device, on which shapes are tried out.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless the operands, as autocast left them, go together."""
+    for name, x in (("input", input), ("weight", weight), ("bias", bias)):
+        if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
+            raise TypeError(
+                f"linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got {name} of "
+                f"{x.dtype} with input of {input.dtype}. Cast one, or use torch.autocast."
+            )
+    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear needs input [..., K] and weight [N, K]; got {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias must have shape ({weight.shape[0]},); got {tuple(bias.shape)}")
+
+
+def _check_held(held: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:
+    """Raise unless ``held`` is what :func:`quantize_weight` gives for this weight's shape and this recipe."""
+    wanted = (recipe.output.rhs, None if _serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs)
+    shapes = (tuple(weight.shape), tuple(weight.shape[::-1]))
+    for name, q, spec, shape in zip(("weight", "weight.T"), held, wanted, shapes, strict=True):
+        if spec is None:
+            continue
+        came = "None" if q is None else f"{q.spec} of shape {tuple(q.shape)}"
+        if q is None or q.spec != spec or tuple(q.shape) != shape:
+            raise ValueError(
+                f"quantized_weight must hold {name} as recipe {recipe.name!r} reads it, {spec} of shape {shape}; got "
+                f"{came}. Use tritonfp8.functional.quantize_weight."
+            )
+
+
+Handler = Callable[[Tensor, Tensor, Tensor | None, Recipe, SharedInput | None], Tensor]
+_handlers: dict[type, Handler] = {}
+
+
+def register_linear(tensor_type: type, handler: Handler) -> None:
+    """Let ``handler(input, weight, bias, recipe, shared_input)`` compute :func:`linear` on operands of this type.
+
+    For tensors that stand for something else than their local data, such as DTensor.
+    """
+    _handlers[tensor_type] = handler
+
+
+def local_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    quantized_weight: Operands | None = None,
+    shared_input: SharedInput | None = None,
+    quantizer: Quantizer = Quantizer(),
+) -> Tensor:
+    """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards."""
+    cast_input, cast_weight, cast_bias = _autocast(input.device.type, input, weight, bias)
+    assert cast_input is not None
+    assert cast_weight is not None
+    _check_linear(cast_input, cast_weight, cast_bias)
+    rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
+    grad = torch.is_grad_enabled()
+    needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
+    plan = _Plan(recipe, *needs, quantized_weight is not None, quantizer)
+    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
+    data = rows.detach()
+    if shared_input is None:
+        pairs = quantizer("input", data, *specs)
+    else:
+        pairs = shared_input.quantize(input, data, specs, quantizer)
+    if quantized_weight is not None:
+        _check_held(quantized_weight, weight, recipe, plan.needs_grad_input)
+        weights = (_pair(quantized_weight[0]), _pair(quantized_weight[1]))
+    elif isinstance(cast_weight, QuantizedWeight):
+        weights = (_pair(cast_weight.operand(recipe, transposed=False)), _NO_PAIR)
+    else:
+        weights = quantizer("weight", cast_weight.detach(), recipe.output.rhs, None)
+    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        rows, cast_weight, cast_bias, plan, *pairs[0], *pairs[1], *weights[0], *weights[1]
+    )
+    return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: str | Recipe = "rowwise",
+    *,
+    quantized_weight: Operands | None = None,
+    shared_input: SharedInput | None = None,
+) -> Tensor:
+    """``input @ weight.T + bias``, its three GEMMs by ``recipe``; differentiable once, composes with ``torch.compile``.
+
+    Args:
+        input: ``[..., K]``; any leading dims, empty ones too.
+        weight: ``[N, K]``, in the dtype of ``input`` (or any where autocast is on, which casts as ``F.linear`` does).
+        bias: ``[N]`` or None.
+        recipe: a name or a :class:`~tritonfp8.Recipe`.
+        quantized_weight: what :func:`quantize_weight` made of ``weight`` (of its cast, where autocast is on), in place
+            of quantizing it in this call and again in its backward. It is used as it is: that the weight has not
+            changed since is up to its owner. ``weight`` still gets the gradient.
+        shared_input: where layers that read the same ``input`` find it quantized.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``input`` (autocast's where it is on).
+
+    Saved for backward, a layer: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32,
+    mxfp8 M K / 32), or the input itself, 2 M K bytes in bf16, where the recipe computes grad_weight in high precision.
+    Nothing of the input is saved if the weight needs no grad. The weight is kept for grad_input as it is; where
+    autocast casts it, that is a copy of 2 N K bytes, as in ``F.linear``.
+
+    Raises:
+        TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
+        ValueError: shapes that do not go together, an unknown recipe, or a ``quantized_weight`` of another recipe.
+        RuntimeError: when a gradient of the gradient is asked for.
+    """
+    recipe = get(recipe)
+    for x in (input, weight, bias):
+        handler = _handlers.get(type(x))
+        if handler is not None:
+            if quantized_weight is not None:
+                raise ValueError(f"quantized_weight goes with plain tensors; got an operand of {type(x).__name__}")
+            return handler(input, weight, bias, recipe, shared_input)
+        if not torch.compiler.is_compiling() and type(x).__module__.startswith("torch.distributed"):
+            raise TypeError(f"linear got a {type(x).__name__}: import tritonfp8.distributed, which computes with them")
+    return local_linear(input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input)

@@ -1,0 +1,148 @@
+"""Run jobs in spawned processes: one that dies takes its own job along and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, cast
+
+import torch
+
+MAX_WORKERS = 8
+_JOIN_SECONDS = 5.0
+
+
+class Job(Protocol):
+    """Something to do on a device, that can be sent to another process."""
+
+    def run(self, device: torch.device) -> object:
+        """Do it."""
+
+
+def default_workers() -> int:
+    """As many workers as there are cores for, at most :data:`MAX_WORKERS`."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
+
+
+def run_jobs(
+    jobs: Sequence[Job], device: torch.device, workers: int, done: Callable[[int, str | None], object]
+) -> None:
+    """Run every job once.
+
+    Args:
+        jobs: what to run, in any order.
+        device: handed to each of them; of a worker it is the current one.
+        workers: how many processes; 0 runs them in this one.
+        done: called after each job with its index, and None or what went wrong: an error, or how its process ended.
+    """
+    if not workers:
+        return _run_here(jobs, device, done)
+    waiting = deque(range(len(jobs)))
+    busy: dict[Connection, tuple[Any, int]] = {}
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < workers:
+                connection, process = _start(device)
+                _give(connection, jobs[waiting[0]])
+                busy[connection] = (process, waiting.popleft())
+            for ready in wait(list(busy)):
+                connection = cast(Connection, ready)
+                process, index = busy.pop(connection)
+                error = _outcome(connection, process)
+                # A worker ends after an error: one of CUDA's leaves its process unfit for more.
+                if error is None and waiting:
+                    _give(connection, jobs[waiting[0]])
+                    busy[connection] = (process, waiting.popleft())
+                else:
+                    _end(connection, process)
+                done(index, error)
+    finally:
+        for process, _ in busy.values():
+            process.terminate()
+        for connection, (process, _) in busy.items():
+            _end(connection, process)
+
+
+def _run_here(jobs: Sequence[Job], device: torch.device, done: Callable[[int, str | None], object]) -> None:
+    for index, job in enumerate(jobs):
+        outcome = None
+        try:
+            job.run(device)
+        except Exception as error:
+            outcome = describe(error)
+        done(index, outcome)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+@contextlib.contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Hold Ctrl-C back in this thread. A process started meanwhile never gets it: its parent ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(device: torch.device) -> tuple[Connection, Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    # Spawned, not forked: CUDA does not survive a fork.
+    process = context.Process(target=_work, args=(theirs, str(device)), daemon=True)
+    with _ctrl_c_later():
+        process.start()
+    theirs.close()
+    return ours, process
+
+
+def _end(connection: Connection, process: Any) -> None:
+    """Let a worker go; it ends when its connection does."""
+    connection.close()
+    process.join(_JOIN_SECONDS)
+    if process.is_alive():
+        process.kill()
+
+
+def _give(connection: Connection, job: Job) -> None:
+    # If the worker is gone, reading its outcome says how it ended.
+    with contextlib.suppress(OSError):
+        connection.send(job)
+
+
+def _outcome(connection: Connection, process: Any) -> str | None:
+    """None where the job succeeded, else what went wrong."""
+    try:
+        outcome: str | None = connection.recv()
+    except (EOFError, OSError):
+        process.join(_JOIN_SECONDS)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}"
+    return outcome
+
+
+def _work(connection: Connection, device_name: str) -> None:
+    """What a worker runs: job after job, until its parent has no more or is gone, or one fails."""
+    device = torch.device(device_name)
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            job: Job = connection.recv()
+            try:
+                job.run(device)
+            except Exception as error:
+                connection.send(describe(error))
+                return
+            connection.send(None)
