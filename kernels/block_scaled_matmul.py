@@ -4,31 +4,46 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.numerics import decode_e8m0, scale_blocks
-from tritonfp8.kernels.tiles import load_operand, store_tile, tile_index
+from tritonfp8.kernels.tiles import load_operand, multiply, piece_of_work, store_part, store_tile, tile_index
+
+
+@triton.jit
+def _scale_product(product, row_scale, col_scale, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A product with the scales of one step of K: a scale of each row or column (1), or one of all."""
+    if ROWS == 1 and COLS == 1:
+        return product * row_scale[:, None] * col_scale[None, :]
+    elif ROWS == 1:
+        return product * (row_scale * col_scale)[:, None]
+    elif COLS == 1:
+        return product * (row_scale * col_scale)[None, :]
+    else:
+        return product * (row_scale * col_scale)
 
 
 @triton.jit
 def block_scaled_matmul_kernel(
     a, b, out, a_scale_ptr, b_scale_ptr, bias_ptr, residual_ptr, M, N, K,
     stride_am, stride_ak, stride_bn, stride_bk, stride_out, stride_rm, stride_rn,
-    stride_a_scale_m, stride_a_scale_k, stride_b_scale_n, stride_b_scale_k,
+    stride_a_scale_m, stride_a_scale_k, stride_b_scale_n, stride_b_scale_k, split_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, SCALE_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+    SWAP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(sum over k blocks of (a_k @ b_k.T) * a_scale_k * b_scale_k)``.
 
     A_ROWS and B_ROWS (1 or SCALE_K) are the rows of ``a`` and ``b`` that share a scale; a scale covers SCALE_K of K.
     The product of each block is promoted to float32 where its scales are applied, so accumulation is always precise.
+    SWAP and SPLIT are those of ``scaled_matmul_kernel``.
     """
     tl.static_assert(BLOCK_K == SCALE_K, "one step of K has one scale")
     tl.static_assert(A_ROWS == 1 or A_ROWS % BLOCK_M == 0, "a tile of rows has one scale, or each row its own")
     tl.static_assert(B_ROWS == 1 or B_ROWS % BLOCK_N == 0, "a tile of columns has one scale, or each column its own")
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = tile_index(tile, tiles_m, tiles_n, GROUP_M)
+    for piece in tl.range(tl.program_id(0), tiles_m * tiles_n * split_k, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n, part, first, last = piece_of_work(piece, tiles_m, tiles_n, K, split_k, BLOCK_K, GROUP_M, SPLIT)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
@@ -41,27 +56,31 @@ def block_scaled_matmul_kernel(
             b_scales = b_scale_ptr + cols.to(tl.int64) * stride_b_scale_n
         else:
             b_scales = b_scale_ptr + (col // B_ROWS).to(tl.int64) * stride_b_scale_n
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, K, BLOCK_K):
+        if SPLIT:
+            a_scales += first // SCALE_K * stride_a_scale_k
+            b_scales += first // SCALE_K * stride_b_scale_k
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(first, last, BLOCK_K):
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)
             rhs = load_operand(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, TMA)
-            product = tl.dot(lhs, rhs.T)
+            product = multiply(lhs, rhs, None, SWAP, None)
             a_scale = tl.load(a_scales, mask=rows < M, other=0.0) if A_ROWS == 1 else tl.load(a_scales)
             b_scale = tl.load(b_scales, mask=cols < N, other=0.0) if B_ROWS == 1 else tl.load(b_scales)
             a_scales += stride_a_scale_k
             b_scales += stride_b_scale_k
-            if A_ROWS == 1 and B_ROWS == 1:
-                acc += product * a_scale[:, None] * b_scale[None, :]
-            elif A_ROWS == 1:
-                acc += product * (a_scale * b_scale)[:, None]
-            elif B_ROWS == 1:
-                acc += product * (a_scale * b_scale)[None, :]
+            if SWAP:
+                acc += _scale_product(product, b_scale, a_scale, B_ROWS, A_ROWS)
             else:
-                acc += product * (a_scale * b_scale)
-        store_tile(
-            acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
-            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,
-        )  # fmt: skip
+                acc += _scale_product(product, a_scale, b_scale, A_ROWS, B_ROWS)
+        if SWAP:
+            acc = acc.T
+        if SPLIT:
+            store_part(acc, out, part, row, col, M, N, tiles_m * BLOCK_M, stride_out)
+        else:
+            store_tile(
+                acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+                HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,
+            )  # fmt: skip
 
 
 @triton.jit

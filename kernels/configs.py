@@ -1,8 +1,8 @@
 """Launch configurations of the matrix products: search spaces as data, and what each one needs.
 
-``rate`` is the throughput of a full machine relative to the others of the same family, near the PFLOP/s of one H200 at
-8192 x 8192 x 8192; with the number of waves it predicts which configuration suits a shape. Measured for all but the
-128 x 128 and smaller tiles of fast accumulation and the 64 x 64 ones outside MX, which are estimates.
+``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
+predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
+the 64 x 64 ones outside MX, and the ones for products of few rows, which are estimates.
 
 A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
 :class:`MatmulConfig`.
@@ -11,12 +11,22 @@ A configuration is known by its name wherever it is written down: a name is look
 from dataclasses import dataclass
 
 SPECIALIZED_WAVE_ROWS = 64
+# The copy engine writes to multiples of 128 bytes of shared memory: that many scales at least.
+SCALE_VECTOR = 32
 BARRIER_BYTES = 1024
 SCALE_BYTES = 4
 WIDENED_BYTES = 2
 NATIVE_MX_ROWS = 128
+PARTIAL_BYTES = 4
 RATE_UNIT = 1e15
-COPY_BANDWIDTH = 4.27e12
+# Of an H200, bytes a second and seconds: a copy's reads and writes, reads from L2 by all SMs; how long a load takes
+# while the memory is busy, what a dependent launch adds.
+COPY_BANDWIDTH, L2_BANDWIDTH = 4.27e12, 1.0e13
+LOAD_LATENCY, LAUNCH_LATENCY = 1.5e-6, 2.0e-6
+# The part of the shorter of two overlapping times that adds to the longer one.
+OVERHANG = 0.1
+# Few rows: the weight's bytes decide. Tiles of as many tokens, in as many parts of K.
+SMALL_M = 256
 
 
 @dataclass(frozen=True)
@@ -24,8 +34,14 @@ class MatmulConfig:
     """Tile ``[block_m, block_n]`` in steps of ``block_k``, and how Triton compiles it.
 
     ``halves`` stores a tile in two halves of its columns; ``flatten`` joins the loop over tiles with the loop over K;
-    ``group_m`` rows of tiles are walked together. ``specialized`` is the warp-specialized Hopper kernel, and ``bare``
-    says that its registers hold no activation or residual besides the product.
+    ``group_m`` rows of tiles are walked together. ``swap`` multiplies the transposed operands: the columns of the tile
+    become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
+    their float32 parts are added up in their order by a second launch. ``max_m`` is the largest M that this serves.
+
+    ``specialized`` is the warp-specialized Hopper kernel. ``bare`` says that its registers hold no activation or
+    residual besides the product. ``stagger`` keeps its two groups of warps half a step apart; ``tight`` lets them
+    promote before they start the next product, in fewer registers; ``overlap`` lets them start it before, that many
+    steps in a row, where a group has only one product a step.
     """
 
     block_m: int
@@ -40,13 +56,19 @@ class MatmulConfig:
     blocks_per_sm: int = 1
     specialized: bool = False
     bare: bool = False
+    swap: bool = False
+    split_k: int = 1
+    max_m: int | None = None
+    stagger: bool = False
+    tight: bool = False
+    overlap: int = 1
 
     @property
     def name(self) -> str:
         """What it is stored under: stable, readable, unique in its space.
 
         Of what decides how it runs; a field at its default adds nothing, so a new field leaves old names alone. Not of
-        ``rate`` and ``bare``, which say when to choose it.
+        ``rate``, ``bare`` and ``max_m``, which say when to choose it.
         """
         default = type(self)
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.num_warps}", f"s{self.num_stages}"]
@@ -55,12 +77,28 @@ class MatmulConfig:
             for letter, value, usual in (
                 ("g", self.group_m, default.group_m),
                 ("b", self.blocks_per_sm, default.blocks_per_sm),
+                ("k", self.split_k, default.split_k),
+                ("o", self.overlap, default.overlap),
             )
             if value != usual
         ]
-        parts += [flag for flag in ("halves", "flatten", "specialized") if getattr(self, flag)]
+        parts += [
+            flag for flag in ("halves", "flatten", "specialized", "swap", "stagger", "tight") if getattr(self, flag)
+        ]
         return "-".join(parts)
 
+
+def _few_rows(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:
+    """Each tile ``(block_m, num_stages, rate)`` in each number of parts of K."""
+    return tuple(
+        MatmulConfig(block_m, 128, 128, 4, stages, rate, swap=True, split_k=split, max_m=SMALL_M, **options)
+        for block_m, stages, rate in tiles
+        for split in splits
+    )
+
+
+FEW_ROWS_HOPPER = _few_rows((1, 2, 4, 8), (16, 8, 0.30), (32, 8, 0.55), (64, 6, 0.80), (128, 4, 1.10), specialized=True)
+FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
 
 SPACES = {
     "epilogue": {
@@ -69,6 +107,8 @@ SPACES = {
             MatmulConfig(128, 256, 128, 8, 3, 1.48, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 1.20),
             MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
         "precise": (
@@ -77,6 +117,8 @@ SPACES = {
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
             MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
     },
@@ -85,6 +127,8 @@ SPACES = {
             MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.82),
             MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
     },
@@ -99,13 +143,21 @@ SPACES = {
 
 def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     """Upper bound of the shared memory of a block: the stages of both operands and the tile on its way out."""
-    scales = SCALE_BYTES if config.specialized and family == "blockwise" else 0
-    operands = config.num_stages * (config.block_m + config.block_n) * (config.block_k + scales)
+    operands = config.num_stages * (config.block_m + config.block_n) * config.block_k
+    if config.specialized and family == "blockwise":
+        scales = max(config.block_m, SCALE_VECTOR) + max(config.block_n, SCALE_VECTOR)
+        operands += config.num_stages * SCALE_BYTES * scales
     # Without an MX instruction the right operand is written back in bf16.
     widened = WIDENED_BYTES * config.block_n * config.block_k if family == "mx" else 0
-    rows = 2 * SPECIALIZED_WAVE_ROWS if config.specialized else config.block_m
-    out = rows * config.block_n * out_itemsize // (2 if config.halves else 1)
-    return operands + widened + out + BARRIER_BYTES
+    out = config.block_m * config.block_n
+    vectors = 0
+    if config.specialized:
+        columns = config.block_m if config.swap else config.block_n
+        out = 2 * SPECIALIZED_WAVE_ROWS * columns
+        # Each group's scales or bias of the columns, on their way between layouts.
+        vectors = 2 * SCALE_BYTES * columns
+    out *= PARTIAL_BYTES if config.split_k > 1 else out_itemsize
+    return operands + widened + out // (2 if config.halves else 1) + vectors + BARRIER_BYTES
 
 
 def supports(
@@ -130,15 +182,19 @@ def supports(
     """
     fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
     native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
-    return fits and native and (bare or not config.bare) and (specialized or not config.specialized)
+    # Parts of a sum have no epilogue.
+    holds = bare or not config.bare or config.split_k > 1
+    return fits and native and holds and (specialized or not config.specialized)
 
 
 def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, num_sms: int) -> float:
-    """Seconds of a product by the figures of an H200: FLOPs over rate and wave efficiency, bytes over bandwidth.
+    """Seconds of a product by the figures of an H200; on another GPU in units of its own, whose order counts.
 
-    Whole waves of tiles are paid for, however few of the last one are used. Both terms are added, as if neither hid any
-    of the other: the bytes are the same for every configuration, so they change the time and not the order. On another
-    GPU the time is in units of its own, and the order is what it is for.
+    Whole waves of tiles are paid for, however few of the last one are used, each as long as its area over the rate. To
+    that the bytes of the matrices over the bandwidth are added, as if neither hid any of the other: they are the same
+    for every configuration. Of few rows (SMALL_M) they take longest, and the configuration decides how they are read:
+    what the programs have in flight must make up for the memory's latency, tiles read operands again from L2, and parts
+    of K have to be written and added up.
 
     Args:
         config: the configuration.
@@ -147,10 +203,21 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
         num_sms: streaming multiprocessors of the device.
     """
     tiles = -(-m // config.block_m) * -(-n // config.block_n)
-    waves = -(-tiles // (num_sms * config.blocks_per_sm))
-    paid_elements = waves * num_sms * config.blocks_per_sm * config.block_m * config.block_n
-    flops_seconds = 2 * paid_elements * max(k, 1) / (config.rate * RATE_UNIT)
-    return flops_seconds + ((m + n) * k + m * n * out_itemsize) / COPY_BANDWIDTH
+    pieces = tiles * config.split_k
+    slots = num_sms * config.blocks_per_sm
+    paid_elements = -(-pieces // slots) * slots * config.block_m * config.block_n
+    multiply = 2 * paid_elements * max(k, 1) / (config.split_k * config.rate * RATE_UNIT)
+    bytes_moved = (m + n) * k + m * n * out_itemsize
+    if m > SMALL_M:
+        return multiply + bytes_moved / COPY_BANDWIDTH
+    rows = min(m, config.block_m) + config.block_n
+    in_flight = min(pieces, slots) * config.num_stages * rows * config.block_k
+    share = min(1.0, in_flight / (LOAD_LATENCY * COPY_BANDWIDTH))
+    read = max(bytes_moved / COPY_BANDWIDTH, tiles * rows * k / L2_BANDWIDTH) / share
+    seconds = max(multiply, read) + OVERHANG * min(multiply, read)
+    if config.split_k > 1:
+        seconds += LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_BANDWIDTH
+    return seconds
 
 
 def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:

@@ -15,6 +15,37 @@ def tile_index(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def piece_of_work(
+    piece, tiles_m, tiles_n, K, split_k, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Row and column of the tile of the ``piece``-th piece of work, the part of K that it takes, and its bounds."""
+    if SPLIT:
+        tiles = tiles_m * tiles_n
+        steps = tl.cdiv(K, BLOCK_K)
+        part = piece // tiles
+        tile_m, tile_n = tile_index(piece % tiles, tiles_m, tiles_n, GROUP_M)
+        first = (part * steps // split_k) * BLOCK_K
+        last = tl.minimum(((part + 1) * steps // split_k) * BLOCK_K, K)
+        return tile_m, tile_n, part, first, last
+    else:
+        tile_m, tile_n = tile_index(piece, tiles_m, tiles_n, GROUP_M)
+        return tile_m, tile_n, 0, 0, K
+
+
+@triton.jit
+def multiply(lhs, rhs, acc, SWAP: tl.constexpr, PROMOTE_EVERY: tl.constexpr):
+    """``acc + lhs @ rhs.T``, or its transpose if SWAP: then the rows of ``rhs`` are those of the instruction."""
+    if SWAP and PROMOTE_EVERY is not None:
+        # As the dot would promote, and the assembler does not wait for each instruction.
+        tl.static_assert(rhs.shape[1] <= PROMOTE_EVERY, "a step of K is promoted as a whole")
+        return acc + tl.dot(rhs, lhs.T)
+    elif SWAP:
+        return tl.dot(rhs, lhs.T, acc)
+    else:
+        return tl.dot(lhs, rhs.T, acc, max_num_imprecise_acc=PROMOTE_EVERY)
+
+
+@triton.jit
 def load_operand(
     source, row, k, rows, K, stride_row, stride_k, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr
 ):
@@ -89,3 +120,12 @@ def store_tile(
             acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
             HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA,
         )  # fmt: skip
+
+
+@triton.jit
+def store_part(acc, workspace, part, row, col, M, N, rows, stride):
+    """A part's float32 sum, to be added up by ``reduce_parts_kernel``; a part has ``rows`` rows."""
+    offs_row = row + tl.arange(0, acc.shape[0])
+    offs_col = col + tl.arange(0, acc.shape[1])
+    offsets = (part * rows + offs_row).to(tl.int64)[:, None] * stride + offs_col[None, :]
+    tl.store(workspace + offsets, acc, mask=(offs_row < M)[:, None] & (offs_col < N)[None, :])

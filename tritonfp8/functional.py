@@ -180,7 +180,8 @@ def scaled_matmul(
             scaled along K are always promoted.
 
     Returns:
-        ``[M, N]`` in ``out_dtype``.
+        ``[M, N]`` in ``out_dtype``. The same shapes give the same bits on every run. Up to M of 256 the parts of K that
+        are summed by themselves depend on M, N and K, so a row's last bits may differ in another batch or shard.
 
     Raises:
         TypeError: an operand is not Quantized.

@@ -17,12 +17,13 @@ from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels import block_scaled_matmul as block_kernels
 from tritonfp8.kernels import hopper_matmul as hopper_kernels
 from tritonfp8.kernels import scaled_matmul as matmul_kernels
-from tritonfp8.kernels.configs import SPECIALIZED_WAVE_ROWS, MatmulConfig
+from tritonfp8.kernels.configs import PARTIAL_BYTES, SCALE_VECTOR, SPECIALIZED_WAVE_ROWS, MatmulConfig
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family
 
 TMA_ALIGNMENT = 16
 MAX_TMA_STRIDE = 2**40
 PROMOTION = 128
+REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
 
 Block = Sequence[int]
 
@@ -72,10 +73,14 @@ class _Product(NamedTuple):
     def residual_strides(self) -> tuple[int, ...]:
         return (0, 0) if self.residual is None else self.residual.stride()
 
+    def scale_strides(self) -> tuple[int, int]:
+        """Strides from row to row of scales that leave K whole; 0 for a tensorwise one."""
+        a, b = (scale.stride(0) if scale.shape[0] > 1 else 0 for scale in (self.a_scale, self.b_scale))
+        return a, b
 
-def _row_stride(scale: Tensor) -> int:
-    """Stride from row to row of a scale that leaves K whole; 0 for a tensorwise one."""
-    return scale.stride(0) if scale.shape[0] > 1 else 0
+    def parts(self, workspace: Tensor) -> _Product:
+        """The same product without epilogue, its parts into ``workspace``."""
+        return self._replace(out=workspace, bias=None, activation=None, residual=None)
 
 
 _KERNELS = {
@@ -99,6 +104,8 @@ def _launch_tiles(
 ) -> None:
     """Launch a plain Triton kernel, on any device."""
     m, n, k = p.sizes()
+    split = config.split_k > 1
+    tma_out = tma_out and not split
     native_mx = hardware.abilities(p.a.device).has_native_mx
     operands: list[object] = [p.a, p.b]
     if tma:
@@ -110,7 +117,7 @@ def _launch_tiles(
     out = TensorDescriptor(p.out, [m, n], [n, 1], [config.block_m, columns]) if tma_out else p.out
     constants: dict[str, object]
     if family == "epilogue":
-        scale_strides = [_row_stride(p.a_scale), _row_stride(p.b_scale)]
+        scale_strides = list(p.scale_strides())
         # None is the tensor core's own choice: it adds up a whole K.
         constants = {"PROMOTE_EVERY": min(config.block_k, PROMOTION) if accumulation == "precise" else None}
     else:
@@ -120,10 +127,11 @@ def _launch_tiles(
             if family == "blockwise"
             else {"A_FORMAT": p.a_format, "B_FORMAT": p.b_format, "SCALE_K": BLOCK_1X32[1], "NATIVE": native_mx}
         )
-    integers = (
-        m, n, k, *p.a.stride(), *p.b.stride(), p.out.stride(0), *p.residual_strides(), *scale_strides,
-    )  # fmt: skip
+    integers = [m, n, k, *p.a.stride(), *p.b.stride(), p.out.stride(0), *p.residual_strides(), *scale_strides]
     paths = {"TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves, "FLATTEN": config.flatten}
+    if family != "mx":
+        integers.append(config.split_k)
+        paths |= {"SWAP": config.swap, "SPLIT": split}
     run(
         _KERNELS[family],
         programs,
@@ -152,33 +160,86 @@ def _scale_along_k(scale: Tensor, rows: int, block_rows: int) -> tuple[object, i
     return _hopper_descriptor(scale.as_strided((size,), (1,)), [block_rows], swizzle=0), 1, scale.stride(1)
 
 
-def _launch_specialized(p: _Product, family: str, config: MatmulConfig, programs: int) -> None:
+def _launch_specialized(p: _Product, family: str, accumulation: str, config: MatmulConfig, programs: int) -> None:
     """Launch the warp-specialized kernel; the copy engine addresses all three matrices."""
+    m, n, k = p.sizes()
+    split = config.split_k > 1
     a_rows, b_rows = (p.a_rows, p.b_rows) if family == "blockwise" else (0, 0)
     if a_rows:
-        a_scale, *a_strides = _scale_along_k(p.a_scale, a_rows, config.block_m)
-        b_scale, *b_strides = _scale_along_k(p.b_scale, b_rows, config.block_n)
+        a_scale, *a_strides = _scale_along_k(p.a_scale, a_rows, max(config.block_m, SCALE_VECTOR))
+        b_scale, *b_strides = _scale_along_k(p.b_scale, b_rows, max(config.block_n, SCALE_VECTOR))
     else:
-        a_scale, *a_strides = p.a_scale, _row_stride(p.a_scale), 0
-        b_scale, *b_strides = p.b_scale, _row_stride(p.b_scale), 0
+        a_stride, b_stride = p.scale_strides()
+        a_scale, *a_strides = p.a_scale, a_stride, 0
+        b_scale, *b_strides = p.b_scale, b_stride, 0
+    a = (p.a, config.block_m, a_scale, a_strides, a_rows, m)
+    b = (p.b, config.block_n, b_scale, b_strides, b_rows, n)
+    residual_strides = p.residual_strides()
+    out_block = [SPECIALIZED_WAVE_ROWS, config.block_n // (2 if config.halves else 1)]
+    if config.swap:
+        a, b, residual_strides = b, a, residual_strides[::-1]
+        out_block = [config.block_m, SPECIALIZED_WAVE_ROWS]
+    (lhs, block_m, a_scale, a_strides, a_rows, m), (rhs, block_n, b_scale, b_strides, b_rows, n) = a, b
     matrices = (
-        _hopper_descriptor(p.a, [config.block_m, config.block_k]),
-        _hopper_descriptor(p.b, [config.block_n, config.block_k]),
-        _hopper_descriptor(p.out, [SPECIALIZED_WAVE_ROWS, config.block_n]),
+        _hopper_descriptor(lhs, [block_m, config.block_k]),
+        _hopper_descriptor(rhs, [block_n, config.block_k]),
+        _hopper_descriptor(p.out, out_block),
     )
     run(
         hopper_kernels.hopper_matmul_kernel,
         programs,
         (*matrices, a_scale, b_scale, p.bias, p.residual),
-        (*p.sizes(), *p.residual_strides(), *a_strides, *b_strides),
+        (m, n, k, *residual_strides, *a_strides, *b_strides, config.split_k),
         {
-            **_tile_sizes(config),
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
             "A_ROWS": a_rows,
             "B_ROWS": b_rows,
             **p.epilogue(),
             "STAGES": config.num_stages,
+            "PROMOTE": accumulation == "precise" or family == "blockwise",
+            "SWAP": config.swap,
+            "SPLIT": split,
+            "STAGGER": config.stagger and not split,
+            "TIGHT": config.tight,
+            "HALVES": config.halves,
+            "OVERLAP": config.overlap,
         },
         num_warps=config.num_warps,
+    )
+
+
+def _workspace(p: _Product, config: MatmulConfig) -> tuple[Tensor, int]:
+    """Where the parts of a sum go, in rows that the copy engine can address, and how many rows a part has.
+
+    Allocated for each launch: under the caching allocator that is safe on every stream and in a CUDA graph.
+    """
+    m, n, _ = p.sizes()
+    rows = -(-m // config.block_m) * config.block_m
+    unit = TMA_ALIGNMENT // PARTIAL_BYTES
+    stride = -(-n // unit) * unit
+    shape = (config.split_k * rows, n)
+    return torch.empty_strided(shape, (stride, 1), dtype=torch.float32, device=p.a.device), rows
+
+
+def _launch_reduce(p: _Product, family: str, config: MatmulConfig, workspace: Tensor, rows: int) -> None:
+    """Add up the parts in their order, so that every run gives the same bits, and apply the epilogue."""
+    m, n, _ = p.sizes()
+    tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
+    scaled = family == "epilogue"
+    scale_strides = p.scale_strides() if scaled else (0, 0)
+    # A launch that overlaps the end of the one before came with the copy engine.
+    dependent = hardware.abilities(p.a.device).has_tma
+    run(
+        matmul_kernels.reduce_parts_kernel,
+        tiles,
+        (workspace, p.out, *p.pointers()),
+        (m, n, rows, workspace.stride(0), p.out.stride(0), *p.residual_strides(), *scale_strides),
+        {**REDUCE_TILE, "SPLIT_K": config.split_k, "SCALED": scaled, **p.epilogue(), "DEPENDENT": dependent},
+        num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 
@@ -191,14 +252,20 @@ def _launch_product(p: _Product, family: str, accumulation: str, config: MatmulC
     if config is None:
         bare = p.activation is None and p.residual is None
         copy_engine = tma_operands and tma_out
-        rows = (p.a_rows, p.b_rows)
-        config = tuning.choose(family, accumulation, rows, m, n, k, p.out.element_size(), bare, copy_engine, device)
-    tiles = -(-m // config.block_m) * -(-n // config.block_n)
-    programs = min(device.num_sms * config.blocks_per_sm, tiles)
+        scaled_rows = (p.a_rows, p.b_rows)
+        config = tuning.choose(
+            family, accumulation, scaled_rows, m, n, k, p.out.element_size(), bare, copy_engine, device
+        )
+    pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
+    programs = min(device.num_sms * config.blocks_per_sm, pieces)
+    workspace, rows = _workspace(p, config) if config.split_k > 1 else (None, 0)
+    product = p if workspace is None else p.parts(workspace)
     if config.specialized:
-        _launch_specialized(p, family, config, programs)
+        _launch_specialized(product, family, accumulation, config, programs)
     else:
-        _launch_tiles(p, family, accumulation, config, programs, tma_operands, tma_out)
+        _launch_tiles(product, family, accumulation, config, programs, tma_operands, tma_out)
+    if workspace is not None:
+        _launch_reduce(p, family, config, workspace, rows)
 
 
 def scaled_matmul(

@@ -61,7 +61,8 @@ def candidates(product: Kind, m: int, n: int, k: int, device: Abilities) -> list
     runnable = [
         config
         for config in space(product.family, product.accumulation)
-        if supports(
+        if (config.max_m is None or m <= config.max_m)
+        and supports(
             config,
             product.family,
             product.out_itemsize,

@@ -1,16 +1,26 @@
 """Every shipped kernel and configuration compiles: for Hopper within its limits, for Ada and Blackwell at all."""
 
+from dataclasses import replace
+
 import pytest
 from compile_target import compile_kernel, descriptor
 from triton.experimental.gluon import language as gl
 
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.block_scaled_matmul import block_scaled_matmul_kernel, mx_matmul_kernel
-from tritonfp8.kernels.configs import SPACES, SPECIALIZED_WAVE_ROWS, shared_bytes, supports
+from tritonfp8.kernels.configs import (
+    SCALE_VECTOR,
+    SPACES,
+    SPECIALIZED_WAVE_ROWS,
+    MatmulConfig,
+    shared_bytes,
+    supports,
+)
 from tritonfp8.kernels.hopper_matmul import hopper_matmul_kernel
 from tritonfp8.kernels.quantize import amax_kernel, dequantize_kernel, quantize_kernel
-from tritonfp8.kernels.scaled_matmul import scaled_matmul_kernel
+from tritonfp8.kernels.scaled_matmul import reduce_parts_kernel, scaled_matmul_kernel
 from tritonfp8.launch import _fits, _tile
+from tritonfp8.launch_matmul import REDUCE_TILE
 
 HOPPER_SHARED_BYTES = 232448
 ADA_SHARED_BYTES = 101376
@@ -51,16 +61,22 @@ def compile_tiles(
     family, config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE, tma=True, cc=90, **more
 ):
     kernel = KERNELS[family]
-    types, constants = epilogue_types(epilogue)
     scale = "*u8" if family == "mx" else "*fp32"
     blocks = ((config.block_m, config.block_k), (config.block_n, config.block_k))
     columns = config.block_n // 2 if config.halves else config.block_n
+    types, constants = epilogue_types(epilogue)
     types |= {"a_scale_ptr": scale, "b_scale_ptr": scale}
     types |= {n: descriptor(e, b) if tma else f"*{e}" for n, e, b in zip("ab", element, blocks, strict=True)}
-    types["out"] = descriptor(out, (config.block_m, columns)) if tma else f"*{out}"
+    tma_out = tma and config.split_k == 1
+    if config.split_k > 1:
+        # Parts of a sum, which have no epilogue.
+        out, epilogue = "fp32", NO_EPILOGUE
+    types["out"] = descriptor(out, (config.block_m, columns)) if tma_out else f"*{out}"
     constants |= {f"BLOCK_{d}": getattr(config, f"block_{d.lower()}") for d in "MNK"}
-    constants |= {"GROUP_M": config.group_m, "TMA": tma, "TMA_OUT": tma, "HALVES": config.halves}
+    constants |= {"GROUP_M": config.group_m, "TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves}
     constants |= {"FLATTEN": config.flatten, "stride_ak": 1, "stride_bk": 1, **more}
+    if family != "mx":
+        constants |= {"SWAP": config.swap, "SPLIT": config.split_k > 1}
     if family == "blockwise":
         constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "SCALE_K": 128}
     if family == "mx":
@@ -71,21 +87,32 @@ def compile_tiles(
     return compile_kernel(kernel, signature, constants, cc, divisible_by_16=divisible, **options)
 
 
-def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE):
+def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue=NO_EPILOGUE, promote=True):
     def layout(itemsize, rank=2):
         swizzle = 128 if rank == 2 else 0
         return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)
 
+    split = config.split_k > 1
+    if split:
+        out, epilogue = "fp32", NO_EPILOGUE
+    block_m, block_n = config.block_m, config.block_n
+    if config.swap:
+        block_m, block_n, rows = block_n, block_m, rows[::-1]
+    out_block = (SPECIALIZED_WAVE_ROWS, block_n // 2 if config.halves else block_n)
+    if config.swap:
+        out_block = out_block[::-1]
     types, constants = epilogue_types(epilogue)
     types |= {
-        "a_desc": descriptor(element[0], (config.block_m, config.block_k), layout(1)),
-        "b_desc": descriptor(element[1], (config.block_n, config.block_k), layout(1)),
-        "out_desc": descriptor(out, (SPECIALIZED_WAVE_ROWS, config.block_n), layout(ITEMSIZES[out])),
-        "a_scale": descriptor("fp32", (config.block_m,), layout(4, 1)) if rows[0] == 1 else "*fp32",
-        "b_scale": descriptor("fp32", (config.block_n,), layout(4, 1)) if rows[1] == 1 else "*fp32",
+        "a_desc": descriptor(element[0], (block_m, config.block_k), layout(1)),
+        "b_desc": descriptor(element[1], (block_n, config.block_k), layout(1)),
+        "out_desc": descriptor(out, out_block, layout(ITEMSIZES[out])),
+        "a_scale": descriptor("fp32", (max(block_m, SCALE_VECTOR),), layout(4, 1)) if rows[0] == 1 else "*fp32",
+        "b_scale": descriptor("fp32", (max(block_n, SCALE_VECTOR),), layout(4, 1)) if rows[1] == 1 else "*fp32",
     }
-    constants |= {f"BLOCK_{d}": getattr(config, f"block_{d.lower()}") for d in "MNK"}
-    constants |= {"GROUP_M": config.group_m, "A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m}
+    constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "STAGES": config.num_stages}
+    constants |= {"PROMOTE": promote, "SWAP": config.swap, "SPLIT": split}
+    constants |= {"STAGGER": config.stagger, "TIGHT": config.tight, "HALVES": config.halves, "OVERLAP": config.overlap}
     signature, constants = split_arguments(hopper_matmul_kernel, types, constants)
     return compile_kernel(
         hopper_matmul_kernel, signature, constants, 90, config.num_warps, divisible_by_16=aligned(signature)
@@ -98,18 +125,25 @@ def promotion(family, accumulation):
     return {"PROMOTE_EVERY": 128 if accumulation == "precise" else None, "stride_a_scale": 1, "stride_b_scale": 1}
 
 
+def compiled_once(configs):
+    """How many parts K has is an argument of a kernel; that it has any is what it is compiled for."""
+    return list(dict.fromkeys(replace(config, split_k=min(config.split_k, 2)) for config in configs))
+
+
 SHIPPED = [
     pytest.param(family, accumulation, config, rows, id=f"{family}-{accumulation}-{rows[0]}x{rows[1]}-{number}")
     for family, spaces in SPACES.items()
     for accumulation, configs in spaces.items()
-    for number, config in enumerate(configs)
-    for rows in ROWS[family]
+    for number, config in enumerate(compiled_once(configs))
+    # Few rows are an input's: scaled each by itself.
+    for rows in ROWS[family][: 2 if config.max_m else None]
 ]
 
 
 def compile_shipped(family, accumulation, config, rows, **options):
     if config.specialized:
-        return compile_specialized(config, rows, **options)
+        promote = accumulation == "precise" or family == "blockwise"
+        return compile_specialized(config, rows, promote=promote, **options)
     return compile_tiles(family, config, rows, **promotion(family, accumulation), **options)
 
 
@@ -118,18 +152,82 @@ def compile_shipped(family, accumulation, config, rows, **options):
 def test_every_config_runs_on_hopper_without_spills(family, accumulation, config, rows, out):
     if not supports(config, family, ITEMSIZES[out], True, True, HOPPER_SHARED_BYTES):
         pytest.skip("this configuration is not chosen for this output")
+    if config.split_k > 1 and out != "fp32":
+        pytest.skip("its parts are float32 whatever the output is")
     report = compile_shipped(family, accumulation, config, rows, out=out)
     instruction = "bf16.bf16" if family == "mx" else "e4m3.e4m3"
     assert f".f32.{instruction}" in report.ptx
     assert "wgmma.mma_async.sync" in report.ptx
     assert "cp.async.bulk.tensor.2d" in report.ptx
     assert report.spill_bytes == 0, report.log
+    assert not config.specialized or "serialized" not in report.log, report.log
     assert report.shared_bytes <= HOPPER_SHARED_BYTES
     assert report.shared_bytes <= shared_bytes(config, family, ITEMSIZES[out])
 
 
+# Ways of the specialized kernel that a configuration may take, with the scales for which it has the registers.
+VARIANTS = {
+    "stagger": (MatmulConfig(256, 128, 128, 4, 4, specialized=True, stagger=True), [(0, 0)], True),
+    "tight": (MatmulConfig(256, 128, 128, 4, 3, specialized=True, tight=True), [(0, 0), *ROWS["blockwise"]], True),
+    "tight, stagger, halves": (
+        MatmulConfig(256, 128, 128, 4, 4, specialized=True, tight=True, stagger=True, halves=True),
+        [(0, 0), *ROWS["blockwise"]],
+        True,
+    ),
+    "overlap": (
+        MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4),
+        [(0, 0), (1, 128), (128, 128)],
+        True,
+    ),
+    "fast, halves": (MatmulConfig(128, 256, 128, 4, 4, specialized=True, halves=True), [(0, 0)], False),
+    "fast, two waves": (MatmulConfig(256, 128, 128, 4, 4, specialized=True), [(0, 0)], False),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "promote"),
+    [
+        pytest.param(config, rows, promote, id=f"{name}-{rows[0]}x{rows[1]}")
+        for name, (config, several, promote) in VARIANTS.items()
+        for rows in several
+    ],
+)
+def test_variants_hold_their_registers(config, rows, promote):
+    """0 spills, and the assembler leaves products in flight: it serializes what it cannot follow, and only says so."""
+    report = compile_specialized(config, rows, promote=promote)
+    assert f"m64n{config.block_n}k32.f32.e4m3.e4m3" in report.ptx
+    assert report.spill_bytes == 0, report.log
+    assert "serialized" not in report.log, report.log
+    assert report.shared_bytes <= HOPPER_SHARED_BYTES
+    assert report.shared_bytes <= shared_bytes(config, "blockwise" if rows[0] else "epilogue", ITEMSIZES["bf16"])
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_the_largest_tile_has_room_for_an_epilogue(activation):
+    config, _, _ = VARIANTS["tight, stagger, halves"]
+    report = compile_specialized(config, (0, 0), epilogue={**FULL_EPILOGUE, "ACTIVATION": activation})
+    assert report.spill_bytes == 0, report.log
+    assert "serialized" not in report.log, report.log
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_sum_of_parts_compiles_for_every_target(cc, scaled):
+    types, constants = epilogue_types(FULL_EPILOGUE)
+    types |= {"parts": "*fp32", "out": "*bf16", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
+    constants |= {**REDUCE_TILE, "SPLIT_K": 4, "SCALED": scaled, "DEPENDENT": cc >= 90}
+    signature, constants = split_arguments(reduce_parts_kernel, types, constants)
+    divisible = aligned(signature, "N", "parts", "out", "stride_parts", "stride_out", "stride_rm")
+    report = compile_kernel(reduce_parts_kernel, signature, constants, cc, divisible_by_16=divisible)
+    assert ("griddepcontrol.wait" in report.ptx) == (cc >= 90)
+    assert report.spill_bytes == 0
+    assert "ld.global.v4" in report.ptx, "a thread reads 16 bytes of a part at a time"
+
+
 @pytest.mark.parametrize(("family", "accumulation", "config", "rows"), SHIPPED)
 def test_every_config_holds_its_epilogue(family, accumulation, config, rows):
+    if config.split_k > 1:
+        pytest.skip("parts have no epilogue")
     if config.bare:
         report = compile_shipped(family, accumulation, config, rows, epilogue={**NO_EPILOGUE, "HAS_BIAS": True})
     else:
@@ -168,7 +266,7 @@ def test_every_element_format_compiles_for_every_target(family, cc, instruction,
     assert instruction in report.ptx
     if cc < 100:
         names = [{E4M3: "e4m3", E5M2: "e5m2"}[e] for e in element]
-        assert ".".join(names) in report.ptx
+        assert ".".join(reversed(names) if config.swap else names) in report.ptx
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
@@ -205,7 +303,7 @@ def test_mx_is_native_where_a_report_calls_it_so(tma):
 @pytest.mark.parametrize("family", list(SPACES))
 def test_the_pointer_path_compiles_for_hopper(family):
     """What runs where the copy engine cannot address an operand."""
-    for config in (c for c in SPACES[family]["precise"] if not c.specialized):
+    for config in (c for c in compiled_once(SPACES[family]["precise"]) if not c.specialized):
         for rows in ROWS[family]:
             report = compile_tiles(family, config, rows, tma=False, **promotion(family, "precise"))
             assert "wgmma" in report.ptx
