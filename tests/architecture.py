@@ -14,7 +14,7 @@ LAYERS = (
     {"formats"},
     {"specs"},
     {"recipes", "quantized", "reference", "testing"},
-    {"hardware", "tuning", "compiled", "launch", "launch_matmul", "counting"},
+    {"hardware", "tuning", "cast_tiles", "compiled", "launch", "launch_matmul", "counting"},
     {"ops"},
     {"functional"},
     {"modules"},
@@ -26,7 +26,7 @@ RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in l
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
 ABOVE_OPS = {"functional", "modules", "convert"}
-BEHIND_OPS = {"kernels", "compiled", "launch", "launch_matmul", "reference"}
+BEHIND_OPS = {"kernels", "cast_tiles", "compiled", "launch", "launch_matmul", "reference"}
 # `supports` and the search spaces are data for the host.
 KERNEL_DATA = "tritonfp8.kernels.configs"
 
