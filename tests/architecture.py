@@ -14,7 +14,7 @@ LAYERS = (
     {"formats"},
     {"specs"},
     {"recipes", "quantized", "reference", "testing"},
-    {"hardware", "tuning", "tuning_store", "compiled", "replay", "launch", "launch_matmul", "counting"},
+    {"hardware", "tuning", "tuning_store", "cast_tiles", "compiled", "replay", "launch", "launch_matmul", "counting"},
     {"ops"},
     {"functional", "linear"},
     {"modules", "weights"},
@@ -40,7 +40,7 @@ RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in l
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
 ABOVE_OPS = {"functional", "linear", "modules", "weights", "convert"}
-BEHIND_OPS = {"kernels", "compiled", "replay", "launch", "launch_matmul", "reference"}
+BEHIND_OPS = {"kernels", "cast_tiles", "compiled", "replay", "launch", "launch_matmul", "reference"}
 # `supports` and the search spaces are data for the host.
 KERNEL_DATA = "tritonfp8.kernels.configs"
 

@@ -8,12 +8,18 @@ import io
 import re
 from dataclasses import dataclass
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 WARP_SIZE = 32
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.int32: "*i32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,27 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
         with contextlib.redirect_stdout(io.StringIO()) as captured:
             kernel = triton.compile(source, target=GPUTarget("cuda", cc, WARP_SIZE), options=options)
     return read_report(kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue())
+
+
+def compile_launch(cc, kernel, pointers, integers, constants, **options):
+    """Compile what :func:`tritonfp8.compiled.run` would launch for these arguments, all pointers aligned.
+
+    Args:
+        cc: as in :func:`compile_kernel`.
+        kernel, pointers, integers, constants, options: as in :func:`tritonfp8.compiled.run`.
+    """
+    names = list(kernel.arg_names)
+    signature = {name: POINTERS[pointer.dtype] for name, pointer in zip(names, pointers, strict=False)}
+    divisible = list(signature)
+    constants = dict(constants)
+    for name, value in zip(names[len(pointers) :], integers, strict=False):
+        if value == 1:
+            constants[name] = 1
+            continue
+        signature[name] = "i32" if value < 2**31 else "i64"
+        if value % 16 == 0:
+            divisible.append(name)
+    return compile_kernel(kernel, signature, constants, cc, divisible_by_16=divisible, **options)
 
 
 def read_report(ptx, shared_bytes, log):

@@ -6,8 +6,8 @@ Where the stock interpreter differs, and nothing tells:
 - bfloat16 arithmetic, comparisons, casts to and from integers, and ``tl.dot`` run on the bits as integers.
 - ``tl.maximum``, ``tl.minimum`` and ``tl.clamp`` propagate NaN where ``max.f32`` and ``min.f32`` drop it.
 
-And where it fails: ``tl.dot_scaled``, and in 3.6.0 loops over tensor bounds with numpy 2.4. Inline assembly and
-libdevice stay unsupported.
+And where it fails: ``tl.dot_scaled``, and in 3.6.0 loops over tensor bounds with numpy 2.4. And where it takes seconds:
+``tl.reduce`` by a function of one's own, element by element. Inline assembly and libdevice stay unsupported.
 """
 
 import functools
@@ -49,6 +49,7 @@ _stock_cast = interpreter.InterpreterBuilder.cast_impl
 _stock_binary_op = interpreter.InterpreterBuilder.binary_op
 _stock_create_dot = interpreter.InterpreterBuilder.create_dot
 _stock_min_max = interpreter.ReduceOps.min_max
+_stock_generic_reduce = interpreter.ReduceOps.generic_reduce
 _stock_launch = interpreter.GridExecutor.__call__
 _stock_patch_lang_tensor = interpreter._patch_lang_tensor
 _stock_dot_scaled = TritonSemantic.dot_scaled
@@ -120,6 +121,21 @@ def _min_max(self, input, val_reduce_op, idx_reduce_op=None):
     return _stock_min_max(self, input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
+def _generic_reduce(self, input):
+    """By halves, as on a GPU: the order of the combinations is not defined."""
+    if self.axis is None:
+        return _stock_generic_reduce(self, input)
+    arrays, dtypes = [np.moveaxis(arg.handle.data, self.axis, 0) for arg in input], [arg.dtype for arg in input]
+    while len(arrays[0]) > 1:
+        half = len(arrays[0]) // 2
+        halves = [[self.to_tensor(part, t) for part, t in zip(p, dtypes, strict=True)]
+                  for p in ([a[:half] for a in arrays], [a[half:] for a in arrays])]  # fmt: skip
+        combined = self.combine_fn.fn(*halves[0], *halves[1])
+        arrays = [t.handle.data for t in (combined if isinstance(combined, tuple) else (combined,))]
+    found = [np.expand_dims(a[0], self.axis) if self.keep_dims else a[0] for a in arrays]
+    return [self.to_tensor(a, dtype) for a, dtype in zip(found, dtypes, strict=True)]
+
+
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     if not a.dtype.scalar.is_floating() or d.dtype.scalar != tl.float32:
         return _stock_create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
@@ -184,6 +200,7 @@ def repair():
     interpreter._convert_float = _convert_float
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter.ReduceOps.min_max = _min_max
+    interpreter.ReduceOps.generic_reduce = _generic_reduce
     interpreter.GridExecutor.__call__ = _launch
     TritonSemantic.dot_scaled = _dot_scaled
     builder.cast_impl = _cast

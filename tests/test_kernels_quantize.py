@@ -17,6 +17,7 @@ from cases import (
     each_spec,
     finite_bits,
     finite_patterns,
+    generator,
     interesting_amaxes,
     patterns,
     random_bits,
@@ -24,9 +25,9 @@ from cases import (
     with_specials,
 )
 
-from tritonfp8 import launch, reference
+from tritonfp8 import cast_tiles, launch, reference
+from tritonfp8.cast_tiles import MAX_ROW_IN_TILE, CastTile
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
-from tritonfp8.launch import MAX_ROW_IN_TILE
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -225,6 +226,73 @@ def test_dequantize_of_strided_data(device):
     qdata, scale = reference.quantize(banded(300, 260).to(device), *spec.args)
     args = qdata[::2, 128:], scale[::2, 1:], *spec.args, torch.float32
     assert_same([launch.dequantize(*args)], [reference.dequantize(*args)])
+
+
+@each_device
+@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (7, 0), (128, 128), (144, 272), (130, 300), (17, 129)], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_transpose_keeps_every_byte(device, format, shape):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator(0))
+    qdata = codes.view(FORMATS[format].dtype).to(device)
+    assert_same([launch.transpose(qdata)], [reference.transpose(qdata)])
+    assert torch.equal(launch.transpose(qdata).view(torch.uint8).cpu(), codes.t())
+
+
+@each_device
+@pytest.mark.parametrize("layout", views(torch.zeros(2, 2)))
+def test_transpose_of_strided_data(device, layout):
+    qdata = views(banded(130, 150).to(torch.float8_e4m3fn).view(torch.uint8).to(device))[layout]
+    qdata = qdata.view(torch.float8_e4m3fn)
+    assert_same([launch.transpose(qdata)], [reference.transpose(qdata)])
+
+
+@each_device
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_transpose_of_square_blocks_needs_no_second_rounding(device, format):
+    spec = QuantSpec(format, BLOCK_128X128, "fp32", "pow2")
+    x = with_specials(banded(300, 260)).to(device, torch.bfloat16)
+    qdata, scale = launch.quantize(x, *spec.args)
+    assert_bitwise_equal((launch.transpose(qdata), scale.t()), launch.quantize(x, *spec.args, True))
+
+
+TILES = [
+    CastTile(128, 128, 4, group=8, reload=True),
+    CastTile(128, 128, 8, group=3),
+    CastTile(256, 128, 8, group=2, reload=True),
+    CastTile(128, 128, 16),
+]
+
+
+@each_block
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("device", "shape"),
+    [
+        pytest.param(*INTERPRETER.values, (390, 144), marks=INTERPRETER.marks, id="interpreter"),
+        *(pytest.param("cuda", shape, marks=pytest.mark.gpu, id=str(shape)) for shape in ((512, 384), (390, 257))),
+    ],
+)
+def test_every_tile_gives_the_same(device, spec, tile, shape, monkeypatch):
+    """The order of tiles, the rows a thread, reading twice and tiles that are not square are matters of speed."""
+    monkeypatch.setattr(cast_tiles, "choose", lambda *args: tile)
+    x = with_specials(banded(*shape)).to(device, torch.bfloat16)
+    check_quantize(x, spec, transpose=True)
+    check_both(x, spec, spec)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [*HIGH_PRECISION_DTYPES, torch.float64], ids=str)
+def test_amax_of_whole_dims_in_parts(device, dtype, monkeypatch):
+    """Rows, columns and all, with several parts of each, also more than one program takes in one step."""
+    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX", CastTile(16, 32, 4))
+    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX_PROGRAMS", 64)
+    monkeypatch.setattr(launch, "PARTS_OF_ONE_BLOCK_AT_ONCE", 8)
+    for x in (banded(192, 160), with_specials(banded(165, 135))):
+        x = x.to(device, dtype)
+        for spec in SPEC_OF_BLOCK:
+            if -1 in spec.block:
+                assert_bitwise_equal(launch.amax(x, spec.block), reference.amax(x, spec.block))
+                check_both(x, spec, spec)
 
 
 @pytest.mark.gpu

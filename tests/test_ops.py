@@ -47,6 +47,8 @@ def samples(device):
         yield ops.quantize_both, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
+    for part in (x, x.t(), x[:0], x[::2, 1:]):
+        yield ops.transpose, (part.to(torch.float8_e4m3fn),)
     yield ops.quantize, (x[:0], *ROW.args)
     yield ops.quantize, (x[0], *ROW.args)
     for pair in MATMUL_PAIRS:

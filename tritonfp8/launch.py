@@ -8,33 +8,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from tritonfp8 import hardware, reference
+from tritonfp8 import cast_tiles, hardware, reference
+from tritonfp8.cast_tiles import VECTOR_BYTES, CastTile
 from tritonfp8.compiled import run
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels import quantize as quantize_kernels
 from tritonfp8.launch_matmul import product_kind
 from tritonfp8.launch_matmul import scaled_matmul as _scaled_matmul
 from tritonfp8.replay import replayed
-from tritonfp8.specs import (
-    BLOCK_128X128,
-    empty_scale,
-    scale_shape,
-    transposed,
-)
+from tritonfp8.specs import TENSORWISE, empty_scale, scale_shape, transposed
 
-MAX_ROW_IN_TILE = 16384
-TILE_ELEMENTS = 8192
+__all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul", "transpose"]
 
-__all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul"]
+PARTS_AT_ONCE = 16
+PARTS_OF_ONE_BLOCK_AT_ONCE = 1024
 
 Block = Sequence[int]
+# Block, format, scale format, scale rounding, parts of the amax at once.
+Numerics = tuple[tuple[int, int], str, str, str, int]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -49,52 +47,52 @@ def _is_folded(x: Tensor, block: Block) -> bool:
     return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
 
 
-class _Tile(NamedTuple):
-    m: int
-    n: int
-    warps: int
+def _magnitude_dtype(x: Tensor) -> torch.dtype:
+    """Of what the kernels call magnitudes: integers that order as the magnitudes of ``x``."""
+    return torch.int16 if x.element_size() == 2 else torch.int32
 
 
-def _tile(m: int, n: int, block: Block | None, block_t: Block | None) -> _Tile:
-    """Tile of a cast of ``x [m, n]``; both blocks in the coordinates of ``x``."""
-    if block_t is None and block == (1, -1) and n <= MAX_ROW_IN_TILE:
-        width = max(triton.next_power_of_2(n), 128)
-        return _Tile(max(1, TILE_ELEMENTS // 2 // width), width, 4 if width <= 4096 else 8)
-    if block_t is None and block is not None and block[0] <= 1:
-        return _Tile(32, 128, 4)
-    # A square block is one reduction over the tile; strips of it are reductions of their own, faster in fewer warps.
-    square = block_t is None or block_t == BLOCK_128X128
-    return _Tile(128, 128, 8 if square else 4)
+def _partial_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cast_tiles.Block, Tensor]:
+    """Magnitudes ``[parts, groups_m, groups_n]`` for each block: their maxima over the parts are the amax.
 
-
-def _fits(block: Block, tile: _Tile, m: int, n: int) -> bool:
-    return (block[0] != -1 or m <= tile.m) and (block[1] != -1 or n <= tile.n)
-
-
-def _programs(tile: _Tile, m: int, n: int) -> int:
-    return -(-m // tile.m) * -(-n // tile.n)
-
-
-def _amax_bits(x: Tensor, block: Block | None, block_t: Block | None) -> tuple[Tensor | None, Tensor | None]:
-    """amax bits of ``x [m, n]`` for one or two blocks (in the coordinates of ``x``), in one pass."""
+    ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1).
+    """
     m, n = x.shape
-    outs = [None if b is None else x.new_zeros(scale_shape((m, n), b), dtype=torch.int32) for b in (block, block_t)]
-    tile = _Tile(128, 128, 8)
-    sides = [x if out is None else out for out in outs]
-    rows, cols = block or (1, 1)
-    rows_t, cols_t = block_t or (1, 1)
+    tile = cast_tiles.PARTIAL_AMAX
+    strips = -(-n // tile.n)
+    programs = cast_tiles.PARTIAL_AMAX_PROGRAMS * hardware.abilities(x.device).num_sms
+    chunks = min(max(1, programs // strips), -(-m // tile.m))
+    shapes = {(1, -1): (strips, m, 1), (-1, 1): (chunks, 1, n), (-1, -1): (chunks * strips, 1, 1)}
+    parts = {b: torch.empty(shapes[b], dtype=_magnitude_dtype(x), device=x.device) for b in shapes if b in blocks}
+    run(
+        quantize_kernels.partial_amax_kernel,
+        chunks * strips,
+        (x, *(parts.get(block, x) for block in shapes)),
+        (m, n, *x.stride(), chunks),
+        {
+            **dict(zip(("ROW", "COL", "WHOLE"), (block in parts for block in shapes), strict=True)),
+            "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m, "TILE_N": tile.n,
+            "R": tile.rows_a_thread(VECTOR_BYTES // x.element_size()), "STAGES": cast_tiles.PARTIAL_AMAX_STAGES,
+        },
+        **tile.options(),
+    )  # fmt: skip
+    return parts
+
+
+def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """amax bits, int32, of blocks of ``x [m, n]`` that are whole in no dim."""
+    m, n = x.shape
+    out = torch.empty(scale_shape((m, n), block), dtype=torch.int32, device=x.device)
+    tile = cast_tiles.NORMAL[block]
     run(
         quantize_kernels.amax_kernel,
-        _programs(tile, m, n),
-        (x, *sides),
-        (m, n, *x.stride(), *(size for side in sides for size in (*side.shape, *side.stride()))),
-        {
-            "ROWS": rows, "COLS": cols, "ROWS_T": rows_t, "COLS_T": cols_t,
-            "NORMAL": block is not None, "TRANSPOSED": block_t is not None, "TILE_M": tile.m, "TILE_N": tile.n,
-        },
-        num_warps=tile.warps,
-    )  # fmt: skip
-    return outs[0], outs[1]
+        tile.programs(m, n),
+        (x, out),
+        (m, n, *x.stride(), *out.shape, *out.stride()),
+        {"ROWS": block[0], "COLS": block[1], "TILE_M": tile.m, "TILE_N": tile.n},
+        **tile.options(),
+    )
+    return out
 
 
 @replayed
@@ -104,40 +102,60 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return reference.amax(x, block)
     if not _is_folded(x, block):
         return torch.stack([amax(matrix, block) for matrix in x])
-    bits, _ = _amax_bits(_rows(x), tuple(block), None)
-    assert bits is not None
-    found = bits.view(torch.float32).reshape(scale_shape(x.shape, block))
+    matrix, block = _rows(x), (block[0], block[1])
+    if -1 in block:
+        found = _partial_amax(matrix, [block])[block].amax(0)
+        found = found.view(x.dtype if found.dtype == torch.int16 else torch.float32).float()
+    else:
+        found = _block_amax(matrix, block).view(torch.float32)
     # One NaN, as in the reference: the kernel keeps the bits of the NaN that it met.
-    return torch.where(found.isnan(), torch.nan, found)
+    return torch.where(found.isnan(), torch.nan, found).reshape(scale_shape(x.shape, block))
 
 
 class _Side(NamedTuple):
-    """One result of a cast: tensors and strides in the coordinates of ``x``."""
+    """One result of a cast: tensors and strides in the coordinates of ``x``.
+
+    ``amax``, where the kernel does not find it: ``[parts, groups_m, groups_n]``, float32 bits or magnitudes.
+    """
 
     qdata: Tensor
     scale: Tensor
-    amax_bits: Tensor | None
+    amax: Tensor | None
     block: tuple[int, int]
     format: str
     scale_format: str
     scale_rounding: str
 
     def runtime_args(self) -> list[int]:
-        amax = self.scale if self.amax_bits is None else self.amax_bits
-        return [*self.scale.shape, *self.qdata.stride(), *self.scale.stride(), *amax.stride()]
+        parts = [0, 0, 0, 0]
+        if self.amax is not None:
+            part, *groups = self.amax.stride()
+            parts = [*groups, self.amax.shape[0], part]
+        return [*self.scale.shape, *self.qdata.stride(), *self.scale.stride(), *parts]
 
     def tensors(self) -> list[Tensor]:
         scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.scale_format].exponent_only else self.scale
-        return [self.qdata, scale, scale if self.amax_bits is None else self.amax_bits]
+        return [self.qdata, scale, scale if self.amax is None else self.amax]
 
-    def numerics(self) -> tuple[object, ...]:
+    def parts_at_once(self) -> int:
+        """How many parts of the amax the kernel reduces in one step; 0 where it finds the amax itself."""
+        if self.amax is None or self.amax.shape[0] == 1:
+            return 0 if self.amax is None else 1
+        most = PARTS_OF_ONE_BLOCK_AT_ONCE if self.block == TENSORWISE else PARTS_AT_ONCE
+        return min(triton.next_power_of_2(self.amax.shape[0]), most)
+
+    def numerics(self) -> Numerics:
         """What decides the compile-time arguments of this side."""
-        return self.block, self.format, self.scale_format, self.scale_rounding, self.amax_bits is not None
+        return self.block, self.format, self.scale_format, self.scale_rounding, self.parts_at_once()
+
+    def t(self) -> _Side:
+        """The same result in the coordinates of ``x.T``."""
+        amax = None if self.amax is None else self.amax.transpose(1, 2)
+        return self._replace(qdata=self.qdata.t(), scale=self.scale.t(), amax=amax, block=transposed(self.block))
 
 
-@functools.cache
 def _side_constants(
-    suffix: str, block: tuple[int, int], format: str, scale_format: str, scale_rounding: str, given_amax: bool
+    suffix: str, block: tuple[int, int], format: str, scale_format: str, scale_rounding: str, parts: int
 ) -> dict[str, object]:
     fmt = FORMATS[format]
     values = {
@@ -150,44 +168,71 @@ def _side_constants(
         "EMIN": fmt.emin,
         "E8M0": SCALE_FORMATS[scale_format].exponent_only,
         "POW2": scale_rounding == "pow2",
-        "GIVEN_AMAX": given_amax,
+        "PARTS": parts,
     }
     return {f"{name}{suffix}": value for name, value in values.items()}
 
 
-def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
-    """Fill one or two sides from ``x [m, n]``; computes the amax that a tile cannot see whole."""
-    m, n = x.shape
-    given = side or side_t
-    assert given is not None
-    tile = _tile(m, n, side and side.block, side_t and side_t.block)
-    missing, missing_t = (
-        s.block if s is not None and s.amax_bits is None and not _fits(s.block, tile, m, n) else None
-        for s in (side, side_t)
-    )
-    if missing or missing_t:
-        bits, bits_t = _amax_bits(x, missing, None if missing == missing_t else missing_t)
-        if side is not None and missing:
-            side = side._replace(amax_bits=bits)
-        if side_t is not None and missing_t:
-            side_t = side_t._replace(amax_bits=bits if missing == missing_t else bits_t)
-    first, second = side or given, side_t or given
-    constants = {
-        **_side_constants("", *first.numerics()),
-        **_side_constants("_T", *second.numerics()),
-        "NORMAL": side is not None,
-        "TRANSPOSED": side_t is not None,
-        "DIRECT_CAST": hardware.abilities(x.device).has_direct_cast,
+@functools.cache
+def _constants(
+    tile: CastTile, numerics: Numerics | None, numerics_t: Numerics | None, even: bool, direct_cast: bool
+) -> dict[str, object]:
+    """Every compile-time argument of a cast; of a side that is not there, those of the other."""
+    first, second = numerics or numerics_t, numerics_t or numerics
+    assert first is not None
+    assert second is not None
+    return {
+        **_side_constants("", *first),
+        **_side_constants("_T", *second),
+        "NORMAL": numerics is not None,
+        "TRANSPOSED": numerics_t is not None,
+        "DIRECT_CAST": direct_cast,
+        "EVEN": even,
         "TILE_M": tile.m,
         "TILE_N": tile.n,
+        "R": tile.rows_a_thread(VECTOR_BYTES) if numerics_t else 1,
+        "GROUP": tile.group,
+        "RELOAD": tile.reload and numerics is not None,
     }
+
+
+def _with_amax(x: Tensor, tile: CastTile, sides: Sequence[_Side | None]) -> list[_Side | None]:
+    """``sides`` with the amax of each block that no tile holds whole, in one pass over ``x [m, n]``."""
+    missing = [s is not None and s.amax is None and not tile.fits(s.block, *x.shape) for s in sides]
+    if not any(missing):
+        return list(sides)
+    parts = _partial_amax(x, {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None})
+    return [
+        s._replace(amax=parts[s.block]) if lacks and s is not None else s
+        for s, lacks in zip(sides, missing, strict=True)
+    ]
+
+
+def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
+    """Fill one or two sides from ``x [m, n]``."""
+    if x.stride(1) != 1 and x.stride(0) == 1:
+        # The kernel reads along rows.
+        x, side, side_t = x.t(), side_t and side_t.t(), side and side.t()
+    m, n = x.shape
+    tile = cast_tiles.choose(m, n, side and side.block, side_t and transposed(side_t.block))
+    side, side_t = _with_amax(x, tile, (side, side_t))
+    first, second = side or side_t, side_t or side
+    assert first is not None
+    assert second is not None
+    constants = _constants(
+        tile,
+        None if side is None else side.numerics(),
+        None if side_t is None else side_t.numerics(),
+        tile.holds_whole(m, n),
+        hardware.abilities(x.device).has_direct_cast,
+    )
     run(
         quantize_kernels.quantize_kernel,
-        _programs(tile, m, n),
+        tile.programs(m, n),
         (x, *first.tensors(), *second.tensors()),
         (m, n, *x.stride(), *first.runtime_args(), *second.runtime_args()),
         constants,
-        num_warps=tile.warps,
+        **tile.options(),
     )
 
 
@@ -202,11 +247,9 @@ def _side(
     if qdata.ndim != 2:
         matrix = _rows(qdata)
         scales = scale.view(scale_shape(matrix.shape, block))
-    bits = None if amax is None else amax.reshape(scales.shape).view(torch.int32)
-    if transpose:
-        matrix, scales, bits = matrix.t(), scales.t(), None if bits is None else bits.t()
-    of_x = transposed(block) if transpose else (block[0], block[1])
-    return _Side(matrix, scales, bits, of_x, format, scale_format, scale_rounding), qdata, scale
+    bits = None if amax is None else amax.reshape(1, *scales.shape).view(torch.int32)
+    side = _Side(matrix, scales, bits, (block[0], block[1]), format, scale_format, scale_rounding)
+    return side.t() if transpose else side, qdata, scale
 
 
 @replayed
@@ -273,17 +316,39 @@ def dequantize(
     s = (scale.view(torch.uint8) if exponent_only else scale).reshape(scale_shape(q.shape, block))
     m, n = q.shape
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    tile = _Tile(64, 128, 4)
+    tile = CastTile(64, 128, 4)
     rows, cols = block
     run(
         quantize_kernels.dequantize_kernel,
-        _programs(tile, m, n),
+        tile.programs(m, n),
         (q, s, out),
         (m, n, *q.stride(), *s.stride()),
         {"ROWS": rows, "COLS": cols, "E8M0": exponent_only, "TILE_M": tile.m, "TILE_N": tile.n},
-        num_warps=tile.warps,
+        **tile.options(),
     )
     return out.view(qdata.shape)
+
+
+@replayed
+def transpose(qdata: Tensor) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.transpose`."""
+    m, n = qdata.shape
+    out = qdata.new_empty((n, m))
+    if not qdata.numel():
+        return out
+    tile = cast_tiles.TRANSPOSE
+    run(
+        quantize_kernels.transpose_kernel,
+        tile.programs(m, n),
+        (qdata.view(torch.uint8), out.view(torch.uint8)),
+        (m, n, *qdata.stride()),
+        {
+            "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m, "TILE_N": tile.n,
+            "R": tile.rows_a_thread(VECTOR_BYTES), "GROUP": tile.group,
+        },
+        **tile.options(),
+    )  # fmt: skip
+    return out
 
 
 scaled_matmul = replayed(_scaled_matmul)

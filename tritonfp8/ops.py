@@ -28,6 +28,7 @@ SCHEMAS = {
         f"(Tensor x, {_SPEC.format('', '')}, {_SPEC.format('', '_t')}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "dequantize": f"(Tensor qdata, Tensor scale, {_SPEC.format('', '')}, ScalarType dtype) -> Tensor",
+    "transpose": "(Tensor qdata) -> Tensor",
     "scaled_matmul": (
         f"({_OPERAND.format('a')}, {_OPERAND.format('b')}, Tensor? bias, str? activation, Tensor? residual, "
         "ScalarType out_dtype, str accumulation) -> Tensor"
@@ -60,6 +61,10 @@ def _quantize_both_fake(x: Tensor, *specs: Any) -> tuple[Tensor, Tensor, Tensor,
 
 def _dequantize_fake(qdata: Tensor, scale: Tensor, *args: Any) -> Tensor:
     return torch.empty(qdata.shape, dtype=args[-1], device=qdata.device)
+
+
+def _transpose_fake(qdata: Tensor) -> Tensor:
+    return qdata.new_empty(qdata.shape[::-1])
 
 
 def _scaled_matmul_fake(a: Tensor, *args: Any) -> Tensor:
@@ -108,6 +113,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quantize": _quantize_fake,
     "quantize_both": _quantize_both_fake,
     "dequantize": _dequantize_fake,
+    "transpose": _transpose_fake,
     "scaled_matmul": _scaled_matmul_fake,
     "matmul": _matmul_fake,
 }
@@ -132,5 +138,6 @@ amax = torch.ops.tritonfp8.amax.default
 quantize = torch.ops.tritonfp8.quantize.default
 quantize_both = torch.ops.tritonfp8.quantize_both.default
 dequantize = torch.ops.tritonfp8.dequantize.default
+transpose = torch.ops.tritonfp8.transpose.default
 scaled_matmul = torch.ops.tritonfp8.scaled_matmul.default
 matmul = torch.ops.tritonfp8.matmul.default

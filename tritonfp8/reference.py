@@ -163,6 +163,15 @@ def dequantize(
     return (qdata.float() * _spread(scale.float(), qdata.shape, block)).to(dtype)
 
 
+def transpose(qdata: Tensor) -> Tensor:
+    """``qdata [M, N]``, 8-bit, as a contiguous copy ``[N, M]``.
+
+    What is quantized with a scale of square blocks is so transposed without another rounding; its scale is the
+    transpose of the scale.
+    """
+    return qdata.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(qdata.dtype)
+
+
 _ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 
 

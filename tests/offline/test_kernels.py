@@ -1,12 +1,15 @@
 """Every shipped kernel and configuration compiles: for Hopper within its limits, for Ada and Blackwell at all."""
 
-from dataclasses import replace
+import dataclasses
+import re
+from dataclasses import dataclass, replace
 
 import pytest
-from compile_target import compile_kernel, descriptor
+import torch
+from compile_target import compile_kernel, compile_launch, descriptor
 from triton.experimental.gluon import language as gl
 
-from tritonfp8.formats import FORMATS
+from tritonfp8 import hardware, launch, reference
 from tritonfp8.kernels.block_scaled_matmul import block_scaled_matmul_kernel, mx_matmul_kernel
 from tritonfp8.kernels.configs import (
     SCALE_VECTOR,
@@ -17,10 +20,10 @@ from tritonfp8.kernels.configs import (
     supports,
 )
 from tritonfp8.kernels.hopper_matmul import hopper_matmul_kernel
-from tritonfp8.kernels.quantize import amax_kernel, dequantize_kernel, quantize_kernel
+from tritonfp8.kernels.quantize import quantize_kernel
 from tritonfp8.kernels.scaled_matmul import reduce_parts_kernel, scaled_matmul_kernel
-from tritonfp8.launch import _fits, _tile
 from tritonfp8.launch_matmul import REDUCE_TILE
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 
 HOPPER_SHARED_BYTES = 232448
 ADA_SHARED_BYTES = 101376
@@ -310,53 +313,137 @@ def test_the_pointer_path_compiles_for_hopper(family):
             assert report.shared_bytes <= HOPPER_SHARED_BYTES
 
 
-def cast_side(suffix, rows, cols, format="e4m3", e8m0=False, given=False):
-    fmt = FORMATS[format]
-    values = {"ROWS": rows, "COLS": cols, "QMAX": fmt.qmax, "EMAX": fmt.emax, "QMAX_MANTISSA": fmt.qmax_mantissa}
-    values |= {"MANTISSA_BITS": fmt.mantissa_bits, "EMIN": fmt.emin}
-    values |= {"E8M0": e8m0, "POW2": True, "GIVEN_AMAX": given}
-    return {f"{name}{suffix}": value for name, value in values.items()}
+@dataclass(frozen=True)
+class Launch:
+    kernel: object
+    arguments: tuple
+    options: dict
+
+    def compile(self, cc):
+        return compile_launch(cc, self.kernel, *self.arguments, **self.options)
 
 
-BLOCKS = [((-1, -1), False), ((1, -1), False), ((1, 128), False), ((128, 128), False), ((1, 32), True)]
-SIDES = {"normal": (True, False), "transposed": (False, True), "both": (True, True)}
+@pytest.fixture
+def launches(monkeypatch):
+    """What the launcher would launch on a device of compute capability ``cc``: a function of ``cc`` and a cast."""
+
+    def record(cc, cast):
+        recorded = []
+        abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
+        monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
+        monkeypatch.setattr(
+            launch,
+            "run",
+            lambda kernel, programs, *arguments, **options: recorded.append(Launch(kernel, arguments, options)),
+        )
+        cast()
+        return recorded
+
+    return record
+
+
+def cast(x, spec, side):
+    """``spec`` in one orientation or both, the transposed one as e5m2."""
+    spec_t = dataclasses.replace(spec, format="e5m2")
+    return {
+        "normal": lambda: launch.quantize(x, *spec.args),
+        "transposed": lambda: launch.quantize(x, *spec_t.args, True),
+        "both": lambda: launch.quantize_both(x, *spec.args, *spec_t.args),
+    }[side]
+
+
+# Specs by block shape, as recipes use them.
+CASTS = [
+    QuantSpec(),
+    QuantSpec("e4m3", ROWWISE, "fp32", "pow2"),
+    QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2"),
+    QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2"),
+    QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2"),
+]
+each_cast = pytest.mark.parametrize("spec", CASTS, ids=str)
+each_side = pytest.mark.parametrize("side", ["normal", "transposed", "both"])
+
+
+def matrix(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @pytest.mark.parametrize("cc", [89, 90, 100])
-@pytest.mark.parametrize(("block", "e8m0"), BLOCKS)
-@pytest.mark.parametrize("side", list(SIDES))
-def test_casts_compile_for_every_target(block, e8m0, side, cc):
-    normal, transposed = SIDES[side]
-    rows, cols = block
-    tile = _tile(4096, 4096, block if normal else None, (cols, rows) if transposed else None)
-    given = not _fits(block, tile, 4096, 4096)
-    constants = cast_side("", rows, cols, "e4m3", e8m0, given)
-    constants |= cast_side("_T", cols, rows, "e5m2", e8m0, not _fits((cols, rows), tile, 4096, 4096))
-    constants |= {"NORMAL": normal, "TRANSPOSED": transposed, "TILE_M": tile.m, "TILE_N": tile.n}
-    constants["DIRECT_CAST"] = cc >= 90
-    constants |= {"stride_xn": 1, "stride_qn": 1, "stride_qtm": 1}
-    scale = "*u8" if e8m0 else "*fp32"
-    types = {"x_ptr": "*bf16", "q_ptr": f"*{E4M3}", "qt_ptr": f"*{E5M2}", "s_ptr": scale, "st_ptr": scale}
-    types |= {"amax_ptr": "*i32", "amax_t_ptr": "*i32"}
-    signature, constants = split_arguments(quantize_kernel, types, constants)
-    divisible = aligned(signature, "M", "N", "stride_xm", "stride_qm", "stride_qtn")
-    report = compile_kernel(quantize_kernel, signature, constants, cc, tile.warps, divisible_by_16=divisible)
-    assert ("cvt.rn.satfinite.e4m3x2" in report.ptx) == normal
-    assert ("cvt.rn.satfinite.e5m2x2" in report.ptx) == transposed
-    if cc == 90:
-        assert report.spill_bytes == 0
+@each_cast
+@each_side
+def test_casts_compile_for_every_target(launches, spec, side, cc):
+    for launched in launches(cc, cast(matrix(4096, 4096), spec, side)):
+        report = launched.compile(cc)
+        quantizes = launched.kernel is quantize_kernel
+        assert ("cvt.rn.satfinite.e4m3x2" in report.ptx) == (quantizes and side != "transposed")
+        assert ("cvt.rn.satfinite.e5m2x2" in report.ptx) == (quantizes and side != "normal")
+        if cc == 90:
+            assert report.spill_bytes == 0, report.log
+
+
+@each_cast
+@each_side
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_casts_of_other_dtypes_run_on_hopper_without_spills(launches, spec, side, dtype):
+    for launched in launches(90, cast(matrix(4096, 4096, dtype=dtype), spec, side)):
+        report = launched.compile(90)
+        assert report.spill_bytes == 0, report.log
+
+
+@each_cast
+@each_side
+def test_casts_with_tails_run_on_hopper_without_spills(launches, spec, side):
+    for launched in launches(90, cast(matrix(4080, 4112), spec, side)):
+        report = launched.compile(90)
+        assert report.spill_bytes == 0, report.log
+
+
+@each_cast
+@each_side
+def test_casts_without_vectors_compile(launches, spec, side):
+    for launched in launches(90, cast(matrix(1001, 4097), spec, side)):
+        assert launched.compile(90).registers
+
+
+def shared_bytes_at_once(ptx):
+    """Widths of the accesses to shared memory, in bytes."""
+    accesses = re.findall(r"(?:st|ld)\.shared(?:::cta)?(?:\.v(\d))?\.[a-z](\d+)", ptx)
+    return [int(count or 1) * int(bits) // 8 for count, bits in accesses]
+
+
+@each_cast
+@pytest.mark.parametrize("side", ["transposed", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_transposed_tiles_move_as_vectors(launches, spec, side, dtype):
+    """No element goes through shared memory alone, nor to memory as less than 16 bytes."""
+    launched = launches(90, cast(matrix(4096, 4096, dtype=dtype), spec, side))[-1]
+    report = launched.compile(90)
+    # Scales of one byte are few: four rows of tiles of a thread at most.
+    assert shared_bytes_at_once(report.ptx).count(1) <= (32 if spec.scale_format == "e8m0" else 0)
+    assert "st.global.v4.b32" in report.ptx
 
 
 @pytest.mark.parametrize("cc", [89, 90, 100])
-def test_amax_and_dequantize_compile_for_every_target(cc):
-    types = {"x_ptr": "*bf16", "amax_ptr": "*i32", "amax_t_ptr": "*i32"}
-    constants = {"ROWS": 1, "COLS": -1, "ROWS_T": -1, "COLS_T": 1, "NORMAL": True, "TRANSPOSED": True}
-    constants |= {"TILE_M": 128, "TILE_N": 128, "stride_xn": 1}
-    signature, constants = split_arguments(amax_kernel, types, constants)
-    report = compile_kernel(amax_kernel, signature, constants, cc, 8, divisible_by_16=aligned(signature, "stride_xm"))
-    assert "atom" in report.ptx or "red." in report.ptx
-    types = {"q_ptr": f"*{E4M3}", "s_ptr": "*u8", "out_ptr": "*bf16"}
-    constants = {"ROWS": 1, "COLS": 32, "E8M0": True, "TILE_M": 64, "TILE_N": 128, "stride_qn": 1}
-    signature, constants = split_arguments(dequantize_kernel, types, constants)
-    report = compile_kernel(dequantize_kernel, signature, constants, cc, 4, divisible_by_16=aligned(signature, "N"))
-    assert report.spill_bytes == 0
+def test_transposes_move_as_vectors(launches, cc):
+    qdata = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    (launched,) = launches(cc, lambda: launch.transpose(qdata))
+    report = launched.compile(cc)
+    assert report.spill_bytes == 0, report.log
+    assert min(shared_bytes_at_once(report.ptx), default=16) >= 4
+    assert "ld.global.v4.b32" in report.ptx
+    assert "st.global.v4.b32" in report.ptx
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32), (1, -1), (-1, -1)], ids=str)
+def test_amax_compiles_for_every_target(launches, block, cc):
+    (launched,) = launches(cc, lambda: launch.amax(matrix(4096, 4096), block))
+    assert launched.compile(cc).spill_bytes == 0
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+def test_dequantize_compiles_for_every_target(launches, cc):
+    spec = CASTS[-1]
+    qdata, scale = reference.quantize(torch.zeros(4096, 64), *spec.args)
+    (launched,) = launches(cc, lambda: launch.dequantize(qdata, scale, *spec.args, torch.bfloat16))
+    assert launched.compile(cc).spill_bytes == 0

@@ -1,0 +1,107 @@
+"""Which tile each cast works in: data, and the rule that picks a row of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE
+
+MAX_ROW_IN_TILE = 16384
+VECTOR_BYTES = 16
+WARP_SIZE = 32
+
+Block = tuple[int, int]
+
+
+class CastTile(NamedTuple):
+    """How a cast is split among programs.
+
+    Attributes:
+        m: rows of a tile.
+        n: columns of a tile.
+        warps: warps a program.
+        group: rows of tiles that are worked on together, column by column.
+        reload: read the tile once for each orientation, the second time from the cache.
+        registers: the most a thread may take, so that more programs share a multiprocessor; 0 is the compiler's choice.
+    """
+
+    m: int
+    n: int
+    warps: int
+    group: int = 1
+    reload: bool = False
+    registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """How a kernel on this tile is compiled."""
+        return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
+
+    def programs(self, m: int, n: int) -> int:
+        """Tiles of ``x [m, n]``."""
+        return -(-m // self.m) * -(-n // self.n)
+
+    def holds_whole(self, m: int, n: int) -> bool:
+        """Whether no tile of ``x [m, n]`` reaches beyond it."""
+        return m % self.m == 0 and n % self.n == 0
+
+    def fits(self, block: Block, m: int, n: int) -> bool:
+        """Whether each block of ``x [m, n]`` lies in one tile."""
+        return (block[0] != -1 or m <= self.m) and (block[1] != -1 or n <= self.n)
+
+    def rows_a_thread(self, columns_a_thread: int) -> int:
+        """Rows that a thread holds of the tile, at most those of one store."""
+        threads = WARP_SIZE * self.warps
+        columns_a_thread = min(columns_a_thread, max(1, self.m * self.n // threads))
+        rows_at_once = max(1, threads * columns_a_thread // self.n)
+        return min(max(1, self.m // rows_at_once), VECTOR_BYTES)
+
+
+UNALIGNED_WARPS = 16
+
+# By the block in the coordinates of what is stored.
+NORMAL = {
+    TENSORWISE: CastTile(32, 128, 4),
+    ROWWISE: CastTile(32, 128, 4),  # a row that does not fit in a tile
+    BLOCK_1X128: CastTile(32, 128, 4),
+    BLOCK_128X128: CastTile(128, 128, 8),
+    BLOCK_1X32: CastTile(32, 128, 4),
+}
+TRANSPOSED = {
+    TENSORWISE: CastTile(128, 128, 4, group=8),
+    ROWWISE: CastTile(128, 128, 4, group=8),
+    BLOCK_1X128: CastTile(128, 128, 4, group=8),
+    BLOCK_128X128: CastTile(128, 128, 8, group=8),
+    BLOCK_1X32: CastTile(128, 128, 4, group=8),
+}
+BOTH = {
+    TENSORWISE: CastTile(128, 128, 8, group=8),
+    ROWWISE: CastTile(128, 128, 8, group=8),
+    BLOCK_1X128: CastTile(128, 128, 4, group=8, reload=True),
+    BLOCK_128X128: CastTile(128, 128, 8, group=8),
+    BLOCK_1X32: CastTile(128, 128, 4, group=8, reload=True),
+}
+PARTIAL_AMAX = CastTile(64, 256, 8)
+PARTIAL_AMAX_PROGRAMS = 2  # a multiprocessor
+PARTIAL_AMAX_STAGES = 1
+TRANSPOSE = CastTile(128, 128, 4, group=8)
+
+# Of two block shapes, the one whose tile serves both: the one that needs most of a tile.
+DEMAND = (TENSORWISE, ROWWISE, BLOCK_128X128, BLOCK_1X32, BLOCK_1X128)
+
+
+def row_tile(n: int) -> CastTile:
+    """A tile of whole rows of ``n`` elements."""
+    width = max(1 << (n - 1).bit_length(), 128)
+    return CastTile(max(1, 4096 // width), width, 4 if width <= 4096 else 8)
+
+
+def choose(m: int, n: int, block: Block | None, block_t: Block | None) -> CastTile:
+    """The tile of a cast of ``x [m, n]``; the block of each result in its own coordinates, None where there is none."""
+    if block_t is None:
+        assert block is not None
+        return row_tile(n) if block == ROWWISE and n <= MAX_ROW_IN_TILE else NORMAL[block]
+    tile = TRANSPOSED[block_t] if block is None else BOTH[max(block, block_t, key=DEMAND.index)]
+    if m % VECTOR_BYTES or n % VECTOR_BYTES:
+        # Without vectors each element has an address of its own: fewer of them a thread.
+        return tile._replace(warps=UNALIGNED_WARPS, reload=False, registers=0)
+    return tile
