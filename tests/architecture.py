@@ -13,11 +13,11 @@ LAYERS = (
     {"kernels"},
     {"formats"},
     {"specs"},
-    {"recipes", "quantized", "reference", "testing"},
-    {"hardware", "tuning", "compiled", "launch", "launch_matmul", "counting"},
+    {"recipes", "quantized", "reference", "reference_fused", "testing"},
+    {"hardware", "tuning", "compiled", "launch", "launch_fused", "launch_matmul", "counting"},
     {"ops"},
-    {"functional"},
-    {"modules"},
+    {"functional", "functional_fused", "autograd_fused"},
+    {"modules", "modules_fused"},
     {"convert"},
     {"__init__"},
     {"distributed", "cli", "__main__", "doctor", "corpus", "training", "training_models", "training_report"},
@@ -25,8 +25,8 @@ LAYERS = (
 RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
-ABOVE_OPS = {"functional", "modules", "convert"}
-BEHIND_OPS = {"kernels", "compiled", "launch", "launch_matmul", "reference"}
+ABOVE_OPS = {"functional", "functional_fused", "autograd_fused", "modules", "modules_fused", "convert"}
+BEHIND_OPS = {"kernels", "compiled", "launch", "launch_fused", "launch_matmul", "reference", "reference_fused"}
 # `supports` and the search spaces are data for the host.
 KERNEL_DATA = "tritonfp8.kernels.configs"
 
