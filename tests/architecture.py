@@ -13,11 +13,22 @@ LAYERS = (
     {"kernels"},
     {"formats"},
     {"specs"},
-    {"recipes", "quantized", "reference", "testing"},
-    {"hardware", "tuning", "tuning_store", "cast_tiles", "compiled", "replay", "launch", "launch_matmul", "counting"},
+    {"recipes", "quantized", "reference", "reference_fused", "testing"},
+    {
+        "hardware",
+        "tuning",
+        "tuning_store",
+        "cast_tiles",
+        "compiled",
+        "replay",
+        "launch",
+        "launch_fused",
+        "launch_matmul",
+        "counting",
+    },
     {"ops"},
-    {"functional", "linear"},
-    {"modules", "weights"},
+    {"functional", "linear", "functional_fused", "autograd_fused"},
+    {"modules", "weights", "modules_fused"},
     {"convert"},
     {"__init__"},
     {
@@ -39,8 +50,27 @@ LAYERS = (
 RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
-ABOVE_OPS = {"functional", "linear", "modules", "weights", "convert"}
-BEHIND_OPS = {"kernels", "cast_tiles", "compiled", "replay", "launch", "launch_matmul", "reference"}
+ABOVE_OPS = {
+    "functional",
+    "linear",
+    "functional_fused",
+    "autograd_fused",
+    "modules",
+    "weights",
+    "modules_fused",
+    "convert",
+}
+BEHIND_OPS = {
+    "kernels",
+    "cast_tiles",
+    "compiled",
+    "replay",
+    "launch",
+    "launch_fused",
+    "launch_matmul",
+    "reference",
+    "reference_fused",
+}
 # `supports` and the search spaces are data for the host.
 KERNEL_DATA = "tritonfp8.kernels.configs"
 

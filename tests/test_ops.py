@@ -7,7 +7,7 @@ import torch
 from cases import SPEC_OF_BLOCK, SPECS, banded, cpu_and_cuda, each_spec, normal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tritonfp8 import counting, ops, reference
+from tritonfp8 import counting, ops, reference, reference_fused
 from tritonfp8.counting import count_gemms
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
@@ -55,8 +55,32 @@ def samples(device):
         yield ops.scaled_matmul, matmul_args(pair, device)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, True, True, "gelu", torch.float32)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, k=0)
+    yield from fused_samples(device)
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
+
+
+def fused_samples(device):
+    x, up, grad = (normal(40, 70, seed=seed, dtype=torch.bfloat16, device=device) for seed in range(3))
+    weight = normal(70, seed=3, device=device)
+    rstd = reference_fused.rms_norm(x, weight, 1e-6, "output")[1]
+    for spec, spec_t, orientation, keep in (
+        (ROW, VECTOR, "both", True), (MX, MX, "transposed", False), (VECTOR, SQUARE, "normal", False)
+    ):  # fmt: skip
+        specs = *spec.args, *spec_t.args, orientation, keep
+        yield ops.rms_norm_quantize, (x, weight, 1e-6, "normalized", *specs)
+        yield ops.silu_mul_quantize, (x.t().contiguous().t(), up, *specs)
+        yield ops.silu_mul_backward_quantize, (grad, x, up, *specs)
+    yield ops.rms_norm_backward, (grad, x, weight, rstd, "output", None, False)
+    yield ops.rms_norm_backward, (grad, x, weight, rstd, "normalized", up, True)
+
+
+def reference_of(name):
+    return getattr(reference, name, None) or getattr(reference_fused, name)
+
+
+def as_list(results):
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 SAMPLES = list(samples("cpu"))
@@ -101,8 +125,7 @@ def test_inputs_are_not_written_and_not_returned(device, i):
     before = [x.clone() for x in tensors(args)]
     results = op(*args)
     assert_bitwise_equal(tensors(args), before)
-    results = results if isinstance(results, tuple) else (results,)
-    for result in results:
+    for result in as_list(results):
         storage = result.untyped_storage().data_ptr()
         assert all(storage != x.untyped_storage().data_ptr() for x in tensors(args)) or not result.numel()
 
@@ -116,7 +139,7 @@ def check_fake(op, args):
     real = op(*args)
     with FakeTensorMode() as mode:
         fake = op(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args))
-    for got, want in zip(*((r if isinstance(r, tuple) else (r,)) for r in (fake, real)), strict=True):
+    for got, want in zip(as_list(fake), as_list(real), strict=True):
         assert layout(got) == layout(want)
 
 
@@ -151,16 +174,16 @@ def test_schema(name):
     assert {str(argument.type) for argument in schema.arguments} <= allowed
     assert not schema.is_mutable
     assert torch.Tag.pt2_compliant_tag in overload.tags
-    assert callable(getattr(reference, name))
+    assert callable(reference_of(name))
 
 
 @cpu_and_cuda
 @each_sample
 def test_op_is_the_reference(device, i):
-    """On the CPU by dispatch; on CUDA the casts to the bit (products have tests of their own)."""
+    """On the CPU by dispatch; on CUDA the casts to the bit (what rounds by itself has tests of its own)."""
     op, args = on(device, i)
-    if device == "cpu" or op not in (ops.scaled_matmul, ops.matmul):
-        assert_bitwise_equal(op(*args), getattr(reference, op._opname)(*args))
+    if device == "cpu" or op in (ops.amax, ops.quantize, ops.quantize_both, ops.dequantize):
+        assert_bitwise_equal(op(*args), reference_of(op._opname)(*args))
 
 
 class TestCounting:

@@ -20,20 +20,20 @@ from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Gemm, Recipe, get
 from tritonfp8.specs import QuantSpec
 
-_Pair = tuple[Tensor | None, Tensor | None]
-_NO_PAIR: _Pair = (None, None)
+Pair = tuple[Tensor | None, Tensor | None]
+NO_PAIR: Pair = (None, None)
 Operands = tuple[Quantized | None, Quantized | None]
 """A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
 
 
-def _quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[_Pair, _Pair]:
+def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
     """``(qdata, scale)`` of ``x`` and of ``x.T``, each None where its spec is."""
     if spec is not None and spec_t is not None:
         qdata, scale, qdata_t, scale_t = ops.quantize_both(x, *spec.args, *spec_t.args)
         return (qdata, scale), (qdata_t, scale_t)
     return (
-        _NO_PAIR if spec is None else ops.quantize(x, *spec.args),
-        _NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True),
+        NO_PAIR if spec is None else ops.quantize(x, *spec.args),
+        NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True),
     )
 
 
@@ -44,14 +44,12 @@ class Quantizer:
     Compared by value: a compiled graph is guarded on it.
     """
 
-    def __call__(
-        self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
-    ) -> tuple[_Pair, _Pair]:
+    def __call__(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of ``x`` and of ``x.T``, each ``(None, None)`` where its spec is None.
 
         ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix.
         """
-        return _quantize_for(x, spec, spec_t)
+        return quantize_for(x, spec, spec_t)
 
 
 class QuantizedWeight:
@@ -66,7 +64,7 @@ class QuantizedWeight:
         raise NotImplementedError
 
 
-def _quantized(pairs: tuple[_Pair, _Pair], specs: Sequence[QuantSpec | None]) -> Operands:
+def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> Operands:
     first, second = (
         None if spec is None or pair[0] is None or pair[1] is None else Quantized(pair[0], pair[1], spec)
         for pair, spec in zip(pairs, specs, strict=True)
@@ -74,13 +72,14 @@ def _quantized(pairs: tuple[_Pair, _Pair], specs: Sequence[QuantSpec | None]) ->
     return first, second
 
 
-def _pair(q: Quantized | None) -> _Pair:
-    return _NO_PAIR if q is None else (q.qdata, q.scale)
+def pair_of(q: Quantized | None) -> Pair:
+    """``(qdata, scale)``, each None where there is none."""
+    return NO_PAIR if q is None else (q.qdata, q.scale)
 
 
-def _operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> _Pair:
+def _operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> Pair:
     # Through the class: a graph takes the methods of an object that is a tensor for torch's.
-    return _pair(type(weight).operand(weight, recipe, transposed))
+    return pair_of(type(weight).operand(weight, recipe, transposed))
 
 
 def _serves_both(recipe: Recipe) -> bool:
@@ -99,15 +98,18 @@ def quantize_weight(weight: Tensor, recipe: Recipe, needs_grad_input: bool = Tru
     """
     transposed = None if _serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
     specs = (recipe.output.rhs, transposed)
-    return _quantized(_quantize_for(weight.detach(), *specs), specs)
+    return _quantized(quantize_for(weight.detach(), *specs), specs)
 
 
-def _matmul(gemm: Gemm, lhs: _Pair, rhs: _Pair, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def multiply(
+    gemm: Gemm, lhs: Pair, rhs: Pair, bias: Tensor | None, out_dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """``lhs @ rhs.T + bias + residual`` on operands that are quantized as ``gemm`` says."""
     assert gemm.lhs is not None
     assert gemm.rhs is not None
     return ops.scaled_matmul(
         lhs[0], lhs[1], *gemm.lhs.args[:3], rhs[0], rhs[1], *gemm.rhs.args[:3],
-        bias, None, None, out_dtype, gemm.accumulation,
+        bias, None, residual, out_dtype, gemm.accumulation,
     )  # fmt: skip
 
 
@@ -126,7 +128,22 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-class _Plan(NamedTuple):
+def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """Gradients that raise if they are differentiated in turn; for a ``backward`` to return."""
+    # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
+    differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    with torch.no_grad():
+        grads = compute()
+    if not differentiable:
+        return grads
+    apply = _NoSecondDerivative.apply
+    return tuple(
+        g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
+        for g in grads
+    )
+
+
+class Plan(NamedTuple):
     """What a linear layer computes besides its output, and by which recipe."""
 
     recipe: Recipe
@@ -147,20 +164,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, *quantized: Tensor | None
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *quantized: Tensor | None
     ) -> Tensor:
         input_pair, kept, weight_pair, held = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
         recipe = plan.recipe
         if recipe.output.rhs is not None:
-            out = _matmul(recipe.output, input_pair, weight_pair, bias, input.dtype)
+            out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
             out = ops.matmul(input, weight)
             if bias is not None:
                 out = out + bias
-        if not plan.weight_is_held:
-            held = _NO_PAIR
-        elif _serves_both(recipe):
-            held = weight_pair
+        held = held_for_backward(plan, weight_pair, held)
         keep_weight = plan.needs_grad_input and held[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
         ctx.save_for_backward(weight if keep_weight else None, input if keep_input else None, *kept, *held)
@@ -171,22 +185,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
-        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        with torch.no_grad():
-            grads = _Linear._grads(ctx, grad_output)
-        if differentiable:
-            apply = _NoSecondDerivative.apply
-            grads = tuple(
-                g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
-                for g in grads
-            )
-        return (*grads, *[None] * 9)
+        return (*first_order(lambda: _Linear._grads(ctx, grad_output)), *[None] * 9)
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         weight, input, input_qdata, input_scale, *held = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan: Plan = ctx.plan
         recipe = plan.recipe
         input_dtype, weight_dtype = ctx.dtypes
         grad_input = grad_weight = grad_bias = None
@@ -198,13 +202,13 @@ class _Linear(torch.autograd.Function):
         )
         if plan.needs_grad_input:
             if recipe.grad_input.rhs is not None:
-                weight_pair = _weight_t(plan, weight, (held[0], held[1]))
-                grad_input = _matmul(recipe.grad_input, pair, weight_pair, None, input_dtype)
+                weight_pair = weight_t(plan, weight, (held[0], held[1]))
+                grad_input = multiply(recipe.grad_input, pair, weight_pair, None, input_dtype)
             else:
                 grad_input = ops.matmul(grad_output, weight.t())
         if plan.needs_grad_weight:
             if recipe.grad_weight.rhs is not None:
-                grad_weight = _matmul(recipe.grad_weight, pair_t, (input_qdata, input_scale), None, weight_dtype)
+                grad_weight = multiply(recipe.grad_weight, pair_t, (input_qdata, input_scale), None, weight_dtype)
             else:
                 grad_weight = ops.matmul(grad_output.t(), input.t())
         if ctx.needs_grad_bias:
@@ -212,7 +216,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias
 
 
-def _weight_t(plan: _Plan, weight: Tensor | None, held: _Pair) -> _Pair:
+def weight_t(plan: Plan, weight: Tensor | None, held: Pair) -> Pair:
     """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
     qdata, scale = held
     if qdata is not None and scale is not None:
@@ -223,11 +227,18 @@ def _weight_t(plan: _Plan, weight: Tensor | None, held: _Pair) -> _Pair:
     return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs)[1]
 
 
+def held_for_backward(plan: Plan, weight_pair: Pair, held: Pair) -> Pair:
+    """What to save of a weight that somebody holds, for :func:`weight_t`; nothing of any other."""
+    if not plan.weight_is_held:
+        return NO_PAIR
+    return weight_pair if _serves_both(plan.recipe) else held
+
+
 class _Entry(NamedTuple):
     input: weakref.ref[Tensor]
     version: int | None
     key: object
-    pairs: tuple[_Pair, _Pair]
+    pairs: tuple[Pair, Pair]
 
 
 class SharedInput:
@@ -265,7 +276,7 @@ class SharedInput:
 
     def quantize(
         self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
-    ) -> tuple[_Pair, _Pair]:
+    ) -> tuple[Pair, Pair]:
         """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
         if torch.compiler.is_compiling():
             return quantizer("input", rows, *specs)
@@ -282,7 +293,7 @@ class SharedInput:
         return pairs
 
 
-def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
+def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
     # Autocast does not know the meta device, on which shapes are tried out.
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -291,7 +302,7 @@ def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
     return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
-def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise unless the operands, as autocast left them, go together."""
     for name, x in (("input", input), ("weight", weight), ("bias", bias)):
         if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
@@ -322,6 +333,35 @@ def _check_held(held: Operands, weight: Tensor, recipe: Recipe, needs_grad_input
             )
 
 
+def weight_pairs(weight: Tensor, plan: Plan, quantized_weight: Operands | None) -> tuple[Pair, Pair]:
+    """What the GEMMs read of a weight, in its order and held for grad_input: given, gathered, or quantized now."""
+    if quantized_weight is not None:
+        _check_held(quantized_weight, weight, plan.recipe, plan.needs_grad_input)
+        return pair_of(quantized_weight[0]), pair_of(quantized_weight[1])
+    if isinstance(weight, QuantizedWeight):
+        return _operand(weight, plan.recipe, False), NO_PAIR
+    return plan.quantizer("weight", weight.detach(), plan.recipe.output.rhs, None)
+
+
+def apply_linear(
+    rows: Tensor,
+    pairs: tuple[Pair, Pair],
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    quantized_weight: Operands | None,
+) -> Tensor:
+    """:func:`linear` of ``rows [M, K]`` that are quantized as ``pairs`` already.
+
+    ``rows`` carries the dtype and the gradient; it is read only where the recipe keeps a GEMM in high precision.
+    """
+    weights = weight_pairs(weight, plan, quantized_weight)
+    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, plan, *pairs[0], *pairs[1], *weights[0], *weights[1]
+    )
+    return out
+
+
 Handler = Callable[[Tensor, Tensor, Tensor | None, Recipe, SharedInput | None], Tensor]
 _handlers: dict[type, Handler] = {}
 
@@ -345,30 +385,21 @@ def local_linear(
     quantizer: Quantizer = Quantizer(),
 ) -> Tensor:
     """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards."""
-    cast_input, cast_weight, cast_bias = _autocast(input.device.type, input, weight, bias)
+    cast_input, cast_weight, cast_bias = autocast_all(input.device.type, input, weight, bias)
     assert cast_input is not None
     assert cast_weight is not None
-    _check_linear(cast_input, cast_weight, cast_bias)
+    check_linear(cast_input, cast_weight, cast_bias)
     rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
     grad = torch.is_grad_enabled()
     needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
-    plan = _Plan(recipe, *needs, quantized_weight is not None, quantizer)
+    plan = Plan(recipe, *needs, quantized_weight is not None, quantizer)
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
     data = rows.detach()
     if shared_input is None:
         pairs = quantizer("input", data, *specs)
     else:
         pairs = shared_input.quantize(input, data, specs, quantizer)
-    if quantized_weight is not None:
-        _check_held(quantized_weight, weight, recipe, plan.needs_grad_input)
-        weights = (_pair(quantized_weight[0]), _pair(quantized_weight[1]))
-    elif isinstance(cast_weight, QuantizedWeight):
-        weights = (_operand(cast_weight, recipe, False), _NO_PAIR)
-    else:
-        weights = quantizer("weight", cast_weight.detach(), recipe.output.rhs, None)
-    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, cast_weight, cast_bias, plan, *pairs[0], *pairs[1], *weights[0], *weights[1]
-    )
+    out = apply_linear(rows, pairs, cast_weight, cast_bias, plan, quantized_weight)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.autograd_fused import QuantizedInput, quantized_linear
 from tritonfp8.functional import Operands, SharedInput, linear
 from tritonfp8.recipes import Recipe, get
 
@@ -69,10 +70,10 @@ class Float8Linear(nn.Linear):
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
         recipe: a name or a :class:`~tritonfp8.Recipe`.
 
-    Input ``[..., in_features]``, output ``[..., out_features]``. Saved for backward, for M rows of input and K
-    in_features: ``input.T`` in 8 bits, M K bytes and scales, or 2 M K bytes (bf16) where the recipe keeps grad_weight
-    in high precision; nothing if the weight needs no grad. See :func:`tritonfp8.functional.linear` for dtypes and
-    errors.
+    Input ``[..., in_features]``, a tensor or what a fused norm of the same recipe returns; output
+    ``[..., out_features]``. Saved for backward, for M rows of input and K in_features: ``input.T`` in 8 bits, M K bytes
+    and scales, or 2 M K bytes (bf16) where the recipe keeps grad_weight in high precision; nothing if the weight needs
+    no grad. See :func:`tritonfp8.functional.linear` for dtypes and errors.
     """
 
     recipe: Recipe
@@ -94,21 +95,21 @@ class Float8Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe = get(recipe)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """``input @ weight.T + bias`` by the recipe."""
+        held = self.held_operands()
+        if isinstance(input, QuantizedInput):
+            return quantized_linear(input, self.weight, self.bias, self.recipe, quantized_weight=held)
+        return linear(input, self.weight, self.bias, self.recipe, quantized_weight=held, shared_input=self.shared_input)
+
+    def held_operands(self) -> Operands | None:
+        """The weight quantized ahead, inside :func:`tritonfp8.quantize_weights_once`."""
         held = self.held_weight
         # A shallow copy of the layer may outlive the scope.
         if held is None or not held.open:
-            return linear(input, self.weight, self.bias, self.recipe, shared_input=self.shared_input)
+            return None
         held.check(self)
-        return linear(
-            input,
-            self.weight,
-            self.bias,
-            self.recipe,
-            quantized_weight=held.operands,
-            shared_input=self.shared_input,
-        )
+        return held.operands
 
     def extra_repr(self) -> str:
         """The fields of ``nn.Linear`` and the recipe."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8 import counting, hardware, launch, reference
+from tritonfp8 import counting, hardware, launch, launch_fused, reference, reference_fused
 from tritonfp8.formats import FORMATS
 from tritonfp8.specs import empty_scale, scale_shape
 
@@ -19,6 +19,7 @@ NAMESPACE = "tritonfp8"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 _SPEC = "str {0}format{1}, int[] {0}block{1}, str {0}scale_format{1}, str {0}scale_rounding{1}"
+_BOTH_SPECS = f"{_SPEC.format('', '')}, {_SPEC.format('', '_t')}, str orientation, bool keep"
 _OPERAND = "Tensor {0}, Tensor {0}_scale, str {0}_format, int[] {0}_block, str {0}_scale_format"
 
 SCHEMAS = {
@@ -34,6 +35,13 @@ SCHEMAS = {
         "ScalarType out_dtype, str accumulation) -> Tensor"
     ),
     "matmul": "(Tensor a, Tensor b) -> Tensor",
+    "rms_norm_quantize": f"(Tensor x, Tensor weight, float eps, str rounding, {_BOTH_SPECS}) -> Tensor[]",
+    "rms_norm_backward": (
+        "(Tensor grad, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? residual, bool needs_weight) "
+        "-> Tensor[]"
+    ),
+    "silu_mul_quantize": f"(Tensor gate, Tensor up, {_BOTH_SPECS}) -> Tensor[]",
+    "silu_mul_backward_quantize": f"(Tensor grad, Tensor gate, Tensor up, {_BOTH_SPECS}) -> Tensor[]",
 }
 
 
@@ -76,6 +84,27 @@ def _matmul_fake(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]))
 
 
+def _results_fake(x: Tensor, count: int, args: Sequence[Any]) -> list[Tensor]:
+    return reference_fused.empty_results(count, x.shape, args[:4], args[4:8], args[8], x.device)
+
+
+def _rms_norm_quantize_fake(x: Tensor, weight: Tensor, eps: float, rounding: str, *args: Any) -> list[Tensor]:
+    rstd = x.new_empty(x.shape[:1], dtype=torch.float32)
+    return [*_results_fake(x, 0, args), rstd, *([x.new_empty(x.shape)] if args[-1] else [])]
+
+
+def _rms_norm_backward_fake(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape), *([weight.new_empty(weight.shape)] if args[-1] else [])]
+
+
+def _silu_mul_quantize_fake(gate: Tensor, up: Tensor, *args: Any) -> list[Tensor]:
+    return [*_results_fake(gate, 0, args), *([gate.new_empty(gate.shape)] if args[-1] else [])]
+
+
+def _silu_mul_backward_quantize_fake(grad: Tensor, gate: Tensor, up: Tensor, *args: Any) -> list[Tensor]:
+    return [*_results_fake(gate, 2, args), *([gate.new_empty((2, *gate.shape))] if args[-1] else [])]
+
+
 def _on_cuda(launcher: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
     """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it)."""
     of_device: dict[int, Callable[..., Any]] = {}
@@ -116,15 +145,25 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "transpose": _transpose_fake,
     "scaled_matmul": _scaled_matmul_fake,
     "matmul": _matmul_fake,
+    "rms_norm_quantize": _rms_norm_quantize_fake,
+    "rms_norm_backward": _rms_norm_backward_fake,
+    "silu_mul_quantize": _silu_mul_quantize_fake,
+    "silu_mul_backward_quantize": _silu_mul_backward_quantize_fake,
 }
 _KINDS: dict[str, Callable[..., str]] = {"scaled_matmul": _scaled_kind, "matmul": lambda *args: "high_precision"}
+
+
+def _find(name: str, *modules: Any) -> Callable[..., Any] | None:
+    return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
 
 
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        cpu = getattr(reference, name)
-        cuda = _on_cuda(getattr(launch, name), cpu) if hasattr(launch, name) else cpu
+        cpu = _find(name, reference, reference_fused)
+        assert cpu is not None
+        launcher = _find(name, launch, launch_fused)
+        cuda = cpu if launcher is None else _on_cuda(launcher, cpu)
         if name in _KINDS:
             cpu, cuda = _counted(cpu, _KINDS[name]), _counted(cuda, _KINDS[name])
         _library.impl(name, cpu, "CPU")
@@ -141,3 +180,7 @@ dequantize = torch.ops.tritonfp8.dequantize.default
 transpose = torch.ops.tritonfp8.transpose.default
 scaled_matmul = torch.ops.tritonfp8.scaled_matmul.default
 matmul = torch.ops.tritonfp8.matmul.default
+rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
+rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default
+silu_mul_quantize = torch.ops.tritonfp8.silu_mul_quantize.default
+silu_mul_backward_quantize = torch.ops.tritonfp8.silu_mul_backward_quantize.default

@@ -51,6 +51,14 @@ BLOCKS: Mapping[tuple[int, int], Block] = MappingProxyType(
 ACCUMULATIONS = ("precise", "fast")
 ACTIVATIONS = ("relu", "gelu", "silu")
 
+RMS_NORM_ROUNDINGS = ("output", "normalized")
+"""Where RMSNorm rounds to the dtype of its input: at the end, or also before it multiplies by weight."""
+
+ORIENTATIONS: Mapping[str, tuple[bool, bool]] = MappingProxyType(
+    {"normal": (True, False), "transposed": (False, True), "both": (True, True)}
+)
+"""Which results a fused producer returns: (normal, transposed)."""
+
 
 def require(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``; the message names what was required and what came."""

@@ -1,0 +1,460 @@
+"""Allocate, choose a configuration, launch: the Triton twin of each op in :mod:`tritonfp8.reference_fused`.
+
+Passes over memory, in bytes an element of a 16-bit dtype (N of the normal result, T of the transposed one):
+
+    rms_norm    rows [read x 2, write N 1], then tiles [read x 2, write T 1]; tensorwise writes both in the second
+    silu_mul    tiles [read 4, write N 1, T 1]; a pass [read 4] before it where a scale takes in a whole dim; rows
+                [read 4, write N 1] where only the normal result is wanted, whatever its scale
+    backward    tiles [read 6, write 2 N, 2 T]; a pass [read 6] before it likewise
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tritonfp8 import hardware, launch, reference_fused
+from tritonfp8.compiled import run
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.kernels import fused as kernels
+from tritonfp8.kernels import rms_norm as rms_norm_kernels
+from tritonfp8.reference_fused import empty_results
+from tritonfp8.specs import BLOCK_128X128, ORIENTATIONS, ROWWISE, TENSORWISE, transposed
+
+__all__ = ["rms_norm_backward", "rms_norm_quantize", "silu_mul_backward_quantize", "silu_mul_quantize"]
+
+MAX_ROW = 16384
+"""Longest row that a rows kernel holds. Beyond it RMSNorm runs as plain torch and a cast."""
+
+Spec = tuple[str, Sequence[int], str, str]
+
+
+class Rows(NamedTuple):
+    """How a rows kernel runs: rows a step, warps, programs a multiprocessor, whether the next step is prefetched."""
+
+    rows: int
+    warps: int
+    per_sm: int
+    prefetch: bool
+
+
+class Tiles(NamedTuple):
+    """How a tile kernel runs: with ``per_sm`` programs a multiprocessor that walk over tiles (0: one for each tile).
+
+    ``stages`` above 1 reads ahead by so many tiles less one.
+    """
+
+    m: int
+    n: int
+    warps: int
+    per_sm: int = 0
+    stages: int = 1
+
+
+# By the longest row that a configuration serves.
+RMS_NORM = {
+    1024: Rows(4, 4, 4, False),
+    4096: Rows(1, 4, 4, False),
+    8192: Rows(1, 8, 2, False),
+    MAX_ROW: Rows(1, 16, 1, False),
+}
+RMS_NORM_BACKWARD = {
+    1024: Rows(4, 4, 4, False),
+    4096: Rows(1, 8, 2, False),
+    8192: Rows(1, 16, 1, False),
+    MAX_ROW: Rows(1, 16, 1, False),
+}
+SILU_MUL_ROWS = {
+    1024: Rows(4, 4, 1, False),
+    4096: Rows(1, 4, 1, False),
+    8192: Rows(1, 8, 1, False),
+    MAX_ROW: Rows(1, 16, 1, False),
+}
+# By producer and by what is written: the normal result alone, the transposed one, both where the amax of the normal one
+# is given, both where a tile holds its blocks.
+QUANTIZE_TILES = {
+    ("rms_norm", "normal"): Tiles(128, 128, 8),
+    ("rms_norm", "transposed"): Tiles(128, 64, 8),
+    ("rms_norm", "both"): Tiles(128, 64, 8),
+    ("silu_mul", "normal"): Tiles(64, 128, 8),
+    ("silu_mul", "transposed"): Tiles(128, 64, 8),
+    ("silu_mul", "both"): Tiles(128, 64, 8),
+    ("silu_mul", "both in blocks"): Tiles(128, 128, 16, 1, 2),
+    ("silu_mul_backward", "normal"): Tiles(64, 128, 8),
+    ("silu_mul_backward", "transposed"): Tiles(128, 64, 8),
+    ("silu_mul_backward", "both"): Tiles(128, 64, 8),
+    ("silu_mul_backward", "both in blocks"): Tiles(128, 128, 16, 1, 2),
+}
+SQUARE_TILES = Tiles(128, 128, 16)
+# Of the pass that finds amax values.
+AMAX_TILES = {"silu_mul": Tiles(64, 128, 8), "silu_mul_backward": Tiles(64, 128, 8)}
+SUM_TILES = Tiles(32, 32, 4)
+MIN_ROW_TILE = 128
+
+
+def _rows_config(table: dict[int, Rows], n: int) -> tuple[Rows, int]:
+    """Configuration for rows of ``n``, and the width of its tile."""
+    return next(config for limit, config in table.items() if n <= limit), max(triton.next_power_of_2(n), MIN_ROW_TILE)
+
+
+class _Side(NamedTuple):
+    """One orientation of the results: blocks, amax and strides in the coordinates of the input."""
+
+    qdata: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+    spec: Spec
+    amax: Tensor | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether a scale takes in a whole dim, so that its amax must be known before."""
+        return -1 in self.block
+
+    def pointers(self) -> list[Tensor]:
+        scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.spec[2]].exponent_only else self.scale
+        return [self.qdata, scale, scale if self.amax is None else self.amax]
+
+
+def _sides(results: list[Tensor], spec: Spec, spec_t: Spec, orientation: str) -> tuple[_Side | None, _Side | None]:
+    """Results as allocated, ``[O, ...]`` or without that dim."""
+    normal, both = ORIENTATIONS[orientation][0], len(results) > 2
+    side = side_t = None
+    if normal:
+        side = _Side(results[0], results[1], (spec[1][0], spec[1][1]), spec, None)
+    if both or not normal:
+        qdata, scale = results[-2:]
+        side_t = _Side(qdata, scale.transpose(-1, -2), transposed(spec_t[1]), spec_t, None)
+    return side, side_t
+
+
+@functools.cache
+def _constants(
+    suffix: str, block: tuple[int, int], format: str, scale_format: str, scale_rounding: str
+) -> dict[str, object]:
+    fmt = FORMATS[format]
+    values = {
+        "ROWS": block[0],
+        "COLS": block[1],
+        "QMAX": fmt.qmax,
+        "EMAX": fmt.emax,
+        "QMAX_MANTISSA": fmt.qmax_mantissa,
+        "MANTISSA_BITS": fmt.mantissa_bits,
+        "EMIN": fmt.emin,
+        "E8M0": SCALE_FORMATS[scale_format].exponent_only,
+        "POW2": scale_rounding == "pow2",
+    }
+    return {f"{name}{suffix}": value for name, value in values.items()}
+
+
+def _side_constants(suffix: str, side: _Side) -> dict[str, object]:
+    return _constants(suffix, side.block, side.spec[0], *side.spec[2:])
+
+
+class _Inputs(NamedTuple):
+    """What a tile kernel reads: three tensors, and row and column strides of each."""
+
+    producer: str
+    tensors: tuple[Tensor, Tensor, Tensor]
+    strides: tuple[int, ...]
+    shape: tuple[int, int]
+    round_normalized: bool = False
+
+
+def _programs(tiles: Tiles, m: int, n: int, device: torch.device) -> int:
+    count = -(-m // tiles.m) * -(-n // tiles.n)
+    return min(count, hardware.abilities(device).num_sms * tiles.per_sm) if tiles.per_sm else count
+
+
+def _tiles(producer: str, side: _Side | None, side_t: _Side | None) -> Tiles:
+    if any(s is not None and s.block == BLOCK_128X128 for s in (side, side_t)):
+        return SQUARE_TILES
+    if side is None or side_t is None:
+        return QUANTIZE_TILES[producer, "transposed" if side is None else "normal"]
+    return QUANTIZE_TILES[producer, "both" if side.whole else "both in blocks"]
+
+
+def _find_amax(inputs: _Inputs, side: _Side | None, side_t: _Side | None) -> tuple[_Side | None, _Side | None]:
+    """The sides with the amax of their whole-dim blocks, in one more pass over the inputs."""
+    whole, whole_t = (s if s is not None and s.whole else None for s in (side, side_t))
+    if whole is None and whole_t is None:
+        return side, side_t
+    m, n = inputs.shape
+    count = 2 if inputs.producer == "silu_mul_backward" else 1
+    # Both sides of one tensor with one scale share it.
+    same = whole is not None and whole_t is not None and whole.block == whole_t.block
+    sizes = [
+        0 if s is None or (s is whole_t and same) else count * (m if s.block[0] == 1 else n if s.block[1] == 1 else 1)
+        for s in (whole, whole_t)
+    ]
+    # One buffer: one launch fills it with zeros.
+    bits = inputs.tensors[0].new_zeros(sum(sizes), dtype=torch.int32)
+    amax, amax_t = bits[: sizes[0]], bits[sizes[0] :]
+    tiles = AMAX_TILES[inputs.producer]
+    rows, cols = whole.block if whole is not None else (1, -1)
+    rows_t, cols_t = whole_t.block if whole_t is not None else (1, -1)
+    run(
+        kernels.amax_tile_kernel,
+        _programs(tiles, m, n, inputs.tensors[0].device),
+        (*inputs.tensors, amax, amax_t),
+        (m, n, *inputs.strides, sizes[0] // count, sizes[1] // count),
+        {
+            "ROWS": rows, "COLS": cols, "ROWS_T": rows_t, "COLS_T": cols_t,
+            "NORMAL": whole is not None, "TRANSPOSED": whole_t is not None and not same,
+            "PRODUCER": inputs.producer, "TILE_M": tiles.m, "TILE_N": tiles.n,
+        },
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    if side is not None and whole is not None:
+        side = side._replace(amax=amax)
+    if side_t is not None and whole_t is not None:
+        side_t = side_t._replace(amax=amax if same else amax_t)
+    return side, side_t
+
+
+def _side_strides(side: _Side) -> list[int]:
+    """Of scales: from one result to the next, rows, columns."""
+    lead = side.scale.stride(0) if side.scale.ndim > 2 else 0
+    return [lead, *side.scale.stride()[-2:]]
+
+
+def _amax_stride(side: _Side) -> int:
+    return 0 if side.amax is None or side.qdata.ndim < 3 else side.amax.numel() // side.qdata.shape[0]
+
+
+def _quantize_tiles(inputs: _Inputs, side: _Side | None, side_t: _Side | None, kept: Tensor | None) -> None:
+    """Fill what is wanted, all by tiles; the amax of whole-dim blocks is given.
+
+    A square block in one orientation and another one in the other are two launches: no recipe has them.
+    """
+    if side is not None and side_t is not None and BLOCK_128X128 in (side.block, side_t.block):
+        _quantize_tiles(inputs, side, None, kept)
+        _quantize_tiles(inputs, None, side_t, None)
+        return
+    m, n = inputs.shape
+    first, second = side or side_t, side_t or side
+    assert first is not None
+    assert second is not None
+    tiles = _tiles(inputs.producer, side, side_t)
+    packed = m % 4 == 0
+    run(
+        kernels.quantize_tile_kernel,
+        _programs(tiles, m, n, inputs.tensors[0].device),
+        (*inputs.tensors, first.qdata if kept is None else kept, *first.pointers(), *second.pointers()),
+        (
+            m, n, m // 4, m * n, *inputs.strides, *_side_strides(first), *_side_strides(second),
+            _amax_stride(first), _amax_stride(second),
+        ),
+        {
+            **_side_constants("", first),
+            **_side_constants("_T", second),
+            "NORMAL": side is not None,
+            "TRANSPOSED": side_t is not None,
+            "KEEP": kept is not None,
+            "PACKED": packed,
+            "DIRECT_CAST": hardware.abilities(first.qdata.device).has_direct_cast,
+            "PRODUCER": inputs.producer,
+            "ROUND_NORMALIZED": inputs.round_normalized,
+            "TILE_M": tiles.m,
+            "TILE_N": tiles.n,
+            "STAGES": tiles.stages,
+        },
+        num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def _row_programs(config: Rows, m: int, device: torch.device) -> int:
+    """As many as run at once: each walks over rows."""
+    return min(-(-m // config.rows), hardware.abilities(device).num_sms * config.per_sm)
+
+
+def _rms_norm_rows(
+    x: Tensor, weight: Tensor, rstd: Tensor, eps: float, round_normalized: bool, side: _Side | None,
+    kept: Tensor | None, columns: Tensor | None, tensor: Tensor | None,
+) -> None:  # fmt: skip
+    """rstd; the rows quantized by ``side``; ``y`` kept; amax bits of all columns and of the tensor."""
+    m, n = x.shape
+    config, width = _rows_config(RMS_NORM, n)
+    unused = _constants("", ROWWISE, "e4m3", "fp32", "pow2")
+    constants, pointers, strides = unused, [x, x], [0, 0]
+    if side is not None:
+        constants = _side_constants("", side)
+        pointers, strides = side.pointers()[:2], _side_strides(side)[1:]
+    run(
+        rms_norm_kernels.rms_norm_rows_kernel,
+        _row_programs(config, m, x.device),
+        (
+            x, weight, rstd, x if kept is None else kept, *pointers,
+            rstd if columns is None else columns, rstd if tensor is None else tensor,
+        ),
+        (m, n, *x.stride(), weight.stride(0), *strides),
+        {
+            **{name: value for name, value in constants.items() if name != "ROWS"},
+            "EPS": eps,
+            "ROUND_NORMALIZED": round_normalized,
+            "NORMAL": side is not None,
+            "KEEP": kept is not None,
+            "COLUMN_AMAX": columns is not None,
+            "TENSOR_AMAX": tensor is not None,
+            "DIRECT_CAST": hardware.abilities(x.device).has_direct_cast,
+            "PREFETCH": config.prefetch,
+            "TILE_M": config.rows,
+            "TILE_N": width,
+        },
+        num_warps=config.warps,
+    )  # fmt: skip
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, rounding: str,
+    format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
+    format_t: str, block_t: Sequence[int], scale_format_t: str, scale_rounding_t: str,
+    orientation: str, keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Launch the twin of :func:`tritonfp8.reference_fused.rms_norm_quantize`."""
+    spec, spec_t = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
+    m, n = x.shape
+    if not x.numel():
+        return reference_fused.rms_norm_quantize(x, weight, eps, rounding, *spec, *spec_t, orientation, keep)
+    if n > MAX_ROW:
+        return _rms_norm_then_quantize(x, weight, eps, rounding, spec, spec_t, orientation, keep)
+    results = empty_results(0, (m, n), spec, spec_t, orientation, x.device)
+    side, side_t = _sides(results, spec, spec_t, orientation)
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device) if keep else None
+    by_rows = side if side is not None and side.block[0] == 1 else None
+    by_tiles = side if by_rows is None else None
+    blocks = {s.block for s in (by_tiles, side_t) if s is not None}
+    columns = tensor = None
+    if (-1, 1) in blocks or TENSORWISE in blocks:
+        sizes = [n if (-1, 1) in blocks else 0, 1 if TENSORWISE in blocks else 0]
+        bits = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device)
+        columns, tensor = (part if len(part) else None for part in bits.split(sizes))
+    _rms_norm_rows(x, weight, rstd, eps, rounding == "normalized", by_rows, y, columns, tensor)
+    if by_tiles is not None or side_t is not None:
+        inputs = _Inputs(
+            "rms_norm", (x, rstd, weight), (*x.stride(), 1, 1, 1, weight.stride(0)), (m, n), rounding == "normalized"
+        )
+        found = {(-1, 1): columns, TENSORWISE: tensor}
+        by_tiles, side_t = (None if s is None else s._replace(amax=found.get(s.block)) for s in (by_tiles, side_t))
+        _quantize_tiles(inputs, by_tiles, side_t, None)
+    return [*results, rstd, *([] if y is None else [y])]
+
+
+def _rms_norm_then_quantize(
+    x: Tensor, weight: Tensor, eps: float, rounding: str, spec: Spec, spec_t: Spec, orientation: str, keep: bool
+) -> list[Tensor]:
+    y, rstd = reference_fused.rms_norm(x, weight, eps, rounding)
+    normal, transpose = ORIENTATIONS[orientation]
+    if normal and transpose:
+        results = list(launch.quantize_both(y, *spec, *spec_t))
+    else:
+        results = list(launch.quantize(y, *(spec if normal else spec_t), not normal))
+    return [*results, rstd, *([y] if keep else [])]
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str, residual: Tensor | None, needs_weight: bool
+) -> list[Tensor]:
+    """Launch the twin of :func:`tritonfp8.reference_fused.rms_norm_backward`."""
+    m, n = x.shape
+    if not x.numel() or n > MAX_ROW:
+        return reference_fused.rms_norm_backward(grad, x, weight, rstd, rounding, residual, needs_weight)
+    config, width = _rows_config(RMS_NORM_BACKWARD, n)
+    programs = _row_programs(config, m, x.device)
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    partial = torch.empty((programs, n) if needs_weight else (1, 1), dtype=torch.float32, device=x.device)
+    added = x if residual is None else residual
+    run(
+        rms_norm_kernels.rms_norm_backward_kernel,
+        programs,
+        (grad, x, weight, rstd, added, out, partial),
+        (m, n, *grad.stride(), *x.stride(), weight.stride(0), *added.stride()),
+        {
+            "ROUND_NORMALIZED": rounding == "normalized",
+            "HAS_RESIDUAL": residual is not None,
+            "GRAD_WEIGHT": needs_weight,
+            "PREFETCH": config.prefetch,
+            "TILE_M": config.rows,
+            "TILE_N": width,
+        },
+        num_warps=config.warps,
+    )
+    if not needs_weight:
+        return [out]
+    grad_weight = torch.empty(n, dtype=weight.dtype, device=x.device)
+    run(
+        rms_norm_kernels.sum_partials_kernel,
+        -(-n // SUM_TILES.n),
+        (partial, grad_weight),
+        (programs, n),
+        {"TILE_P": SUM_TILES.m, "TILE_N": SUM_TILES.n},
+        num_warps=SUM_TILES.warps,
+    )
+    return [out, grad_weight]
+
+
+def _silu_mul_rows(gate: Tensor, up: Tensor, side: _Side, kept: Tensor | None) -> None:
+    m, n = gate.shape
+    config, width = _rows_config(SILU_MUL_ROWS, n)
+    constants = _side_constants("", side)
+    run(
+        kernels.silu_mul_rows_kernel,
+        -(-m // config.rows),
+        (gate, up, gate if kept is None else kept, *side.pointers()[:2]),
+        (m, n, *gate.stride(), *up.stride(), *_side_strides(side)[1:]),
+        {
+            **{name: value for name, value in constants.items() if name not in ("ROWS", "COLS")},
+            "KEEP": kept is not None,
+            "DIRECT_CAST": hardware.abilities(gate.device).has_direct_cast,
+            "TILE_M": config.rows,
+            "TILE_N": width,
+        },
+        num_warps=config.warps,
+    )
+
+
+def silu_mul_quantize(
+    gate: Tensor, up: Tensor,
+    format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
+    format_t: str, block_t: Sequence[int], scale_format_t: str, scale_rounding_t: str,
+    orientation: str, keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Launch the twin of :func:`tritonfp8.reference_fused.silu_mul_quantize`."""
+    spec, spec_t = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
+    if not gate.numel():
+        return reference_fused.silu_mul_quantize(gate, up, *spec, *spec_t, orientation, keep)
+    m, n = gate.shape
+    results = empty_results(0, (m, n), spec, spec_t, orientation, gate.device)
+    side, side_t = _sides(results, spec, spec_t, orientation)
+    kept = torch.empty((m, n), dtype=gate.dtype, device=gate.device) if keep else None
+    if side is not None and side_t is None and side.block == (1, -1) and n <= MAX_ROW:
+        _silu_mul_rows(gate, up, side, kept)
+    else:
+        # The third input is of no use here.
+        inputs = _Inputs("silu_mul", (gate, up, gate), (*gate.stride(), *up.stride(), 0, 0), (m, n))
+        _quantize_tiles(inputs, *_find_amax(inputs, side, side_t), kept)
+    return [*results, *([] if kept is None else [kept])]
+
+
+def silu_mul_backward_quantize(
+    grad: Tensor, gate: Tensor, up: Tensor,
+    format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
+    format_t: str, block_t: Sequence[int], scale_format_t: str, scale_rounding_t: str,
+    orientation: str, keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Launch the twin of :func:`tritonfp8.reference_fused.silu_mul_backward_quantize`."""
+    spec, spec_t = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
+    if not gate.numel():
+        return reference_fused.silu_mul_backward_quantize(grad, gate, up, *spec, *spec_t, orientation, keep)
+    m, n = gate.shape
+    results = empty_results(2, (m, n), spec, spec_t, orientation, gate.device)
+    kept = torch.empty((2, m, n), dtype=gate.dtype, device=gate.device) if keep else None
+    inputs = _Inputs("silu_mul_backward", (gate, up, grad), (*gate.stride(), *up.stride(), *grad.stride()), (m, n))
+    _quantize_tiles(inputs, *_find_amax(inputs, *_sides(results, spec, spec_t, orientation)), kept)
+    return [*results, *([] if kept is None else [kept])]
