@@ -24,6 +24,7 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels import fused as kernels
 from tritonfp8.kernels import rms_norm as rms_norm_kernels
 from tritonfp8.reference_fused import empty_results
+from tritonfp8.replay import replayed
 from tritonfp8.specs import BLOCK_128X128, ORIENTATIONS, ROWWISE, TENSORWISE, transposed
 
 __all__ = ["rms_norm_backward", "rms_norm_quantize", "silu_mul_backward_quantize", "silu_mul_quantize"]
@@ -310,6 +311,7 @@ def _rms_norm_rows(
     )  # fmt: skip
 
 
+@replayed
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, rounding: str,
     format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
@@ -358,6 +360,7 @@ def _rms_norm_then_quantize(
     return [*results, rstd, *([y] if keep else [])]
 
 
+@replayed
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, rounding: str, residual: Tensor | None, needs_weight: bool
 ) -> list[Tensor]:
@@ -419,6 +422,7 @@ def _silu_mul_rows(gate: Tensor, up: Tensor, side: _Side, kept: Tensor | None) -
     )
 
 
+@replayed
 def silu_mul_quantize(
     gate: Tensor, up: Tensor,
     format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
@@ -442,6 +446,7 @@ def silu_mul_quantize(
     return [*results, *([] if kept is None else [kept])]
 
 
+@replayed
 def silu_mul_backward_quantize(
     grad: Tensor, gate: Tensor, up: Tensor,
     format: str, block: Sequence[int], scale_format: str, scale_rounding: str,

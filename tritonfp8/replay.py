@@ -38,6 +38,8 @@ _VIEWS = {
     _aten.alias.default,
     _aten.as_strided.default,
     _aten.detach.default,
+    _aten.slice.Tensor,
+    _aten.split_with_sizes.default,
     _aten.t.default,
     _aten.transpose.int,
     _aten.view.default,
@@ -63,7 +65,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATORS:
-            self.buffers.append((out, _ALLOCATORS[func]))
+            # A tensor that only shows strides has no memory.
+            if not out.is_meta:
+                self.buffers.append((out, _ALLOCATORS[func]))
         elif func not in _VIEWS:
             self.only_launched = False
         return out
@@ -86,7 +90,7 @@ class _Unknown(Exception):
 class _Launch:
     """One launch of a compiled kernel, with the places in its arguments where addresses go."""
 
-    def __init__(self, launched: Launched, slot_of: Callable[[int], int]) -> None:
+    def __init__(self, launched: Launched, slot_of: Callable[[int], tuple[int, int]]) -> None:
         launcher = launched.compiled.run
         names = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
         if any(not hasattr(launcher, name) for name in names):
@@ -94,20 +98,22 @@ class _Launch:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise _Unknown("the kernel needs scratch memory")
         self.raw, self._describe, metadata = _raw_launch(launcher.launch)
-        self.addresses: list[tuple[int, int]] = []
+        self.addresses: list[tuple[int, int, int]] = []
         self.maps: list[tuple[int, int, Any, Any, dict[int, Any]]] = []
         arguments: list[Any] = []
         for pointer in launched.pointers:
-            if isinstance(pointer, Tensor):
-                self.addresses.append((len(arguments), slot_of(pointer.data_ptr())))
+            if pointer is None or (isinstance(pointer, Tensor) and not pointer.data_ptr()):
                 arguments.append(None)
-            elif pointer is None:
+            elif isinstance(pointer, Tensor):
+                self.addresses.append((len(arguments), *slot_of(pointer.data_ptr())))
                 arguments.append(None)
             else:
                 descriptor, meta = copy.copy(pointer), metadata[len(self.maps)]
                 if meta is None:
                     raise _Unknown("a descriptor that is no tensor map")
-                slot = slot_of(pointer.base.data_ptr())
+                slot, offset = slot_of(pointer.base.data_ptr())
+                if offset:
+                    raise _Unknown("a descriptor of a part of a buffer")
                 descriptor.base = _Address(pointer.base.data_ptr())
                 self.maps.append((len(arguments), slot, descriptor, meta, {}))
                 arguments.extend(self._describe(descriptor, meta))
@@ -128,8 +134,8 @@ class _Launch:
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         arguments = self.arguments.copy()
-        for place, slot in self.addresses:
-            arguments[place] = addresses[slot]
+        for place, slot, offset in self.addresses:
+            arguments[place] = addresses[slot] + offset
         for place, slot, descriptor, meta, known in self.maps:
             address = addresses[slot]
             found = known.get(address)
@@ -171,28 +177,36 @@ class _Plan:
         allocated = [tensor for tensor, _ in watch.buffers]
         slots = {tensor.data_ptr(): i for i, tensor in enumerate((*inputs, *allocated))}
 
-        def slot_of(address: int) -> int:
-            try:
-                return slots[address]
-            except KeyError:
-                raise _Unknown("a pointer into the middle of a tensor") from None
+        def slot_of(address: int) -> tuple[int, int]:
+            """The tensor that an address lies in, and how far in."""
+            if address in slots:
+                return slots[address], 0
+            # Buffers are aligned wherever they come to lie, and so their parts always are alike.
+            for tensor in allocated:
+                offset = address - tensor.data_ptr()
+                if 0 < offset < tensor.untyped_storage().nbytes():
+                    return slots[tensor.data_ptr()], offset
+            raise _Unknown("a pointer into the middle of an input")
 
         self.device = device
         self.index = device.index or 0
         self.buffers = [_Buffer(tuple(t.shape), t.stride(), t.dtype, zeroed) for t, zeroed in watch.buffers]
         self.launches = [_Launch(launched, slot_of) for launched in launches]
-        self.is_tuple = isinstance(result, tuple)
+        self.collect = type(result) if isinstance(result, (tuple, list)) else None
         self.outputs = [
-            self._output(t, slot_of(t.data_ptr()) - len(inputs)) for t in (result if self.is_tuple else (result,))
+            self._output(t, *slot_of(t.data_ptr()), len(inputs)) for t in (result if self.collect else (result,))
         ]
         # The first buffers in their order, as they are: the usual case.
         in_order = [(i, None) for i in range(len(self.outputs))]
         self.plain_outputs = len(self.outputs) if [tuple(output) for output in self.outputs] == in_order else None
         self.stream_of = triton.runtime.driver.active.get_current_stream
 
-    def _output(self, tensor: Tensor, buffer: int) -> _Output:
+    def _output(self, tensor: Tensor, slot: int, offset: int, inputs: int) -> _Output:
+        buffer = slot - inputs
         if buffer < 0:
             raise _Unknown("an input is returned")
+        if offset:
+            raise _Unknown("a part of a buffer is returned")
         spec = self.buffers[buffer]
         if (tuple(tensor.shape), tensor.stride(), tensor.dtype) == (spec.size, spec.stride, spec.dtype):
             return _Output(buffer, None)
@@ -211,12 +225,12 @@ class _Plan:
         for launch in self.launches:
             launch(stream, addresses)
         if self.plain_outputs is not None:
-            return buffers[0] if self.plain_outputs == 1 else tuple(buffers[: self.plain_outputs])
+            return self.collect(buffers[: self.plain_outputs]) if self.collect else buffers[0]
         results = [
             buffers[i] if view is None else buffers[i].view(view[0]).as_strided(view[1], view[2])
             for i, view in self.outputs
         ]
-        return tuple(results) if self.is_tuple else results[0]
+        return self.collect(results) if self.collect else results[0]
 
 
 _plans: dict[tuple[object, ...], _Plan | None] = {}

@@ -20,7 +20,7 @@ from triton.backends.nvidia import driver
 
 driver.CudaDriver.is_active = staticmethod(lambda: True)
 
-from tritonfp8 import compiled, hardware, launch, recipes, replay
+from tritonfp8 import compiled, hardware, launch, launch_fused, recipes, replay
 from tritonfp8.specs import BLOCKS, QuantSpec
 
 HOPPER = hardware.Abilities("stub", (9, 0), True, True, True, True, False, 132, 232448)
@@ -55,7 +55,7 @@ def launched(call, names):
     """What ``call`` launched, with the addresses of tensors by name; temporaries by their order."""
     stub.stub_clear()
     out = call()
-    results = out if isinstance(out, tuple) else (out,)
+    results = out if isinstance(out, tuple | list) else (out,)
     known = {t.data_ptr(): name for name, t in names.items() if t is not None}
     known |= {t.data_ptr(): f"result {i}" for i, t in enumerate(results)}
     sizes, log = described(), []
@@ -103,6 +103,32 @@ def cases():
                 )
 
 
+def fused_cases():
+    for name in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
+        recipe = recipes.get(name)
+        specs = (*recipe.output.lhs.args, *recipe.grad_weight.rhs.args)
+        for (m, n), orientation in (((256, 512), "both"), ((132, 392), "normal"), ((256, 512), "transposed")):
+
+            def x(count, m=m, n=n):
+                return tuple(torch.randn(m, n).bfloat16() for _ in range(count))
+
+            def norm(x=x, n=n, rest=(*specs, orientation, False)):
+                return (*x(1), torch.randn(n), 1e-5, "output", *rest)
+
+            label = f"{name} {m, n} {orientation}"
+            rest = (*specs, orientation, True)
+            yield f"rms_norm {label}", launch_fused.rms_norm_quantize, norm
+            yield f"silu_mul {label}", launch_fused.silu_mul_quantize, lambda x=x, r=rest: (*x(2), *r)
+            yield f"backward {label}", launch_fused.silu_mul_backward_quantize, lambda x=x, r=rest: (*x(3), *r)
+    for residual in (False, True):
+
+        def gradient(residual=residual):
+            grad, x, added = (torch.randn(256, 512).bfloat16() for _ in range(3))
+            return grad, x, torch.randn(512), torch.rand(256), "output", added if residual else None, True
+
+        yield f"gradient of rms_norm residual={residual}", launch_fused.rms_norm_backward, gradient
+
+
 def product(gemm, m, n, k, epilogue, out):
     a, b = torch.randn(m, k), torch.randn(n, k)
     qa, qb = launch.quantize.__wrapped__(a, *gemm.lhs.args), launch.quantize.__wrapped__(b, *gemm.rhs.args)
@@ -128,7 +154,9 @@ def compare(label, function, sets):
 
 def main():
     warnings.simplefilter("error")
-    results = [compare(label, function, [make() for _ in range(3)]) for label, function, make in cases()]
+    results = [
+        compare(label, function, [make() for _ in range(3)]) for label, function, make in (*cases(), *fused_cases())
+    ]
     different = sum(not same for same, _ in results)
     print(f"{sum(replayed for _, replayed in results)} replayed, {different} different")
     sys.exit(different > 0)
