@@ -29,7 +29,7 @@ LAYERS = (
     {"ops"},
     {"functional", "linear", "functional_fused", "autograd_fused"},
     {"modules", "weights", "modules_fused"},
-    {"convert"},
+    {"convert", "fusing"},
     {"__init__"},
     {
         "distributed",
@@ -58,6 +58,7 @@ ABOVE_OPS = {
     "modules",
     "weights",
     "modules_fused",
+    "fusing",
     "convert",
 }
 BEHIND_OPS = {

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from tritonfp8.functional import SharedInput
+from tritonfp8.fusing import fuse_model, recipes_of_norms, unfuse_model
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 
@@ -30,17 +31,26 @@ class ConversionReport:
     Attributes:
         converted: the recipe of each layer that now follows one, by fully qualified name.
         skipped: for each other linear layer, why it was left as it was.
+        fused: what each fused norm and MLP is now, by fully qualified name.
+        not_fused: for each other norm and MLP, why it was left as it was, if fusing was asked for.
     """
 
     converted: dict[str, Recipe]
     skipped: dict[str, str]
+    fused: dict[str, str] = field(default_factory=dict)
+    not_fused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [(name, recipe.name) for name, recipe in self.converted.items()]
         rows += [(name, f"skipped: {reason}") for name, reason in self.skipped.items()]
+        rows += [(name, f"fused: {what}") for name, what in self.fused.items()]
+        rows += [(name, f"not fused: {reason}") for name, reason in self.not_fused.items()]
         width = max((len(name) for name, _ in rows), default=0)
         lines = [f"{name:<{width}}  {what}" for name, what in rows]
-        return "\n".join([*lines, f"{len(self.converted)} converted, {len(self.skipped)} skipped"])
+        total = f"{len(self.converted)} converted, {len(self.skipped)} skipped"
+        if self.fused or self.not_fused:
+            total += f", {len(self.fused)} fused, {len(self.not_fused)} not fused"
+        return "\n".join([*lines, total])
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -125,7 +135,7 @@ def _unshare_inputs(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> ConversionReport:
+def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fuse: bool = False) -> ConversionReport:
     """Make the model's linear layers follow a recipe, in place.
 
     Every ``nn.Parameter`` object and every key of the state_dict stays, as do hooks and references to the layers. The
@@ -138,6 +148,14 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> 
         filter: ``filter(module, fqn) -> bool``, whether to convert an ``nn.Linear``. The default converts all but those
             with fewer than 16 in or out features. Subclasses of ``nn.Linear`` are never converted: their forward may
             differ, or be bypassed by the module around them.
+        fuse: also let norms and MLPs quantize what they compute. MLPs: a module of ``gate_proj``, ``up_proj`` and
+            ``down_proj`` without biases whose forward is SwiGLU. Norms: ``nn.RMSNorm`` before a linear or such an MLP
+            in an ``nn.Sequential``, and those before attention and MLP in the decoder layers of Llama, Mistral, Qwen2
+            and Qwen3 of transformers. The linears must follow one recipe whose three products are quantized. Where
+            something else may see the result (a hook, a reader that is not known, as of a model's last norm), a module
+            is left as it is; the report says why. SiLU and product round once, where the plain MLP rounds twice; hooks
+            added later to what was fused see 8 bits, or do not run. Sharded weights (tensor parallel) need
+            ``fuse=False``.
 
     Returns:
         A :class:`ConversionReport`.
@@ -169,14 +187,16 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None) -> 
         else:
             converted[name], modules[name] = chosen, module
     choice.check_all_used([*modules, *(n for n, r in skipped.items() if r == "no pattern matched")])
-    report = ConversionReport(converted, skipped)
     if not converted:
+        report = ConversionReport(converted, skipped)
         raise ValueError(f"nothing was converted: {'the model has no nn.Linear' if not skipped else report}")
     for name, module in modules.items():
         module.__class__ = Float8Linear
         module.recipe = converted[name]  # type: ignore[assignment]
+    # Before hooks that share inputs, as hooks of others keep a module from being fused.
+    fused, left = fuse_model(model) if fuse else ({}, {})
     _share_inputs(model, set(modules.values()))
-    return report
+    return ConversionReport(converted, skipped, fused, left)
 
 
 def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
@@ -187,7 +207,8 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
         recipe: as for :func:`convert`; layers that no pattern matches keep theirs, and the report calls them skipped.
 
     Raises:
-        ValueError: the model has no converted layer, a pattern decided no layer, or an unknown recipe.
+        ValueError: the model has no converted layer, a pattern decided no layer, an unknown recipe, or different ones
+        for the linears of a fused norm or MLP.
     """
     choice = _Choice(recipe)
     layers = {name: module for name, module in _linears(model) if isinstance(module, Float8Linear)}
@@ -195,10 +216,15 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
     chosen = {name: choice.of(name) for name in layers}
     choice.check_all_used(list(layers))
-    for name, module in layers.items():
+    new_recipes = {module: chosen[name] or module.recipe for name, module in layers.items()}
+    norms = recipes_of_norms(model, lambda linear: new_recipes[linear])
+    for norm, new in norms:
+        if new != norm.recipe:
+            norm.recipe = new
+    for module in layers.values():
         # The same object where the recipe is equal: whatever was compiled for it stays valid.
-        if (new := chosen[name]) is not None and new != module.recipe:
-            module.recipe = new
+        if new_recipes[module] != module.recipe:
+            module.recipe = new_recipes[module]
     return ConversionReport(
         {name: recipe for name, recipe in chosen.items() if recipe is not None},
         {name: "no pattern matched" for name, recipe in chosen.items() if recipe is None},
@@ -206,10 +232,10 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Undo :func:`convert`, in place: every layer is an ``nn.Linear`` again, with the same parameters.
+    """Undo :func:`convert`, in place: all layers and fused modules are what they were, with the same parameters.
 
     Returns:
-        The names of the layers that were changed back.
+        The names of the layers that were changed back, then of the fused modules.
 
     Raises:
         ValueError: the model has no converted layer.
@@ -226,4 +252,4 @@ def revert(model: nn.Module) -> list[str]:
         del module.recipe
         module.__class__ = nn.Linear  # type: ignore[assignment]
     _unshare_inputs(model)
-    return list(layers)
+    return [*layers, *unfuse_model(model)]

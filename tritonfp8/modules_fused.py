@@ -29,6 +29,8 @@ class Float8RMSNorm(nn.Module):
     """
 
     recipe: Recipe
+    # The class that tritonfp8.convert changed to this one.
+    fused_from: type[nn.Module] | None = None
 
     def __init__(
         self,
@@ -72,6 +74,8 @@ class Float8SwiGLU(nn.Module):
     ``gate_proj.weight``, ``up_proj.weight``, ``down_proj.weight``, as in ``LlamaMLP``. The linears are read and not
     called: hooks on them do not run.
     """
+
+    fused_from: type[nn.Module] | None = None
 
     def __init__(
         self,
