@@ -148,14 +148,9 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
         filter: ``filter(module, fqn) -> bool``, whether to convert an ``nn.Linear``. The default converts all but those
             with fewer than 16 in or out features. Subclasses of ``nn.Linear`` are never converted: their forward may
             differ, or be bypassed by the module around them.
-        fuse: also let norms and MLPs quantize what they compute. MLPs: a module of ``gate_proj``, ``up_proj`` and
-            ``down_proj`` without biases whose forward is SwiGLU. Norms: ``nn.RMSNorm`` before a linear or such an MLP
-            in an ``nn.Sequential``, and those before attention and MLP in the decoder layers of Llama, Mistral, Qwen2
-            and Qwen3 of transformers. The linears must follow one recipe whose three products are quantized. Where
-            something else may see the result (a hook, a reader that is not known, as of a model's last norm), a module
-            is left as it is; the report says why. SiLU and product round once, where the plain MLP rounds twice; hooks
-            added later to what was fused see 8 bits, or do not run. Sharded weights (tensor parallel) need
-            ``fuse=False``.
+        fuse: also let SwiGLU MLPs, and norms that only linears of one recipe read, hand 8 bits on: what
+            :func:`tritonfp8.fusing.fuse_model` is sure of. The report says what was left and why. Sharded weights
+            (tensor parallel) need ``fuse=False``.
 
     Returns:
         A :class:`ConversionReport`.

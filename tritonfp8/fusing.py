@@ -180,6 +180,14 @@ def _fuse_norm(norm: nn.Module, recipe: Recipe) -> None:
 def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Fuse the MLPs and norms of a converted model.
 
+    MLPs: modules of ``gate_proj``, ``up_proj`` and ``down_proj`` without biases whose forward is SwiGLU. SiLU and
+    product then round once, where the plain MLP rounds twice. Norms: ``nn.RMSNorm`` before a linear or such an MLP in
+    an ``nn.Sequential``, and those before attention and MLP in decoder layers of :data:`FAMILIES` in transformers.
+
+    The linears must follow one recipe whose three products are quantized. What a hook, or an unknown reader (as
+    of a model's last norm), may see is left as it is. Hooks added later see 8 bits on norms and do not run on the
+    linears of an MLP.
+
     Returns:
         What each fused module is now, by fully qualified name; and of each other norm and MLP why it was left.
     """
