@@ -42,6 +42,18 @@ NEEDS = {
 }
 
 
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A cache home of the test's own, and nothing tuned that was read before."""
+    from tritonfp8 import tuning, tuning_store
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning_store, "_warned", set())
+    tuning.reload()
+    yield tmp_path
+    tuning.reload()
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         for mark, (met, reason) in NEEDS.items():

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import tempfile
+import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 
 import torch
 import torch.multiprocessing as mp
@@ -81,21 +83,28 @@ class Processes:
         self._collect(START_TIMEOUT)
 
     def _collect(self, timeout, after_error=2):
-        results, errors = [], []
-        for rank, pipe in enumerate(self._pipes):
-            limit = after_error if errors else timeout
-            try:
-                if not pipe.poll(limit):
-                    errors.append(f"rank {rank}: nothing within {limit} s")
-                    continue
-                done, result = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                done, result = False, f"rank {rank}: the process ended"
-            (results if done else errors).append(result)
+        """What each process answered; ends soon after one failed, as the others may wait for it."""
+        answers, deadline = {}, time.monotonic() + timeout
+        while len(answers) < self.size and time.monotonic() < deadline:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            for pipe in wait(list(waiting), timeout=0.5):
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    answers[rank] = (False, f"rank {rank}: the process ended")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + after_error)
+        errors = [result for _, (done, result) in sorted(answers.items()) if not done]
+        errors += [
+            f"rank {rank}: nothing within {timeout if not errors else after_error} s"
+            for rank in range(self.size)
+            if rank not in answers
+        ]
         if errors:
             self.stop()
             raise RankError("\n".join(errors))
-        return results
+        return [answers[rank][1] for rank in range(self.size)]
 
     def run(self, world, function, timeout=TIMEOUT, after_error=2, **kwargs):
         """``function(mesh, **kwargs)`` on ``world`` ranks.
@@ -118,3 +127,24 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+def _without_mesh(mesh, call, args):
+    return call(*args)
+
+
+class Ranks:
+    """All of ``world`` processes at once: ``with Ranks(2) as ranks: ranks.run(function, *args)``."""
+
+    def __init__(self, world, device="cpu"):
+        self.processes = Processes(world, device)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self.processes.stop()
+
+    def run(self, function, *args, timeout=TIMEOUT):
+        """``function(*args)`` on each rank; what each returned."""
+        return self.processes.run(self.processes.size, _without_mesh, timeout, call=function, args=args)

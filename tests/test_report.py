@@ -387,7 +387,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     line = [sys.executable, "-m", "bench.report", "--only", "quantize", "--only", "model", "--shapes", "smoke"]
     process = subprocess.Popen(
         [*line, "--out", str(tmp_path)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     noted = report.rows_path(tmp_path, "quantize")
     deadline = time.monotonic() + 60

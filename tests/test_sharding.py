@@ -3,7 +3,7 @@
 import pytest
 import sharding_cases
 import torch
-from gloo_harness import Ranks
+from process_group import Ranks
 from test_ops import SAMPLES
 
 from tritonfp8 import ops

@@ -7,7 +7,7 @@ import pytest
 import torch
 import tp_cases
 import tp_model_cases
-from gloo_harness import RankError, Ranks
+from process_group import RankError, Ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from tritonfp8 import recipes
@@ -268,7 +268,7 @@ def test_equal_results_of_all_ranks(two):
 
 @pytest.fixture(scope="module")
 def gpus():
-    with Ranks(2, "nccl") as ranks:
+    with Ranks(2, "cuda") as ranks:
         yield ranks
 
 

@@ -8,7 +8,7 @@ from cases import INTERPRETER
 from tuned import CPU_MACHINE, entry, layer_products, stored
 from warmup_jobs import SHAPES, choices, last_is_fastest
 
-from tritonfp8 import hardware, launch, recipes, reference, tuning, tuning_measure, tuning_store
+from tritonfp8 import hardware, launch, recipes, reference, tuning, tuning_measure
 from tritonfp8.testing import assert_matmul_close
 from tritonfp8.tuning_measure import Product, tune
 from tritonfp8.warmup_ops import Call, Layout, record_linear
@@ -17,13 +17,7 @@ RECIPES = [name for name in recipes.names() if name != "bf16"]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuning_store, "_warned", set())
-    tuning.reload()
-    yield tmp_path
-    tuning.reload()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def with_epilogues(calls):

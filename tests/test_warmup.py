@@ -19,7 +19,7 @@ from tuned import CPU_MACHINE, entry, layer_products, stored
 from warmup_jobs import SHAPES, Touch, choices, last_is_fastest
 
 import tritonfp8
-from tritonfp8 import hardware, recipes, training, tuning, tuning_store, warmup
+from tritonfp8 import hardware, recipes, training, tuning_store, warmup
 from tritonfp8.kernels.configs import space
 from tritonfp8.training_models import build_model
 from tritonfp8.tuning_measure import OpJob
@@ -32,13 +32,7 @@ CPU = torch.device("cpu")
 JOBS = [sys.executable, warmup_jobs.__file__]
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuning_store, "_warned", set())
-    tuning.reload()
-    yield tmp_path
-    tuning.reload()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from tritonfp8.corpus import VOCABULARY
 class Preset:
     """A model by name: what goes into its ``transformers.LlamaConfig``, and its default learning rate.
 
-    A comparison needs a learning rate at which two runs of bf16 itself end close together. At 6e-4 those of 160m from
-    weights 2^-9 apart end 1 % apart after 500 steps; at 1.5e-4, 0.1 %.
+    A comparison needs a learning rate at which two runs of bf16 itself end close together (``bf16-perturbed`` shows how
+    close): a difference between runs that started almost alike grows with it.
     """
 
     lr: float

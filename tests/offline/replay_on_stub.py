@@ -79,28 +79,28 @@ def cases():
         for shape in ((256, 512), (129, 1000)):
             label = f"{entry.name} {shape}"
             yield f"quantize {label}", launch.quantize, lambda s=shape, q=spec: (x(*s), *q.args, False, None)
-            yield f"transposed {label}", launch.quantize, lambda s=shape, q=spec: (x(*s), *q.args, True, None)
             yield (
                 f"both {label}",
                 launch.quantize_both,
                 lambda s=shape, q=spec: (x(*s, torch.float32), *q.args, *q.args),
             )
 
-            def dequantize(s=shape, q=spec):
-                return (*launch.quantize.__wrapped__(x(*s), *q.args), *q.args, torch.float32)
+        def dequantize(q=spec):
+            return (*launch.quantize.__wrapped__(x(129, 384), *q.args), *q.args, torch.float32)
 
-            yield f"dequantize {label}", launch.dequantize, dequantize
+        yield f"dequantize {entry.name}", launch.dequantize, dequantize
+        yield f"transposed {entry.name}", launch.quantize, lambda q=spec: (x(129, 384), *q.args, True, None)
         yield f"amax {entry.name}", launch.amax, lambda b=block: (x(129, 384), list(b))
         yield f"strided {entry.name}", launch.quantize, lambda q=spec: (x(128, 384, step=2), *q.args, False, None)
-    for name in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
-        for gemm in ("output", "grad_weight"):
-            g = getattr(recipes.get(name), gemm)
-            for (m, n, k), epilogue in (((256, 512, 384), False), ((2048, 4096, 512), True), ((33, 70, 129), True)):
-                yield (
-                    f"{name} {gemm} {m, n, k} epilogue={epilogue}",
-                    launch.scaled_matmul,
-                    lambda g=g, m=m, n=n, k=k, e=epilogue: product(g, m, n, k, e, torch.bfloat16),
-                )
+    products = [(name, "output") for name in ("tensorwise", "rowwise", "blockwise", "mxfp8")]
+    for name, gemm in (*products, ("blockwise", "grad_weight")):
+        g = getattr(recipes.get(name), gemm)
+        for (m, n, k), epilogue in (((256, 512, 384), False), ((2048, 4096, 512), True), ((33, 70, 129), True)):
+            yield (
+                f"{name} {gemm} {m, n, k} epilogue={epilogue}",
+                launch.scaled_matmul,
+                lambda g=g, m=m, n=n, k=k, e=epilogue: product(g, m, n, k, e, torch.bfloat16),
+            )
 
 
 def fused_cases():

@@ -54,6 +54,21 @@ def _require_linear(style: str, module: nn.Module) -> None:
         raise TypeError(f"{style} is for linear layers that follow a recipe; got {type(module).__name__}")
 
 
+def _input_as_it_lies(style: str) -> Any:
+    """The hook of a style that takes the input as a DTensor and does not redistribute it.
+
+    The layer itself moves what it has quantized.
+    """
+
+    def prepare(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> DTensor:
+        _require_converted(style, mod)
+        return _distributed(inputs[0], device_mesh, input_layouts)
+
+    return staticmethod(prepare)
+
+
 class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` of a converted linear layer; an input whose tokens are sharded is gathered in FP8.
 
@@ -71,13 +86,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         TypeError: when it is applied, the module is not a linear layer; when it runs, it is not converted.
     """
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
-    ) -> DTensor:
-        _require_converted("Float8ColwiseParallel", mod)
-        # Not redistributed: the layer gathers what it has quantized.
-        return _distributed(inputs[0], device_mesh, input_layouts)
+    _prepare_input_fn = _input_as_it_lies("Float8ColwiseParallel")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require_linear("Float8ColwiseParallel", module)
@@ -99,12 +108,7 @@ class Float8RowwiseParallel(RowwiseParallel):
         TypeError: when it is applied, the module is not a linear layer; when it runs, it is not converted.
     """
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
-    ) -> DTensor:
-        _require_converted("Float8RowwiseParallel", mod)
-        return _distributed(inputs[0], device_mesh, input_layouts)
+    _prepare_input_fn = _input_as_it_lies("Float8RowwiseParallel")
 
     @staticmethod
     def _prepare_output_fn(
