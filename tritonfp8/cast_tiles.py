@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE
 
-MAX_ROW_IN_TILE = 16384
 VECTOR_BYTES = 16
 WARP_SIZE = 32
 
@@ -80,6 +79,18 @@ BOTH = {
     BLOCK_128X128: CastTile(128, 128, 8, group=8),
     BLOCK_1X32: CastTile(128, 128, 4, group=8, reload=True),
 }
+# Of whole rows, by the longest row that a tile holds.
+ROW_TILES = {
+    128: CastTile(32, 128, 4),
+    256: CastTile(16, 256, 4),
+    512: CastTile(8, 512, 4),
+    1024: CastTile(4, 1024, 4),
+    2048: CastTile(2, 2048, 4),
+    4096: CastTile(1, 4096, 4),
+    8192: CastTile(1, 8192, 8),
+    16384: CastTile(1, 16384, 8),
+}
+MAX_ROW_IN_TILE = max(ROW_TILES)
 PARTIAL_AMAX = CastTile(64, 256, 8)
 PARTIAL_AMAX_PROGRAMS = 2  # a multiprocessor
 PARTIAL_AMAX_STAGES = 1
@@ -90,9 +101,8 @@ DEMAND = (TENSORWISE, ROWWISE, BLOCK_128X128, BLOCK_1X32, BLOCK_1X128)
 
 
 def row_tile(n: int) -> CastTile:
-    """A tile of whole rows of ``n`` elements."""
-    width = max(1 << (n - 1).bit_length(), 128)
-    return CastTile(max(1, 4096 // width), width, 4 if width <= 4096 else 8)
+    """A tile of whole rows of ``n`` elements, at most :data:`MAX_ROW_IN_TILE`."""
+    return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
 
 
 def choose(m: int, n: int, block: Block | None, block_t: Block | None) -> CastTile:
