@@ -32,6 +32,8 @@ __all__ = ["rms_norm_backward", "rms_norm_quantize", "silu_mul_backward_quantize
 MAX_ROW = 16384
 """Longest row that a rows kernel holds. Beyond it RMSNorm runs as plain torch and a cast."""
 
+WIDEST_TILE_ITEMSIZE = 2
+
 Spec = tuple[str, Sequence[int], str, str]
 
 
@@ -228,12 +230,17 @@ def _amax_stride(side: _Side) -> int:
     return 0 if side.amax is None or side.qdata.ndim < 3 else side.amax.numel() // side.qdata.shape[0]
 
 
-def _quantize_tiles(inputs: _Inputs, side: _Side | None, side_t: _Side | None, kept: Tensor | None) -> None:
-    """Fill what is wanted, all by tiles; the amax of whole-dim blocks is given.
-
-    A square block in one orientation and another one in the other are two launches: no recipe has them.
+def _takes_two_launches(inputs: _Inputs, side: _Side, side_t: _Side) -> bool:
+    """Whether no tile serves both: a square block in one orientation alone (no recipe has it), or blocks of a tile of
+    4-byte elements, which takes more registers and shared memory than there are.
     """
-    if side is not None and side_t is not None and BLOCK_128X128 in (side.block, side_t.block):
+    wide = inputs.tensors[0].element_size() > WIDEST_TILE_ITEMSIZE and not side.whole
+    return wide or BLOCK_128X128 in (side.block, side_t.block)
+
+
+def _quantize_tiles(inputs: _Inputs, side: _Side | None, side_t: _Side | None, kept: Tensor | None) -> None:
+    """Fill what is wanted, all by tiles; the amax of whole-dim blocks is given."""
+    if side is not None and side_t is not None and _takes_two_launches(inputs, side, side_t):
         _quantize_tiles(inputs, side, None, kept)
         _quantize_tiles(inputs, None, side_t, None)
         return
