@@ -57,6 +57,7 @@ def samples():
         yield ops.quantize_both, (x, *spec.args, *ROW.args)
         yield ops.quantize_both, (x, *spec.args, *spec.args)
         yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, torch.float32)
+    yield ops.transpose, (x.to(torch.float8_e4m3fn),)
     for pair in MATMUL_PAIRS:
         yield ops.scaled_matmul, matmul_args(pair, "cpu", out_dtype=torch.float32)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), "cpu", True, True, "relu", torch.float32)

@@ -79,6 +79,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             ),
         ),
         "dequantize": Rule({"qdata": Operand("RC"), "scale": Operand("RC", "block")}, (Operand("RC"),)),
+        "transpose": Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
         "scaled_matmul": Rule(
             {
                 "a": Operand("MK"),
@@ -93,6 +94,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "matmul": Rule({"a": Operand("MK"), "b": Operand("NK")}, (Operand("MN"),)),
     }
+)
+
+# Their results are a list, of which DTensor cannot be told how long it is; the fused layers take no DTensors.
+WITHOUT_A_RULE = frozenset(
+    {"rms_norm_quantize", "rms_norm_backward", "silu_mul_quantize", "silu_mul_backward_quantize"}
 )
 
 
