@@ -189,7 +189,7 @@ def test_dtypes(device, dtype, producer):
 def test_both_orientations_by_different_specs(device, producer, spec):
     skip_what_is_interpreted_alike(device, producer)
     args = inputs(producer, ROWS[device], 100 if device == "cpu" else 300, device=device)
-    for spec_t in SPEC_OF_BLOCK:
+    for spec_t in SPEC_OF_BLOCK if device == "cuda" else SOME[device]:
         check(producer, args, spec, QuantSpec("e5m2", *spec_t.args[1:]))
 
 

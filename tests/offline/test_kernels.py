@@ -138,7 +138,8 @@ SHIPPED = [
     for family, spaces in SPACES.items()
     for accumulation, configs in spaces.items()
     for number, config in enumerate(compiled_once(configs))
-    # Few rows are an input's: scaled each by itself.
+    # Few rows are an input's: scaled each by itself. What has registers for precise sums has them for fast ones.
+    if not (config.max_m and accumulation == "fast")
     for rows in ROWS[family][: 2 if config.max_m else None]
 ]
 
@@ -157,6 +158,8 @@ def test_every_config_runs_on_hopper_without_spills(family, accumulation, config
         pytest.skip("this configuration is not chosen for this output")
     if config.split_k > 1 and out != "fp32":
         pytest.skip("its parts are float32 whatever the output is")
+    if config.max_m and config.split_k == 1 and out == "fp32":
+        pytest.skip("compiled as the parts of a sum")
     report = compile_shipped(family, accumulation, config, rows, out=out)
     instruction = "bf16.bf16" if family == "mx" else "e4m3.e4m3"
     assert f".f32.{instruction}" in report.ptx
@@ -231,6 +234,8 @@ def test_the_sum_of_parts_compiles_for_every_target(cc, scaled):
 def test_every_config_holds_its_epilogue(family, accumulation, config, rows):
     if config.split_k > 1:
         pytest.skip("parts have no epilogue")
+    if config.max_m and rows == ROWS["blockwise"][1]:
+        pytest.skip("compiled with the scales of a weight")
     if config.bare:
         report = compile_shipped(family, accumulation, config, rows, epilogue={**NO_EPILOGUE, "HAS_BIAS": True})
     else:
@@ -307,10 +312,13 @@ def test_mx_is_native_where_a_report_calls_it_so(tma):
 def test_the_pointer_path_compiles_for_hopper(family):
     """What runs where the copy engine cannot address an operand."""
     for config in (c for c in compiled_once(SPACES[family]["precise"]) if not c.specialized):
-        for rows in ROWS[family]:
+        for rows in ROWS[family][: 1 if config.max_m else None]:
             report = compile_tiles(family, config, rows, tma=False, **promotion(family, "precise"))
             assert "wgmma" in report.ptx
             assert report.shared_bytes <= HOPPER_SHARED_BYTES
+
+
+COMPILED = {}
 
 
 @dataclass(frozen=True)
@@ -320,7 +328,12 @@ class Launch:
     options: dict
 
     def compile(self, cc):
-        return compile_launch(cc, self.kernel, *self.arguments, **self.options)
+        """Once for all tests: of tensors only dtypes matter."""
+        pointers, *rest = self.arguments
+        key = cc, self.kernel.__name__, tuple(p.dtype for p in pointers), repr(rest), repr(self.options)
+        if key not in COMPILED:
+            COMPILED[key] = compile_launch(cc, self.kernel, *self.arguments, **self.options)
+        return COMPILED[key]
 
 
 @pytest.fixture
@@ -381,17 +394,23 @@ def test_casts_compile_for_every_target(launches, spec, side, cc):
             assert report.spill_bytes == 0, report.log
 
 
+# Of the 16-bit dtypes one is as wide as the other, and one orientation takes less than both.
 @each_cast
-@each_side
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_casts_of_other_dtypes_run_on_hopper_without_spills(launches, spec, side, dtype):
-    for launched in launches(90, cast(matrix(4096, 4096, dtype=dtype), spec, side)):
+@pytest.mark.parametrize("side", ["transposed", "both"])
+def test_casts_of_float32_run_on_hopper_without_spills(launches, spec, side):
+    for launched in launches(90, cast(matrix(4096, 4096, dtype=torch.float32), spec, side)):
         report = launched.compile(90)
         assert report.spill_bytes == 0, report.log
 
 
 @each_cast
-@each_side
+def test_casts_of_float16_compile(launches, spec):
+    for launched in launches(90, cast(matrix(4096, 4096, dtype=torch.float16), spec, "both")):
+        assert launched.compile(90).spill_bytes == 0
+
+
+@each_cast
+@pytest.mark.parametrize("side", ["normal", "both"])
 def test_casts_with_tails_run_on_hopper_without_spills(launches, spec, side):
     for launched in launches(90, cast(matrix(4080, 4112), spec, side)):
         report = launched.compile(90)
@@ -399,9 +418,8 @@ def test_casts_with_tails_run_on_hopper_without_spills(launches, spec, side):
 
 
 @each_cast
-@each_side
-def test_casts_without_vectors_compile(launches, spec, side):
-    for launched in launches(90, cast(matrix(1001, 4097), spec, side)):
+def test_casts_without_vectors_compile(launches, spec):
+    for launched in launches(90, cast(matrix(1001, 4097), spec, "both")):
         assert launched.compile(90).registers
 
 
