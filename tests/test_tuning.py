@@ -7,7 +7,7 @@ import math
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from tuned import H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, entry, key
+from tuned import H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, WIDE_WITH_EPILOGUE, entry, key
 
 from tritonfp8 import hardware, replay, tuning, tuning_store
 from tritonfp8.kernels.configs import SMALL_M, SPACES, MatmulConfig, find, predicted_time, space, supports
@@ -44,7 +44,7 @@ class TestNames:
 
     def test_names_are_what_files_hold(self):
         """A changed name orphans what users have tuned."""
-        assert MatmulConfig(256, 128, 128, 4, 4, 1.35, specialized=True, bare=True).name == WIDE
+        assert MatmulConfig(256, 128, 128, 4, 4, 1.35, specialized=True, bare=True).name == "256x128x128-w4-s4-specialized"
         assert MatmulConfig(64, 64, 128, 4, 3).name == SMALL
         assert MatmulConfig(128, 256, 64, 8, 3, halves=True, flatten=True).name == "128x256x64-w8-s3-halves-flatten"
         assert MatmulConfig(64, 32, 256, 4, 5, group_m=4, blocks_per_sm=2).name == "64x32x256-w4-s5-g4-b2"
@@ -109,7 +109,7 @@ def test_buckets_are_half_octaves():
 class TestChoice:
     def test_without_entries_the_cost_model_decides(self):
         assert choose(8192, 8192, 8192).name == WIDE
-        assert choose(8192, 8192, 8192, bare=False).name == "128x128x128-w4-s4-specialized"
+        assert choose(8192, 8192, 8192, bare=False).name == WIDE_WITH_EPILOGUE
 
     def test_the_tuned_product_itself(self):
         tuning.install({key(): entry(SMALL), key(m=6144): entry(PLAIN)}, MACHINE)

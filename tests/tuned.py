@@ -3,6 +3,7 @@
 import torch
 
 from tritonfp8.hardware import CPU, Abilities, machine_key
+from tritonfp8.kernels.configs import space
 from tritonfp8.tuning_measure import products
 from tritonfp8.tuning_store import Entry, Key, Kind, read_user
 from tritonfp8.warmup_ops import record_linear
@@ -11,7 +12,10 @@ H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, False, 132, 2324
 MACHINE = "nvidia-h200-sm90-132"
 CPU_MACHINE = machine_key(CPU)
 ROWWISE = Kind("epilogue", "precise", 0, 0, 2, True, True)
-WIDE, SMALL, PLAIN = "256x128x128-w4-s4-specialized", "64x64x128-w4-s3", "128x128x128-w8-s4"
+_BY_RATE = sorted(space("epilogue", "precise"), key=lambda config: config.rate)
+# The fastest of the space, and of those that take an epilogue; two others.
+WIDE, WIDE_WITH_EPILOGUE = _BY_RATE[-1].name, next(config.name for config in reversed(_BY_RATE) if not config.bare)
+SMALL, PLAIN = "64x64x128-w4-s3", "128x128x128-w8-s4"
 
 
 def entry(config=WIDE, microseconds=10.0, triton="3.6.0", tritonfp8="0.1.0"):

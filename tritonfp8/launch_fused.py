@@ -95,7 +95,10 @@ QUANTIZE_TILES = {
 }
 SQUARE_TILES = Tiles(128, 128, 16)
 # Of the pass that finds amax values.
-AMAX_TILES = {"silu_mul": Tiles(64, 128, 8), "silu_mul_backward": Tiles(64, 128, 8)}
+AMAX_TILES = {
+    "silu_mul": Tiles(64, 128, 8),
+    "silu_mul_backward": Tiles(64, 128, 8),
+}
 SUM_TILES = Tiles(32, 32, 4)
 MIN_ROW_TILE = 128
 
