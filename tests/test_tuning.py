@@ -44,7 +44,7 @@ class TestNames:
 
     def test_names_are_what_files_hold(self):
         """A changed name orphans what users have tuned."""
-        assert MatmulConfig(256, 128, 128, 4, 4, 1.35, specialized=True, bare=True).name == "256x128x128-w4-s4-specialized"
+        assert MatmulConfig(256, 128, 128, 4, 4, specialized=True, bare=True).name == "256x128x128-w4-s4-specialized"
         assert MatmulConfig(64, 64, 128, 4, 3).name == SMALL
         assert MatmulConfig(128, 256, 64, 8, 3, halves=True, flatten=True).name == "128x256x64-w8-s3-halves-flatten"
         assert MatmulConfig(64, 32, 256, 4, 5, group_m=4, blocks_per_sm=2).name == "64x32x256-w4-s5-g4-b2"

@@ -119,7 +119,7 @@ def test_tiles_of_other_dtypes(producer, dtype):
     compile_tiles(producer, "transposed", ROWWISE, 90, QUANTIZE_TILES[producer, "transposed"], dtype, False, False)
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("producer", ["rms_norm", "silu_mul_backward"])
 def test_tiles_of_one_row_or_column(producer):
     """Sizes of 1 are constants to the compiler."""
     tiles = QUANTIZE_TILES[producer, "transposed"]
