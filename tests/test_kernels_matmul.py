@@ -220,7 +220,11 @@ def test_every_configuration(device, pair, accumulation, config, tma):
     aligned = [(config.block_m + 16, config.block_n + 16, 272)]
     if device == "cuda":
         aligned.append((384, 512, 1024))
-    tails = [(129, 127, 17)] if device == "cpu" else [(129, 127, 1000), (1000, 7, 17), (17, 1000, 127), (7, 129, 129)]
+    tails = (
+        [(FEWEST_ROWS + 1 if config.max_m else 129, 127, 17)]
+        if device == "cpu"
+        else [(129, 127, 1000), (1000, 7, 17), (17, 1000, 127), (7, 129, 129)]
+    )
     ones = [(1, 1, 1)]
     if config.specialized:
         # The copy engine stores the output: its rows must be aligned.
