@@ -111,9 +111,8 @@ def test_tiles_on_other_targets(producer, kind, block, tiles, cc):
 @pytest.mark.parametrize("producer", PRODUCERS)
 def test_tiles_of_other_dtypes(producer, dtype):
     """And with the unquantized result, and byte by byte where rows of the transposed one are no whole words."""
-    kinds = ("normal", "transposed", "both in blocks") if dtype == "fp16" else ("normal", "transposed")
-    # The normal result of a norm comes from the rows kernel.
-    for kind in kinds if producer != "rms_norm" else ("transposed",):
+    # Of fp16, which is as wide as bf16, one will do; the normal result of a norm comes from the rows kernel.
+    for kind in ("normal", "transposed") if dtype == "fp32" and producer != "rms_norm" else ("transposed",):
         tiles = QUANTIZE_TILES[producer, kind]
         compile_tiles(producer, kind, BLOCK_1X128, 90, tiles, dtype, keep=kind == "transposed")
     compile_tiles(producer, "transposed", ROWWISE, 90, QUANTIZE_TILES[producer, "transposed"], dtype, False, False)
