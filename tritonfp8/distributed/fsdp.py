@@ -21,11 +21,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tritonfp8.convert import ConversionReport
-from tritonfp8.distributed.all_gather import Float8AllGather, plain
-from tritonfp8.distributed.gathered_weight import ShardedWeight
+from tritonfp8.distributed.all_gather import Float8AllGather, is_prepared, plain
 from tritonfp8.distributed.wire import forms
 from tritonfp8.modules import Float8Linear
 from tritonfp8.specs import require
@@ -44,8 +42,6 @@ def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
     for name, module, parameter in layers:
         if not isinstance(module, Float8Linear) or parameter != "weight":
             return f"shared with {name}.{parameter}, which needs it in high precision"
-        if isinstance(module.weight, DTensor):
-            return "sharded by tensor parallelism"
     recipes = [module.recipe for _, module, _ in layers if isinstance(module, Float8Linear)]
     if not forms(recipes[0]):
         return f"recipe {recipes[0].name!r} reads it in high precision"
@@ -61,7 +57,7 @@ def _check_order(model: nn.Module) -> None:
                 f"fully_shard was applied to {name or 'the model'} already: call enable_float8_all_gather after "
                 "convert and before fully_shard"
             )
-        if isinstance(module, Float8Linear) and isinstance(module.weight, ShardedWeight):
+        if isinstance(module, Float8Linear) and is_prepared(module.weight):
             raise ValueError(
                 f"the weight of {name or 'the model'} is gathered in 8 bits already: call enable_float8_all_gather once"
             )

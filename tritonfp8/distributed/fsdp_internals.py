@@ -43,6 +43,21 @@ class Managed(NamedTuple):
         return placement.dim if isinstance(placement, Shard) else 0
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Of the matrix that is gathered: with tensor parallelism, the part of it that lies here."""
+        rows, cols = self.param._orig_size
+        return rows, cols
+
+    @property
+    def tensor_parallel(self) -> Any:
+        """The DTensorSpec that the parameter had before ``fully_shard``, or None if it was a plain tensor."""
+        if not self.param.is_dtensor:
+            return None
+        # Its name since torch 2.12, and before.
+        found = getattr(self.param, "_unsharded_dtensor_spec", None)
+        return self.param._tp_spec if found is None else found
+
+    @property
     def device(self) -> torch.device:
         """Where it is computed with."""
         return self.group.device

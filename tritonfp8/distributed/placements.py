@@ -184,6 +184,7 @@ def layer_of(
     weight_shape: tuple[int, ...],
     came: tuple[tuple[Placement, ...], tuple[Placement, ...]],
     blocks: tuple[int, int, int],
+    gathered: bool,
     mode: str,
     counts: tuple[int, ...] | None,
 ) -> Layer:
@@ -195,6 +196,7 @@ def layer_of(
         weight_shape: ``[N, K]``, global.
         came: the placements of the input and of the weight.
         blocks: see :func:`largest_blocks`.
+        gathered: whether the weight was gathered in 8 bits: it has the scales of the global one whatever the mode.
         mode, counts: see :mod:`tritonfp8.distributed.options`.
 
     Raises:
@@ -206,7 +208,7 @@ def layer_of(
     ways = _ways(came, t + 1, counts is not None)
     placements = _placements(ways, *came, t)
     gathers = [i for i, way in enumerate(ways) if way == _GATHERS]
-    to = blocks if mode == "global" or gathers else (1, 1, 1)
+    to = blocks if mode == "global" or gathers or gathered else (1, 1, 1)
     in_features = [Shard(0) if p == Shard(1) else Replicate() for p in placements.weight]
     m = aligned_to(flattened(leading, token_mesh, placements.output), to[0])
     n = aligned_to(flattened(weight_shape[:1], mesh, placements.weight), to[1])

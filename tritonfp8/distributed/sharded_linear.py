@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.gather import GatheringQuantizer, gathered_placeholder, gathered_rows
-from tritonfp8.distributed.layout import align, unalign, whole
+from tritonfp8.distributed.gathered_weight import GatheredWeight, aligned_weight
+from tritonfp8.distributed.layout import align, plain_mesh, unalign, whole
 from tritonfp8.distributed.placements import Layer, cached_layer_of, largest_blocks, layer_of
 from tritonfp8.distributed.sharded_quantize import Pair, ShardedQuantizer
 from tritonfp8.linear import Quantizer, SharedInput, local_linear, register_linear
@@ -114,21 +115,13 @@ def sharded_linear(
     assert isinstance(input, DTensor)
     assert isinstance(weight, DTensor)
     mesh = input.device_mesh
-    here = mesh.get_coordinate()
-    if here is None:
-        raise ValueError("this rank is not part of the device mesh of the operands")
-    plain_mesh = (
-        tuple(mesh.size(i) for i in range(mesh.ndim)),
-        tuple(here),
-        tuple(mesh.get_group(i).group_name for i in range(mesh.ndim)),
-    )
     # How many tokens there are decides nothing unless they are sharded: a compiled graph then serves any number.
     sharded = _tokens_are_sharded(input)
     leading = tuple([operator.index(size) if sharded else 0 for size in input.shape[:-1]])
     build = layer_of if torch.compiler.is_compiling() else cached_layer_of
     layer = build(
-        plain_mesh, leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
-        largest_blocks(recipe), *options.current(),
+        plain_mesh(mesh), leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
+        largest_blocks(recipe), isinstance(weight._local_tensor, GatheredWeight), *options.current(),
     )  # fmt: skip
     out = _local(input, weight, bias, recipe, shared_input, layer)
     shape = (*input.shape[:-1], weight.shape[0])
@@ -171,7 +164,7 @@ def _local(
         # Siblings have other out features.
         of_input = ShardedQuantizer(layer.scaled[0], whole(0), layer.scaled[2])
         adapter = _InputOf(shared_input, input, operand.detach(), of_input)
-    w = align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
+    w = aligned_weight(weight.to_local(grad_placements=layer.placements.grad_weight), layer.n, layer.k)
     of_layer = ShardedQuantizer(*layer.scaled)
     out = local_linear(operand, w, _local_bias(bias, layer), recipe, shared_input=adapter, quantizer=of_layer)
     lead = layer.lead if sharded else local.shape[:-1]

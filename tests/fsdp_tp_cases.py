@@ -1,0 +1,87 @@
+"""What the tests of FSDP2 on top of tensor parallelism run on each rank."""
+
+import hashlib
+
+import torch
+from fsdp_cases import VOCABULARY, Linears, Llama, initialize
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tritonfp8
+from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.functional import quantize_weight
+
+HEADS, LAYERS = 4, 2
+
+
+def mesh_of(world_mesh, sizes):
+    names = ("replicate", "shard", "tp") if len(sizes) == 3 else ("shard", "tp")
+    mesh = init_device_mesh(world_mesh.device_type, sizes, mesh_dim_names=names)
+    return mesh[names[:-1]], mesh["tp"]
+
+
+def plan(local):
+    colwise, rowwise = (lambda **options: ColwiseParallel(**options)), (lambda: RowwiseParallel())
+    found = {"head": colwise(output_layouts=Replicate())}
+    for i in range(LAYERS):
+        found |= {f"layers.{i}.{name}": colwise() for name in ("q", "k", "v")}
+        found |= {f"layers.{i}.{name}": colwise(use_local_output=local) for name in ("gate", "up")}
+        found |= {f"layers.{i}.{name}": rowwise() for name in ("o", "down")}
+    return found
+
+
+def build(world_mesh, sizes, recipe, enabled, local=True, reshard=True, compile=False, first=True):
+    """A Llama of sizes that do not divide where torch allows it, sharded by both."""
+    dp, tp = mesh_of(world_mesh, sizes)
+    # Local outputs do not say how many features there are in all.
+    model = initialize(Llama(10 * HEADS, HEADS, 132 if local else 131, LAYERS)).to(world_mesh.device_type)
+    if first:
+        tritonfp8.convert(model, recipe)
+    parallelize_module(model, tp, plan(local))
+    if not first:
+        tritonfp8.convert(model, recipe)
+    report = enable_float8_all_gather(model) if enabled else None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name, layer in model.layers.named_children():
+        if compile:
+            layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            model.layers.register_module(name, layer)
+        fully_shard(layer, mesh=dp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dp, mp_policy=policy)
+    return model, report, dp
+
+
+def digest(model):
+    """Of every bit of every parameter here."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        value = parameter.to_local()
+        value = getattr(value, "_data", value)
+        found.update(name.encode() + value.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def tokens_of(step, dp, batch=4, length=7):
+    """Those of this rank: the same for all ranks of tensor parallelism."""
+    generator = torch.Generator().manual_seed(100 * step)
+    every = torch.randint(VOCABULARY, (batch * dp.size(), length), generator=generator)
+    index = sum(c * n for c, n in zip(dp.get_coordinate(), (*dp.shape[1:], 1), strict=True))
+    return every.chunk(dp.size())[index]
+
+
+def train(world_mesh, sizes, recipe, enabled, steps, **options):
+    """Losses of each step and a digest of this rank's shards."""
+    model, report, dp = build(world_mesh, sizes, recipe, enabled, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        loss = model(tokens_of(step, dp))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / torch.distributed.get_world_size())
+    return losses, digest(model), None if report is None else len(report.converted)
