@@ -3,15 +3,14 @@
 import hashlib
 
 import torch
-from fsdp_cases import VOCABULARY, Linears, Llama, initialize
+from fsdp_cases import VOCABULARY, Llama, initialize
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather
-from tritonfp8.functional import quantize_weight
 
 HEADS, LAYERS = 4, 2
 

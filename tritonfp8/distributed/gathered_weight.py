@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tritonfp8.distributed.layout import DimLayout, align
 from tritonfp8.distributed.wire import Form, Layout, read_pieces
 from tritonfp8.formats import FORMATS
 from tritonfp8.linear import QuantizedWeight
@@ -166,7 +165,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
     It has the dtype that the layer computes in, and a gradient of that dtype. It has no values in high precision: an
     op that would need them raises TypeError.
 
-    Of a weight that tensor parallelism shards, it is this rank's part; :func:`aligned_weight` puts zeros before it.
+    Of a weight that tensor parallelism shards, it is this rank's part, before which zeros can be put (``F.pad``).
     """
 
     _buffer: Tensor
@@ -295,6 +294,9 @@ class GatheredWeight(QuantizedWeight, Tensor):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
             if same or func in (aten.detach.default, aten.alias.default):
                 return weight._moved(weight._gaps)
+            if func is aten.constant_pad_nd.default and _is_before(args[1], *args[2:]):
+                left, above = args[1][0], args[1][2] if len(args[1]) > 2 else 0
+                return weight._moved((weight._gaps[0] + above, weight._gaps[1] + left))
             if func in _FACTORIES:
                 given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
@@ -308,27 +310,9 @@ class GatheredWeight(QuantizedWeight, Tensor):
         )
 
 
-class _Aligned(torch.autograd.Function):
-    """A gathered weight with zeros before it."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, gaps: tuple[int, int]) -> Tensor:
-        assert isinstance(weight, GatheredWeight)
-        ctx.gaps = gaps
-        return weight._moved(gaps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        above, left = ctx.gaps
-        return grad[above:, left:], None
-
-
-def aligned_weight(weight: Tensor, n: DimLayout, k: DimLayout) -> Tensor:
-    """A part of a weight, gathered or not, with the zeros that :func:`~.layout.align` puts before it."""
-    if not isinstance(weight, GatheredWeight):
-        return align(k, align(n, weight, 0), 1)
-    gaps = (n.aligned_size - n.local_size, k.aligned_size - k.local_size)
-    return _Aligned.apply(weight, gaps) if any(gaps) else weight  # type: ignore[no-untyped-call]
+def _is_before(pad: list[int], value: float = 0) -> bool:
+    """Whether zeros are put before rows and columns, and none after them."""
+    return value == 0 and all(n >= 0 for n in pad) and not any(pad[1::2])
 
 
 _INNER = ("_buffer", "_scale", "_scale_t", "_tag")

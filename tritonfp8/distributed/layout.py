@@ -131,11 +131,14 @@ def align(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
     """``x``, whose dim holds the segments, with zeros before those of whose first block others hold the start."""
     if not layout.pieces:
         return x
+    if len(layout.pieces) == 1:
+        gap = layout.pieces[0].gap
+        return _front_padded(x, dim, gap) if gap else x
     parts, start = [], 0
     for gap, length in layout.pieces:
         parts.append(_front_padded(x.narrow(dim, start, length), dim, gap))
         start += length
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return torch.cat(parts, dim)
 
 
 def unalign(layout: DimLayout, x: Tensor, dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.gather import GatheringQuantizer, gathered_placeholder, gathered_rows
-from tritonfp8.distributed.gathered_weight import GatheredWeight, aligned_weight
+from tritonfp8.distributed.gathered_weight import GatheredWeight
 from tritonfp8.distributed.layout import align, plain_mesh, unalign, whole
 from tritonfp8.distributed.placements import Layer, cached_layer_of, largest_blocks, layer_of
 from tritonfp8.distributed.sharded_quantize import Pair, ShardedQuantizer
@@ -164,7 +164,7 @@ def _local(
         # Siblings have other out features.
         of_input = ShardedQuantizer(layer.scaled[0], whole(0), layer.scaled[2])
         adapter = _InputOf(shared_input, input, operand.detach(), of_input)
-    w = aligned_weight(weight.to_local(grad_placements=layer.placements.grad_weight), layer.n, layer.k)
+    w = align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
     of_layer = ShardedQuantizer(*layer.scaled)
     out = local_linear(operand, w, _local_bias(bias, layer), recipe, shared_input=adapter, quantizer=of_layer)
     lead = layer.lead if sharded else local.shape[:-1]
