@@ -4,6 +4,7 @@ import hashlib
 
 import torch
 from fsdp_cases import VOCABULARY, Llama, initialize
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
@@ -11,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.functional import quantize_weight
 
 HEADS, LAYERS = 4, 2
 
@@ -84,3 +86,72 @@ def train(world_mesh, sizes, recipe, enabled, steps, **options):
         torch.distributed.all_reduce(total)
         losses.append(total.item() / torch.distributed.get_world_size())
     return losses, digest(model), None if report is None else len(report.converted)
+
+
+class Sharded(nn.Module):
+    """Linear layers of which every other one is sharded by in features, on slices of one input."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias=False) for n, k in shapes)
+
+    def forward(self, x):
+        return sum(layer(x[:, : layer.in_features]).sum(1) for layer in self.layers)
+
+
+def compare_operands(world_mesh, sizes, recipe, shapes):
+    """Names of operands whose bits are not those that a single process makes of the whole weight; and how many."""
+    from tritonfp8.distributed.placements import largest_blocks
+
+    dp, tp = mesh_of(world_mesh, sizes)
+    model = initialize(Sharded(shapes)).to(world_mesh.device_type)
+    full = [layer.weight.detach().to(torch.bfloat16) for layer in model.layers]
+    tritonfp8.convert(model, recipe, filter=lambda module, name: True)
+    styles = (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate()))
+    parallelize_module(model, tp, {f"layers.{i}": styles[i % 2] for i in range(len(shapes))})
+    enable_float8_all_gather(model)
+    fully_shard(model, mesh=dp, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True)
+    different, seen = [], []
+
+    def compare(index, layer):
+        spec = layer.recipe
+        _, *blocks = largest_blocks(spec)
+        dim, rank = index % 2, tp.get_local_rank()
+        step = -(-shapes[index][dim] // tp.size())
+        start = step * rank
+        gaps = [0, 0]
+        local = layer.weight.to_local()
+        gaps[dim] = start % blocks[dim]
+        padded = torch.nn.functional.pad(local, (gaps[1], 0, gaps[0], 0)) if any(gaps) else local
+        wanted = [*quantize_weight(full[index], spec)]
+        if wanted[1] is None:
+            q = wanted[0]
+            wanted[1] = tritonfp8.Quantized(q.qdata.t().contiguous(), q.scale.t().contiguous(), q.spec)
+        for transposed, expected in enumerate(wanted):
+            found = padded.operand(spec, bool(transposed))
+            if not part_of(found, expected, dim ^ transposed, start, gaps[dim]):
+                different.append((shapes[index], "transposed" if transposed else "as it lies"))
+            seen.append(index)
+
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda module, args, index=index: compare(index, module))
+    model(torch.randn(3, max(k for _, k in shapes), requires_grad=True)).sum().backward()
+    return different, len(seen)
+
+
+def part_of(found, expected, dim, start, gap):
+    """Whether a part, with a gap before it, has the elements and scales of the whole from ``start`` on."""
+    size = found.qdata.shape[dim] - gap
+    same = torch.equal(
+        found.qdata.view(torch.uint8).narrow(dim, gap, size), expected.qdata.view(torch.uint8).narrow(dim, start, size)
+    )
+    block = found.spec.block[dim]
+    if block == -1:
+        mine, whole = found.scale, expected.scale
+    else:
+        first, skip = start // block, gap // block
+        mine = found.scale.narrow(dim, skip, found.scale.shape[dim] - skip)
+        whole = expected.scale.narrow(dim, first, mine.shape[dim])
+    # A scale of one element may have any strides, which a view as bytes does not take.
+    mine, whole = (torch.empty(s.shape, dtype=s.dtype).copy_(s).view(torch.uint8) for s in (mine, whole))
+    return same and torch.equal(mine, whole)

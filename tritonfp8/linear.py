@@ -22,6 +22,8 @@ from tritonfp8.specs import QuantSpec
 
 _Pair = tuple[Tensor | None, Tensor | None]
 _NO_PAIR: _Pair = (None, None)
+Amaxes = tuple[Tensor | None, Tensor | None]
+"""Of the blocks of a matrix and of those of its transpose, float32; None where each block is whole here."""
 Operands = tuple[Quantized | None, Quantized | None]
 """A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
 
@@ -44,12 +46,22 @@ class Quantizer:
     Compared by value: a compiled graph is guarded on it.
     """
 
+    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
+        """What other ranks say about the blocks of ``x``, in one collective for both orientations."""
+        return None, None
+
     def __call__(
-        self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
+        self,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec | None,
+        spec_t: QuantSpec | None,
+        amaxes: Amaxes | None = None,
     ) -> tuple[_Pair, _Pair]:
         """``(qdata, scale)`` of ``x`` and of ``x.T``, each ``(None, None)`` where its spec is None.
 
-        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix.
+        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix. ``amaxes`` are those that
+        :meth:`amaxes` found, or None to find them now.
         """
         return _quantize_for(x, spec, spec_t)
 
@@ -142,12 +154,20 @@ class _Linear(torch.autograd.Function):
 
     Only the GEMMs whose result somebody needs are run, and only what they read is saved: ``input.T`` quantized for
     grad_weight (M K bytes and scales, in place of 2 M K bytes of bf16), or the input itself where the recipe keeps
-    grad_weight in high precision; for grad_input the weight, which is alive anyway, or under autocast its cast.
+    grad_weight in high precision; for grad_input the weight, which is alive anyway, or under autocast its cast, and
+    what other ranks said about it: asked for in backward, that would depend on the weight alone, and the compiler of
+    each rank would choose by itself in which of the two graphs the ranks talk.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, *quantized: Tensor | None
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: _Plan,
+        weight_amax_t: Tensor | None,
+        *quantized: Tensor | None,
     ) -> Tensor:
         input_pair, kept, weight_pair, held = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
         recipe = plan.recipe
@@ -163,7 +183,9 @@ class _Linear(torch.autograd.Function):
             held = weight_pair
         keep_weight = plan.needs_grad_input and held[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
-        ctx.save_for_backward(weight if keep_weight else None, input if keep_input else None, *kept, *held)
+        ctx.save_for_backward(
+            weight if keep_weight else None, weight_amax_t, input if keep_input else None, *kept, *held
+        )
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
         ctx.dtypes = (input.dtype, weight.dtype)
@@ -181,11 +203,11 @@ class _Linear(torch.autograd.Function):
                 g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
                 for g in grads
             )
-        return (*grads, *[None] * 9)
+        return (*grads, *[None] * 10)
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, input, input_qdata, input_scale, *held = ctx.saved_tensors
+        weight, weight_amax_t, input, input_qdata, input_scale, *held = ctx.saved_tensors
         plan: _Plan = ctx.plan
         recipe = plan.recipe
         input_dtype, weight_dtype = ctx.dtypes
@@ -198,7 +220,7 @@ class _Linear(torch.autograd.Function):
         )
         if plan.needs_grad_input:
             if recipe.grad_input.rhs is not None:
-                weight_pair = _weight_t(plan, weight, (held[0], held[1]))
+                weight_pair = _weight_t(plan, weight, weight_amax_t, (held[0], held[1]))
                 grad_input = _matmul(recipe.grad_input, pair, weight_pair, None, input_dtype)
             else:
                 grad_input = ops.matmul(grad_output, weight.t())
@@ -212,7 +234,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias
 
 
-def _weight_t(plan: _Plan, weight: Tensor | None, held: _Pair) -> _Pair:
+def _weight_t(plan: _Plan, weight: Tensor | None, amax_t: Tensor | None, held: _Pair) -> _Pair:
     """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
     qdata, scale = held
     if qdata is not None and scale is not None:
@@ -220,7 +242,7 @@ def _weight_t(plan: _Plan, weight: Tensor | None, held: _Pair) -> _Pair:
     assert weight is not None
     if isinstance(weight, QuantizedWeight):
         return _operand(weight, plan.recipe, True)
-    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs)[1]
+    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
 
 
 class _Entry(NamedTuple):
@@ -359,15 +381,18 @@ def local_linear(
         pairs = quantizer("input", data, *specs)
     else:
         pairs = shared_input.quantize(input, data, specs, quantizer)
+    amaxes: Amaxes = (None, None)
     if quantized_weight is not None:
         _check_held(quantized_weight, weight, recipe, plan.needs_grad_input)
         weights = (_pair(quantized_weight[0]), _pair(quantized_weight[1]))
     elif isinstance(cast_weight, QuantizedWeight):
         weights = (_operand(cast_weight, recipe, False), _NO_PAIR)
     else:
-        weights = quantizer("weight", cast_weight.detach(), recipe.output.rhs, None)
+        matrix, reads = cast_weight.detach(), recipe.grad_input.rhs if plan.needs_grad_input else None
+        amaxes = quantizer.amaxes("weight", matrix, recipe.output.rhs, reads)
+        weights = quantizer("weight", matrix, recipe.output.rhs, None, amaxes)
     out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, cast_weight, cast_bias, plan, *pairs[0], *pairs[1], *weights[0], *weights[1]
+        rows, cast_weight, cast_bias, plan, amaxes[1], *pairs[0], *pairs[1], *weights[0], *weights[1]
     )
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.layout import DimLayout, is_split, local_blocks, split_blocks
-from tritonfp8.linear import Quantizer
-from tritonfp8.specs import QuantSpec
+from tritonfp8.linear import Amaxes, Quantizer
+from tritonfp8.specs import QuantSpec, transposed
 
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)
@@ -94,7 +94,7 @@ def reduce_grids(grids: Sequence[Grid]) -> list[Grid]:
 
 def global_amax(
     x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, layouts: tuple[DimLayout, DimLayout]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Amaxes:
     """The ``amax`` with which to quantize a shard ``x`` and its transpose.
 
     Args:
@@ -106,6 +106,9 @@ def global_amax(
         float32, the amax over the blocks of the global matrix, those that are (partly) here; None where each block is
         whole on one rank, or the spec is None.
     """
+    if spec is not None and spec == spec_t and spec.block == transposed(spec.block):
+        amax, _ = global_amax(x, spec, None, layouts)
+        return amax, None if amax is None else amax.t().contiguous()
     grids, of = [], []
     for i, (s, transpose) in enumerate(((spec, False), (spec_t, True))):
         if s is None:
@@ -122,11 +125,9 @@ def global_amax(
     return found[0], found[1]
 
 
-def quantize_shard(
-    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, layouts: tuple[DimLayout, DimLayout]
-) -> tuple[Pair, Pair]:
-    """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the scales of the global matrix."""
-    amax, amax_t = global_amax(x, spec, spec_t, layouts)
+def quantize_shard(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, amaxes: Amaxes) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the amaxes of the global matrix."""
+    amax, amax_t = amaxes
     if amax is None and amax_t is None:
         return Quantizer()("", x, spec, spec_t)
     return (
@@ -143,7 +144,19 @@ class ShardedQuantizer(Quantizer):
     n: DimLayout
     k: DimLayout
 
-    def __call__(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-        """See :class:`~tritonfp8.linear.Quantizer`; ``x`` is this rank's part."""
+    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
+        """See :meth:`tritonfp8.linear.Quantizer.amaxes`."""
         layouts = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[operand]
-        return quantize_shard(x, spec, spec_t, layouts)
+        return global_amax(x, spec, spec_t, layouts)
+
+    def __call__(
+        self,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec | None,
+        spec_t: QuantSpec | None,
+        amaxes: Amaxes | None = None,
+    ) -> tuple[Pair, Pair]:
+        """See :class:`~tritonfp8.linear.Quantizer`; ``x`` is this rank's part."""
+        found = self.amaxes(operand, x, spec, spec_t) if amaxes is None else amaxes
+        return quantize_shard(x, spec, spec_t, found)

@@ -187,7 +187,8 @@ def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, take
     offset, shape = region
     stacked = buffer[:, offset : offset + shape[0] * shape[1]].unflatten(1, shape)
     parts = [stacked[i].narrow(axis, *take) for i, take in enumerate(takes) if take[1]]
-    return torch.cat(parts, axis)
+    # Tensor parallelism may leave a rank without rows.
+    return torch.cat(parts or [stacked[0].narrow(axis, 0, 0)], axis)
 
 
 def read_pieces(buffer: Tensor, layout: Layout, form: Form) -> tuple[Tensor, Tensor | None]:
