@@ -33,8 +33,8 @@ def plan(local):
     return found
 
 
-def build(world_mesh, sizes, recipe, enabled, local=True, reshard=True, compile=False, first=True):
-    """A Llama of sizes that do not divide where torch allows it, sharded by both."""
+def build(world_mesh, sizes, recipe, enabled, local=True, reshard=True, compiled=0, first=True, recompute=None):
+    """A Llama of sizes that do not divide where torch allows it, sharded by both, its first layers compiled."""
     dp, tp = mesh_of(world_mesh, sizes)
     # Local outputs do not say how many features there are in all.
     model = initialize(Llama(10 * HEADS, HEADS, 132 if local else 131, LAYERS)).to(world_mesh.device_type)
@@ -46,7 +46,8 @@ def build(world_mesh, sizes, recipe, enabled, local=True, reshard=True, compile=
     report = enable_float8_all_gather(model) if enabled else None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for name, layer in model.layers.named_children():
-        if compile:
+        layer.recompute = recompute
+        if int(name) < compiled:
             layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
             model.layers.register_module(name, layer)
         fully_shard(layer, mesh=dp, mp_policy=policy, reshard_after_forward=reshard)
@@ -86,6 +87,59 @@ def train(world_mesh, sizes, recipe, enabled, steps, **options):
         torch.distributed.all_reduce(total)
         losses.append(total.item() / torch.distributed.get_world_size())
     return losses, digest(model), None if report is None else len(report.converted)
+
+
+CHANGES = {
+    "load": lambda model, other: model.load_state_dict(other),
+    "assign": lambda model, other: model.load_state_dict(other, assign=True),
+    "data": lambda model, other: [p.data.mul_(1.7) for p in model.parameters()],
+    "swap": lambda model, other: tritonfp8.swap_recipe(model, "blockwise"),
+    "revert": lambda model, other: tritonfp8.revert(model),
+}
+
+
+def after_change(world_mesh, enabled, change):
+    """Losses before and after the weights change in some way, and how many gathers and reductions a step makes."""
+    from tritonfp8.distributed import count_collective_bytes
+
+    model, _, dp = build(world_mesh, (2, 2), "rowwise", enabled)
+    other = {name: value * 1.7 for name, value in model.state_dict().items()}
+    losses = [model(tokens_of(0, dp)).item()]
+    with torch.no_grad():
+        # FSDP keeps what a forward without backward gathered for the root, as long as nobody reshards it.
+        model.reshard()
+        CHANGES[change](model, other)
+    loss = model(tokens_of(0, dp))
+    loss.backward()
+    with count_collective_bytes() as counted:
+        model(tokens_of(1, dp)).backward()
+    return [*losses, loss.item()], dict(counted.bytes)
+
+
+def save(world_mesh, folder, sizes, recipe):
+    """Save with DCP; the digest of the whole parameters."""
+    import torch.distributed.checkpoint as dcp
+
+    model, _, _ = build(world_mesh, sizes, recipe, True)
+    state = model.state_dict()
+    dcp.save({"model": state}, checkpoint_id=folder)
+    return sorted(state), {type(value.to_local()).__name__ for value in state.values()}
+
+
+def load(world_mesh, folder, sizes, recipe, enabled):
+    """Load what :func:`save` saved; names of the parameters that are not those which it had."""
+    import torch.distributed.checkpoint as dcp
+
+    model, _, _ = build(world_mesh, sizes, recipe, enabled)
+    with torch.no_grad():
+        expected = [p.to_local().detach().clone() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"], strict=True)
+    pairs = zip(model.named_parameters(), expected, strict=True)
+    return [name for (name, p), value in pairs if not torch.equal(p.to_local(), value)]
 
 
 class Sharded(nn.Module):

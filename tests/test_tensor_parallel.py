@@ -211,6 +211,18 @@ def test_scales_of_a_step_are_those_of_one_process(two, name, sequence):
     assert min(two.run(tp_model_cases.scales_of_a_step, name, sequence)) >= 6
 
 
+@pytest.mark.parametrize(
+    ("name", "weight", "grad_output"),
+    # Of a weight [140, 150] cut at row 70 and 5 tokens: the blocks that the cut goes through.
+    [("blockwise", 2, 5), ("rowwise", 150, 5), ("mxfp8", 150, 5), ("tensorwise", 1, 1)],
+)
+def test_ranks_talk_about_a_weight_once_and_in_forward(two, name, weight, grad_output):
+    """In backward it would depend on the weight alone, and compilers may then choose otherwise on each rank."""
+    for forward, backward in two.run(tp_cases.collectives_of_a_layer, name, ([R], [S0])):
+        assert forward == [weight]
+        assert backward == [grad_output]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("llama", ["plain", "float8, sequence"])
 def test_compiled_llama_trains_as_one_process(two, llama):
