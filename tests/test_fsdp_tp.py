@@ -27,10 +27,11 @@ def gpus():
     processes.stop()
 
 
-def check_equal_to_off(ranks, sizes, recipe, steps=3, compiled=0, **options):
-    options |= {"sizes": sizes, "recipe": recipe, "steps": steps}
-    on = ranks.run(4, fsdp_tp_cases.train, enabled=True, compiled=compiled, **options)
-    off = ranks.run(4, fsdp_tp_cases.train, enabled=False, **options)
+def check_equal_to_off(ranks, sizes, recipe, steps=3, **options):
+    on, off = (
+        ranks.run(4, fsdp_tp_cases.train, sizes=sizes, recipe=recipe, enabled=enabled, steps=steps, **options)
+        for enabled in (True, False)
+    )
     layers = 7 * fsdp_tp_cases.LAYERS + 1
     for (losses, digest, gathered), (expected, expected_digest, _) in zip(on, off, strict=True):
         assert gathered == layers
