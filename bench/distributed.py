@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import tables
+from bench.bars import Verdict
 from bench.distributed_bars import differing_losses, gathered_ratio, judge, loss_difference, mean_losses
-from bench.distributed_contest import Row, Settings, compare, untimed_steps
+from bench.distributed_contest import Row, Settings, as_json, compare, untimed_steps
 from bench.distributed_models import ALONE, GATHER, TP, TP_FLOAT8
 from bench.machine import command_line, results_folder, write_results
-from bench.ranks import RankError, joined
+from bench.ranks import AllFailedError, RankError, joined
 from tritonfp8 import recipes
 
 FILE = "distributed.json"
@@ -34,6 +35,10 @@ WIDTH = 180
 SIZES = {"160m": (16, 1024), "1b": (4, 2048), "": (2, 64)}
 STEPS, LOSSES_STEPS = 30, 50
 DETERMINISTIC_CUBLAS = ":4096:8"
+COLUMNS = (
+    "contestant", "step", "over bf16", "tokens/s", "peak memory",
+    "all-gather", "of bf16", "reduce-scatter", "all-reduce", "last loss", "note",
+)  # fmt: skip
 QUANTIZED = ",".join(name for name in recipes.names() if recipes.get(name).output.quantized)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -111,17 +116,22 @@ def _run(settings: Settings, kind: str, out: Path | None) -> None:
         # Read when cuBLAS starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    path = (out or default_folder(settings, kind)) / FILE
     try:
         with joined(device) as ranks:
-            order, rows = compare(settings, ranks, device)
-            complete = all("reason" not in row for row in rows if row["own"])
+
+            def note(order: str, rows: list[Row]) -> None:
+                if ranks.rank == 0:
+                    write(path, settings, kind, order, rows)
+
+            order, rows = compare(settings, ranks, device, note)
             if ranks.rank == 0:
-                show(settings, kind, order, rows, out or default_folder(settings, kind))
-    except RankError as error:
+                show(settings, kind, order, rows)
+    except (AllFailedError, RankError) as error:
         print(f"the run ends here: {error}", file=sys.stderr, flush=True)
         # An ordinary exit waits for collectives that nobody else will join.
         os._exit(1)
-    if not complete:
+    if any("reason" in row for row in rows if row["own"]):
         raise typer.Exit(1)
 
 
@@ -134,34 +144,49 @@ def default_folder(settings: Settings, kind: str) -> Path:
     return results_folder() / "-".join(parts)
 
 
-def show(settings: Settings, kind: str, order: str, rows: list[Row], folder: Path) -> None:
-    """Write what was measured, and print it."""
-    deterministic = settings.losses or kind == "cpu"
-    run = {"model": settings.model, "device": kind, "tp": settings.tp, "deterministic": deterministic}
-    _compare_losses(rows)
-    verdicts = judge(rows, run)
-    parallel = f"FSDP2 over {settings.dp}" + (f", tensor parallelism over {settings.tp}" if settings.tp > 1 else "")
+def write(path: Path, settings: Settings, kind: str, order: str, rows: list[Row]) -> None:
+    """Write what was measured so far, with the bars that hold."""
+    compare_losses(rows)
     data = {
         "command": f"torchrun --nproc-per-node {settings.dp * settings.tp} {command_line().removeprefix('python ')}",
-        **run,
+        **_run_of(settings, kind),
+        "parallelism": _parallelism(settings),
+        "parameters": "float32, param_dtype bfloat16, reduce_dtype float32, reshard_after_forward",
         "settings": vars(settings),
-        "parallelism": f"{parallel}, float32 parameters, param_dtype bfloat16, reshard_after_forward",
         "order": order,
         "untimed_steps": untimed_steps(settings),
-        "bars": [
-            {"what": v.bar.what, "bar": v.bar.bar, "measured": v.measured, "holds": v.holds}
-            | ({} if v.values else {"reason": v.reason})
-            for v in verdicts
-        ],
+        "not_measured_yet": [c.name for c in settings.contestants()[len(rows) :]],
+        "bars": [_as_row(verdict) for verdict in judge(rows, _run_of(settings, kind))],
         "rows": rows,
     }
+    write_results(path, data)
+
+
+def show(settings: Settings, kind: str, order: str, rows: list[Row]) -> None:
+    """Print what was measured, and which bars hold."""
+    run = _run_of(settings, kind)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(results_table(settings, rows, f"{settings.model}, {parallel} on {kind}; {order}"))
-    console.print(tables.bars_table(verdicts), markup=False, soft_wrap=True)
-    write_results(folder / FILE, data)
+    title = f"{settings.model}, {_parallelism(settings)} on {kind}; {order}"
+    console.print(results_table(rows, title, run["deterministic"]))
+    console.print(tables.bars_table(judge(rows, run)), markup=False, soft_wrap=True)
 
 
-def _compare_losses(rows: list[Row]) -> None:
+def _run_of(settings: Settings, kind: str) -> dict[str, Any]:
+    """What bars have to know of a run. Torch's own operations give the same bits each time on a CPU anyway."""
+    deterministic = settings.losses or kind == "cpu"
+    return {"model": settings.model, "device": kind, "tp": settings.tp, "deterministic": deterministic}
+
+
+def _parallelism(settings: Settings) -> str:
+    return f"FSDP2 over {settings.dp}" + (f", tensor parallelism over {settings.tp}" if settings.tp > 1 else "")
+
+
+def _as_row(verdict: Verdict) -> Row:
+    measured = {"measured": as_json(verdict.measured)} if verdict.measured is not None else {"reason": verdict.reason}
+    return {"what": verdict.bar.what, "bar": verdict.bar.bar, "holds": verdict.holds, **measured}
+
+
+def compare_losses(rows: list[Row]) -> None:
     """Note in each row how its losses compare with those that should be the same."""
     found = {row["contender"]: row for row in rows}
     for row in rows:
@@ -170,43 +195,48 @@ def _compare_losses(rows: list[Row]) -> None:
             differing = differing_losses(row, found[recipe])
             row["losses_equal_without"] = None if differing is None else differing == 0
         elif how in (TP, TP_FLOAT8) and (alone := found.get(f"{recipe}, {ALONE}")):
-            row["loss_difference"] = loss_difference(row, alone)
+            row["loss_difference"] = None if (apart := loss_difference(row, alone)) is None else as_json(apart)
 
 
-def results_table(settings: Settings, rows: list[Row], title: str) -> Table:
+def results_table(rows: list[Row], title: str, deterministic: bool) -> Table:
     """A line for each contestant."""
     table = Table(title=title)
-    for name in ("contestant", "step", "over bf16", "tokens/s", "peak memory", "all-gather", "of bf16", "other"):
-        table.add_column(name, justify="left" if name == "contestant" else "right", no_wrap=name == "contestant")
-    for name in ("last loss", "note"):
-        table.add_column(name)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("contestant", "note") else "right")
     found = {row["contender"]: row for row in rows}
     for row in rows:
-        table.add_row(row["contender"], *_cells(row, found.get(row["over"], row)))
+        over = found.get(row["over"], row)
+        table.add_row(row["contender"], *_figures(row, over), *_traffic(row, over), *_losses(row, deterministic))
     return table
 
 
-def _cells(row: Row, over: Row) -> list[str]:
-    seconds, peak, gathered = row["seconds"], row["peak_bytes"], row["bytes"].get("all_gather")
-    ratio = gathered_ratio(row, over)
-    others = [f"{kind} {n / 1e6:.4g}" for kind, n in row["bytes"].items() if kind != "all_gather"]
-    losses, equal = mean_losses(row), row.get("losses_equal_without")
-    notes = [row["reason"]] if "reason" in row else []
-    if equal is not None:
-        notes.append("losses bitwise equal without it" if equal else "LOSSES DIFFER FROM THOSE WITHOUT IT")
-    if row.get("loss_difference") is not None:
-        notes.append(f"within {row['loss_difference']:.2g} of one process at first")
+def _figures(row: Row, over: Row) -> list[str]:
+    seconds, peak = row["seconds"], row["peak_bytes"]
     return [
         tables.seconds_text(seconds) if seconds else "",
         f"{over['seconds'] / seconds:.3f} x" if seconds and over["seconds"] else "",
         f"{row['tokens_per_second']:,.0f}" if seconds else "",
         f"{peak / 2**30:.4g} GiB" if peak else "",
-        f"{gathered / 1e6:.5g} MB" if gathered else "",
-        f"{ratio:.4f} x" if ratio is not None else "",
-        ", ".join(others) + (" MB" if others else ""),
-        f"{losses[-1]:.6f}" if losses else "",
-        "; ".join(notes),
     ]
+
+
+def _traffic(row: Row, over: Row) -> list[str]:
+    carried = [row["bytes"].get(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    gathered, *others = ["" if n is None else f"{n / 1e6:.5g} MB" for n in carried]
+    ratio = gathered_ratio(row, over)
+    return [gathered, "" if ratio is None else f"{ratio:.4f} x", *others]
+
+
+def _losses(row: Row, deterministic: bool) -> list[str]:
+    losses, notes = mean_losses(row), [row["reason"]] if "reason" in row else []
+    equal, apart = row.get("losses_equal_without"), row.get("loss_difference")
+    if equal:
+        notes.append("losses bitwise those without it")
+    elif equal is not None:
+        notes.append("LOSSES DIFFER" if deterministic else "losses differ, as torch's own may (--losses)")
+    if apart is not None:
+        notes.append(f"within {float(apart):.2g} of one process at first")
+    return [f"{losses[-1]:.6f}" if losses else "", "; ".join(notes)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What has to hold on many ranks, as data, and whether it does: ratios of rows of one run of ``bench.distributed``."""
 
+import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +21,7 @@ from bench.distributed_models import (
 from tritonfp8 import recipes
 
 GATHERED = "all_gather"
-# By which the order of sums has little effect yet.
+# The order of sums has little effect by then.
 EARLY_STEPS = 10
 SPEED, BYTES, DIFFERING, APART, LOST = (
     "speed-up",
@@ -42,37 +44,28 @@ def gathered_ratio(row: Row, over: Row) -> float | None:
 
 
 def differing_losses(row: Row, over: Row) -> float | None:
-    """How many losses, of all steps on all ranks, are not those of another to the bit; None without losses."""
-    pairs = [_pairs(a, b) for a, b in zip(row["losses"], over["losses"], strict=True)]
-    if not all(pairs) or _length(row) != _length(over):
+    """How many losses, of all steps on all ranks, are not those of another to the bit; None where steps are missing."""
+    losses, others = ([float(x) for rank in each["losses"] for x in rank] for each in (row, over))
+    if not losses or len(losses) != len(others):
         return None
-    return sum(a != b and not (a != a and b != b) for a, b in itertools.chain.from_iterable(pairs))
+    return sum(x != y and not (math.isnan(x) and math.isnan(y)) for x, y in zip(losses, others, strict=True))
 
 
 def loss_difference(row: Row, over: Row) -> float | None:
-    """The largest difference of the losses of the first steps, each the mean of all ranks."""
-    pairs = _pairs(mean_losses(row)[:EARLY_STEPS], mean_losses(over)[:EARLY_STEPS])
-    # Against NaN no comparison holds.
-    return max((abs(a - b) if a - b == a - b else float("inf") for a, b in pairs), default=None)
+    """The largest difference of the losses of the first steps, each the mean of all ranks; infinite from NaN."""
+    pairs = zip(mean_losses(row)[:EARLY_STEPS], mean_losses(over)[:EARLY_STEPS], strict=False)
+    return max((abs(x - y) if math.isfinite(x - y) else math.inf for x, y in pairs), default=None)
 
 
 def lost_losses(row: Row, over: Row) -> float | None:
     """How many losses are NaN or infinite."""
     losses = [float(x) for rank in row["losses"] for x in rank]
-    return sum(x - x != 0 for x in losses) if losses else None
+    return sum(not math.isfinite(x) for x in losses) if losses else None
 
 
 def mean_losses(row: Row) -> list[float]:
     """The loss of each step, the mean of all ranks."""
     return [statistics.fmean(map(float, step)) for step in zip(*row["losses"], strict=True)]
-
-
-def _pairs(a: Iterable[Any], b: Iterable[Any]) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in zip(a, b, strict=False)]
-
-
-def _length(row: Row) -> list[int]:
-    return [len(rank) for rank in row["losses"]]
 
 
 QUANTITIES: dict[str, Callable[[Row, Row], float | None]] = {
@@ -106,21 +99,28 @@ def _gathers(recipe: str) -> list[Bar]:
     return bars
 
 
+def _apart(name: str, alone: str) -> Bar:
+    what = f"{name}: largest difference from the losses of one process, {EARLY_STEPS} steps"
+    return _bar(what, name, alone, _LOSS_BAR, APART)
+
+
 def _tensor_parallel(recipe: str) -> list[Bar]:
-    alone = f"{recipe}, {ALONE}"
-    bars = []
-    for name in (f"{recipe}, {TP}", f"{recipe}, {TP_FLOAT8}"):
-        what = f"{name}: largest difference from the losses of one process, {EARLY_STEPS} steps"
-        bars += [
-            _bar(f"{name}: losses that are NaN or infinite", name, name, 0, LOST),
-            _bar(what, name, alone, _LOSS_BAR, APART),
-        ]
-    return bars
+    names = (f"{recipe}, {TP}", f"{recipe}, {TP_FLOAT8}")
+    lost = [_bar(f"{name}: losses that are NaN or infinite", name, name, 0, LOST) for name in names]
+    return [*lost, *(_apart(name, f"{recipe}, {ALONE}") for name in names)]
 
 
-CONTROL = _bar("control: losses of bf16 that differ when it runs again", f"{BASELINE}, {AGAIN}", BASELINE, 0, DIFFERING)
-FSDP_BARS = (CONTROL, *itertools.chain.from_iterable(map(_gathers, _RECIPES)))
-TP_BARS = tuple(itertools.chain.from_iterable(map(_tensor_parallel, _RECIPES)))
+def _control(bar: Bar) -> Bar:
+    """A bar about bf16: where it does not hold, that of a recipe says nothing about the recipe."""
+    return dataclasses.replace(bar, what=f"control: {bar.what}")
+
+
+_again = _bar("losses of bf16 that differ when it runs again", f"{BASELINE}, {AGAIN}", BASELINE, 0, DIFFERING)
+FSDP_BARS = (_control(_again), *itertools.chain.from_iterable(map(_gathers, _RECIPES)))
+TP_BARS = (
+    _control(_apart(f"{BASELINE}, {TP}", f"{BASELINE}, {ALONE}")),
+    *itertools.chain.from_iterable(map(_tensor_parallel, _RECIPES)),
+)
 
 
 def judge(rows: Iterable[Row], run: Mapping[str, Any]) -> list[Verdict]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import nn
 
@@ -95,6 +96,9 @@ class Job:
     @classmethod
     def make(cls, settings: Settings, device: torch.device) -> "Job":
         """Collective."""
+        if device.type == "cuda":
+            # Nobody's first matrix product pays for the workspace of all.
+            torch.ones(16, 16, device=device, dtype=torch.bfloat16).mm(torch.ones(16, 16, device=device).bfloat16())
         text = corpus.load(settings.data)
         sizes = {"batch_size": settings.dp * settings.batch_size, "seq_len": settings.seq_len, "seed": settings.seed}
         batches = tuple(b.to(device) for b in corpus.batches(text, steps=settings.steps + 1, **sizes))
@@ -224,13 +228,22 @@ def _seconds(a: Any, b: Any) -> float:
     return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
 
 
-def compare(settings: Settings, ranks: Ranks, device: torch.device) -> tuple[str, list[Row]]:
+def compare(
+    settings: Settings, ranks: Ranks, device: torch.device, note: Callable[[str, list[Row]], None]
+) -> tuple[str, list[Row]]:
     """Measure all contestants. Collective: every rank calls it alike, and gets the same.
+
+    Args:
+        settings: what is compared.
+        ranks: all that take part.
+        device: of this rank.
+        note: is told what is returned, as far as it has come, whenever there is more.
 
     Returns:
         The order in which they ran, in words, and a row for each (:func:`row`).
 
     Raises:
+        AllFailedError: the model or the text cannot be had.
         RankError: ranks have parted; nothing more can be run.
     """
     if settings.losses:
@@ -238,21 +251,25 @@ def compare(settings: Settings, ranks: Ranks, device: torch.device) -> tuple[str
     job = ranks.together(lambda: Job.make(settings, device))
     entries = [Measured(contestant, reason=contestant.obstacle) for contestant in settings.contestants()]
     first = entries[0]
-    _phase(ranks, first, lambda: first.start(job))
+    _phase(ranks, job, first, Measured.start)
     in_turns = not settings.losses and all(ranks.exchange(_fit(first, len(entries), job)))
+    order = f"in turns, {ROUNDS} rounds" if in_turns else "one after the other"
+    rows: list[Row] = []
     for group in [entries] if in_turns else [[entry] for entry in entries]:
         _measure(group, job, ranks)
         torch.compiler.reset()
-    order = f"in turns, {ROUNDS} rounds" if in_turns else "one after the other"
-    return order, [row(settings, entry, ranks) for entry in entries]
+        rows += [row(settings, entry, ranks) for entry in group]
+        note(order, rows)
+    return order, rows
 
 
 def _make_deterministic() -> None:
     """Let torch's own backward passes give the same bits each time; what has no such version says so and runs."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    # Absent from older versions.
-    torch._inductor.config.deterministic = True
+    # Kernels are not chosen by how fast they are on the day. Not in every version.
+    if hasattr(inductor, "deterministic"):
+        inductor.deterministic = True
 
 
 def _fit(first: Measured, count: int, job: Job) -> bool:
@@ -261,8 +278,8 @@ def _fit(first: Measured, count: int, job: Job) -> bool:
         return True
     if first.peak_bytes is None:
         return False
-    # Counting runs eager, which takes more than compiled code does.
-    at_work = 2 * (first.peak_bytes - first.resident_bytes)
+    # Memory that others left behind in pieces is not all of use.
+    at_work = 1.5 * (first.peak_bytes - first.resident_bytes)
     _, room = torch.cuda.mem_get_info(job.device)
     return count * first.resident_bytes + at_work < MEMORY_SHARE * room
 
@@ -270,13 +287,13 @@ def _fit(first: Measured, count: int, job: Job) -> bool:
 def _measure(group: Sequence[Measured], job: Job, ranks: Ranks) -> None:
     for entry in group:
         if entry.training is None:
-            _phase(ranks, entry, lambda entry=entry: entry.start(job))
+            _phase(ranks, job, entry, Measured.start)
     timed = job.settings.steps - untimed_steps(job.settings)
     for count in _shares(timed, ROUNDS):
         for entry in group:
-            _phase(ranks, entry, lambda entry=entry, count=count: entry.run(job, count))
+            _phase(ranks, job, entry, Measured.run, count)
     for entry in group:
-        _phase(ranks, entry, lambda entry=entry: entry.count(job))
+        _phase(ranks, job, entry, Measured.count)
     for entry in group:
         entry.release(job)
 
@@ -287,15 +304,22 @@ def _shares(total: int, parts: int) -> list[int]:
     return [b - a for a, b in itertools.pairwise(bounds) if b > a]
 
 
-def _phase(ranks: Ranks, entry: Measured, function: Callable[[], None]) -> None:
+def _phase(ranks: Ranks, job: Job, entry: Measured, what: Callable[..., None], *args: int) -> None:
     """What a contestant does next, unless it has failed; where it fails on all ranks, the others go on without it."""
     if entry.reason is not None:
         return
     try:
-        ranks.together(function)
+        ranks.together(lambda: what(entry, job, *args))
     except AllFailedError as error:
         entry.reason = str(error)
-        entry.training = None
+    if entry.reason is not None:
+        # Only now: the error held what was running.
+        entry.release(job)
+
+
+def as_json(x: float) -> float | str:
+    """A number as JSON can hold it, which has no NaN; ``float`` reads it."""
+    return x if math.isfinite(x) else str(x)
 
 
 def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
@@ -315,8 +339,7 @@ def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
         "peak_bytes": None if None in peaks else max(peaks),
         "bytes": {kind: max(each.get(kind, 0) for each in traffic) for kind in traffic[0]},
         "calls": {kind: max(each.get(kind, 0) for each in calls) for kind in calls[0]},
-        # JSON has no NaN; float() reads these.
-        "losses": [[x if math.isfinite(x) else str(x) for x in each] for each in losses],
+        "losses": [list(map(as_json, each)) for each in losses],
         "step_seconds": [rounded(x) for x in entry.seconds],
     }
     if found["seconds"] is not None:

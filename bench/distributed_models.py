@@ -1,8 +1,8 @@
 """Who takes part in ``bench.distributed``: how each converts the model, and how it is spread over the ranks."""
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from tritonfp8.distributed import (
 BASELINE = "bf16"
 GATHER, TP, TP_FLOAT8, ALONE, AGAIN = "FP8 all-gather", "TP", "TP, FP8 styles", "one process", "again"
 TORCHAO_GATHER, TORCHAO_ROWWISE = f"torchao tensorwise, {GATHER}", "torchao rowwise"
-NO_TORCHAO = "torchao is not installed"
 ATTENTION = "causal_sdpa"
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Styles = tuple[type[ColwiseParallel], type[RowwiseParallel], type[PrepareModuleInput]]
@@ -83,7 +82,6 @@ class Contestant:
     styles: Styles | None = None
     alone: bool = False
     obstacle: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _leave(model: nn.Module) -> None:
@@ -110,6 +108,11 @@ def fsdp_contestants(recipes: tuple[str, ...], peers: bool, again: bool) -> list
     return [*found, *(torchao_contestants() if peers else ())]
 
 
+def has_torchao() -> bool:
+    """Whether torchao is installed."""
+    return importlib.util.find_spec("torchao") is not None
+
+
 def torchao_contestants() -> list[Contestant]:
     """torchao's own: tensorwise, which it gathers in FP8, and rowwise, which it does not."""
 
@@ -118,7 +121,7 @@ def torchao_contestants() -> list[Contestant]:
 
         precompute_float8_dynamic_scale_for_fsdp(model)
 
-    obstacle = None if importlib.util.find_spec("torchao") else NO_TORCHAO
+    obstacle = None if has_torchao() else "torchao is not installed"
     return [
         Contestant(
             TORCHAO_GATHER,
