@@ -150,6 +150,7 @@ def write(path: Path, settings: Settings, kind: str, order: str, rows: list[Row]
     data = {
         "command": f"torchrun --nproc-per-node {settings.dp * settings.tp} {command_line().removeprefix('python ')}",
         **_run_of(settings, kind),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind == "cuda" else None,
         "parallelism": _parallelism(settings),
         "parameters": "float32, param_dtype bfloat16, reduce_dtype float32, reshard_after_forward",
         "settings": vars(settings),

@@ -21,7 +21,7 @@ from bench.ranks import AllFailedError, Ranks
 from tritonfp8 import corpus, recipes
 from tritonfp8.distributed import count_collective_bytes
 from tritonfp8.training import UNTIMED_STEPS, lr_factor
-from tritonfp8.training_models import build_model, default_lr
+from tritonfp8.training_models import build_model, default_lr, require_train_extra
 
 ROUNDS = 5
 # Of a GPU's memory, for models that wait for their turn; the rest is for what we cannot foresee.
@@ -96,6 +96,7 @@ class Job:
     @classmethod
     def make(cls, settings: Settings, device: torch.device) -> "Job":
         """Collective."""
+        require_train_extra()
         if device.type == "cuda":
             # Nobody's first matrix product pays for the workspace of all.
             torch.ones(16, 16, device=device, dtype=torch.bfloat16).mm(torch.ones(16, 16, device=device).bfloat16())
@@ -113,9 +114,9 @@ class Training:
 
     def __init__(self, job: Job, contestant: Contestant) -> None:
         settings = job.settings
-        model = copy.deepcopy(job.model).to(job.device).train()
-        contestant.convert(model)
-        self.model = spread(model, contestant, job.meshes, settings.compile)
+        self.model = copy.deepcopy(job.model).to(job.device).train()
+        contestant.convert(self.model)
+        spread(self.model, contestant, job.meshes, settings.compile)
         self.positions = torch.arange(settings.seq_len, device=job.device)[None]
         self.after_step = contestant.after_step
         first = 0 if contestant.alone else job.meshes.dp.get_local_rank() * settings.batch_size
@@ -199,17 +200,17 @@ class Measured:
             self.training.step(job.batches[job.settings.steps])
         self.bytes, self.calls = dict(traffic.bytes), dict(traffic.calls)
 
-    def release(self, job: Job) -> None:
-        """Let nothing of it reach the next: memory, and the reference cycles that hold it."""
-        self.training = None
-        gc.collect()
-        if job.device.type == "cuda":
-            torch.cuda.empty_cache()
-
 
 def untimed_steps(settings: Settings) -> int:
     """Steps at the start that speeds leave out: they compile and fill the allocator."""
     return min(UNTIMED_STEPS, max(settings.steps - 1, 1))
+
+
+def _collect(device: torch.device) -> None:
+    """Let nothing of one contestant reach the next: reference cycles hold its memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _allocated(device: torch.device) -> int:
@@ -257,7 +258,10 @@ def compare(
     rows: list[Row] = []
     for group in [entries] if in_turns else [[entry] for entry in entries]:
         _measure(group, job, ranks)
+        for entry in group:
+            entry.training = None
         torch.compiler.reset()
+        _collect(device)
         rows += [row(settings, entry, ranks) for entry in group]
         note(order, rows)
     return order, rows
@@ -294,8 +298,6 @@ def _measure(group: Sequence[Measured], job: Job, ranks: Ranks) -> None:
             _phase(ranks, job, entry, Measured.run, count)
     for entry in group:
         _phase(ranks, job, entry, Measured.count)
-    for entry in group:
-        entry.release(job)
 
 
 def _shares(total: int, parts: int) -> list[int]:
@@ -311,10 +313,10 @@ def _phase(ranks: Ranks, job: Job, entry: Measured, what: Callable[..., None], *
     try:
         ranks.together(lambda: what(entry, job, *args))
     except AllFailedError as error:
-        entry.reason = str(error)
+        entry.reason, entry.training = str(error), None
     if entry.reason is not None:
         # Only now: the error held what was running.
-        entry.release(job)
+        _collect(job.device)
 
 
 def as_json(x: float) -> float | str:

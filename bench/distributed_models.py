@@ -161,7 +161,7 @@ def attend_causally(model: nn.Module) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bool) -> nn.Module:
+def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bool) -> None:
     """Shard a converted Llama, in place: tensor parallelism, decoder layers compiled, FSDP2 on each and on the root."""
     if contestant.styles is not None:
         assert meshes.tp is not None
@@ -172,7 +172,7 @@ def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bo
             layer = compiled(layer, model.device.type)
             model.model.layers.register_module(name, layer)
         fully_shard(layer, mesh=mesh, mp_policy=POLICY, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=True)
 
 
 def compiled(layer: nn.Module, device_type: str) -> nn.Module:
