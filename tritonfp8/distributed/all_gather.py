@@ -225,7 +225,8 @@ class Float8AllGather:
             )
         if managed.shard_dim != 0:
             raise ValueError(
-                f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}"
+                f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}: have "
+                "shard_placement_fn return None for it"
             )
         rows, cols = weight.shape
         layout = Layout(rows, cols, managed.shards, forms(recipe), together)

@@ -43,8 +43,9 @@ FSDP: Mapping[str, tuple[str, ...]] = {
     f"{_FSDP}._fsdp_param:ShardedState": ("SHARDED_POST_FORWARD",),
     f"{_FSDP}._fsdp_param:ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
     f"{_FSDP}._fsdp_param:FSDPParam": (
-        "_module_info", "_sharded_post_forward_param_data", "_unsharded_param", "all_gather_outputs", "fsdp_placement",
-        "is_dtensor", "param_dtype", "sharded_param", "sharded_state", "unsharded_accumulated_grad",
+        "_module_info", "_orig_size", "_sharded_post_forward_param_data", "_unsharded_dtensor_spec|_tp_spec",
+        "_unsharded_param", "all_gather_outputs", "fsdp_placement", "is_dtensor", "param_dtype", "sharded_param",
+        "sharded_state", "unsharded_accumulated_grad",
     ),
     f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (
         "_to_sharded", "_training_state", "device", "fsdp_params", "is_sharded", "mesh_info", "mp_policy",
