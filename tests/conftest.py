@@ -56,7 +56,10 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Up to four processes on gloo, for all test files that do not start their own."""
+    """Up to four processes on gloo, for all test files that do not start their own.
+
+    Torch names groups by their number, so a function that makes a mesh must run on all four.
+    """
     from process_group import Processes
 
     processes = Processes(4)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tp_cases import Recorder, mesh_of, on_mesh
+from tp_cases import Recorder, on_mesh
 from tp_model_cases import Mlp, mlp_plan
 
 import tritonfp8
@@ -17,26 +17,25 @@ from tritonfp8.functional import linear
 
 def collectives_of_sharded_tokens(mesh, recipe):
     """``(op, elements)`` of forward and backward of a layer whose tokens are sharded and whose weight is not."""
-    grid = mesh_of([2])
     x, weight = (
-        on_mesh(normal(300, 160, seed=1), grid, [Shard(0)]),
-        on_mesh(normal(64, 160, seed=2), grid, [Replicate()]),
+        on_mesh(normal(300, 160, seed=1), mesh, [Shard(0)]),
+        on_mesh(normal(64, 160, seed=2), mesh, [Replicate()]),
     )
     with Recorder() as seen:
         out = linear(x, weight, None, recipe)
-        out.backward(on_mesh(normal(300, 64, seed=3), grid, [Shard(0)]).detach())
+        out.backward(on_mesh(normal(300, 64, seed=3), mesh, [Shard(0)]).detach())
     return [(op, n) for op, _, n in seen.sent]
 
 
 def collectives_of_tokens(mesh, recipe, counts):
     """``(op, dtype, elements)`` of forward and backward of a layer that gathers these numbers of tokens."""
-    grid, rank = mesh_of([len(counts)]), torch.distributed.get_rank()
+    rank = mesh.get_local_rank()
     x = normal(sum(counts), 96, seed=1).split(counts)[rank].clone().requires_grad_()
-    weight = on_mesh(normal(80, 96, seed=2), grid, [Shard(0)])
+    weight = on_mesh(normal(80, 96, seed=2), mesh, [Shard(0)])
     with distributed.token_counts(counts), Recorder() as seen:
-        whole = DTensor.from_local(x, grid, [Shard(0)], run_check=False, shape=(sum(counts), 96), stride=(96, 1))
+        whole = DTensor.from_local(x, mesh, [Shard(0)], run_check=False, shape=(sum(counts), 96), stride=(96, 1))
         out = linear(whole, weight, None, recipe)
-        out.backward(on_mesh(normal(sum(counts), 80, seed=3), grid, [Shard(1)]).detach())
+        out.backward(on_mesh(normal(sum(counts), 80, seed=3), mesh, [Shard(1)]).detach())
     return [(op, str(dtype), n) for op, dtype, n in seen.sent]
 
 
@@ -47,7 +46,7 @@ def casts_of_a_step(mesh, recipe, local):
         # The halves of the features that lie on the two ranks differ in magnitude.
         model.gate.weight[48:] *= 100
     tritonfp8.convert(model, recipe)
-    parallelize_module(model, mesh_of([2]), mlp_plan(ColwiseParallel, RowwiseParallel, use_local_output=local))
+    parallelize_module(model, mesh, mlp_plan(ColwiseParallel, RowwiseParallel, use_local_output=local))
     with Recorder() as seen:
         model(normal(40, 64, seed=5))
     return [[t.flatten().clone().view(torch.uint8).tolist() for t in out] for _, out in seen.casts]
