@@ -145,12 +145,14 @@ def check_global_scales(mesh, recipe):
     check_same(grads, wanted_grads)
 
 
-def forward_alone_and_in_parts(recipe):
-    """The output of one process, and of one whose layers scale the tokens of each of two ranks by themselves."""
+def alone_and_in_parts(recipe):
+    """Output and grad_input of one process, and of one whose layers scale the tokens of two ranks by themselves."""
     found = []
     for parts in (None, list(torch.arange(TOKENS).chunk(2))):
         layer = Layer(causal_attention)
         tritonfp8.convert(layer, recipe)
         layer.parts = parts
-        found.append(layer(operands("cpu")[0]).detach())
-    return found
+        x, grad_output = operands("cpu")
+        out, _ = run(layer, x.requires_grad_(), grad_output)
+        found.append((out, x.grad))
+    return zip(*found, strict=True)

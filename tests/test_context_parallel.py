@@ -35,10 +35,11 @@ def test_sequence_parallel_layers_have_the_scales_of_all_tokens(ranks, recipe):
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_only_a_scale_of_the_whole_input_depends_on_the_ranks(recipe):
-    """Forward scales each token by itself in all recipes but tensorwise."""
-    alone, in_parts = context_parallel_cases.forward_alone_and_in_parts(recipe)
-    per_tensor = getattr(recipes.get(recipe).output.lhs, "block", None) == (-1, -1)
-    assert torch.equal(alone, in_parts) != per_tensor
+    """Output and grad_input scale each token by itself in all recipes but tensorwise."""
+    found = context_parallel_cases.alone_and_in_parts(recipe)
+    for gemm, (alone, in_parts) in zip(("output", "grad_input"), found, strict=True):
+        per_tensor = getattr(getattr(recipes.get(recipe), gemm).lhs, "block", None) == (-1, -1)
+        assert torch.equal(alone, in_parts) != per_tensor
 
 
 @pytest.mark.multigpu
