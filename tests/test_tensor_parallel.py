@@ -189,7 +189,7 @@ LLAMAS = {
 
 @pytest.mark.parametrize("llama", LLAMAS)
 @pytest.mark.parametrize("name", NAMES)
-def test_llama_trains_as_one_process(two, name, llama):
+def test_losses_do_not_go_nan_and_are_those_of_one_process(two, name, llama):
     for alone, together in two.run(tp_model_cases.llama_losses, name, *LLAMAS[llama]):
         assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-3
         assert alone[-1] != alone[0]

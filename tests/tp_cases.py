@@ -2,7 +2,7 @@
 
 import torch
 from cases import generator, normal, with_specials
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +25,9 @@ def tolerance():
 
 
 def mesh_of(sizes):
+    """A mesh of these sizes, of whose groups all ranks must hear; or a mesh as it is."""
+    if isinstance(sizes, DeviceMesh):
+        return sizes
     return init_device_mesh(device(), tuple(sizes), mesh_dim_names=("dp", "tp")[-len(sizes) :])
 
 

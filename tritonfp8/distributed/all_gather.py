@@ -245,7 +245,8 @@ class Float8AllGather:
             )
         if managed.shard_dim != 0:
             raise ValueError(
-                f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}"
+                f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}: have "
+                "shard_placement_fn return None for it"
             )
         layout = Layout(*managed.size, managed.shards, forms(recipe), together, within)
         dtype = managed.param_dtype or weight.dtype

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tritonfp8.convert import ConversionReport
 from tritonfp8.distributed.all_gather import Float8AllGather, is_prepared, plain
+from tritonfp8.distributed.private_names import FSDP, require_names
 from tritonfp8.distributed.wire import forms
 from tritonfp8.modules import Float8Linear
 from tritonfp8.specs import require
@@ -121,8 +122,10 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
     Raises:
         ValueError: nothing to gather in 8 bits, a call after ``fully_shard``, a second one, or an unknown cast. In
             forward: a weight that FSDP shards along another dim than 0, or that ``parallelize_module`` sharded since.
-        RuntimeError: in forward, where ``fully_shard`` was applied above ``model``.
+        RuntimeError: this torch lacks a private name that is needed. In forward: ``fully_shard`` was applied above
+            ``model``.
     """
+    require_names("enable_float8_all_gather", FSDP)
     require("cast", cast, CASTS)
     _check_order(model)
     enabled, skipped = _choose(model)
