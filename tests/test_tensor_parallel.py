@@ -99,7 +99,7 @@ def test_placements_that_follow(two):
         "colwise": [summed, sharded.format(0), sharded.format(0)],
         "rowwise": [sharded.format(1), sharded.format(1), whole],
         "tokens": [sharded.format(0), summed, summed],
-        "tokens gathered": [sharded.format(0), sharded.format(0), sharded.format(0)],
+        "tokens gathered": [summed, sharded.format(0), sharded.format(0)],
     }
 
 
@@ -154,9 +154,9 @@ def test_recipe_that_needs_the_input_in_high_precision_gathers_it_in_its_own_dty
     assert [d for op, d, _ in sent if "gather" in op] == ["torch.bfloat16"]
 
 
-def test_siblings_gather_once(two):
-    assert two.run(tp_model_cases.gathers_of_siblings, "rowwise") == [1, 1]
-    assert two.run(tp_model_cases.gathers_of_siblings, "blockwise") == [1, 1]
+@pytest.mark.parametrize("name", NAMES)
+def test_siblings_gather_once_and_scatter_their_gradient_once(two, name):
+    assert two.run(tp_model_cases.collectives_of_siblings, name) == [[1, 1]] * 2
 
 
 @pytest.mark.parametrize(("local", "first"), list(itertools.product([True, False], repeat=2)))

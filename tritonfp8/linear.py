@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -245,11 +245,13 @@ def _weight_t(plan: _Plan, weight: Tensor | None, amax_t: Tensor | None, held: _
     return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
 
 
+_T = TypeVar("_T")
+
+
 class _Entry(NamedTuple):
     input: weakref.ref[Tensor]
     version: int | None
-    key: object
-    pairs: tuple[_Pair, _Pair]
+    values: dict[object, Any]
 
 
 class SharedInput:
@@ -285,23 +287,27 @@ class SharedInput:
             if depth > 1:
                 self._depth[thread] = depth - 1
 
+    def once(self, input: Tensor, key: object, make: Callable[[], _T]) -> _T:
+        """What ``make`` returns, the same for all layers that are called with this ``input``."""
+        if torch.compiler.is_compiling():
+            return make()
+        thread = threading.get_ident()
+        if thread not in self._depth:
+            return make()
+        version = None if input.is_inference() else input._version
+        found = self._entries.get(thread)
+        if found is None or found.input() is not input or found.version != version:
+            found = self._entries[thread] = _Entry(weakref.ref(input), version, {})
+        if key not in found.values:
+            found.values[key] = make()
+        return found.values[key]
+
     def quantize(
         self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
     ) -> tuple[_Pair, _Pair]:
         """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
-        if torch.compiler.is_compiling():
-            return quantizer("input", rows, *specs)
-        thread = threading.get_ident()
-        if thread not in self._depth:
-            return quantizer("input", rows, *specs)
-        version = None if input.is_inference() else input._version
         key = (specs, rows.dtype, rows.shape, quantizer)
-        found = self._entries.get(thread)
-        if found is not None and found.input() is input and found.version == version and found.key == key:
-            return found.pairs
-        pairs = quantizer("input", rows, *specs)
-        self._entries[thread] = _Entry(weakref.ref(input), version, key, pairs)
-        return pairs
+        return self.once(input, key, lambda: quantizer("input", rows, *specs))
 
 
 def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
