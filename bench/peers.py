@@ -48,15 +48,17 @@ def _without_gaps(scale: torch.Tensor) -> torch.Tensor:
     return scale.t().contiguous().t()
 
 
-def torchao_layers(model: nn.Module, recipe: str) -> nn.Module:
+def torchao_layers(model: nn.Module, recipe: str, **options: Any) -> nn.Module:
     """``model`` with its linear layers converted by torchao, in place where torchao does that.
+
+    ``options`` are fields of its config beside those of the recipe.
 
     Raises:
         ModuleNotFoundError: torchao is not installed.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
     if next(model.parameters()).device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
     return convert_to_float8_training(model, config=config)

@@ -54,6 +54,19 @@ def home(tmp_path, monkeypatch):
     tuning.reload()
 
 
+@pytest.fixture(scope="session")
+def ranks():
+    """Up to four processes on gloo, for all test files that do not start their own.
+
+    Torch names groups by their number, so a function that makes a mesh must run on all four.
+    """
+    from process_group import Processes
+
+    processes = Processes(4)
+    yield processes
+    processes.stop()
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         for mark, (met, reason) in NEEDS.items():

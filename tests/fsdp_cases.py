@@ -21,7 +21,7 @@ class Block(nn.Module):
 
     def __init__(self, hidden, heads, intermediate):
         super().__init__()
-        self.heads = heads
+        self.head_size = hidden // heads
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def layer(self, x):
         h = self.norm1(x)
-        q, k, v = (linear(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (linear(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))

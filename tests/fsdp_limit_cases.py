@@ -119,12 +119,13 @@ def order_errors(mesh):
 
     tell("late", late)
 
-    def tensor_parallel_first():
+    def twice():
         model = nn.Sequential(tritonfp8.Float8Linear(64, 32), tritonfp8.Float8Linear(32, 32))
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        told["tensor parallel"] = str(enable_float8_all_gather(model))
+        enable_float8_all_gather(model[0])
+        enable_float8_all_gather(model)
 
-    tensor_parallel_first()
+    tell("tensor parallel twice", twice)
 
     def tensor_parallel_last():
         model = nn.Sequential(tritonfp8.Float8Linear(64, 32))

@@ -32,7 +32,7 @@ def modules_below(folder, package):
 
 
 MODULES = modules_below("tritonfp8", ("tritonfp8",)) + modules_below("kernels", ("tritonfp8", "kernels"))
-OTHERS = modules_below("tests", ("tests",)) + modules_below("bench", ("bench",))
+OTHERS = [module for folder in ("tests", "bench", "docs") for module in modules_below(folder, (folder,))]
 
 
 RULES = {

@@ -312,3 +312,12 @@ def test_layers_that_read_one_input_quantize_it_once():
         call(normal(33, 70))
     assert graphs.frame_count == 1
     assert sum(result[0].shape == (33, 70) for result in results) == 1
+
+
+def test_layers_that_are_alike_compile_once():
+    model, counter = converted_llama("rowwise"), CompileCounterWithBackend("eager")
+    assert len(model.model.layers) > 1
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    model(tokens(), use_cache=False).logits.sum().backward()
+    assert counter.frame_count == 1

@@ -59,7 +59,7 @@ def test_errors_say_what_to_do(ranks):
         "columns": ("ValueError", "dim 0"),
         "above": ("RuntimeError", "outermost"),
         "late": ("ValueError", "before fully_shard"),
-        "tensor parallel": ("0  skipped: sharded by tensor parallelism", "1 converted"),
+        "tensor parallel twice": ("ValueError", "enable_float8_all_gather once"),
         "tensor parallel last": ("ValueError", "parallelize_module before"),
         "repr": ("GatheredWeight", "bfloat16"),
     }.items():

@@ -2,7 +2,7 @@
 
 import torch
 from cases import generator, normal, with_specials
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +25,9 @@ def tolerance():
 
 
 def mesh_of(sizes):
+    """A mesh of these sizes, of whose groups all ranks must hear; or a mesh as it is."""
+    if isinstance(sizes, DeviceMesh):
+        return sizes
     return init_device_mesh(device(), tuple(sizes), mesh_dim_names=("dp", "tp")[-len(sizes) :])
 
 
@@ -127,7 +130,7 @@ class Recorder(TorchDispatchMode):
 def check_quantized_shards(names):
     """Codes and scales of every operand's shard are those of the global tensor, whichever dim is sharded."""
     from tritonfp8.distributed.layout import Mesh, align, aligned_to, flattened, unalign
-    from tritonfp8.distributed.sharded_quantize import quantize_shard
+    from tritonfp8.distributed.sharded_quantize import global_amax, quantize_shard
 
     mesh = mesh_of([torch.distributed.get_world_size()])
     plain = Mesh((mesh.size(),), (mesh.get_local_rank(),), (mesh.get_group().group_name,))
@@ -146,7 +149,7 @@ def check_quantized_shards(names):
             layouts = [aligned_to(layout, block) for layout in layouts]
             start, length = layouts[dim].segments[0]
             here = align(layouts[dim], x.narrow(dim, start, length), dim)
-            pairs = quantize_shard(here, spec, spec, tuple(layouts))
+            pairs = quantize_shard(here, spec, spec, global_amax(here, spec, spec, tuple(layouts)))
             wholes = (tritonfp8.quantize(x, spec), tritonfp8.quantize(x, spec, transpose=True))
             for (qdata, scale), whole, along in zip(pairs, wholes, (dim, 1 - dim), strict=True):
                 mine = unalign(layouts[dim], qdata.view(torch.uint8), along)
@@ -208,6 +211,18 @@ def raise_on_rank_one():
     mesh = mesh_of([2])
     x, w = on_mesh(normal(8, 64), mesh, [R]), on_mesh(normal(32, 64), mesh, [Shard(0)])
     linear(x, w, None, "rowwise").redistribute(placements=[R]).sum().backward()
+
+
+def collectives_of_a_layer(name, placements, lead=(5,), n=140, k=150):
+    """Number of elements in each collective of forward, then in each of backward."""
+    mesh = mesh_of([2])
+    x, w = (on_mesh(normal(*shape), mesh, p) for shape, p in zip(((*lead, k), (n, k)), placements, strict=True))
+    with Recorder() as forward:
+        out = linear(x, w, None, name)
+    grad = on_mesh(normal(*lead, n), mesh, out.placements).detach()
+    with Recorder() as backward:
+        out.backward(grad)
+    return [[sent[2] for sent in seen.sent] for seen in (forward, backward)]
 
 
 def local_scales(name):

@@ -105,15 +105,20 @@ def sequence_plan_mlp():
     }
 
 
-def gathers_of_siblings(name):
-    """How many all-gathers the forward of an MLP makes whose two first layers share a sharded input."""
+def collectives_of_siblings(name):
+    """How often forward gathers and backward scatters, of an MLP whose two first layers share a sharded input."""
     mesh = mesh_of([2])
     model = Mlp()
     tritonfp8.convert(model, name)
     parallelize_module(model, mesh, sequence_plan_mlp())
-    with Recorder() as seen:
-        model(normal(33, 64))
-    return sum(op == "all_gather_into_tensor" for op, *_ in seen.sent)
+    x = normal(33, 64).requires_grad_()
+    with Recorder() as forward:
+        out = model(x)
+    with Recorder() as backward:
+        out.backward(torch.ones_like(out))
+    assert x.grad is not None
+    passes = ((forward, "all_gather_into_tensor"), (backward, "reduce_scatter_tensor"))
+    return [sum(op == wanted for op, *_ in seen.sent) for seen, wanted in passes]
 
 
 def check_sequence_mlp_with_counts(names, counts):

@@ -19,6 +19,9 @@ from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 
 MIN_FEATURES = 16
+# Torch's own number of a hook is another in each module. A compiled layer is guarded by that of a hook that is always
+# called: with one number for all, layers that are alike share what was compiled for one of them.
+_CLOSE_HOOK = -1
 
 Recipes = str | Recipe | Mapping[str, str | Recipe]
 Filter = Callable[[nn.Module, str], bool]
@@ -121,7 +124,9 @@ def _share_inputs(model: nn.Module, layers: Collection[nn.Module]) -> None:
         if siblings:
             shared = SharedInput()
             parent.register_forward_pre_hook(shared.open)
-            parent.register_forward_hook(shared.close, always_call=True)
+            close = parent.register_forward_hook(shared.close, always_call=True)
+            parent._forward_hooks[_CLOSE_HOOK] = parent._forward_hooks.pop(close.id)
+            parent._forward_hooks_always_called[_CLOSE_HOOK] = parent._forward_hooks_always_called.pop(close.id)
             for child in siblings:
                 child.shared_input = shared  # type: ignore[assignment]
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from tritonfp8.specs import QuantSpec
 
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)
+Amaxes = tuple[Tensor | None, Tensor | None]
+"""Of the blocks of a matrix and of those of its transpose, float32; None where each block is whole here."""
 Operands = tuple[Quantized | None, Quantized | None]
 """A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
 
@@ -44,10 +46,22 @@ class Quantizer:
     Compared by value: a compiled graph is guarded on it.
     """
 
-    def __call__(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
+        """What other ranks say about the blocks of ``x``, in one collective for both orientations."""
+        return None, None
+
+    def __call__(
+        self,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec | None,
+        spec_t: QuantSpec | None,
+        amaxes: Amaxes | None = None,
+    ) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of ``x`` and of ``x.T``, each ``(None, None)`` where its spec is None.
 
-        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix.
+        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix. ``amaxes`` are those that
+        :meth:`amaxes` found, or None to find them now.
         """
         return quantize_for(x, spec, spec_t)
 
@@ -159,12 +173,20 @@ class _Linear(torch.autograd.Function):
 
     Only the GEMMs whose result somebody needs are run, and only what they read is saved: ``input.T`` quantized for
     grad_weight (M K bytes and scales, in place of 2 M K bytes of bf16), or the input itself where the recipe keeps
-    grad_weight in high precision; for grad_input the weight, which is alive anyway, or under autocast its cast.
+    grad_weight in high precision; for grad_input the weight, which is alive anyway, or under autocast its cast, and
+    what other ranks said about it: asked for in backward, that would depend on the weight alone, and the compiler of
+    each rank would choose by itself in which of the two graphs the ranks talk.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *quantized: Tensor | None
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        weight_amax_t: Tensor | None,
+        *quantized: Tensor | None,
     ) -> Tensor:
         input_pair, kept, weight_pair, held = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
         recipe = plan.recipe
@@ -177,7 +199,9 @@ class _Linear(torch.autograd.Function):
         held = held_for_backward(plan, weight_pair, held)
         keep_weight = plan.needs_grad_input and held[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
-        ctx.save_for_backward(weight if keep_weight else None, input if keep_input else None, *kept, *held)
+        ctx.save_for_backward(
+            weight if keep_weight else None, weight_amax_t, input if keep_input else None, *kept, *held
+        )
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
         ctx.dtypes = (input.dtype, weight.dtype)
@@ -185,11 +209,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return (*first_order(lambda: _Linear._grads(ctx, grad_output)), *[None] * 9)
+        return (*first_order(lambda: _Linear._grads(ctx, grad_output)), *[None] * 10)
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, input, input_qdata, input_scale, *held = ctx.saved_tensors
+        weight, weight_amax_t, input, input_qdata, input_scale, *held = ctx.saved_tensors
         plan: Plan = ctx.plan
         recipe = plan.recipe
         input_dtype, weight_dtype = ctx.dtypes
@@ -202,7 +226,7 @@ class _Linear(torch.autograd.Function):
         )
         if plan.needs_grad_input:
             if recipe.grad_input.rhs is not None:
-                weight_pair = weight_t(plan, weight, (held[0], held[1]))
+                weight_pair = weight_t(plan, weight, (held[0], held[1]), weight_amax_t)
                 grad_input = multiply(recipe.grad_input, pair, weight_pair, None, input_dtype)
             else:
                 grad_input = ops.matmul(grad_output, weight.t())
@@ -216,7 +240,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias
 
 
-def weight_t(plan: Plan, weight: Tensor | None, held: Pair) -> Pair:
+def weight_t(plan: Plan, weight: Tensor | None, held: Pair, amax_t: Tensor | None = None) -> Pair:
     """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
     qdata, scale = held
     if qdata is not None and scale is not None:
@@ -224,7 +248,10 @@ def weight_t(plan: Plan, weight: Tensor | None, held: Pair) -> Pair:
     assert weight is not None
     if isinstance(weight, QuantizedWeight):
         return _operand(weight, plan.recipe, True)
-    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs)[1]
+    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
+
+
+_T = TypeVar("_T")
 
 
 def held_for_backward(plan: Plan, weight_pair: Pair, held: Pair) -> Pair:
@@ -237,8 +264,7 @@ def held_for_backward(plan: Plan, weight_pair: Pair, held: Pair) -> Pair:
 class _Entry(NamedTuple):
     input: weakref.ref[Tensor]
     version: int | None
-    key: object
-    pairs: tuple[Pair, Pair]
+    values: dict[object, Any]
 
 
 class SharedInput:
@@ -274,23 +300,27 @@ class SharedInput:
             if depth > 1:
                 self._depth[thread] = depth - 1
 
+    def once(self, input: Tensor, key: object, make: Callable[[], _T]) -> _T:
+        """What ``make`` returns, the same for all layers that are called with this ``input``."""
+        if torch.compiler.is_compiling():
+            return make()
+        thread = threading.get_ident()
+        if thread not in self._depth:
+            return make()
+        version = None if input.is_inference() else input._version
+        found = self._entries.get(thread)
+        if found is None or found.input() is not input or found.version != version:
+            found = self._entries[thread] = _Entry(weakref.ref(input), version, {})
+        if key not in found.values:
+            found.values[key] = make()
+        return found.values[key]
+
     def quantize(
         self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
     ) -> tuple[Pair, Pair]:
         """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
-        if torch.compiler.is_compiling():
-            return quantizer("input", rows, *specs)
-        thread = threading.get_ident()
-        if thread not in self._depth:
-            return quantizer("input", rows, *specs)
-        version = None if input.is_inference() else input._version
         key = (specs, rows.dtype, rows.shape, quantizer)
-        found = self._entries.get(thread)
-        if found is not None and found.input() is input and found.version == version and found.key == key:
-            return found.pairs
-        pairs = quantizer("input", rows, *specs)
-        self._entries[thread] = _Entry(weakref.ref(input), version, key, pairs)
-        return pairs
+        return self.once(input, key, lambda: quantizer("input", rows, *specs))
 
 
 def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -333,14 +363,24 @@ def _check_held(held: Operands, weight: Tensor, recipe: Recipe, needs_grad_input
             )
 
 
-def weight_pairs(weight: Tensor, plan: Plan, quantized_weight: Operands | None) -> tuple[Pair, Pair]:
+def _weight_amaxes(weight: Tensor, plan: Plan, quantized_weight: Operands | None) -> Amaxes:
+    """What other ranks say about a weight that is quantized now, for both GEMMs that read it."""
+    if quantized_weight is not None or isinstance(weight, QuantizedWeight):
+        return None, None
+    transposed = plan.recipe.grad_input.rhs if plan.needs_grad_input else None
+    return plan.quantizer.amaxes("weight", weight.detach(), plan.recipe.output.rhs, transposed)
+
+
+def weight_pairs(
+    weight: Tensor, plan: Plan, quantized_weight: Operands | None, amaxes: Amaxes | None = None
+) -> tuple[Pair, Pair]:
     """What the GEMMs read of a weight, in its order and held for grad_input: given, gathered, or quantized now."""
     if quantized_weight is not None:
         _check_held(quantized_weight, weight, plan.recipe, plan.needs_grad_input)
         return pair_of(quantized_weight[0]), pair_of(quantized_weight[1])
     if isinstance(weight, QuantizedWeight):
         return _operand(weight, plan.recipe, False), NO_PAIR
-    return plan.quantizer("weight", weight.detach(), plan.recipe.output.rhs, None)
+    return plan.quantizer("weight", weight.detach(), plan.recipe.output.rhs, None, amaxes)
 
 
 def apply_linear(
@@ -355,9 +395,10 @@ def apply_linear(
 
     ``rows`` carries the dtype and the gradient; it is read only where the recipe keeps a GEMM in high precision.
     """
-    weights = weight_pairs(weight, plan, quantized_weight)
+    amaxes = _weight_amaxes(weight, plan, quantized_weight)
+    weights = weight_pairs(weight, plan, quantized_weight, amaxes)
     out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, plan, *pairs[0], *pairs[1], *weights[0], *weights[1]
+        rows, weight, bias, plan, amaxes[1], *pairs[0], *pairs[1], *weights[0], *weights[1]
     )
     return out
 

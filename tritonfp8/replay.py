@@ -234,6 +234,7 @@ class _Plan:
 
 
 _plans: dict[tuple[object, ...], _Plan | None] = {}
+_UNSEEN: Any = object()
 _warned: set[str] = set()
 
 
@@ -290,9 +291,10 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if (len(addresses) > 1 and len(set(addresses)) < len(addresses)) or _hooks_are_set():
             return function(*args)
         frozen = tuple(key)
-        if frozen not in _plans:
+        # One lookup: hashing what a call was made with takes as long as an allocation.
+        plan = _plans.get(frozen, _UNSEEN)
+        if plan is _UNSEEN:
             return _record(frozen, function, args)
-        plan = _plans[frozen]
         return function(*args) if plan is None else plan.run(addresses)
 
     return call

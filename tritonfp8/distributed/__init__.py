@@ -1,6 +1,6 @@
 """Sharding rules and FP8 collectives. The core never imports this subpackage."""
 
-from tritonfp8.distributed import sharding  # noqa: F401  registers the rules of the ops
+from tritonfp8.distributed import private_names, sharding  # noqa: F401  check torch, register the rules of the ops
 from tritonfp8.distributed.fsdp import enable_float8_all_gather
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.sharded_linear import sharded_linear

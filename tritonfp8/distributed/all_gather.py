@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritonfp8.distributed.fsdp_internals import Managed, managed_parameters
 from tritonfp8.distributed.gathered_weight import GatheredWeight, ShardedWeight, read_form, register_source
+from tritonfp8.distributed.layout import DimLayout, Mesh, aligned_to, flattened, plain_mesh
+from tritonfp8.distributed.placements import largest_blocks
+from tritonfp8.distributed.sharded_quantize import Grid, reduce_grids
 from tritonfp8.distributed.shards import fill_amax, one_nan, quantize_shard, scale_of_form, scales
 from tritonfp8.distributed.wire import Form, Layout, forms, write_piece
 from tritonfp8.modules import Float8Linear
@@ -35,6 +38,7 @@ class _Plan:
         dtype: in which the layers compute.
         quantized_dtype: from which the weight is quantized.
         grids: shape of the amaxes to reduce, a form.
+        split: the forms with a block that several ranks of tensor parallelism share.
     """
 
     managed: Managed
@@ -42,6 +46,7 @@ class _Plan:
     dtype: torch.dtype
     quantized_dtype: torch.dtype
     grids: tuple[tuple[int, int], ...]
+    split: tuple[int, ...]
 
     def shard(self) -> Tensor:
         """The rows that lie here, on the device that computes."""
@@ -71,6 +76,11 @@ class _Batch:
         """Format and scale rounding of the forms whose scales follow from the amaxes."""
         forms = [form for plan in self.plans.values() for form in plan.layout.forms if not form.sends_scales]
         return {_kind(form) for form in forms}
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether some block lies on several ranks of tensor parallelism."""
+        return any(plan.split for plan in self.plans.values())
 
     def split(self, flat: Tensor) -> dict[str, list[Tensor]]:
         """One value an amax as grids, those of a weight by its name."""
@@ -114,6 +124,7 @@ class Float8AllGather:
         self.layers = layers
         self.cast = cast
         self._names = list(layers)
+        self._tensor_parallel: set[str] = set()
         self._found: dict[str, Managed] = {}
         self._how: dict[str, tuple[Recipe, bool]] = {}
         self._plans: dict[str, _Plan] = {}
@@ -160,10 +171,18 @@ class Float8AllGather:
         """Put a weight that is gathered in 8 bits in the place of a plain one, not sharded yet."""
         layers = self.layers[name]
         weight = layers[0].weight
-        if not isinstance(weight, ShardedWeight | DTensor):
-            new = nn.Parameter(ShardedWeight(weight.data, self, name), weight.requires_grad)
-            for layer in layers:
-                layer.weight = new
+        if is_prepared(weight):
+            return
+        data = weight.data
+        new: Tensor
+        if isinstance(data, DTensor):
+            new = _of_local(data, ShardedWeight(data._local_tensor, self, name))
+            self._tensor_parallel.add(name)
+        else:
+            new = ShardedWeight(data, self, name)
+        parameter = nn.Parameter(new, weight.requires_grad)
+        for layer in layers:
+            layer.weight = parameter
 
     def release(self, layer: Float8Linear) -> None:
         """Put the plain weight back: what :func:`tritonfp8.revert` does first."""
@@ -218,21 +237,23 @@ class Float8AllGather:
         weight = managed.param.sharded_param
         if not forms(recipe):
             return None
-        if managed.param.is_dtensor:
+        within = _within(managed, recipe)
+        if within is not None and name not in self._tensor_parallel:
             raise ValueError(
                 f"{name}.weight became a DTensor before fully_shard: call parallelize_module before "
-                "enable_float8_all_gather, which leaves such weights as they are"
+                "enable_float8_all_gather, and that before fully_shard"
             )
         if managed.shard_dim != 0:
             raise ValueError(
-                f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}"
+                f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}: have "
+                "shard_placement_fn return None for it"
             )
-        rows, cols = weight.shape
-        layout = Layout(rows, cols, managed.shards, forms(recipe), together)
+        layout = Layout(*managed.size, managed.shards, forms(recipe), together, within)
         dtype = managed.param_dtype or weight.dtype
         quantized = dtype if self.cast else weight.dtype
         grids = tuple((len(layout.reduced(form)), layout.grid(form)[1]) for form in layout.forms)
-        return _Plan(managed, layout, dtype, quantized, grids)
+        split = tuple(i for i, f in enumerate(layout.forms) if layout.is_split(f, 0) or layout.is_split(f, 1))
+        return _Plan(managed, layout, dtype, quantized, grids, split)
 
     def _plan_for(self, name: str) -> _Plan:
         if name not in self._plans:
@@ -267,6 +288,8 @@ class Float8AllGather:
             # Bits of non-negative floats are ordered as integers, NaN on top. A MAX of floats may drop it.
             amaxes = one_nan(amaxes)
             dist.all_reduce(amaxes.view(torch.int32), dist.ReduceOp.MAX, group=first.managed.process_group)
+        if batch.shares:
+            _reduce_over_tensor_parallel(batch, amaxes)
         rounded = {dtype: one_nan(amaxes.to(dtype).float()) for dtype in batch.dtypes}
         reduced = {dtype: batch.split(values) for dtype, values in rounded.items()}
         found = {
@@ -319,6 +342,8 @@ class Float8AllGather:
 
     def receive(self, name: str, buffer: Tensor | None, sent: _Sent | None, out: Tensor | None) -> Tensor | None:
         """See :class:`~tritonfp8.distributed.gathered_weight.Source`."""
+        if isinstance(out, DTensor):
+            out = out._local_tensor
         if sent is None:
             # Gathered again from fewer ranks, the bytes of the forward, into its memory.
             assert isinstance(out, GatheredWeight)
@@ -364,6 +389,38 @@ class Float8AllGather:
         return read_form(buffer, known.scales[layout.forms.index(form)], layout, form)
 
 
+def _within(managed: Managed, recipe: Recipe) -> tuple[DimLayout, DimLayout] | None:
+    """How N and K lie in the weight of all ranks of tensor parallelism; None without."""
+    spec = managed.tensor_parallel
+    if spec is None:
+        return None
+    mesh = Mesh(*plain_mesh(spec.mesh))
+    _, n, k = largest_blocks(recipe)
+    rows = [Replicate() if p == Shard(1) else p for p in spec.placements]
+    cols = [Shard(0) if p == Shard(1) else Replicate() for p in spec.placements]
+    return aligned_to(flattened(spec.shape[:1], mesh, rows), n), aligned_to(flattened(spec.shape[1:], mesh, cols), k)
+
+
+def _reduce_over_tensor_parallel(batch: _Batch, amaxes: Tensor) -> None:
+    """Make the amaxes, each of a whole shard of tensor parallelism, those of blocks that lie on several."""
+    bits = batch.split(amaxes.view(torch.int32))
+    grids, places = [], []
+    for name, plan in batch.plans.items():
+        layout = plan.layout
+        for i in plan.split:
+            form = layout.forms[i]
+            assert layout.within is not None
+            first_row, first_col = (layout.start(dim) // form.block[dim] for dim in (0, 1))
+            held = (
+                [first_row + row for row in layout.reduced(form)],
+                [first_col + col for col in range(plan.grids[i][1])],
+            )
+            grids.append(Grid(bits[name][i], form.block, layout.within, held))
+            places.append(bits[name][i])
+    for place, grid in zip(places, reduce_grids(grids), strict=True):
+        place.copy_(grid.bits)
+
+
 def _piece(plan: _Plan, known: _Known, shard: Tensor, wanted: Sequence[Form]) -> Tensor:
     """The bytes that this rank sends."""
     layout = plan.layout
@@ -392,7 +449,17 @@ def plain(x: Tensor) -> Tensor:
     if isinstance(x, ShardedWeight):
         return x._data
     if isinstance(x, DTensor) and isinstance(x._local_tensor, ShardedWeight):
-        return DTensor.from_local(
-            x._local_tensor._data, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
+        return _of_local(x, x._local_tensor._data)
     return x
+
+
+def is_prepared(weight: Tensor) -> bool:
+    """Whether it is gathered in 8 bits, or will be."""
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    return isinstance(local, ShardedWeight | GatheredWeight)
+
+
+def _of_local(like: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -11,6 +11,10 @@ serves both passes (``reshard_after_forward`` False or an int), it carries both,
 (tensorwise, blockwise). Forward recomputed in backward (activation checkpointing) reads the untransposed form there
 too: rowwise and mxfp8 gather it once more, layer by layer, 1.5 times the bytes of a step.
 
+Weights that tensor parallelism shards (TP x FSDP2, HSDP x TP) are gathered alike, each part over its ranks of FSDP2; a
+second small collective, over the ranks of tensor parallelism, makes their scales those of the whole weight too. These
+stay global under ``scales("local")``.
+
 Ranks must run the same layers in the same order, as FSDP itself requires. A rank that fails or skips a layer leaves the
 others waiting in a collective until the process group's timeout.
 """
@@ -21,11 +25,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tritonfp8.convert import ConversionReport
-from tritonfp8.distributed.all_gather import Float8AllGather, plain
-from tritonfp8.distributed.gathered_weight import ShardedWeight
+from tritonfp8.distributed.all_gather import Float8AllGather, is_prepared, plain
+from tritonfp8.distributed.private_names import FSDP, require_names
 from tritonfp8.distributed.wire import forms
 from tritonfp8.modules import Float8Linear
 from tritonfp8.specs import require
@@ -44,8 +47,6 @@ def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
     for name, module, parameter in layers:
         if not isinstance(module, Float8Linear) or parameter != "weight":
             return f"shared with {name}.{parameter}, which needs it in high precision"
-        if isinstance(module.weight, DTensor):
-            return "sharded by tensor parallelism"
     recipes = [module.recipe for _, module, _ in layers if isinstance(module, Float8Linear)]
     if not forms(recipes[0]):
         return f"recipe {recipes[0].name!r} reads it in high precision"
@@ -61,7 +62,7 @@ def _check_order(model: nn.Module) -> None:
                 f"fully_shard was applied to {name or 'the model'} already: call enable_float8_all_gather after "
                 "convert and before fully_shard"
             )
-        if isinstance(module, Float8Linear) and isinstance(module.weight, ShardedWeight):
+        if isinstance(module, Float8Linear) and is_prepared(module.weight):
             raise ValueError(
                 f"the weight of {name or 'the model'} is gathered in 8 bits already: call enable_float8_all_gather once"
             )
@@ -90,8 +91,8 @@ def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, 
 def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> ConversionReport:
     """Gather the weights of converted layers in 8 bits under FSDP2: half the bytes of bf16, and the same losses.
 
-    Call it after :func:`tritonfp8.convert` and before ``fully_shard``, on the outermost module that ``fully_shard``
-    will be applied to::
+    Call it after :func:`tritonfp8.convert` and, where there is one, ``parallelize_module``, and before ``fully_shard``,
+    on the outermost module that ``fully_shard`` will be applied to::
 
         tritonfp8.convert(model, "rowwise")
         enable_float8_all_gather(model)
@@ -102,9 +103,9 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
 
     What is sent when, and what ranks must do alike: :mod:`tritonfp8.distributed.fsdp`.
 
-    Works with HSDP, mixed precision policies, CPU offload, meta-device init, frozen weights, gradient accumulation and
-    ``torch.compile``. The state_dict has the keys of the model before, and plain tensors or DTensors of such.
-    :func:`tritonfp8.revert` undoes it, before ``fully_shard`` and after.
+    Works with tensor parallelism, HSDP, mixed precision policies, CPU offload, meta-device init, frozen weights,
+    gradient accumulation and ``torch.compile``. The state_dict has the keys of the model before, and plain tensors or
+    DTensors of such. :func:`tritonfp8.revert` undoes it, before ``fully_shard`` and after.
 
     Args:
         model: a converted model, not sharded yet. Each weight that is gathered in 8 bits becomes a new
@@ -115,14 +116,16 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
 
     Returns:
         A :class:`~tritonfp8.ConversionReport`: the recipe of each weight that is gathered in 8 bits, and why that of
-        each other converted layer is not: its recipe reads it in high precision, it is shared with a module that does,
-        or tensor parallelism shards it.
+        each other converted layer is not: its recipe reads it in high precision, or it is shared with a module that
+        does.
 
     Raises:
         ValueError: nothing to gather in 8 bits, a call after ``fully_shard``, a second one, or an unknown cast. In
             forward: a weight that FSDP shards along another dim than 0, or that ``parallelize_module`` sharded since.
-        RuntimeError: in forward, where ``fully_shard`` was applied above ``model``.
+        RuntimeError: this torch lacks a private name that is needed. In forward: ``fully_shard`` was applied above
+            ``model``.
     """
+    require_names("enable_float8_all_gather", FSDP)
     require("cast", cast, CASTS)
     _check_order(model)
     enabled, skipped = _choose(model)

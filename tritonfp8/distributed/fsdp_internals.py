@@ -1,6 +1,6 @@
 """What FSDP2 does not tell in public: which parameter group manages a weight, and what it is doing.
 
-Private names of torch (2.11 to 2.13) are used here and nowhere else.
+Its private names: :mod:`tritonfp8.distributed.private_names`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import Shard
 
 
@@ -43,6 +41,21 @@ class Managed(NamedTuple):
         return placement.dim if isinstance(placement, Shard) else 0
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Of the matrix that is gathered: with tensor parallelism, the part of it that lies here."""
+        rows, cols = self.param._orig_size
+        return rows, cols
+
+    @property
+    def tensor_parallel(self) -> Any:
+        """The DTensorSpec that the parameter had before ``fully_shard``, or None if it was a plain tensor."""
+        if not self.param.is_dtensor:
+            return None
+        # Its name since torch 2.12, and before.
+        found = getattr(self.param, "_unsharded_dtensor_spec", None)
+        return self.param._tp_spec if found is None else found
+
+    @property
     def device(self) -> torch.device:
         """Where it is computed with."""
         return self.group.device
@@ -60,12 +73,12 @@ class Managed(NamedTuple):
     @property
     def in_backward(self) -> bool:
         """Whether what is gathered now is for backward."""
-        return self.group._training_state == TrainingState.PRE_BACKWARD
+        return self.group._training_state.name == "PRE_BACKWARD"
 
     @property
     def is_resharded_to_fewer(self) -> bool:
         """Whether the gathered bytes are sharded over a part of the ranks (``reshard_after_forward`` an int)."""
-        return self.param.sharded_state == ShardedState.SHARDED_POST_FORWARD
+        return self.param.sharded_state.name == "SHARDED_POST_FORWARD"
 
     @property
     def is_sharded(self) -> bool:

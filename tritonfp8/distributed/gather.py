@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
 from tritonfp8.distributed.layout import DimLayout, align, local_blocks, unalign
-from tritonfp8.distributed.sharded_quantize import NO_PAIR, Pair, quantize_shard
+from tritonfp8.distributed.sharded_quantize import NO_PAIR, Pair, global_amax, quantize_shard
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.linear import Quantizer
+from tritonfp8.linear import Amaxes, Quantizer
 from tritonfp8.specs import QuantSpec, empty_scale, transposed
 
 
@@ -161,13 +161,21 @@ class GatheringQuantizer(Quantizer):
     gather: TokenGather
     k: DimLayout
 
-    def __call__(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+    def __call__(
+        self,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec | None,
+        spec_t: QuantSpec | None,
+        amaxes: Amaxes | None = None,
+    ) -> tuple[Pair, Pair]:
         """The gathered ``(qdata, scale)`` of ``x [tokens, K]``, this rank's rows, and of ``x.T``."""
         source = self.gather.sources[self.gather.rank]
         x = align(self.k, align(source, x, 0), 1)
         one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)
         wanted = [(spec, 0), (None if one_serves_both else spec_t, 1)]
-        pairs = quantize_shard(x, wanted[0][0], wanted[1][0], (source, self.k))
+        specs = wanted[0][0], wanted[1][0]
+        pairs = quantize_shard(x, *specs, global_amax(x, *specs, (source, self.k)))
         width = self.k.aligned_size
         mine: list[Tensor] = []
         shapes: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in self.gather.sources]

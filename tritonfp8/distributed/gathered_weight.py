@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -163,6 +164,8 @@ class GatheredWeight(QuantizedWeight, Tensor):
 
     It has the dtype that the layer computes in, and a gradient of that dtype. It has no values in high precision: an
     op that would need them raises TypeError.
+
+    Of a weight that tensor parallelism shards, it is this rank's part, before which zeros can be put (``F.pad``).
     """
 
     _buffer: Tensor
@@ -170,6 +173,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
     _scale_t: Tensor | None
     _tag: Tensor | None
     _wire: Layout
+    _gaps: tuple[int, int]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -181,9 +185,11 @@ class GatheredWeight(QuantizedWeight, Tensor):
         tag: Tensor | None,
         wire: Layout,
         dtype: torch.dtype,
+        gaps: tuple[int, int] = (0, 0),
     ) -> GatheredWeight:
         """A tensor of this type, without data of its own."""
-        return Tensor._make_wrapper_subclass(cls, (wire.rows, wire.cols), dtype=dtype, device=buffer.device)
+        shape = (gaps[0] + wire.rows, gaps[1] + wire.cols)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=buffer.device)
 
     def __init__(
         self,
@@ -193,8 +199,10 @@ class GatheredWeight(QuantizedWeight, Tensor):
         tag: Tensor | None,
         wire: Layout,
         dtype: torch.dtype,
+        gaps: tuple[int, int] = (0, 0),
     ) -> None:
         self._tag = tag
+        self._gaps = gaps
         self.refill(buffer, scale, scale_t, wire)
 
     def refill(self, buffer: Tensor, scale: Tensor | None, scale_t: Tensor | None, wire: Layout) -> None:
@@ -207,9 +215,9 @@ class GatheredWeight(QuantizedWeight, Tensor):
         """
         self._buffer, self._scale, self._scale_t, self._wire = buffer, scale, scale_t, wire
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, torch.dtype]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, torch.dtype, tuple[int, int]]]:
         names = [name for name in _INNER if getattr(self, name) is not None]
-        return names, (self._wire, self.dtype)
+        return names, (self._wire, self.dtype, self._gaps)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
@@ -229,6 +237,10 @@ class GatheredWeight(QuantizedWeight, Tensor):
             qdata, scale = self._operand(spec, transposed)
         return Quantized(qdata, scale, spec)
 
+    def _moved(self, gaps: tuple[int, int]) -> GatheredWeight:
+        """The same bytes with zeros before them."""
+        return GatheredWeight(self._buffer, self._scale, self._scale_t, self._tag, self._wire, self.dtype, gaps)
+
     def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
         wire = self._wire
         form = wire.forms[-1] if transposed else wire.forms[0]
@@ -238,18 +250,40 @@ class GatheredWeight(QuantizedWeight, Tensor):
                 "those of layers that share a weight together"
             )
         held = self._scale_t if form.transposed else self._scale
+        above, left = wire.lead(form)
         if self._tag is None:
             qdata, scale = read_form(self._buffer, held, wire, form)
         elif torch.compiler.is_compiling():
             # Which form the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
             qdata, scale = torch.ops.tritonfp8.gathered_form(
-                self._buffer, held, self._tag, wire.rows, wire.cols, *spec.args, transposed
+                self._buffer, held, self._tag, wire.rows, wire.cols, above, left, *spec.args, transposed
             )
         else:
             qdata, scale = read_or_gather(self._buffer, held, self._tag, wire, form)
+        qdata, scale = self._with_gaps(qdata, scale, form)
         if transposed == form.transposed:
             return qdata, scale
         return qdata.t().contiguous(), scale.t().contiguous()
+
+    def _with_gaps(self, qdata: Tensor, scale: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        """The operand with zeros before it, of scale 1, so that blocks start where those of the larger weight do."""
+        lead, gaps = self._wire.lead(form), self._gaps
+        missing = [gap - at for gap, at in zip(gaps, lead, strict=True)]
+        if any(block > 1 and n % block for n, block in zip(missing, form.block, strict=True)):
+            raise ValueError(
+                f"the weight starts {lead} rows and columns inside a block of {form.spec}, as its part of a larger "
+                "weight: compute with the DTensor, whose blocks start where they should, and not with its to_local()"
+            )
+        if not any(gaps):
+            return qdata, scale
+        counts = [0 if block == -1 else n // block for n, block in zip(missing, form.block, strict=True)]
+        if form.transposed:
+            gaps, counts = gaps[::-1], counts[::-1]
+        padded = F.pad(qdata.view(torch.uint8), (gaps[1], 0, gaps[0], 0)).view(qdata.dtype)
+        ones = empty_scale(padded.shape, form.spec.block, form.spec.scale_format, scale.device)
+        ones.fill_(1)
+        ones[counts[0] :, counts[1] :].copy_(scale)
+        return padded, ones
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -259,7 +293,10 @@ class GatheredWeight(QuantizedWeight, Tensor):
         if isinstance(weight, GatheredWeight):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
             if same or func in (aten.detach.default, aten.alias.default):
-                return cls(weight._buffer, weight._scale, weight._scale_t, weight._tag, weight._wire, weight.dtype)
+                return weight._moved(weight._gaps)
+            if func is aten.constant_pad_nd.default and _is_before(args[1], *args[2:]):
+                left, above = args[1][0], args[1][2] if len(args[1]) > 2 else 0
+                return weight._moved((weight._gaps[0] + above, weight._gaps[1] + left))
             if func in _FACTORIES:
                 given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
@@ -271,6 +308,11 @@ class GatheredWeight(QuantizedWeight, Tensor):
             "fully_shard a MixedPrecisionPolicy whose param_dtype is autocast's dtype; or leave the layer out of "
             "convert by its filter."
         )
+
+
+def _is_before(pad: list[int], value: float = 0) -> bool:
+    """Whether zeros are put before rows and columns, and none after them."""
+    return value == 0 and all(n >= 0 for n in pad) and not any(pad[1::2])
 
 
 _INNER = ("_buffer", "_scale", "_scale_t", "_tag")
@@ -320,13 +362,14 @@ _library = torch.library.Library("tritonfp8", "FRAGMENT")
 _SPEC = "str format, int[] block, str scale_format, str scale_rounding, bool transposed"
 _library.define(f"weight_operand(Tensor weight, {_SPEC}) -> (Tensor, Tensor)")
 _library.define(
-    f"gathered_form(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, {_SPEC}) -> (Tensor, Tensor)"
+    "gathered_form(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, "
+    f"{_SPEC}) -> (Tensor, Tensor)"
 )
 
 
 @torch.library.impl(_library, "gathered_form", "CompositeExplicitAutograd")
 def _gathered_form(
-    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, *spec: Any
+    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, above: int, left: int, *spec: Any
 ) -> tuple[Tensor, Tensor]:
     key, index, _ = tag.tolist()
     form = Form(QuantSpec(spec[0], tuple(spec[1]), *spec[2:4]), spec[4])
@@ -339,9 +382,11 @@ def _gathered_form(
 
 @torch.library.register_fake("tritonfp8::gathered_form", lib=_library)  # type: ignore[untyped-decorator]
 def _gathered_form_fake(
-    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, *spec: Any
+    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, above: int, left: int, *spec: Any
 ) -> tuple[Tensor, Tensor]:
     format, block, scale_format, _, transposed = spec
-    shape = (cols, rows) if transposed else (rows, cols)
+    shape, scaled = (rows, cols), (above + rows, left + cols)
+    if transposed:
+        shape, scaled = shape[::-1], scaled[::-1]
     qdata = buffer.new_empty(shape, dtype=FORMATS[format].dtype)
-    return qdata, empty_scale(shape, block, scale_format, buffer.device)
+    return qdata, empty_scale(scaled, block, scale_format, buffer.device)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -48,6 +49,19 @@ class Mesh(NamedTuple):
     here: tuple[int, ...]
     groups: tuple[str, ...]
     counts: tuple[int, ...] | None = None
+
+
+def plain_mesh(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
+    """The first fields of a :class:`Mesh`.
+
+    Raises:
+        ValueError: this rank is not part of the mesh.
+    """
+    here = mesh.get_coordinate()
+    if here is None:
+        raise ValueError("this rank is not part of the device mesh of the operands")
+    dims = range(mesh.ndim)
+    return tuple(mesh.size(i) for i in dims), tuple(here), tuple(mesh.get_group(i).group_name for i in dims)
 
 
 @dataclass(frozen=True)
@@ -117,11 +131,14 @@ def align(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
     """``x``, whose dim holds the segments, with zeros before those of whose first block others hold the start."""
     if not layout.pieces:
         return x
+    if len(layout.pieces) == 1:
+        gap = layout.pieces[0].gap
+        return _front_padded(x, dim, gap) if gap else x
     parts, start = [], 0
     for gap, length in layout.pieces:
         parts.append(_front_padded(x.narrow(dim, start, length), dim, gap))
         start += length
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return torch.cat(parts, dim)
 
 
 def unalign(layout: DimLayout, x: Tensor, dim: int) -> Tensor:

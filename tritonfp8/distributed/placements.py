@@ -8,7 +8,10 @@ features) is sharded there, and from this follows the rest::
     Replicate  Shard(0)  N         Shard(-1)    Partial      Shard(0)      Shard(0)
     Shard(-1)  Shard(1)  K         Partial      Shard(-1)    Shard(1)      Replicate, added once
     Shard(t)   Replicate M         Shard(t)     Shard(t)     Partial       Replicate, Partial
-    Shard(t)   Shard(0)  N         Shard(-1)    Shard(t)     Shard(0)      Shard(0); input gathered
+    Shard(t)   Shard(0)  N         Shard(-1)    Partial      Shard(0)      Shard(0); input gathered
+
+The last grad_input is Partial so that layers that read one input sum theirs before ranks do: once. With token counts of
+their own (:func:`~.token_counts`), which torch does not know to scatter by, each layer does, to Shard(t).
 
 Any other input is redistributed first: a Partial one is reduced, a replicated one meets ``Shard(1)`` as its own chunk.
 """
@@ -77,6 +80,8 @@ class Layer(NamedTuple):
     scaled: tuple[DimLayout, DimLayout, DimLayout]
     """M, N and K as the scales see them."""
     gather: TokenGather | None
+    counted: bool
+    """Whether tokens lie otherwise than torch divides them."""
 
 
 # The dims of the problem that the operands of each GEMM have, in the order of their specs' blocks.
@@ -155,8 +160,11 @@ def _ways(came: Sequence[Sequence[Placement]], input_dims: int, counted: bool) -
     return ways
 
 
-def _placements(ways: Sequence[Way], came: Sequence[Placement], weight: Sequence[Placement], t: int) -> Placements:
+def _placements(
+    ways: Sequence[Way], came: Sequence[Placement], weight: Sequence[Placement], t: int, counted: bool
+) -> Placements:
     """``came`` is how the input comes; ``t`` its last dim."""
+    summed_later = (_COLWISE,) if counted else (_COLWISE, _GATHERS)
     starts: list[Placement] = []
     for way, p in zip(ways, came, strict=True):
         starts.append(p if way.input == "M" else Shard(t) if way.input == "K" else Replicate())
@@ -170,7 +178,7 @@ def _placements(ways: Sequence[Way], came: Sequence[Placement], weight: Sequence
         input=tuple(starts),
         weight=tuple(weight),
         bias=tuple(bias),
-        grad_input=gradient(starts, lambda way: way == _COLWISE),
+        grad_input=gradient(starts, lambda way: way in summed_later),
         grad_weight=gradient(weight, lambda way: way.sharded == "M"),
         grad_bias=gradient(bias, lambda way: way.sharded == "M"),
         output=tuple(p if way.sharded == "M" else outputs[way.sharded] for way, p in zip(ways, starts, strict=True)),
@@ -184,6 +192,7 @@ def layer_of(
     weight_shape: tuple[int, ...],
     came: tuple[tuple[Placement, ...], tuple[Placement, ...]],
     blocks: tuple[int, int, int],
+    gathered: bool,
     mode: str,
     counts: tuple[int, ...] | None,
 ) -> Layer:
@@ -195,6 +204,7 @@ def layer_of(
         weight_shape: ``[N, K]``, global.
         came: the placements of the input and of the weight.
         blocks: see :func:`largest_blocks`.
+        gathered: whether the weight was gathered in 8 bits: it has the scales of the global one whatever the mode.
         mode, counts: see :mod:`tritonfp8.distributed.options`.
 
     Raises:
@@ -204,9 +214,9 @@ def layer_of(
     token_mesh = mesh._replace(counts=counts)
     t = len(leading)
     ways = _ways(came, t + 1, counts is not None)
-    placements = _placements(ways, *came, t)
+    placements = _placements(ways, *came, t, counts is not None)
     gathers = [i for i, way in enumerate(ways) if way == _GATHERS]
-    to = blocks if mode == "global" or gathers else (1, 1, 1)
+    to = blocks if mode == "global" or gathers or gathered else (1, 1, 1)
     in_features = [Shard(0) if p == Shard(1) else Replicate() for p in placements.weight]
     m = aligned_to(flattened(leading, token_mesh, placements.output), to[0])
     n = aligned_to(flattened(weight_shape[:1], mesh, placements.weight), to[1])
@@ -224,6 +234,7 @@ def layer_of(
         k=k,
         scaled=(m, n, k) if mode == "global" else (whole(m.local_size), whole(n.local_size), whole(k.local_size)),
         gather=gather,
+        counted=counts is not None,
     )
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.gather import GatheringQuantizer, gathered_placeholder, gathered_rows
-from tritonfp8.distributed.layout import align, unalign, whole
+from tritonfp8.distributed.gathered_weight import GatheredWeight
+from tritonfp8.distributed.layout import align, plain_mesh, unalign, whole
 from tritonfp8.distributed.placements import Layer, cached_layer_of, largest_blocks, layer_of
 from tritonfp8.distributed.sharded_quantize import Pair, ShardedQuantizer
 from tritonfp8.linear import Quantizer, SharedInput, local_linear, register_linear
@@ -34,6 +35,24 @@ class _AddedOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _FromShards(torch.autograd.Function):
+    """The gathered rows of a DTensor whose tokens are sharded; its gradient is a DTensor that is yet to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, input: DTensor, gathered: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        ctx.like = input.device_mesh, input.shape, input.stride()
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        layer: Layer = ctx.layer
+        mesh, shape, stride = ctx.like
+        grad = unalign(layer.k, unalign(layer.m, grad, 0), 1).reshape(*layer.lead, layer.k.local_size)
+        placements = layer.placements.grad_input
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None, None
 
 
 class _InputOf(SharedInput):
@@ -114,21 +133,13 @@ def sharded_linear(
     assert isinstance(input, DTensor)
     assert isinstance(weight, DTensor)
     mesh = input.device_mesh
-    here = mesh.get_coordinate()
-    if here is None:
-        raise ValueError("this rank is not part of the device mesh of the operands")
-    plain_mesh = (
-        tuple(mesh.size(i) for i in range(mesh.ndim)),
-        tuple(here),
-        tuple(mesh.get_group(i).group_name for i in range(mesh.ndim)),
-    )
     # How many tokens there are decides nothing unless they are sharded: a compiled graph then serves any number.
     sharded = _tokens_are_sharded(input)
     leading = tuple([operator.index(size) if sharded else 0 for size in input.shape[:-1]])
     build = layer_of if torch.compiler.is_compiling() else cached_layer_of
     layer = build(
-        plain_mesh, leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
-        largest_blocks(recipe), *options.current(),
+        plain_mesh(mesh), leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
+        largest_blocks(recipe), isinstance(weight._local_tensor, GatheredWeight), *options.current(),
     )  # fmt: skip
     out = _local(input, weight, bias, recipe, shared_input, layer)
     shape = (*input.shape[:-1], weight.shape[0])
@@ -149,7 +160,11 @@ def _local(
     moved = _cast(input)
     if tuple(moved.placements) != layer.placements.input:
         moved = moved.redistribute(placements=layer.placements.input)
+    summed_later = layer.gather is not None and not layer.counted
     local = moved.to_local(grad_placements=layer.placements.grad_input)
+    if summed_later:
+        # Its graph is that of _FromShards.
+        local = local.detach()
     rows = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
     sharded = _tokens_are_sharded(input)
     if (sharded and rows.shape[0] != layer.rows) or rows.shape[1] != layer.k.local_size:
@@ -165,17 +180,30 @@ def _local(
         adapter = _InputOf(shared_input, input, rows.detach(), GatheringQuantizer(layer.gather, layer.k))
         operand = gathered_placeholder(rows, layer.gather, layer.k)
     else:
-        if layer.gather is not None:
-            rows = gathered_rows(rows, layer.gather)
-        operand = align(layer.k, align(layer.m, rows, 0), 1)
+        operand = _aligned_rows(rows, layer, input, shared_input)
         # Siblings have other out features.
         of_input = ShardedQuantizer(layer.scaled[0], whole(0), layer.scaled[2])
         adapter = _InputOf(shared_input, input, operand.detach(), of_input)
+    if summed_later:
+        operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
     w = align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
     of_layer = ShardedQuantizer(*layer.scaled)
     out = local_linear(operand, w, _local_bias(bias, layer), recipe, shared_input=adapter, quantizer=of_layer)
     lead = layer.lead if sharded else local.shape[:-1]
     return unalign(layer.n, unalign(layer.m, out, 0), 1).reshape(*lead, layer.n.local_size)
+
+
+def _aligned_rows(rows: Tensor, layer: Layer, input: DTensor, shared_input: SharedInput | None) -> Tensor:
+    """The rows that the products read, gathered where they have to be."""
+
+    def make() -> Tensor:
+        gathered = rows if layer.gather is None else gathered_rows(rows, layer.gather)
+        return align(layer.k, align(layer.m, gathered, 0), 1)
+
+    # Rows with a gradient of their own are not shared: nothing is kept of a graph.
+    if layer.gather is None or shared_input is None or rows.requires_grad:
+        return make()
+    return shared_input.once(input, (rows.dtype, rows.shape, layer.gather, layer.k), make)
 
 
 def _local_bias(bias: Tensor | None, layer: Layer) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,64 +12,89 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.layout import DimLayout, is_split, local_blocks, split_blocks
-from tritonfp8.linear import Quantizer
-from tritonfp8.specs import QuantSpec
+from tritonfp8.linear import Amaxes, Quantizer
+from tritonfp8.specs import QuantSpec, transposed
 
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)
 
 
-class _Grid(NamedTuple):
-    """The amax of each block of one orientation, as int32; rows and columns are those of the matrix itself."""
+class Grid(NamedTuple):
+    """The amax of each block of one orientation, as int32; rows and columns are those of the matrix itself.
+
+    Attributes:
+        bits: of the amaxes ``[blocks along the rows, blocks along the columns]``.
+        blocks: their sizes.
+        layouts: of the rows and the columns.
+        held: the global blocks of the rows and of the columns of ``bits``; None for those of the aligned matrix.
+    """
 
     bits: Tensor
     blocks: tuple[int, int]
+    layouts: tuple[DimLayout, DimLayout]
+    held: tuple[Sequence[int], Sequence[int]] | None = None
+
+    def slots(self, dim: int) -> dict[int, int]:
+        """Where along ``dim`` each global block lies."""
+        held = local_blocks(self.layouts[dim], self.blocks[dim]) if self.held is None else self.held[dim]
+        return {block: slot for slot, block in enumerate(held)}
+
+    def split_dims(self) -> list[int]:
+        """The dims along which some block lies on more than one rank."""
+        return [dim for dim in (0, 1) if is_split(self.layouts[dim], self.blocks[dim])]
 
 
-def _picked(grid: _Grid, dim: int, layout: DimLayout) -> Tensor:
+def _picked(grid: Grid, dim: int) -> Tensor:
     """The entries of ``grid`` for the blocks along ``dim`` that lie on more than one rank, zero where not here."""
     block = grid.blocks[dim]
     if block == -1:
         return grid.bits
-    here = {b: slot for slot, b in enumerate(local_blocks(layout, block))}
+    here = grid.slots(dim)
     absent = grid.bits.new_zeros(grid.bits.shape[1 - dim])
-    rows = [grid.bits.select(dim, here[b]) if b in here else absent for b in split_blocks(layout, block)]
-    return torch.stack(rows)
+    blocks = split_blocks(grid.layouts[dim], block)
+    return torch.stack([grid.bits.select(dim, here[b]) if b in here else absent for b in blocks])
 
 
-def _put_back(grid: _Grid, dim: int, layout: DimLayout, reduced: Tensor) -> _Grid:
+def _put_back(grid: Grid, dim: int, reduced: Tensor) -> Grid:
     block = grid.blocks[dim]
     if block == -1:
         return grid._replace(bits=reduced.reshape(grid.bits.shape))
-    here = {b: slot for slot, b in enumerate(local_blocks(layout, block))}
+    here = grid.slots(dim)
     bits = grid.bits.clone()
-    for i, b in enumerate(split_blocks(layout, block)):
+    for i, b in enumerate(split_blocks(grid.layouts[dim], block)):
         if b in here:
             bits.select(dim, here[b]).copy_(reduced[i])
     return grid._replace(bits=bits)
 
 
-def _reduce(grids: list[_Grid], layouts: tuple[DimLayout, DimLayout]) -> list[_Grid]:
-    """Make each amax that of the whole block: along each dim, one MAX over each group, for all grids together."""
-    for dim, layout in enumerate(layouts):
-        split = [i for i, grid in enumerate(grids) if is_split(layout, grid.blocks[dim])]
-        if not split:
-            continue
-        picked = [_picked(grids[i], dim, layout) for i in split]
-        buffer = torch.cat([p.flatten() for p in picked])
-        for group in layout.groups:
-            # As integers, non-negative floats keep their order and NaN is the largest: a float MAX may drop it.
-            buffer = all_reduce(buffer, "max", group)
-        start = 0
-        for i, p in zip(split, picked, strict=True):
-            grids[i] = _put_back(grids[i], dim, layout, buffer.narrow(0, start, p.numel()).view(p.shape))
-            start += p.numel()
-    return grids
+def _reduce_dims(grids: list[Grid], dims: dict[int, int], groups: tuple[str, ...]) -> None:
+    """One MAX over each group for the grids of these indices, along one dim of each."""
+    picked = [_picked(grids[i], dim) for i, dim in dims.items()]
+    buffer = torch.cat([p.flatten() for p in picked])
+    for group in groups:
+        # As integers, non-negative floats keep their order and NaN is the largest: a float MAX may drop it.
+        buffer = all_reduce(buffer, "max", group)
+    parts = buffer.split([p.numel() for p in picked])
+    for (i, dim), p, part in zip(dims.items(), picked, parts, strict=True):
+        grids[i] = _put_back(grids[i], dim, part.view(p.shape))
+
+
+def reduce_grids(grids: Sequence[Grid]) -> list[Grid]:
+    """Make each amax that of the whole block, by one collective over each group for all grids that it shards once."""
+    found = list(grids)
+    for turn in (0, 1):
+        by_groups: dict[tuple[str, ...], dict[int, int]] = {}
+        for i, grid in enumerate(found):
+            for dim in grid.split_dims()[turn : turn + 1]:
+                by_groups.setdefault(grid.layouts[dim].groups, {})[i] = dim
+        for groups, dims in by_groups.items():
+            _reduce_dims(found, dims, groups)
+    return found
 
 
 def global_amax(
     x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, layouts: tuple[DimLayout, DimLayout]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Amaxes:
     """The ``amax`` with which to quantize a shard ``x`` and its transpose.
 
     Args:
@@ -80,6 +106,9 @@ def global_amax(
         float32, the amax over the blocks of the global matrix, those that are (partly) here; None where each block is
         whole on one rank, or the spec is None.
     """
+    if spec is not None and spec == spec_t and spec.block == transposed(spec.block):
+        amax, _ = global_amax(x, spec, None, layouts)
+        return amax, None if amax is None else amax.t().contiguous()
     grids, of = [], []
     for i, (s, transpose) in enumerate(((spec, False), (spec_t, True))):
         if s is None:
@@ -87,20 +116,18 @@ def global_amax(
         blocks = (s.block[1], s.block[0]) if transpose else (s.block[0], s.block[1])
         if is_split(layouts[0], blocks[0]) or is_split(layouts[1], blocks[1]):
             amax = ops.amax(x.t(), list(s.block)).t() if transpose else ops.amax(x, list(s.block))
-            grids.append(_Grid(amax.contiguous().view(torch.int32), blocks))
+            grids.append(Grid(amax.contiguous().view(torch.int32), blocks, layouts))
             of.append(i)
     found: list[Tensor | None] = [None, None]
-    for i, grid in zip(of, _reduce(grids, layouts), strict=True):
+    for i, grid in zip(of, reduce_grids(grids), strict=True):
         amax = grid.bits.view(torch.float32)
         found[i] = amax.t().contiguous() if i else amax
     return found[0], found[1]
 
 
-def quantize_shard(
-    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, layouts: tuple[DimLayout, DimLayout]
-) -> tuple[Pair, Pair]:
-    """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the scales of the global matrix."""
-    amax, amax_t = global_amax(x, spec, spec_t, layouts)
+def quantize_shard(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, amaxes: Amaxes) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the amaxes of the global matrix."""
+    amax, amax_t = amaxes
     if amax is None and amax_t is None:
         return Quantizer()("", x, spec, spec_t)
     return (
@@ -117,7 +144,19 @@ class ShardedQuantizer(Quantizer):
     n: DimLayout
     k: DimLayout
 
-    def __call__(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-        """See :class:`~tritonfp8.linear.Quantizer`; ``x`` is this rank's part."""
+    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
+        """See :meth:`tritonfp8.linear.Quantizer.amaxes`."""
         layouts = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[operand]
-        return quantize_shard(x, spec, spec_t, layouts)
+        return global_amax(x, spec, spec_t, layouts)
+
+    def __call__(
+        self,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec | None,
+        spec_t: QuantSpec | None,
+        amaxes: Amaxes | None = None,
+    ) -> tuple[Pair, Pair]:
+        """See :class:`~tritonfp8.linear.Quantizer`; ``x`` is this rank's part."""
+        found = self.amaxes(operand, x, spec, spec_t) if amaxes is None else amaxes
+        return quantize_shard(x, spec, spec_t, found)

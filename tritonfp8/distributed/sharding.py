@@ -193,7 +193,7 @@ def register() -> None:
         op: torch._ops.OpOverload = getattr(ops, name)
         register_sharding(op)(_strategy(name))
         # DTensor keeps what a rule answered under the arguments of the call, of which register_sharding names it only
-        # tensors and ints: one block would be given the answer for another. The attribute is private; 2.11 to 2.13.
+        # tensors and ints: one block would be given the answer for another.
         known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
         plain = [argument.name for argument in op._schema.arguments if argument.name not in RULES[name].inputs]
         known[op] = replace(known[op], static_argnum=1, static_kwargkey=plain)

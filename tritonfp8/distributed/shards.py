@@ -11,13 +11,14 @@ from tritonfp8.distributed.wire import Form, Layout
 from tritonfp8.specs import BLOCKS, empty_scale
 
 
-def _lead(layout: Layout, form: Form, rank: int) -> int:
-    """Rows by which the shard starts inside a block."""
-    return layout.shard(rank)[0] % form.block[0] if form.block[0] > 1 else 0
+def _lead(layout: Layout, form: Form, rank: int) -> tuple[int, int]:
+    """Rows and columns by which the shard starts inside a block."""
+    above, left = layout.lead(form)
+    return (layout.shard(rank)[0] + above) % form.block[0] if form.block[0] > 1 else 0, left
 
 
-def _aligned(x: Tensor, lead: int) -> Tensor:
-    return F.pad(x, (0, 0, lead, 0)) if lead else x
+def _aligned(x: Tensor, above: int, left: int) -> Tensor:
+    return F.pad(x, (left, 0, above, 0)) if above or left else x
 
 
 # The dims that torch reduces in one kernel over blocks of whole rows, columns or all.
@@ -28,7 +29,7 @@ def _grid_of_shard(x: Tensor, layout: Layout, form: Form, rank: int, out: Tensor
     """amax of the blocks that the shard lies in, as far as it lies in them; a NaN may have any bits."""
     dims = _WHOLE.get(form.block)
     if dims is None:
-        grid = ops.amax(_aligned(x, _lead(layout, form, rank)), list(form.block))
+        grid = ops.amax(_aligned(x, *_lead(layout, form, rank)), list(form.block))
         return grid if out is None else out.copy_(grid)
     if out is not None and x.dtype == out.dtype:
         return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, out=out)
@@ -51,23 +52,28 @@ def fill_amax(out: Tensor, x: Tensor, layout: Layout, form: Form, rank: int) -> 
         layout, form, rank: which shard of what.
     """
     first, count = layout.blocks(form, rank)
-    if not x.shape[0]:
+    if not x.numel():
         return
-    if not form.sends_scales:
+    if _reduces_all(layout, form):
         _grid_of_shard(x, layout, form, rank, out[first : first + count])
         return
     start, rows = layout.shard(rank)
+    above, left = layout.lead(form)
     for index, block in enumerate(layout.reduced(form)):
         if first <= block < first + count:
-            begin = max(block * form.block[0] - start, 0)
-            end = min((block + 1) * form.block[0] - start, rows)
-            out[index] = ops.amax(x[begin:end], [-1, form.block[1]])[0]
+            begin = max(block * form.block[0] - above - start, 0)
+            end = min((block + 1) * form.block[0] - above - start, rows)
+            out[index] = ops.amax(_aligned(x[begin:end], 0, left), [-1, form.block[1]])[0]
+
+
+def _reduces_all(layout: Layout, form: Form) -> bool:
+    return isinstance(layout.reduced(form), range)
 
 
 def _amax_of_shard(x: Tensor, layout: Layout, form: Form, rank: int, reduced: Tensor) -> Tensor | None:
     """The global amaxes of the blocks the shard lies in, or None where the shard alone decides them."""
     first, count = layout.blocks(form, rank)
-    if not form.sends_scales:
+    if _reduces_all(layout, form):
         return reduced[first : first + count]
     if not reduced.shape[0]:
         return None
@@ -87,9 +93,9 @@ def quantize_shard(x: Tensor, layout: Layout, form: Form, rank: int, reduced: Te
     amax = _amax_of_shard(x, layout, form, rank, reduced)
     if amax is not None and form.transposed:
         amax = amax.t().contiguous()
-    lead = _lead(layout, form, rank)
-    qdata, scale = ops.quantize(_aligned(x, lead), *form.spec.args, form.transposed, amax)
-    return (qdata[:, lead:] if form.transposed else qdata[lead:]), scale
+    above, left = _lead(layout, form, rank)
+    qdata, scale = ops.quantize(_aligned(x, above, left), *form.spec.args, form.transposed, amax)
+    return (qdata[left:, above:] if form.transposed else qdata[above:, left:]), scale
 
 
 def scales(reduced: Tensor, format: str, scale_rounding: str) -> Tensor:
@@ -107,5 +113,7 @@ def scale_of_form(flat: Tensor, layout: Layout, form: Form) -> Tensor:
     spec = form.spec
     if not BLOCKS[spec.block].rows_contiguous:
         return scale
-    shape = (layout.cols, layout.rows) if form.transposed else (layout.rows, layout.cols)
+    above, left = layout.lead(form)
+    rows, cols = above + layout.rows, left + layout.cols
+    shape = (cols, rows) if form.transposed else (rows, cols)
     return empty_scale(shape, spec.block, spec.scale_format, scale.device).copy_(scale)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonfp8.distributed.layout import DimLayout, is_split, split_blocks
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.linear import _serves_both
 from tritonfp8.recipes import Recipe
@@ -43,6 +44,10 @@ class Form:
         return SCALE_FORMATS[self.spec.scale_format].exponent_only
 
 
+def _lead(start: int, block: int) -> int:
+    return start % block if block > 1 else 0
+
+
 def forms(recipe: Recipe) -> tuple[Form, ...]:
     """The forms in which ``output`` and ``grad_input`` read the weight: one if they can share it, else two.
 
@@ -66,6 +71,8 @@ class Layout:
         shards: W, the ranks that hold it.
         forms: what is sent, from :func:`forms`.
         together: whether a piece holds all forms; else one, and the bytes say nothing about which.
+        within: how N and K of a larger weight, of which tensor parallelism put this one here, lie; None if it is whole.
+            Blocks are those of the larger one.
     """
 
     rows: int
@@ -73,6 +80,20 @@ class Layout:
     shards: int
     forms: tuple[Form, ...]
     together: bool
+    within: tuple[DimLayout, DimLayout] | None = None
+
+    def start(self, dim: int) -> int:
+        """Where the weight starts in the larger one."""
+        segments = self.within[dim].segments if self.within is not None else ()
+        return segments[0].start if segments else 0
+
+    def lead(self, form: Form) -> tuple[int, int]:
+        """Rows and columns by which the weight starts inside a block."""
+        return _lead(self.start(0), form.block[0]), _lead(self.start(1), form.block[1])
+
+    def is_split(self, form: Form, dim: int) -> bool:
+        """Whether some block lies on several ranks of tensor parallelism along this dim: on all ranks alike."""
+        return self.within is not None and is_split(self.within[dim], form.block[dim])
 
     @property
     def shard_rows(self) -> int:
@@ -85,9 +106,9 @@ class Layout:
         return start, min(self.shard_rows, self.rows - start)
 
     def grid(self, form: Form) -> tuple[int, int]:
-        """Number of blocks along N and along K in the whole weight."""
-        rows, cols = form.block
-        return 1 if rows == -1 else -(-self.rows // rows), 1 if cols == -1 else -(-self.cols // cols)
+        """Number of blocks along N and along K that the weight lies in."""
+        (rows, cols), (above, left) = form.block, self.lead(form)
+        return 1 if rows == -1 else -(-(above + self.rows) // rows), 1 if cols == -1 else -(-(left + self.cols) // cols)
 
     def blocks(self, form: Form, rank: int) -> tuple[int, int]:
         """First block along N, and number of blocks, that the rows of a rank lie in."""
@@ -97,11 +118,14 @@ class Layout:
             return 0, 1
         if count == 0:
             return self.grid(form)[0], 0
+        start += self.lead(form)[0]
         return start // block, -(-(start + count) // block) - start // block
 
     def reduced(self, form: Form) -> Sequence[int]:
         """The rows of the form's grid of amaxes to reduce; where scales are sent, those of blocks on several ranks."""
-        return _straddling(self, form) if form.sends_scales else range(self.grid(form)[0])
+        if form.sends_scales and not self.is_split(form, 1):
+            return _straddling(self, form)
+        return range(self.grid(form)[0])
 
     def data_shape(self, form: Form) -> tuple[int, int]:
         """Shape of the elements in a piece, padded to the largest shard."""
@@ -141,7 +165,12 @@ def _straddling(layout: Layout, form: Form) -> tuple[int, ...]:
     """The blocks along N that lie on more than one rank."""
     spans = [layout.blocks(form, rank) for rank in range(layout.shards)]
     ranks = Counter(block for first, count in spans for block in range(first, first + count))
-    return tuple(sorted(block for block, count in ranks.items() if count > 1))
+    found = {block for block, count in ranks.items() if count > 1}
+    if layout.is_split(form, 0):
+        assert layout.within is not None
+        before = layout.start(0) // form.block[0]
+        found |= {block - before for block in split_blocks(layout.within[0], form.block[0])} & set(ranks)
+    return tuple(sorted(found))
 
 
 def write_piece(piece: Tensor, layout: Layout, form: Form, qdata: Tensor, scale: Tensor) -> None:
@@ -158,7 +187,8 @@ def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, take
     offset, shape = region
     stacked = buffer[:, offset : offset + shape[0] * shape[1]].unflatten(1, shape)
     parts = [stacked[i].narrow(axis, *take) for i, take in enumerate(takes) if take[1]]
-    return torch.cat(parts, axis)
+    # Tensor parallelism may leave a rank without rows.
+    return torch.cat(parts or [stacked[0].narrow(axis, 0, 0)], axis)
 
 
 def read_pieces(buffer: Tensor, layout: Layout, form: Form) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,100 @@
+"""Make what docs/distributed.md shows, from the code: ``python -m docs.build``, in the root of a checkout.
+
+The tables between the page's markers come from the tests that are collected (:mod:`docs.coverage`); the figure from the
+collectives of a step (:mod:`docs.traffic`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from docs import coverage, traffic
+
+PAGE = Path(__file__).with_name("distributed.md")
+FIGURE = Path(__file__).with_name("distributed.svg")
+BEGIN, END = "<!-- begin coverage: python -m docs.build -->", "<!-- end coverage -->"
+
+# By the dtype that a collective carries; amaxes go as int32, whose order is that of the floats.
+COLORS = {
+    torch.uint8: ("8 bits: codes and scales", "tab:green"),
+    torch.bfloat16: ("bf16", "tab:orange"),
+    torch.float32: ("float32", "tab:red"),
+}
+
+
+def size(n: int) -> str:
+    """Bytes as people write them."""
+    for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
+        if n >= factor:
+            return f"{n / factor:.3g} {unit}"
+    return f"{n} B"
+
+
+def with_tables(page: str) -> str:
+    """The page with the tables of the tests that are there now."""
+    collected = coverage.collect(test for column in coverage.COLUMNS for test in column.functions)
+    text = coverage.table(coverage.COLUMNS, collected)
+    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
+
+
+def _bars(axes: Any, by_recipe: dict[str, traffic.Parts], most: int) -> None:
+    for row, parts in enumerate(by_recipe.values()):
+        left, notes = 0, []
+        for (_, dtype), n in parts.items():
+            if dtype == torch.int32:
+                notes.append(f"+ {size(n)} of amaxes")
+                continue
+            axes.barh(row, n, left=left, color=COLORS[dtype][1], edgecolor="white")
+            axes.text(left + n / 2, row, size(n), ha="center", va="center", fontsize=7, color="white")
+            left += n
+        note = "; ".join(notes) or ("" if left else "nothing")
+        axes.text(left + (most or 1) / 50, row, note, va="center", fontsize=7)
+    axes.set_ylim(len(by_recipe) - 0.5, -0.5)
+    # Where there are amaxes alone, any width does.
+    axes.set_xlim(0, 1.3 * most or 1)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def figure(found: dict[str, dict[str, dict[str, traffic.Parts]]], sizes: traffic.Sizes) -> Any:
+    """A row for each way to shard, a column for each pass, a bar for each recipe."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    drawn = Figure(figsize=(11, 1.9 * len(found) + 1), layout="constrained")
+    grid = drawn.subplots(len(found), len(traffic.PASSES), squeeze=False)
+    for way, axes_of_way in zip(traffic.WAYS, grid, strict=True):
+        by_recipe = found[way.name]
+        data = [n for of_recipe in by_recipe.values() for parts in of_recipe.values()
+                for n in [sum(size for (_, dtype), size in parts.items() if dtype != torch.int32)]]  # fmt: skip
+        for axes, name, what in zip(axes_of_way, traffic.PASSES, way[1:], strict=False):
+            _bars(axes, {recipe: of_recipe[name] for recipe, of_recipe in by_recipe.items()}, max(data))
+            axes.set_title(f"{way.name}, {name}: {what}", fontsize=8, loc="left")
+        axes_of_way[0].set_yticks(range(len(by_recipe)), by_recipe, fontsize=8)
+        axes_of_way[1].set_yticks([])
+    patches = [Patch(color=color, label=label) for label, color in COLORS.values()]
+    drawn.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
+    drawn.suptitle(
+        f"What every one of {traffic.RANKS} ranks gathers and reduces in a step of one layer: "
+        f"weight {sizes.n} x {sizes.k}, {sizes.tokens} tokens",
+        fontsize=10,
+    )
+    return drawn
+
+
+def main() -> None:
+    """Write the page's tables and the figure."""
+    import matplotlib
+
+    PAGE.write_text(with_tables(PAGE.read_text()))
+    # The same file for the same content; text as text.
+    matplotlib.rcParams.update({"svg.hashsalt": "tritonfp8", "svg.fonttype": "none"})
+    figure(traffic.measured(), traffic.LAYER).savefig(FIGURE, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Which test runs which recipe with which way to shard: the table of docs/distributed.md, and where it comes from.
+
+A cell is what a test is collected for. One without is an error, so the table cannot say more than the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tritonfp8 import recipes
+
+
+class Column(NamedTuple):
+    """A way to shard.
+
+    Attributes:
+        name: its heading.
+        tests: ids of test functions, each parametrized by recipe.
+        keyword: what the ids of its tests have in common, if not all of these functions' tests belong to it.
+        otherwise: for recipes that do not use it, what stands in their cell, and the test function that shows so.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    keyword: str = ""
+    otherwise: Mapping[str, tuple[str, str]] = MappingProxyType({})
+
+    @property
+    def functions(self) -> list[str]:
+        """The ids of all its test functions."""
+        return [*self.tests, *(test for _, test in self.otherwise.values())]
+
+    @property
+    def command(self) -> str:
+        """Runs its tests."""
+        return " ".join(["pytest", *self.functions, *(["-k", self.keyword] if self.keyword else [])])
+
+
+class Collected(NamedTuple):
+    """A test: its id, and the arguments that it is parametrized by."""
+
+    id: str
+    arguments: tuple[Any, ...]
+
+
+YES = "yes"
+_LLAMA = "tests/test_tensor_parallel.py::test_losses_do_not_go_nan_and_are_those_of_one_process"
+_CONTEXT = "tests/test_context_parallel.py"
+# What FSDP2 does with weights that no GEMM reads in 8 bits; enable_float8_all_gather says so.
+_BF16 = {"bf16": ("in bf16", "tests/test_fsdp_prepare.py::test_report_names_every_converted_layer")}
+
+COLUMNS = (
+    Column("TP colwise", ("tests/test_parallelism.py::test_colwise",)),
+    Column("TP rowwise", ("tests/test_parallelism.py::test_rowwise",)),
+    Column("SP", (_LLAMA,), "sequence"),
+    Column(
+        "FSDP2, FP8 all-gather",
+        ("tests/test_fsdp.py::test_losses_with_fp8_all_gather_equal_those_without",),
+        otherwise=_BF16,
+    ),
+    Column("HSDP, FP8 all-gather", ("tests/test_parallelism.py::test_hsdp",), otherwise=_BF16),
+    Column("TP x FSDP2", ("tests/test_fsdp_tp.py::test_tp_by_fsdp2",), otherwise=_BF16),
+    Column("HSDP x TP", ("tests/test_fsdp_tp.py::test_tp_by_hsdp",), otherwise=_BF16),
+    Column("Pipeline", ("tests/test_pipeline.py::test_two_stages",)),
+    Column(
+        "Context parallel",
+        (f"{_CONTEXT}::test_context_parallel_of_torch", f"{_CONTEXT}::test_causal_attention_on_gathered_keys"),
+    ),
+    Column("DCP", ("tests/test_parallelism.py::test_checkpoint_loads_at_another_world_size",)),
+)
+
+
+class _Plugin:
+    def __init__(self) -> None:
+        self.found: list[Collected] = []
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        for item in session.items:
+            if item.get_closest_marker("skip"):
+                continue
+            call = getattr(item, "callspec", None)
+            self.found.append(Collected(item.nodeid, tuple(call.params.values()) if call else ()))
+
+
+def collect(ids: Iterable[str]) -> list[Collected]:
+    """The tests of these ids, of files or functions, that run here, from the root of the checkout.
+
+    Raises:
+        ValueError: one of them does not exist.
+    """
+    import pytest
+
+    plugin, output = _Plugin(), io.StringIO()
+    without = ("xdist", "cacheprovider", "faulthandler")
+    options = ["--collect-only", *(f"-pno:{name}" for name in without), "-o", "addopts=--import-mode=importlib"]
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        status = pytest.main([*options, *sorted(set(ids))], plugins=[plugin])
+    if status != 0:
+        raise ValueError(f"these tests cannot all be collected; pytest says:\n{output.getvalue()}")
+    return plugin.found
+
+
+def tests_of(column: Column, recipe: str, collected: Iterable[Collected]) -> list[str]:
+    """The ids of the tests of one cell."""
+    functions = [column.otherwise[recipe][1]] if recipe in column.otherwise else column.tests
+    return [
+        id
+        for id, arguments in collected
+        if id.partition("[")[0] in functions and recipe in arguments and column.keyword in id
+    ]
+
+
+def table(columns: Sequence[Column], collected: Sequence[Collected]) -> str:
+    """The table of recipes by ways to shard, and the commands of the columns, as markdown.
+
+    Raises:
+        ValueError: a cell without a test.
+    """
+    rows = [["recipe", *(column.name for column in columns)], ["---"] * (1 + len(columns))]
+    for recipe in recipes.names():
+        row = [recipe]
+        for column in columns:
+            if not tests_of(column, recipe, collected):
+                raise ValueError(f"no test of {recipe!r} with {column.name!r} among those of: {column.command}")
+            row.append(column.otherwise[recipe][0] if recipe in column.otherwise else YES)
+        rows.append(row)
+    commands = [["column", "tested by"], ["---", "---"], *([c.name, f"`{c.command}`"] for c in columns)]
+    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) for part in (rows, commands))

@@ -1,0 +1,40 @@
+"""What the tests of ``bench.distributed`` run on each rank."""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from bench import distributed, distributed_models
+from bench.distributed_contest import Settings, compare
+from bench.distributed_models import Contestant
+from bench.ranks import Ranks
+
+BROKEN = "broken on all ranks"
+
+
+def _fail(model):
+    raise ZeroDivisionError("nothing to convert")
+
+
+def run(folder, rank, size, **settings):
+    """A whole run, without torchao and with one contestant who fails; the JSON is written by rank 0."""
+    ranks = Ranks(rank, size, dist.FileStore(f"{folder}/store", size), patience=60, grace=5)
+    settings = Settings(**settings)
+
+    def note(order, rows):
+        if rank == 0:
+            distributed.write(Path(folder) / distributed.FILE, settings, "cpu", order, rows)
+
+    with (
+        mock.patch.object(distributed_models, "has_torchao", return_value=False),
+        mock.patch.object(Settings, "contestants", return_value=[*settings.contestants(), Contestant(BROKEN, _fail)]),
+    ):
+        _, rows = compare(settings, ranks, torch.device("cpu"), note)
+    return rows
+
+
+def run_on_mesh(mesh, folder, **settings):
+    """:func:`run` on the ranks of a mesh."""
+    return run(folder, dist.get_rank(), mesh.size(), **settings)

@@ -1,0 +1,118 @@
+"""FSDP2 with FP8 all-gather on top of tensor parallelism: the scales of the whole weight, the losses without it."""
+
+import fsdp_cases
+import fsdp_tp_cases
+import pytest
+from process_group import Processes
+
+from tritonfp8 import recipes
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
+TWO_BY_TWO, HYBRID = (2, 2), (2, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = Processes(4)
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    processes = Processes(4, "cuda")
+    yield processes
+    processes.stop()
+
+
+def check_equal_to_off(ranks, sizes, recipe, steps=3, **options):
+    on, off = (
+        ranks.run(4, fsdp_tp_cases.train, sizes=sizes, recipe=recipe, enabled=enabled, steps=steps, **options)
+        for enabled in (True, False)
+    )
+    layers = 7 * fsdp_tp_cases.LAYERS + 1
+    for (losses, digest, gathered), (expected, expected_digest, _) in zip(on, off, strict=True):
+        assert gathered == layers
+        assert losses == expected
+        assert digest == expected_digest
+        assert losses[-1] != losses[0]
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_tp_by_fsdp2(ranks, recipe):
+    check_equal_to_off(ranks, TWO_BY_TWO, recipe, steps=10)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_tp_by_hsdp(ranks, recipe):
+    check_equal_to_off(ranks, HYBRID, recipe)
+
+
+OPTIONS = {
+    "DTensor outputs": {"local": False},
+    "no reshard": {"reshard": False},
+    "converted last": {"first": False},
+    "recompute": {"recompute": "yes"},
+    "one rank of FSDP2": {"sizes": (1, 4)},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(ranks, option):
+    for recipe in ("rowwise", "blockwise"):
+        check_equal_to_off(ranks, recipe=recipe, **{"sizes": TWO_BY_TWO, **OPTIONS[option]})
+
+
+def test_compiled_layer(ranks):
+    """Ranks whose shards start inside blocks and ranks whose shards do not have the same collectives in each graph."""
+    check_equal_to_off(ranks, TWO_BY_TWO, "blockwise", steps=2, compiled=1, timeout=240)
+
+
+@pytest.mark.parametrize("change", fsdp_tp_cases.CHANGES)
+def test_scales_are_never_stale(ranks, change):
+    on, off = (ranks.run(4, fsdp_tp_cases.after_change, change=change, enabled=e) for e in (True, False))
+    assert [losses for losses, _ in on] == [losses for losses, _ in off]
+    gathers = [[counted["all_gather"] for _, counted in found] for found in (on, off)]
+    assert all(mine < 0.7 * theirs or change == "revert" for mine, theirs in zip(*gathers, strict=True))
+
+
+def test_checkpoint_loads_on_another_mesh(ranks, tmp_path):
+    keys, types = ranks.run(4, fsdp_tp_cases.save, folder=str(tmp_path), sizes=TWO_BY_TWO, recipe="rowwise")[0]
+    assert keys == sorted(fsdp_cases.Llama().state_dict())
+    assert types == {"Tensor"}
+    for sizes, recipe, enabled in (((4, 1), "mxfp8", True), ((1, 4), "rowwise", True), (TWO_BY_TWO, "rowwise", False)):
+        options = {"folder": str(tmp_path), "sizes": sizes, "recipe": recipe, "enabled": enabled}
+        assert ranks.run(4, fsdp_tp_cases.load, **options) == [[]] * 4
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 2)], ids=str)
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_scales_are_those_of_one_process(ranks, recipe, sizes):
+    """Blocks that lie on several ranks of tensor parallelism, of FSDP2, and of both."""
+    shapes = [(300, 96), (64, 300), (131, 67), (40, 131), (7, 40), (256, 48), (33, 512)]
+    for different, seen in ranks.run(4, fsdp_tp_cases.compare_operands, sizes=sizes, recipe=recipe, shapes=shapes):
+        assert different == []
+        assert seen == 2 * len(shapes)
+
+
+# On GPUs.
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("sizes", [TWO_BY_TWO, HYBRID], ids=str)
+def test_tp_by_fsdp2_on_gpus(gpus, recipe, sizes):
+    check_equal_to_off(gpus, sizes, recipe, steps=10, timeout=240)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_on_gpus(gpus, option):
+    check_equal_to_off(gpus, recipe="blockwise", timeout=240, **{"sizes": TWO_BY_TWO, **OPTIONS[option]})
+
+
+@pytest.mark.multigpu
+def test_compiled_on_gpus(gpus):
+    check_equal_to_off(gpus, TWO_BY_TWO, "blockwise", compiled=fsdp_tp_cases.LAYERS, timeout=240)

@@ -1,0 +1,57 @@
+"""Pipeline stages of converted layers: the bits of the model that is not cut into stages."""
+
+import functools
+
+import pipeline_cases
+import pytest
+
+from tritonfp8 import recipes
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
+SCHEDULES = list(pipeline_cases.SCHEDULES)
+
+
+@pytest.fixture(scope="module")
+def check_equal_to_one_process(ranks):
+    @functools.cache
+    def in_one_process(count, recipe):
+        return ranks.run(1, pipeline_cases.in_one_process, count=count, recipe=recipe)[0]
+
+    def check(count, recipe, **options):
+        losses, grads = in_one_process(count, recipe)
+        found = ranks.run(count, pipeline_cases.pipelined, recipe=recipe, **options)
+        assert found[-1][0] == losses
+        assert [list(step) for step in zip(*(of_stage for _, of_stage in found), strict=True)] == grads
+
+    return check
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages(check_equal_to_one_process, schedule, recipe):
+    check_equal_to_one_process(2, recipe, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_stages(check_equal_to_one_process, schedule):
+    check_equal_to_one_process(4, "rowwise", schedule=schedule)
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_weights_quantized_once_for_all_micro_batches(check_equal_to_one_process, recipe):
+    check_equal_to_one_process(2, recipe, schedule="1f1b", held=True)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fp8_all_gather_inside_stages_changes_no_bit(ranks, schedule, recipe):
+    on, off = (ranks.run(4, pipeline_cases.pipelined_shards, recipe=recipe, schedule=schedule, enabled=e)
+               for e in (True, False))  # fmt: skip
+    assert on == off
+    assert on[2][0] != on[3][0] != [[], []]
+
+
+def test_sharded_stage_quantizes_in_each_pass_and_says_so(ranks):
+    assert "quantized in each pass" in ranks.run(1, pipeline_cases.held_shards)[0]
