@@ -79,6 +79,7 @@ def first_step(shape, device, recipe, *, warm_up, smoke):
         if warm_up:
             tokens = f"{batch}x{sequence}"
             command = ["warmup", "--model", shape.name, "--recipes", recipe, "--tokens", tokens, "--device", device]
+            command += ["--workers", "0"] if smoke else []
             run([sys.executable, "-m", "tritonfp8", *command], environment)
         command = ["--model", shape.name, "--recipe", recipe, "--batch", batch, "--sequence", sequence]
         command += ["--device", device, *(["--eager"] if smoke else [])]
