@@ -22,13 +22,13 @@ def compile_layers(model, smoke):
 
 
 def training_step(model, x, grad_output):
-    """What is timed: hidden states, and the gradients of the input and of every parameter of the layers."""
-    parameters = [p for p in model.layers.parameters() if p.requires_grad]
+    """What is timed: hidden states, and the gradients of the input and of every parameter of the layers, by name."""
+    parameters = {name: p for name, p in model.layers.named_parameters() if p.requires_grad}
 
     def step():
         out = model(inputs_embeds=x, use_cache=False).last_hidden_state
-        grad_input, *grads = torch.autograd.grad(out, (x, *parameters), grad_output)
-        return out.detach(), grad_input, grads[0]
+        grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
+        return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
 
     return step
 

@@ -8,12 +8,15 @@ import torch
 
 from bench import contest as contests
 from bench import gates, machine
-from bench.cases import CASTS, Case
+from bench.cases import CASTS, LAYER_RECIPES, Case
 from bench.contest import Contender, Contest, Device, Effort, Stopwatch
+from bench.models import llama
 from bench.shapes import Shape
+from bench.test_model import training_step
 from tritonfp8 import convert, recipes
 
 CASE, SHAPE = Case("case"), Shape("set", "name", (2, 3))
+MODEL_SHAPE = Shape("set", "two layers", (2, 64, 128, 2, 1, 1, 128))
 
 
 class FakeBenchmark:
@@ -238,11 +241,52 @@ def test_the_gate_of_a_layer_looks_at_all_three_products(wrong_result):
         check(tuple(results))
 
 
-def test_the_gate_of_a_model_takes_the_noise_of_the_format_only():
-    expected = (torch.randn(64, 64), torch.randn(64, 64))
+def test_the_gate_of_a_model_names_what_is_not_the_noise_of_the_format():
+    expected = {"output": torch.randn(64, 64), "grad_input": torch.randn(64, 64)}
     check = gates.close_model(expected)
-    check(tuple(e + 0.05 * torch.randn_like(e) for e in expected))
-    with pytest.raises(AssertionError, match="against bf16"):
-        check((expected[0], -expected[1]))
-    with pytest.raises(AssertionError, match="against bf16"):
-        check((expected[0], expected[1] * math.nan))
+    check({name: e + 0.05 * torch.randn_like(e) for name, e in expected.items()})
+    for wrong_result in (-expected["grad_input"], expected["grad_input"] * math.nan):
+        with pytest.raises(AssertionError, match="grad_input: .* against bf16"):
+            check(expected | {"grad_input": wrong_result})
+
+
+@pytest.fixture(scope="module")
+def llama_step():
+    """A step of two layers in bf16, as the suite takes it: its function, its model, what it gives."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 128, 64, dtype=torch.bfloat16).requires_grad_()
+    grad_output = torch.randn(1, 128, 64, dtype=torch.bfloat16)
+
+    def step(recipe=None):
+        model = llama(MODEL_SHAPE, torch.device("cpu"))
+        if recipe is not None:
+            convert(model, recipe)
+        return model, training_step(model, x, grad_output)
+
+    model, function = step()
+    return step, model, function()
+
+
+@pytest.mark.parametrize("recipe", LAYER_RECIPES)
+def test_every_recipe_passes_the_gate_of_a_model_with_room(llama_step, monkeypatch, recipe):
+    step, _, expected = llama_step
+    monkeypatch.setattr(gates, "MODEL_SQNR", gates.MODEL_SQNR + 3)
+    gates.close_model(expected)(step(recipe)[1]())
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_the_gate_of_a_model_sees_each_wrong_weight_with_room(llama_step, monkeypatch, projection):
+    step, right, expected = llama_step
+    monkeypatch.setattr(gates, "MODEL_SQNR", gates.MODEL_SQNR - 10)
+    check = gates.close_model(expected)
+    model, function = step()
+    name = next(name for name, _ in model.layers[0].named_modules() if name.endswith(projection))
+    weights, good = ([layer.get_submodule(name).weight for layer in m.layers] for m in (model, right))
+    check(function())
+    for i, wrong_weight in ((0, "zero"), (1, "negated"), (0, "the other layer's")):
+        with torch.no_grad():
+            for weight, value in zip(weights, good, strict=True):
+                weight.copy_(value)
+            weights[i].copy_({"zero": 0 * good[i], "negated": -good[i], "the other layer's": good[1 - i]}[wrong_weight])
+        with pytest.raises(AssertionError, match="against bf16"):
+            check(function())
