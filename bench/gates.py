@@ -37,6 +37,15 @@ def nearly_same_bytes(expected: torch.Tensor) -> Check:
     return check
 
 
+def same_every_time(function: Callable[[], Any], first: Any, runs: int) -> None:
+    """Assert that ``runs`` runs of a function in all give the same bits, ``first`` being what one of them gave."""
+    for run in range(2, runs + 1):
+        try:
+            assert_bitwise_equal(function(), first)
+        except AssertionError as error:
+            raise AssertionError(f"run {run} of {runs} gave other bits than the first: {error}") from error
+
+
 def close_product(expected: torch.Tensor, accumulation: str) -> Check:
     """A check that a product is within the tolerances of its accumulation of ``expected`` (float32)."""
 

@@ -55,6 +55,8 @@ def test_model(benchmark, contest, case, shape):
             lambda recipe=variants[name]: make(lambda model: tritonfp8.convert(model, recipe)),
             check,
             own=True,
+            # The backward of attention may add up in any order.
+            same_bits=False,
             peer="bf16",
         )
         for name in MODEL_VARIANTS

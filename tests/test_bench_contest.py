@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import platform
@@ -36,11 +37,11 @@ class FakeBenchmark:
 class Fight:
     """A contest whose clock is the value that a function returns; notes the order in which functions ran."""
 
-    def __init__(self, tmp_path, rounds=3):
+    def __init__(self, tmp_path, rounds=3, runs=1):
         self.stopwatch = Stopwatch()
         self.benchmark = FakeBenchmark(self.stopwatch)
         self.path = tmp_path / "rows.jsonl"
-        device = Device(torch.device("cpu"), Effort(rounds, 0.0))
+        device = Device(torch.device("cpu"), Effort(rounds, 0.0, runs))
         self.contest = Contest("suite", device, self.stopwatch, self.path, smoke=True, quick=False)
         self.order = []
 
@@ -123,6 +124,31 @@ def test_a_peer_with_a_wrong_result_has_no_time(fight):
     assert fight.rows["peer"]["seconds"] is None
 
 
+@pytest.mark.parametrize(
+    ("bits", "options", "said"),
+    [
+        ([0.0, 0.0, 0.0], {"own": True}, None),
+        ([0.0, 0.0, -0.0], {"own": True}, "run 3 of 3 gave other bits"),
+        ([1.0, 2.0], {"own": True}, "run 2 of 3 gave other bits"),
+        ([1.0], {"own": True, "same_bits": False}, None),
+        ([1.0], {}, None),
+    ],
+)
+def test_all_runs_of_our_own_give_the_same_bits_before_they_are_timed(tmp_path, bits, options, said):
+    fight = Fight(tmp_path, runs=3)
+    results = itertools.chain(map(torch.tensor, bits), itertools.repeat(torch.tensor(7.0)))
+    contender = Contender("it", lambda: lambda: next(results), **options)
+    fighters = fight.contender("own", [1] * 5, own=True, same_bits=False), contender
+    if said is None:
+        fight.run(*fighters)
+        assert fight.rows["it"]["seconds"] == 7
+        assert fight.rows["it"].get("same_bits_runs") == (3 if len(bits) == 3 else None)
+    else:
+        with pytest.raises(AssertionError, match=said):
+            fight.run(*fighters)
+        assert fight.rows["it"]["seconds"] is None
+
+
 def test_rows_are_appended_as_they_are_measured(fight):
     fight.run(fight.contender("first", [1] * 5, own=True))
     fight.benchmark = FakeBenchmark(fight.stopwatch)
@@ -139,7 +165,7 @@ def test_reasons_are_short(fight):
 
 
 def test_clocks_take_the_time_of_a_function():
-    device = Device(torch.device("cpu"), Effort(1, 0.001))
+    device = Device(torch.device("cpu"), Effort(1, 0.001, 1))
     calls = []
     for clock, least in ((device.gpu_seconds, 2), (device.host_seconds, contests.HOST_CALLS)):
         calls.clear()
