@@ -96,7 +96,7 @@ def test_first_step(benchmark, contest, case, shape):
             fields.update(first_step(shape, contest.device.device.type, recipe, warm_up=warm_up, smoke=contest.smoke))
             return lambda: fields["step_seconds"]
 
-        return Contender(name, make, own=own, peer=peer, fields=fields)
+        return Contender(name, make, own=own, same_bits=False, peer=peer, fields=fields)
 
     contenders = [
         contender("bf16", "bf16", warm_up=False, own=False, peer=None),
