@@ -1,5 +1,9 @@
-"""Options and fixtures of the suites: ``pytest bench [--shapes SET] [--quick] [--budget SECONDS] [--rows FILE]``."""
+"""Options and fixtures of the suites.
 
+``pytest bench [--shapes SET] [--quick] [--runs N] [--budget SECONDS] [--rows FILE]``
+"""
+
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ def pytest_addoption(parser: Any) -> None:
         help=f"sets of shapes: {', '.join(shapes.set_names())}, or {shapes.ALL}; {shapes.SMOKE} runs anywhere",
     )
     group.addoption("--quick", action="store_true", help="fewer and shorter rounds; compile peers for few shapes only")
+    group.addoption("--runs", type=int, help=f"runs that must give the same bits [{FULL.runs}, quick {QUICK.runs}]")
     group.addoption("--budget", type=float, help="seconds after which no further test is started")
     group.addoption("--rows", type=Path, help="append each measured row to this file, as a line of JSON")
 
@@ -92,6 +97,7 @@ def pytest_benchmark_generate_commit_info() -> dict[str, Any]:
 def device(pytestconfig: Any) -> Device:
     config = pytestconfig
     effort = SMOKE_EFFORT if _smoke(config) else QUICK if config.getoption("quick") else FULL
+    effort = dataclasses.replace(effort, runs=config.getoption("runs") or effort.runs)
     torch.manual_seed(0)
     # Nobody's first matrix product pays for the workspace of all.
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.cases import Case
+from bench.gates import same_every_time
 from bench.shapes import Shape
 
 FLUSH_BYTES = 256 * 2**20
@@ -46,6 +47,7 @@ class Contender:
         make: builds what is timed; what it holds counts as memory of the contender.
         check: raises AssertionError for a wrong result.
         own: a failure fails the test. A peer that cannot run is reported with its reason.
+        same_bits: every run has to give the same bits, where it is our own; not where torch adds up in any order.
         peer: name of the contender that this one is compared with.
         fields: further fields of its row.
     """
@@ -54,19 +56,21 @@ class Contender:
     make: Callable[[], Function]
     check: Callable[[Any], None] = lambda result: None
     own: bool = False
+    same_bits: bool = True
     peer: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured: rounds, and seconds of each contender in a round."""
+    """How long is measured: rounds, and seconds of each contender in a round. Before: runs that give the same bits."""
 
     rounds: int
     seconds: float
+    runs: int
 
 
-FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04), Effort(3, 0.015), Effort(2, 0.0)
+FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04, 100), Effort(3, 0.015, 10), Effort(2, 0.0, 2)
 
 
 class Stopwatch:
@@ -265,11 +269,20 @@ class Contest:
         """Build, run, check; then run once more for the peak of memory."""
         before = self.device.memory()
         function = contender.make()
-        contender.check(function())
+        row |= self._gate(contender, function)
         self.device.memory()
         function()
         row |= self.device.peak(before)
         return function
+
+    def _gate(self, contender: Contender, function: Function) -> Row:
+        """Fields of a right result; what it was is let go of."""
+        result = function()
+        contender.check(result)
+        if not (contender.own and contender.same_bits):
+            return {}
+        same_every_time(function, result, self.device.effort.runs)
+        return {"same_bits_runs": self.device.effort.runs}
 
     def _rounds(
         self,

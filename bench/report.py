@@ -155,6 +155,7 @@ def main(
     only: Annotated[list[str], typer.Option(help=f"Suites: {', '.join(SUITES)}. [default: all]")] = [],  # noqa: B006
     sets: Annotated[list[str], typer.Option("--shapes", help=_SHAPES_HELP)] = [],  # noqa: B006
     quick: Annotated[bool, typer.Option(help="Fewer and shorter rounds.")] = False,
+    runs: Annotated[int | None, typer.Option(help="Runs of an op that must give the same bits.", min=1)] = None,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder. [default: bench/results/<gpu>]")] = None,
     show: Annotated[Path | None, typer.Option("--render", help="Show the data of a folder, measure nothing.")] = None,
@@ -171,6 +172,7 @@ def main(
         raise typer.BadParameter('the suites need pytest-benchmark: pip install "tritonfp8[bench]"')
     folder = out or (SMOKE_FOLDER if sets == [shapes.SMOKE] else results_folder())
     options = [*(f"--shapes={name}" for name in sets), *(["--quick"] if quick else [])]
+    options += [] if runs is None else [f"--runs={runs}"]
     outcomes = measure(only or SUITES, options, budget, folder)
     if read_rows(folder):
         _show(folder)

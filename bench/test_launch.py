@@ -79,6 +79,7 @@ def first_step(shape, device, recipe, *, warm_up, smoke):
         if warm_up:
             tokens = f"{batch}x{sequence}"
             command = ["warmup", "--model", shape.name, "--recipes", recipe, "--tokens", tokens, "--device", device]
+            command += ["--workers", "0"] if smoke else []
             run([sys.executable, "-m", "tritonfp8", *command], environment)
         command = ["--model", shape.name, "--recipe", recipe, "--batch", batch, "--sequence", sequence]
         command += ["--device", device, *(["--eager"] if smoke else [])]
@@ -95,7 +96,7 @@ def test_first_step(benchmark, contest, case, shape):
             fields.update(first_step(shape, contest.device.device.type, recipe, warm_up=warm_up, smoke=contest.smoke))
             return lambda: fields["step_seconds"]
 
-        return Contender(name, make, own=own, peer=peer, fields=fields)
+        return Contender(name, make, own=own, same_bits=False, peer=peer, fields=fields)
 
     contenders = [
         contender("bf16", "bf16", warm_up=False, own=False, peer=None),

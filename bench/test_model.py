@@ -22,13 +22,13 @@ def compile_layers(model, smoke):
 
 
 def training_step(model, x, grad_output):
-    """What is timed: hidden states, and the gradients of the input and of every parameter of the layers."""
-    parameters = [p for p in model.layers.parameters() if p.requires_grad]
+    """What is timed: hidden states, and the gradients of the input and of every parameter of the layers, by name."""
+    parameters = {name: p for name, p in model.layers.named_parameters() if p.requires_grad}
 
     def step():
         out = model(inputs_embeds=x, use_cache=False).last_hidden_state
-        grad_input, *grads = torch.autograd.grad(out, (x, *parameters), grad_output)
-        return out.detach(), grad_input, grads[0]
+        grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
+        return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
 
     return step
 
@@ -55,6 +55,8 @@ def test_model(benchmark, contest, case, shape):
             lambda recipe=variants[name]: make(lambda model: tritonfp8.convert(model, recipe)),
             check,
             own=True,
+            # The backward of attention may add up in any order.
+            same_bits=False,
             peer="bf16",
         )
         for name in MODEL_VARIANTS

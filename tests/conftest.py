@@ -15,6 +15,8 @@ torch.set_num_threads(THREADS)
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
+    # Every worker would start processes that import torch, to compile on cores that are busy.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Read when a kernel is decorated, so also by triton's own library on import. TRITON_INTERPRET=0 from outside keeps
     # the compiler: so do the tests in tests/offline, which need it and no GPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -6,11 +6,17 @@ Where the stock interpreter differs, and nothing tells:
 - bfloat16 arithmetic, comparisons, casts to and from integers, and ``tl.dot`` run on the bits as integers.
 - ``tl.maximum``, ``tl.minimum`` and ``tl.clamp`` propagate NaN where ``max.f32`` and ``min.f32`` drop it.
 
-And where it fails: ``tl.dot_scaled``, and in 3.6.0 loops over tensor bounds with numpy 2.4. And where it takes seconds:
-``tl.reduce`` by a function of one's own, element by element. Inline assembly and libdevice stay unsupported.
+And where it fails: ``tl.dot_scaled``, and in 3.6.0 loops over tensor bounds with numpy 2.4. Inline assembly and
+libdevice stay unsupported.
+
+And where it takes time for nothing: ``tl.reduce`` by a function of one's own goes element by element; it patches
+triton's library anew for each call of a device function, and computes whether integers overflow without looking at the
+result.
 """
 
+import dataclasses
 import functools
+import types
 
 import numpy as np
 import torch
@@ -51,6 +57,7 @@ _stock_create_dot = interpreter.InterpreterBuilder.create_dot
 _stock_min_max = interpreter.ReduceOps.min_max
 _stock_generic_reduce = interpreter.ReduceOps.generic_reduce
 _stock_launch = interpreter.GridExecutor.__call__
+_stock_patch_lang = interpreter._patch_lang
 _stock_patch_lang_tensor = interpreter._patch_lang_tensor
 _stock_dot_scaled = TritonSemantic.dot_scaled
 
@@ -177,6 +184,13 @@ def _dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *a
     return _stock_dot_scaled(self, lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *args, **kwargs)
 
 
+def _patch_lang(fn):
+    """Patches all that any kernel sees, once: a patched function is no builtin any more."""
+    if not tl.core.is_builtin(tl.load):
+        return interpreter._LangPatchScope()
+    return _stock_patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
 def _patch_lang_tensor(tensor, scope):
     _stock_patch_lang_tensor(tensor, scope)
     # A scalar is an array of one element, which numpy 2.4 no longer turns into an int by itself.
@@ -197,7 +211,11 @@ def _elementwise(op):
 def repair():
     """Apply every repair; before the first launch, and once."""
     builder = interpreter.InterpreterBuilder
+    options = interpreter.interpreter_builder.options
+    # The check asserts only in debug mode, which the interpreter has not.
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._convert_float = _convert_float
+    interpreter._patch_lang = _patch_lang
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter.ReduceOps.min_max = _min_max
     interpreter.ReduceOps.generic_reduce = _generic_reduce

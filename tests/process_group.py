@@ -1,4 +1,4 @@
-"""Processes on gloo that tests run functions in: started once, as importing torch takes longer than most tests."""
+"""Processes on gloo that tests run functions in: started once, as that takes longer than most tests."""
 
 import contextlib
 import os
@@ -13,6 +13,15 @@ import torch.multiprocessing as mp
 
 START_TIMEOUT, TIMEOUT = 120, 60
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# A fork of a process that imported everything starts at once; one that has asked for the GPUs cannot be forked.
+START_METHODS = {"cpu": "forkserver", "cuda": "spawn"}
+IMPORTED_ONCE = [
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "tritonfp8.distributed",
+]
 
 
 def _serve(rank, size, rendezvous, pipe, device, group_timeout):
@@ -64,7 +73,8 @@ class Processes:
 
     def _start(self):
         folder = tempfile.mkdtemp()
-        context = mp.get_context("spawn")
+        context = mp.get_context(START_METHODS[self.device])
+        context.set_forkserver_preload(IMPORTED_ONCE)
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:

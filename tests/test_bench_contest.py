@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import platform
@@ -8,12 +9,15 @@ import torch
 
 from bench import contest as contests
 from bench import gates, machine
-from bench.cases import CASTS, Case
+from bench.cases import CASTS, LAYER_RECIPES, Case
 from bench.contest import Contender, Contest, Device, Effort, Stopwatch
+from bench.models import llama
 from bench.shapes import Shape
+from bench.test_model import training_step
 from tritonfp8 import convert, recipes
 
 CASE, SHAPE = Case("case"), Shape("set", "name", (2, 3))
+MODEL_SHAPE = Shape("set", "two layers", (2, 64, 128, 2, 1, 1, 128))
 
 
 class FakeBenchmark:
@@ -33,11 +37,11 @@ class FakeBenchmark:
 class Fight:
     """A contest whose clock is the value that a function returns; notes the order in which functions ran."""
 
-    def __init__(self, tmp_path, rounds=3):
+    def __init__(self, tmp_path, rounds=3, runs=1):
         self.stopwatch = Stopwatch()
         self.benchmark = FakeBenchmark(self.stopwatch)
         self.path = tmp_path / "rows.jsonl"
-        device = Device(torch.device("cpu"), Effort(rounds, 0.0))
+        device = Device(torch.device("cpu"), Effort(rounds, 0.0, runs))
         self.contest = Contest("suite", device, self.stopwatch, self.path, smoke=True, quick=False)
         self.order = []
 
@@ -120,6 +124,31 @@ def test_a_peer_with_a_wrong_result_has_no_time(fight):
     assert fight.rows["peer"]["seconds"] is None
 
 
+@pytest.mark.parametrize(
+    ("bits", "options", "said"),
+    [
+        ([0.0, 0.0, 0.0], {"own": True}, None),
+        ([0.0, 0.0, -0.0], {"own": True}, "run 3 of 3 gave other bits"),
+        ([1.0, 2.0], {"own": True}, "run 2 of 3 gave other bits"),
+        ([1.0], {"own": True, "same_bits": False}, None),
+        ([1.0], {}, None),
+    ],
+)
+def test_all_runs_of_our_own_give_the_same_bits_before_they_are_timed(tmp_path, bits, options, said):
+    fight = Fight(tmp_path, runs=3)
+    results = itertools.chain(map(torch.tensor, bits), itertools.repeat(torch.tensor(7.0)))
+    contender = Contender("it", lambda: lambda: next(results), **options)
+    fighters = fight.contender("own", [1] * 5, own=True, same_bits=False), contender
+    if said is None:
+        fight.run(*fighters)
+        assert fight.rows["it"]["seconds"] == 7
+        assert fight.rows["it"].get("same_bits_runs") == (3 if len(bits) == 3 else None)
+    else:
+        with pytest.raises(AssertionError, match=said):
+            fight.run(*fighters)
+        assert fight.rows["it"]["seconds"] is None
+
+
 def test_rows_are_appended_as_they_are_measured(fight):
     fight.run(fight.contender("first", [1] * 5, own=True))
     fight.benchmark = FakeBenchmark(fight.stopwatch)
@@ -136,7 +165,7 @@ def test_reasons_are_short(fight):
 
 
 def test_clocks_take_the_time_of_a_function():
-    device = Device(torch.device("cpu"), Effort(1, 0.001))
+    device = Device(torch.device("cpu"), Effort(1, 0.001, 1))
     calls = []
     for clock, least in ((device.gpu_seconds, 2), (device.host_seconds, contests.HOST_CALLS)):
         calls.clear()
@@ -238,11 +267,52 @@ def test_the_gate_of_a_layer_looks_at_all_three_products(wrong_result):
         check(tuple(results))
 
 
-def test_the_gate_of_a_model_takes_the_noise_of_the_format_only():
-    expected = (torch.randn(64, 64), torch.randn(64, 64))
+def test_the_gate_of_a_model_names_what_is_not_the_noise_of_the_format():
+    expected = {"output": torch.randn(64, 64), "grad_input": torch.randn(64, 64)}
     check = gates.close_model(expected)
-    check(tuple(e + 0.05 * torch.randn_like(e) for e in expected))
-    with pytest.raises(AssertionError, match="against bf16"):
-        check((expected[0], -expected[1]))
-    with pytest.raises(AssertionError, match="against bf16"):
-        check((expected[0], expected[1] * math.nan))
+    check({name: e + 0.05 * torch.randn_like(e) for name, e in expected.items()})
+    for wrong_result in (-expected["grad_input"], expected["grad_input"] * math.nan):
+        with pytest.raises(AssertionError, match="grad_input: .* against bf16"):
+            check(expected | {"grad_input": wrong_result})
+
+
+@pytest.fixture(scope="module")
+def llama_step():
+    """A step of two layers in bf16, as the suite takes it: its function, its model, what it gives."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 128, 64, dtype=torch.bfloat16).requires_grad_()
+    grad_output = torch.randn(1, 128, 64, dtype=torch.bfloat16)
+
+    def step(recipe=None):
+        model = llama(MODEL_SHAPE, torch.device("cpu"))
+        if recipe is not None:
+            convert(model, recipe)
+        return model, training_step(model, x, grad_output)
+
+    model, function = step()
+    return step, model, function()
+
+
+@pytest.mark.parametrize("recipe", LAYER_RECIPES)
+def test_every_recipe_passes_the_gate_of_a_model_with_room(llama_step, monkeypatch, recipe):
+    step, _, expected = llama_step
+    monkeypatch.setattr(gates, "MODEL_SQNR", gates.MODEL_SQNR + 3)
+    gates.close_model(expected)(step(recipe)[1]())
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_the_gate_of_a_model_sees_each_wrong_weight_with_room(llama_step, monkeypatch, projection):
+    step, right, expected = llama_step
+    monkeypatch.setattr(gates, "MODEL_SQNR", gates.MODEL_SQNR - 10)
+    check = gates.close_model(expected)
+    model, function = step()
+    name = next(name for name, _ in model.layers[0].named_modules() if name.endswith(projection))
+    weights, good = ([layer.get_submodule(name).weight for layer in m.layers] for m in (model, right))
+    check(function())
+    for i, wrong_weight in ((0, "zero"), (1, "negated"), (0, "the other layer's")):
+        with torch.no_grad():
+            for weight, value in zip(weights, good, strict=True):
+                weight.copy_(value)
+            weights[i].copy_({"zero": 0 * good[i], "negated": -good[i], "the other layer's": good[1 - i]}[wrong_weight])
+        with pytest.raises(AssertionError, match="against bf16"):
+            check(function())

@@ -36,8 +36,8 @@ def compiled(function, backend):
     return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
-def converted_llama(name, device="cpu", dtype=torch.bfloat16):
-    model = llama().to(device, dtype)
+def converted_llama(name, device="cpu", dtype=torch.bfloat16, layers=1):
+    model = llama(num_hidden_layers=layers).to(device, dtype)
     convert(model, name)
     return model
 
@@ -55,9 +55,9 @@ def step(model, loss, ids):
     return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, counts.calls
 
 
-def check_llama(name, backend, device):
+def check_llama(name, backend, device, layers):
     # In float32, where fused elementwise ops round as they do one by one, to within a few ulps.
-    model = converted_llama(name, device, torch.float32)
+    model = converted_llama(name, device, torch.float32, layers)
     ids = tokens(device=device)
     eager = step(model, loss_function(model), ids)
     loss, graphs = compiled(loss_function(model), backend)
@@ -73,18 +73,18 @@ def check_llama(name, backend, device):
 
 @each_recipe
 def test_llama_is_one_graph(name):
-    check_llama(name, "aot_eager", "cpu")
+    check_llama(name, "aot_eager", "cpu", layers=1)
 
 
 @pytest.mark.slow
 def test_llama_through_inductor():
-    check_llama("rowwise", "inductor", "cpu")
+    check_llama("rowwise", "inductor", "cpu", layers=2)
 
 
 @pytest.mark.gpu
 @each_recipe
 def test_llama_through_inductor_on_cuda(name):
-    check_llama(name, "inductor", "cuda")
+    check_llama(name, "inductor", "cuda", layers=2)
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def contents(results):
 
     def content(x):
         x = x.clone(memory_format=torch.contiguous_format)
-        return x.shape, bytes(x.view(torch.uint8).flatten().tolist())
+        return x.shape, x.view(torch.uint8).numpy().tobytes()
 
     return {tuple(map(content, result)) for result in results}
 
@@ -182,7 +182,7 @@ def test_at_most_two_graphs_over_batch_sizes(name):
         ids = tokens(batch, LENGTH)
         value, _, calls = step(model, loss, ids)
         assert abs(value - loss_function(model)(ids)) < 2e-3
-        assert calls == {"reference": 45}
+        assert calls == {"reference": 24}
     assert graphs.frame_count <= 2
 
 

@@ -334,7 +334,8 @@ def by_suite(rows):
 @pytest.mark.slow
 def test_every_suite_runs_on_a_cpu(tmp_path):
     noted, benchmarks = tmp_path / "rows.jsonl", tmp_path / "benchmark.json"
-    done = bench("pytest", "bench", "--shapes", "smoke", "--rows", str(noted), f"--benchmark-json={benchmarks}")
+    arguments = ("--shapes", "smoke", "--runs", "3", "--rows", str(noted), f"--benchmark-json={benchmarks}")
+    done = bench("pytest", "bench", *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
     rows = by_suite([json.loads(line) for line in noted.read_text().splitlines()])
     assert [r["contender"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None] == []
@@ -343,6 +344,10 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), "first step"}
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
     assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, "bf16"}
+    # Of every op, that is; a whole model holds attention, and the first step is a time.
+    repeated = {suite: {r.get("same_bits_runs") for r in found if r["own"]} for suite, found in rows.items()}
+    assert repeated == {"quantize": {3}, "scaled_matmul": {3}, "linear": {3}, "model": {None}, "launch": {3, None}}
+    assert {r["case"] for r in rows["launch"] if r["own"] and "same_bits_runs" not in r} == {"first step"}
 
     # pytest-benchmark's own file: our own figure is its figure, and the host has no name.
     text = benchmarks.read_text()

@@ -1,6 +1,6 @@
 """What the ranks run for the tests of sharded modules and models. Each function returns plain data or raises."""
 
-import copy
+import functools
 
 import torch
 from cases import llama, normal, tokens
@@ -191,18 +191,29 @@ def losses(model, steps, call=None):
     return found
 
 
+@functools.cache
+def losses_alone(name, heads, layers, steps):
+    """Losses of the Llama in one process, whatever the ways to shard it."""
+    return losses(converted_llama(name, heads, layers), steps)
+
+
+def converted_llama(name, heads, layers):
+    model = llama(num_attention_heads=4, num_key_value_heads=heads, num_hidden_layers=layers).to(device())
+    tritonfp8.convert(model, name)
+    return model
+
+
 def llama_losses(name, local, float8, sequence, compiled, steps=10):
-    """Losses of a Llama alone and sharded over all ranks, and the scales of its first cast of each weight."""
+    """Losses of a Llama alone and sharded over all ranks."""
     world = torch.distributed.get_world_size()
-    reference = llama(num_attention_heads=4, num_key_value_heads=4 if world > 2 else 2).to(device())
-    tritonfp8.convert(reference, name)
-    model = copy.deepcopy(reference)
+    # Layers are alike, and to compile a second one takes as long as the first.
+    heads, layers = 4 if world > 2 else 2, 1 if compiled else 2
+    model = converted_llama(name, heads, layers)
     fp8 = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
     styles = fp8 if float8 else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
-    parallelize_module(model, mesh_of([world]), llama_plan(2, styles, local, sequence))
+    parallelize_module(model, mesh_of([world]), llama_plan(layers, styles, local, sequence))
     call = torch.compile(model, backend="aot_eager") if compiled else None
-    alone, together = losses(reference, steps), losses(model, steps, call)
-    return alone, together
+    return losses_alone(name, heads, layers, steps), losses(model, steps, call)
 
 
 def check_dynamic(name):
