@@ -285,7 +285,7 @@ def quantize_kernel(
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, RELOAD: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Quantize ``x [M, N]``, its transpose, or both, reading ``x`` once.
 
@@ -307,8 +307,9 @@ def quantize_kernel(
             DIRECT_CAST, False, EVEN, R,
         )  # fmt: skip
     if TRANSPOSED:
-        if RELOAD:
-            # From the cache, in place of the registers that it would take meanwhile.
+        if NORMAL:
+            # From the cache, in place of the registers that it would take meanwhile; and so that the two casts stay
+            # two: where equal ones became one, Triton 3.6 moved its bytes to wrong places on Hopper.
             x = _load(pointers, mask, EVEN)
         _quantize_tile(
             x, pid_m, pid_n, M, N, qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn,

@@ -256,9 +256,9 @@ def test_the_transpose_of_square_blocks_needs_no_second_rounding(device, format)
 
 
 TILES = [
-    CastTile(128, 128, 4, group=8, reload=True),
+    CastTile(128, 128, 4, group=8),
     CastTile(128, 128, 8, group=3),
-    CastTile(256, 128, 8, group=2, reload=True),
+    CastTile(256, 128, 8, group=2),
     CastTile(128, 128, 16),
 ]
 

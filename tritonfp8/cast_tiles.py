@@ -20,7 +20,6 @@ class CastTile(NamedTuple):
         n: columns of a tile.
         warps: warps a program.
         group: rows of tiles that are worked on together, column by column.
-        reload: read the tile once for each orientation, the second time from the cache.
         registers: the most a thread may take, so that more programs share a multiprocessor; 0 is the compiler's choice.
     """
 
@@ -28,7 +27,6 @@ class CastTile(NamedTuple):
     n: int
     warps: int
     group: int = 1
-    reload: bool = False
     registers: int = 0
 
     def options(self) -> dict[str, int]:
@@ -74,10 +72,10 @@ TRANSPOSED = {
 }
 BOTH = {
     TENSORWISE: CastTile(128, 128, 8, group=8),
-    ROWWISE: CastTile(128, 128, 8, group=8),
-    BLOCK_1X128: CastTile(128, 128, 4, group=8, reload=True),
+    ROWWISE: CastTile(128, 128, 4),
+    BLOCK_1X128: CastTile(128, 128, 4, group=8),
     BLOCK_128X128: CastTile(128, 128, 8, group=8),
-    BLOCK_1X32: CastTile(128, 128, 4, group=8, reload=True),
+    BLOCK_1X32: CastTile(128, 128, 4, group=8),
 }
 # Of whole rows, by the longest row that a tile holds.
 ROW_TILES = {
@@ -113,5 +111,5 @@ def choose(m: int, n: int, block: Block | None, block_t: Block | None) -> CastTi
     tile = TRANSPOSED[block_t] if block is None else BOTH[max(block, block_t, key=DEMAND.index)]
     if m % VECTOR_BYTES or n % VECTOR_BYTES:
         # Without vectors each element has an address of its own: fewer of them a thread.
-        return tile._replace(warps=UNALIGNED_WARPS, reload=False, registers=0)
+        return tile._replace(warps=UNALIGNED_WARPS, registers=0)
     return tile

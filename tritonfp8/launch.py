@@ -192,7 +192,6 @@ def _constants(
         "TILE_N": tile.n,
         "R": tile.rows_a_thread(VECTOR_BYTES) if numerics_t else 1,
         "GROUP": tile.group,
-        "RELOAD": tile.reload and numerics is not None,
     }
 
 
