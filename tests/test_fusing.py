@@ -231,7 +231,8 @@ class TestBlocks:
             ({"factor": 2.0}, "its forward is not"),
             ({"activation": lambda x: F.silu(x) if x.sum() > 0 else x}, "its forward is not"),
         ],
-        ids=str,
+        # Names that are the same in each process that collects them.
+        ids=["bias", "gelu", "factor", "branch"],
     )
     def test_other_mlps_stay(self, options, reason):
         model = block(**options)
