@@ -14,13 +14,6 @@ TWO_BY_TWO, HYBRID = (2, 2), (2, 1, 2)
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(4)
-    yield processes
-    processes.stop()
-
-
-@pytest.fixture(scope="module")
 def gpus():
     processes = Processes(4, "cuda")
     yield processes
