@@ -82,3 +82,13 @@ def pytest_terminal_summary(terminalreporter):
         count = sum(mark in report.keywords for report in skipped)
         if count and not met:
             terminalreporter.write_line(f"not run: {count} marked {mark!r} ({reason})", yellow=True)
+
+
+@pytest.fixture(scope="session")
+def gpus():
+    """The same on NCCL, with a GPU each."""
+    from process_group import Processes
+
+    processes = Processes(min(torch.cuda.device_count(), 4), "cuda")
+    yield processes
+    processes.stop()

@@ -269,10 +269,16 @@ def _bits(q):
     return q.qdata.reshape(-1).view(torch.uint8), q.scale.reshape(-1).view(torch.uint8)
 
 
-def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype", dtype=torch.bfloat16):
-    """Names of operands whose bits are not those that a single process makes of the whole weight."""
+def both_operands(weight, recipe):
+    """A whole weight as ``output`` reads it, and transposed as ``grad_input`` does, both of them quantized."""
     from tritonfp8.functional import quantize_weight
 
+    q, q_t = quantize_weight(weight, recipe)
+    return q, q_t or tritonfp8.Quantized(q.qdata.t().contiguous(), q.scale.t().contiguous(), q.spec)
+
+
+def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype", dtype=torch.bfloat16):
+    """Names of operands whose bits are not those that a single process makes of the whole weight."""
     model = (_poisoned if poisoned else initialize)(Linears(shapes))
     seen = dtype if cast == "param_dtype" else torch.float32
     full = [layer.weight.detach().clone().to(seen) for layer in model.layers]
@@ -284,11 +290,7 @@ def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype"
     different, seen_layers = [], []
 
     def compare(index, layer):
-        wanted = [*quantize_weight(full[index], layer.recipe)]
-        if wanted[1] is None:
-            q = wanted[0]
-            wanted[1] = tritonfp8.Quantized(q.qdata.t().contiguous(), q.scale.t().contiguous(), q.spec)
-        for transposed, expected in enumerate(wanted):
+        for transposed, expected in enumerate(both_operands(full[index], layer.recipe)):
             found = layer.weight.operand(layer.recipe, bool(transposed))
             same = all(torch.equal(a, b) for a, b in zip(_bits(found), _bits(expected), strict=True))
             if not same or found.spec != expected.spec or layer.weight.dtype != dtype:

@@ -3,8 +3,7 @@
 import hashlib
 
 import torch
-from fsdp_cases import VOCABULARY, Llama, initialize
-from torch import nn
+from fsdp_cases import VOCABULARY, Linears, Llama, both_operands, initialize
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
@@ -12,7 +11,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather
-from tritonfp8.functional import quantize_weight
 
 HEADS, LAYERS = 4, 2
 
@@ -24,12 +22,11 @@ def mesh_of(world_mesh, sizes):
 
 
 def plan(local):
-    colwise, rowwise = (lambda **options: ColwiseParallel(**options)), (lambda: RowwiseParallel())
-    found = {"head": colwise(output_layouts=Replicate())}
+    found = {"head": ColwiseParallel(output_layouts=Replicate())}
     for i in range(LAYERS):
-        found |= {f"layers.{i}.{name}": colwise() for name in ("q", "k", "v")}
-        found |= {f"layers.{i}.{name}": colwise(use_local_output=local) for name in ("gate", "up")}
-        found |= {f"layers.{i}.{name}": rowwise() for name in ("o", "down")}
+        found |= {f"layers.{i}.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        found |= {f"layers.{i}.{name}": ColwiseParallel(use_local_output=local) for name in ("gate", "up")}
+        found |= {f"layers.{i}.{name}": RowwiseParallel() for name in ("o", "down")}
     return found
 
 
@@ -142,23 +139,12 @@ def load(world_mesh, folder, sizes, recipe, enabled):
     return [name for (name, p), value in pairs if not torch.equal(p.to_local(), value)]
 
 
-class Sharded(nn.Module):
-    """Linear layers of which every other one is sharded by in features, on slices of one input."""
-
-    def __init__(self, shapes):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(k, n, bias=False) for n, k in shapes)
-
-    def forward(self, x):
-        return sum(layer(x[:, : layer.in_features]).sum(1) for layer in self.layers)
-
-
 def compare_operands(world_mesh, sizes, recipe, shapes):
-    """Names of operands whose bits are not those that a single process makes of the whole weight; and how many."""
+    """As :func:`fsdp_cases.compare_operands`, of weights of which every other one is sharded by in features."""
     from tritonfp8.distributed.placements import largest_blocks
 
     dp, tp = mesh_of(world_mesh, sizes)
-    model = initialize(Sharded(shapes)).to(world_mesh.device_type)
+    model = initialize(Linears(shapes)).to(world_mesh.device_type)
     full = [layer.weight.detach().to(torch.bfloat16) for layer in model.layers]
     tritonfp8.convert(model, recipe, filter=lambda module, name: True)
     styles = (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate()))
@@ -177,11 +163,7 @@ def compare_operands(world_mesh, sizes, recipe, shapes):
         local = layer.weight.to_local()
         gaps[dim] = start % blocks[dim]
         padded = torch.nn.functional.pad(local, (gaps[1], 0, gaps[0], 0)) if any(gaps) else local
-        wanted = [*quantize_weight(full[index], spec)]
-        if wanted[1] is None:
-            q = wanted[0]
-            wanted[1] = tritonfp8.Quantized(q.qdata.t().contiguous(), q.scale.t().contiguous(), q.spec)
-        for transposed, expected in enumerate(wanted):
+        for transposed, expected in enumerate(both_operands(full[index], spec)):
             found = padded.operand(spec, bool(transposed))
             if not part_of(found, expected, dim ^ transposed, start, gaps[dim]):
                 different.append((shapes[index], "transposed" if transposed else "as it lies"))

@@ -22,13 +22,6 @@ def ranks():
     processes.stop()
 
 
-@pytest.fixture(scope="module")
-def gpus():
-    processes = Processes(min(torch.cuda.device_count(), 4), "cuda")
-    yield processes
-    processes.stop()
-
-
 def check_equal_to_off(ranks, world, setup, steps=3):
     on, off = (
         ranks.run(world, fsdp_cases.train, setup=replace(setup, enabled=enabled), steps=steps)
