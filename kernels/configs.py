@@ -39,9 +39,10 @@ class MatmulConfig:
     their float32 parts are added up in their order by a second launch. ``max_m`` is the largest M that this serves.
 
     ``specialized`` is the warp-specialized Hopper kernel. ``bare`` says that its registers hold no activation or
-    residual besides the product. ``stagger`` keeps its two groups of warps half a step apart; ``tight`` lets them
-    promote before they start the next product, in fewer registers; ``overlap`` lets them start it before, that many
-    steps in a row, where a group has only one product a step.
+    residual besides the product, ``column_scales`` that they hold scales of every column along K. ``stagger`` keeps its
+    two groups of warps half a step apart; ``tight`` lets them promote before they start the next product, in fewer
+    registers; ``overlap`` lets them start it before, that many steps in a row, where a group has only one product a
+    step.
     """
 
     block_m: int
@@ -62,13 +63,14 @@ class MatmulConfig:
     stagger: bool = False
     tight: bool = False
     overlap: int = 1
+    column_scales: bool = True
 
     @property
     def name(self) -> str:
         """What it is stored under: stable, readable, unique in its space.
 
         Of what decides how it runs; a field at its default adds nothing, so a new field leaves old names alone. Not of
-        ``rate``, ``bare`` and ``max_m``, which say when to choose it.
+        ``rate``, ``bare``, ``column_scales`` and ``max_m``, which say when to choose it.
         """
         default = type(self)
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.num_warps}", f"s{self.num_stages}"]
@@ -112,8 +114,8 @@ SPACES = {
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
         "precise": (
-            MatmulConfig(256, 128, 128, 4, 4, 1.35, specialized=True, bare=True),
-            MatmulConfig(128, 128, 128, 4, 4, 1.28, specialized=True),
+            MatmulConfig(128, 128, 128, 4, 5, 1.39, specialized=True, overlap=2),
+            MatmulConfig(256, 64, 128, 4, 5, 1.20, specialized=True, stagger=True),
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
             MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
@@ -124,6 +126,8 @@ SPACES = {
     },
     "blockwise": {
         "precise": (
+            MatmulConfig(128, 128, 128, 4, 5, 1.33, specialized=True, overlap=4, column_scales=False),
+            MatmulConfig(256, 128, 128, 4, 4, 1.20, halves=True, specialized=True, bare=True, stagger=True, tight=True),
             MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.82),
             MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),
@@ -168,6 +172,7 @@ def supports(
     specialized: bool,
     max_shared_bytes: int,
     native_mx: bool = False,
+    column_scales: bool = False,
 ) -> bool:
     """Whether ``config`` serves a product.
 
@@ -179,11 +184,12 @@ def supports(
         specialized: the device has warpgroup MMA and the copy engine can address all three matrices.
         max_shared_bytes: what the device gives a block.
         native_mx: the device has an MX instruction. It takes 128 rows; of a smaller tile Triton would make bf16.
+        column_scales: every column of the output has a scale of its own for every step of K.
     """
     fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
     native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
     # Parts of a sum have no epilogue.
-    holds = bare or not config.bare or config.split_k > 1
+    holds = (bare or not config.bare or config.split_k > 1) and (config.column_scales or not column_scales)
     return fits and native and holds and (specialized or not config.specialized)
 
 

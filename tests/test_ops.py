@@ -48,7 +48,8 @@ def samples(device):
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
     for part in (x, x.t(), x[:0], x[::2, 1:]):
-        yield ops.transpose, (part.to(torch.float8_e4m3fn),)
+        # Without NaN, which opcheck's comparison takes for a difference.
+        yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)
     yield ops.quantize, (x[:0], *ROW.args)
     yield ops.quantize, (x[0], *ROW.args)
     for pair in MATMUL_PAIRS:

@@ -8,6 +8,7 @@ from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TEN
 
 VECTOR_BYTES = 16
 WARP_SIZE = 32
+MIN_COLUMNS = 128
 
 Block = tuple[int, int]
 
@@ -45,6 +46,13 @@ class CastTile(NamedTuple):
         """Whether each block of ``x [m, n]`` lies in one tile."""
         return (block[0] != -1 or m <= self.m) and (block[1] != -1 or n <= self.n)
 
+    def narrowed(self, n: int) -> CastTile:
+        """As many elements in fewer columns, where half of its columns hold rows of ``n``."""
+        m, width = self.m, self.n
+        while width > MIN_COLUMNS and n <= width // 2:
+            m, width = 2 * m, width // 2
+        return self._replace(m=m, n=width)
+
     def rows_a_thread(self, columns_a_thread: int) -> int:
         """Rows that a thread holds of the tile, at most those of one store."""
         threads = WARP_SIZE * self.warps
@@ -59,23 +67,23 @@ UNALIGNED_WARPS = 16
 NORMAL = {
     TENSORWISE: CastTile(32, 128, 4),
     ROWWISE: CastTile(32, 128, 4),  # a row that does not fit in a tile
-    BLOCK_1X128: CastTile(32, 128, 4),
+    BLOCK_1X128: CastTile(8, 1024, 8),
     BLOCK_128X128: CastTile(128, 128, 8),
-    BLOCK_1X32: CastTile(32, 128, 4),
+    BLOCK_1X32: CastTile(8, 1024, 8),
 }
 TRANSPOSED = {
     TENSORWISE: CastTile(128, 128, 4, group=8),
-    ROWWISE: CastTile(128, 128, 4, group=8),
+    ROWWISE: CastTile(128, 64, 4, group=8),
     BLOCK_1X128: CastTile(128, 128, 4, group=8),
-    BLOCK_128X128: CastTile(128, 128, 8, group=8),
+    BLOCK_128X128: CastTile(128, 128, 4),
     BLOCK_1X32: CastTile(128, 128, 4, group=8),
 }
 BOTH = {
     TENSORWISE: CastTile(128, 128, 8, group=8),
     ROWWISE: CastTile(128, 128, 4),
-    BLOCK_1X128: CastTile(128, 128, 4, group=8),
+    BLOCK_1X128: CastTile(128, 128, 4),
     BLOCK_128X128: CastTile(128, 128, 8, group=8),
-    BLOCK_1X32: CastTile(128, 128, 4, group=8),
+    BLOCK_1X32: CastTile(128, 128, 4),
 }
 # Of whole rows, by the longest row that a tile holds.
 ROW_TILES = {
@@ -89,8 +97,8 @@ ROW_TILES = {
     16384: CastTile(1, 16384, 8),
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
-PARTIAL_AMAX = CastTile(64, 256, 8)
-PARTIAL_AMAX_PROGRAMS = 2  # a multiprocessor
+PARTIAL_AMAX = CastTile(16, 512, 4)
+PARTIAL_AMAX_PROGRAMS = 8  # a multiprocessor
 PARTIAL_AMAX_STAGES = 1
 TRANSPOSE = CastTile(128, 128, 4, group=8)
 
@@ -107,7 +115,7 @@ def choose(m: int, n: int, block: Block | None, block_t: Block | None) -> CastTi
     """The tile of a cast of ``x [m, n]``; the block of each result in its own coordinates, None where there is none."""
     if block_t is None:
         assert block is not None
-        return row_tile(n) if block == ROWWISE and n <= MAX_ROW_IN_TILE else NORMAL[block]
+        return row_tile(n) if block == ROWWISE and n <= MAX_ROW_IN_TILE else NORMAL[block].narrowed(n)
     tile = TRANSPOSED[block_t] if block is None else BOTH[max(block, block_t, key=DEMAND.index)]
     if m % VECTOR_BYTES or n % VECTOR_BYTES:
         # Without vectors each element has an address of its own: fewer of them a thread.

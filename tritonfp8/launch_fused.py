@@ -62,9 +62,9 @@ class Tiles(NamedTuple):
 # By the longest row that a configuration serves.
 RMS_NORM = {
     1024: Rows(4, 4, 4, False),
-    4096: Rows(1, 4, 4, False),
-    8192: Rows(1, 8, 2, False),
-    MAX_ROW: Rows(1, 16, 1, False),
+    4096: Rows(1, 4, 4, True),
+    8192: Rows(1, 8, 2, True),
+    MAX_ROW: Rows(1, 8, 2, False),
 }
 RMS_NORM_BACKWARD = {
     1024: Rows(4, 4, 4, False),
@@ -76,28 +76,30 @@ SILU_MUL_ROWS = {
     1024: Rows(4, 4, 1, False),
     4096: Rows(1, 4, 1, False),
     8192: Rows(1, 8, 1, False),
-    MAX_ROW: Rows(1, 16, 1, False),
+    MAX_ROW: Rows(1, 32, 1, False),
 }
 # By producer and by what is written: the normal result alone, the transposed one, both where the amax of the normal one
-# is given, both where a tile holds its blocks.
+# is given, both where a tile holds its blocks, by the longest of them.
 QUANTIZE_TILES = {
     ("rms_norm", "normal"): Tiles(128, 128, 8),
     ("rms_norm", "transposed"): Tiles(128, 64, 8),
-    ("rms_norm", "both"): Tiles(128, 64, 8),
-    ("silu_mul", "normal"): Tiles(64, 128, 8),
+    ("rms_norm", "both"): Tiles(128, 64, 4),
+    ("silu_mul", "normal"): Tiles(32, 128, 4),
     ("silu_mul", "transposed"): Tiles(128, 64, 8),
-    ("silu_mul", "both"): Tiles(128, 64, 8),
-    ("silu_mul", "both in blocks"): Tiles(128, 128, 16, 1, 2),
+    ("silu_mul", "both"): Tiles(128, 64, 4),
+    ("silu_mul", "both in blocks of 32"): Tiles(128, 32, 4),
+    ("silu_mul", "both in blocks of 128"): Tiles(128, 128, 16, 1, 3),
     ("silu_mul_backward", "normal"): Tiles(64, 128, 8),
     ("silu_mul_backward", "transposed"): Tiles(128, 64, 8),
     ("silu_mul_backward", "both"): Tiles(128, 64, 8),
-    ("silu_mul_backward", "both in blocks"): Tiles(128, 128, 16, 1, 2),
+    ("silu_mul_backward", "both in blocks of 32"): Tiles(128, 32, 4),
+    ("silu_mul_backward", "both in blocks of 128"): Tiles(128, 128, 8),
 }
 SQUARE_TILES = Tiles(128, 128, 16)
 # Of the pass that finds amax values.
 AMAX_TILES = {
-    "silu_mul": Tiles(64, 128, 8),
-    "silu_mul_backward": Tiles(64, 128, 8),
+    "silu_mul": Tiles(64, 64, 4),
+    "silu_mul_backward": Tiles(64, 64, 4),
 }
 SUM_TILES = Tiles(32, 32, 4)
 MIN_ROW_TILE = 128
@@ -182,7 +184,9 @@ def _tiles(producer: str, side: _Side | None, side_t: _Side | None) -> Tiles:
         return SQUARE_TILES
     if side is None or side_t is None:
         return QUANTIZE_TILES[producer, "transposed" if side is None else "normal"]
-    return QUANTIZE_TILES[producer, "both" if side.whole else "both in blocks"]
+    if side.whole:
+        return QUANTIZE_TILES[producer, "both"]
+    return QUANTIZE_TILES[producer, f"both in blocks of {max(*side.block, *side_t.block)}"]
 
 
 def _find_amax(inputs: _Inputs, side: _Side | None, side_t: _Side | None) -> tuple[_Side | None, _Side | None]:

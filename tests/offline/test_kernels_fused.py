@@ -76,7 +76,8 @@ def tile_cases():
             whole = -1 in block
             if producer == "rms_norm" and block != TENSORWISE:
                 continue  # The normal result comes from the rows kernel.
-            yield producer, "both", block, QUANTIZE_TILES[producer, "both" if whole else "both in blocks"]
+            kind = "both" if whole else f"both in blocks of {max(block)}"
+            yield producer, "both", block, QUANTIZE_TILES[producer, kind]
 
 
 CASES = [pytest.param(*case, id=f"{case[0]}-{case[1]}-{'x'.join(map(str, case[2]))}") for case in tile_cases()]
@@ -121,9 +122,9 @@ def test_tiles_of_other_dtypes(producer, dtype):
 @pytest.mark.parametrize("producer", ["rms_norm", "silu_mul_backward"])
 def test_tiles_of_one_row_or_column(producer):
     """Sizes of 1 are constants to the compiler."""
-    tiles = QUANTIZE_TILES[producer, "transposed"]
-    for one in ({"M": 1}, {"N": 1}, {"M": 1, "N": 1, "size": 1}):
-        compile_tiles(producer, "transposed", BLOCK_1X128, 90, tiles, "bf16", False, False, **one)
+    for kind, block in (("transposed", BLOCK_1X128), ("both", ROWWISE), ("normal", BLOCK_1X128)):
+        for one in ({"M": 1}, {"N": 1}, {"M": 1, "N": 1, "size": 1}):
+            compile_tiles(producer, kind, block, 90, QUANTIZE_TILES[producer, kind], "bf16", False, False, **one)
 
 
 def test_rows_of_one_row_or_column():
