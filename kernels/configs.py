@@ -114,7 +114,7 @@ SPACES = {
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
         "precise": (
-            MatmulConfig(128, 128, 128, 4, 5, 1.39, specialized=True, overlap=2),
+            MatmulConfig(128, 128, 128, 4, 5, 1.39, group_m=16, specialized=True, overlap=2),
             MatmulConfig(256, 64, 128, 4, 5, 1.20, specialized=True, stagger=True),
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
@@ -126,7 +126,7 @@ SPACES = {
     },
     "blockwise": {
         "precise": (
-            MatmulConfig(128, 128, 128, 4, 5, 1.33, specialized=True, overlap=4, column_scales=False),
+            MatmulConfig(128, 128, 128, 4, 5, 1.33, group_m=16, specialized=True, overlap=4, column_scales=False),
             MatmulConfig(256, 128, 128, 4, 4, 1.20, halves=True, specialized=True, bare=True, stagger=True, tight=True),
             MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.82),

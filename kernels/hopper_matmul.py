@@ -45,6 +45,11 @@ def _next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _stage_before(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _piece(
     piece, sizes, split_k, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
 ):
@@ -350,7 +355,6 @@ def _sum_fast(
     FIRST: gl.constexpr = GROUP * WAVES
     acc0 = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
     acc1 = acc0
-    previous = stage
     for step in range(first, last):
         mbarrier.wait(full.index(stage), phase)
         a_buf = a_bufs.index(stage)
@@ -361,14 +365,14 @@ def _sum_fast(
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(1, deps=[acc0])
-        mbarrier.arrive(empty.index(previous), count=1, pred=step > first)
-        previous = stage
+        # Not kept from the last step: Triton takes a name that was assigned to another before a loop for no other in it.
+        mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=step > first)
         stage, phase = _next_stage(stage, phase, STAGES)
     if WAVES == 2:
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
     else:
         acc0 = warpgroup_mma_wait(0, deps=[acc0])
-    mbarrier.arrive(empty.index(previous), count=1, pred=last > first)
+    mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=last > first)
     return acc0, acc1, stage, phase
 
 

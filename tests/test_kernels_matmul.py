@@ -220,6 +220,9 @@ def test_every_configuration(device, pair, accumulation, config, tma):
     aligned = [(config.block_m + 16, config.block_n + 16, 272)]
     if device == "cuda":
         aligned.append((384, 512, 1024))
+        # Every part of K takes each stage more than once.
+        steps = config.split_k * (2 * config.num_stages + 1)
+        aligned.append((config.block_m + 16, config.block_n + 16, steps * config.block_k))
     tails = (
         [(FEWEST_ROWS + 1 if config.max_m else 129, 127, 17)]
         if device == "cpu"
