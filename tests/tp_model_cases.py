@@ -232,17 +232,18 @@ def check_dynamic(name):
     return counter.frame_count
 
 
-def loss_parallel_losses(name):
-    """Cross entropy of a head whose outputs stay sharded, and its gradients; alone and sharded."""
+def check_loss_parallel(name, float8):
+    """Cross entropy of a head whose outputs stay sharded, and its gradients: those of one process."""
     from torch.distributed.tensor.parallel import loss_parallel
 
+    style = Float8ColwiseParallel if float8 else ColwiseParallel
     target, found = torch.arange(24) % 64, []
     for sharded in (False, True):
         torch.manual_seed(0)
         head, x = nn.Linear(48, 64), normal(24, 48, seed=1).requires_grad_()
         tritonfp8.convert(head, name)
         if sharded:
-            parallelize_module(head, mesh_of([2]), Float8ColwiseParallel(use_local_output=False))
+            parallelize_module(head, mesh_of([2]), style(use_local_output=False))
             with loss_parallel():
                 loss = nn.functional.cross_entropy(head(x), target)
                 loss.backward()
