@@ -268,12 +268,17 @@ def compare(
 
 
 def _make_deterministic() -> None:
-    """Let torch's own backward passes give the same bits each time; what has no such version says so and runs."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Let torch's own backward passes give the same bits each time; what has no such version is an error.
+
+    A warning is not enough: attention's backward then stays as it is.
+    """
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    # Kernels are not chosen by how fast they are on the day. Not in every version.
-    if hasattr(inductor, "deterministic"):
-        inductor.deterministic = True
+    # Kernels are not chosen by how fast they are on the day, and round as eager ones do, whatever they are fused with.
+    # Not in every version.
+    for option in ("deterministic", "emulate_precision_casts"):
+        if hasattr(inductor, option):
+            setattr(inductor, option, True)
 
 
 def _fit(first: Measured, count: int, job: Job) -> bool:

@@ -16,6 +16,11 @@ from tritonfp8.distributed import enable_float8_all_gather
 VOCABULARY = 67
 
 
+def recomputed(call, x, how):
+    """``call(x)``, once more in backward: ``"yes"``, ``"reentrant"`` or None."""
+    return call(x) if how is None else checkpoint(call, x, use_reentrant=how == "reentrant")
+
+
 class Block(nn.Module):
     """A Llama layer of sizes that nothing divides."""
 
@@ -29,9 +34,7 @@ class Block(nn.Module):
         self.recompute = None
 
     def forward(self, x):
-        if self.recompute is None:
-            return self.layer(x)
-        return checkpoint(self.layer, x, use_reentrant=self.recompute == "reentrant")
+        return recomputed(self.layer, x, self.recompute)
 
     def layer(self, x):
         h = self.norm1(x)
@@ -52,11 +55,12 @@ class Llama(nn.Module):
         self.head = nn.Linear(hidden, VOCABULARY)
         if tied:
             self.head.weight = self.embed.weight
+        self.recompute = None
 
     def forward(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = recomputed(layer, x, self.recompute)
         return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
@@ -89,6 +93,7 @@ class Setup:
     meta: bool = False
     frozen: str = ""
     recompute: str | None = None
+    recompute_with_hooks: str | None = None
     accumulate: int = 1
     clip: bool = False
     tied: bool = False
@@ -112,6 +117,7 @@ def build(mesh, setup):
         parameter.requires_grad_(not setup.frozen or setup.frozen not in name)
     for layer in model.layers:
         layer.recompute = setup.recompute
+    model.recompute = setup.recompute_with_hooks
     report = enable_float8_all_gather(model, setup.cast) if setup.enabled else None
     options = {
         "mesh": mesh,
@@ -415,7 +421,7 @@ def saved_with_torch(mesh, path, setup):
     return before == digest(model)
 
 
-def gathered_bytes(mesh, recipe, shape, enabled):
+def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
     """What one step of one layer carries."""
     from tritonfp8.distributed import count_collective_bytes
 
@@ -426,5 +432,5 @@ def gathered_bytes(mesh, recipe, shape, enabled):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     with count_collective_bytes() as counted:
-        model(torch.ones(2, shape[1], requires_grad=True)).sum().backward()
+        recomputed(model, torch.ones(2, shape[1], requires_grad=True), recompute).sum().backward()
     return dict(counted.bytes), dict(counted.calls)

@@ -12,7 +12,8 @@ import torch
 import torch.multiprocessing as mp
 
 START_TIMEOUT, TIMEOUT = 120, 60
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# With offloading, parameters are on the CPU.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A fork of a process that imported everything starts at once; one that has asked for the GPUs cannot be forked.
 START_METHODS = {"cpu": "forkserver", "cuda": "spawn"}
 IMPORTED_ONCE = [

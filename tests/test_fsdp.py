@@ -9,6 +9,7 @@ from fsdp_cases import Setup
 from process_group import Processes
 
 from tritonfp8 import recipes
+from tritonfp8.distributed.wire import forms
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -59,6 +60,9 @@ OPTIONS = {
     "recompute": Setup(recompute="yes"),
     "recompute_reentrant": Setup(recompute="reentrant"),
     "recompute_mxfp8": Setup("mxfp8", recompute="yes"),
+    # Around the hooks of FSDP, as transformers does: they run again, too.
+    "recompute_with_hooks": Setup(recompute_with_hooks="yes"),
+    "recompute_with_hooks_reentrant": Setup(recompute_with_hooks="reentrant"),
     "accumulate": Setup(accumulate=2),
     "clip": Setup(clip=True),
     "tied": Setup(tied=True),
@@ -148,6 +152,20 @@ def test_gathered_bytes_are_half_of_those_of_bf16(ranks, shape, recipe):
     assert off[0]["all_gather"] == 2 * 2 * shape[0] * shape[1]
     assert on[0]["all_gather"] <= 0.52 * off[0]["all_gather"]
     assert on[0]["all_gather"] + 2 * on[0].get("all_reduce", 0) <= 0.52 * off[0]["all_gather"]
+
+
+@pytest.mark.parametrize("recompute", ["yes", "reentrant"])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_gathered_bytes_where_forward_is_recomputed(ranks, recipe, recompute):
+    """A weight of two forms crosses the wire three times in 8 bits, where bf16 crosses it twice."""
+    shape, gathers = (256, 1024), 1 + len(forms(recipes.get(recipe)))
+    on, off = (
+        ranks.run(4, fsdp_cases.gathered_bytes, recipe=recipe, shape=shape, enabled=enabled, recompute=recompute)[0]
+        for enabled in (True, False)
+    )
+    assert off[0]["all_gather"] == 2 * 2 * shape[0] * shape[1]
+    assert (on[1]["all_gather"], off[1]["all_gather"]) == (gathers, 2)
+    assert gathers / 4 <= on[0]["all_gather"] / off[0]["all_gather"] <= 1.04 * gathers / 4
 
 
 def test_scales_of_all_weights_take_one_collective_a_step(ranks):

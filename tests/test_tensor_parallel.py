@@ -200,9 +200,10 @@ def test_compiled_module_takes_any_number_of_tokens(two, name):
     assert max(two.run(tp_model_cases.check_dynamic, name, timeout=150)) <= 2
 
 
-def test_loss_parallel(two):
+@pytest.mark.parametrize("float8", [False, True], ids=["plain", "float8"])
+def test_loss_parallel(two, float8):
     for name in NAMES:
-        two.run(tp_model_cases.loss_parallel_losses, name)
+        two.run(tp_model_cases.check_loss_parallel, name, float8)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])

@@ -485,6 +485,7 @@ def linear(
             if quantized_weight is not None:
                 raise ValueError(f"quantized_weight goes with plain tensors; got an operand of {type(x).__name__}")
             return handler(input, weight, bias, recipe, shared_input)
-        if not torch.compiler.is_compiling() and type(x).__module__.startswith("torch.distributed"):
+        # Results of asynchronous collectives, whose type is in torch.distributed too, wait for themselves.
+        if not torch.compiler.is_compiling() and type(x).__module__.startswith("torch.distributed.tensor"):
             raise TypeError(f"linear got a {type(x).__name__}: import tritonfp8.distributed, which computes with them")
     return local_linear(input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input)

@@ -234,14 +234,14 @@ class GatheredWeight(QuantizedWeight, Tensor):
             # An op, which dispatches to _operand, as a graph does not see into subclasses.
             qdata, scale = torch.ops.tritonfp8.weight_operand(self.detach(), *spec.args, transposed)
         else:
-            qdata, scale = self._operand(spec, transposed)
+            qdata, scale = self._operand(spec, transposed, in_graph=False)
         return Quantized(qdata, scale, spec)
 
     def _moved(self, gaps: tuple[int, int]) -> GatheredWeight:
         """The same bytes with zeros before them."""
         return GatheredWeight(self._buffer, self._scale, self._scale_t, self._tag, self._wire, self.dtype, gaps)
 
-    def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+    def _operand(self, spec: QuantSpec, transposed: bool, in_graph: bool) -> tuple[Tensor, Tensor]:
         wire = self._wire
         form = wire.forms[-1] if transposed else wire.forms[0]
         if form.spec != spec:
@@ -253,7 +253,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
         above, left = wire.lead(form)
         if self._tag is None:
             qdata, scale = read_form(self._buffer, held, wire, form)
-        elif torch.compiler.is_compiling():
+        elif in_graph:
             # Which form the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
             qdata, scale = torch.ops.tritonfp8.gathered_form(
                 self._buffer, held, self._tag, wire.rows, wire.cols, above, left, *spec.args, transposed
@@ -301,7 +301,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
                 given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
             if func is torch.ops.tritonfp8.weight_operand.default:
-                return weight._operand(QuantSpec(args[1], tuple(args[2]), *args[3:5]), args[5])
+                return weight._operand(QuantSpec(args[1], tuple(args[2]), *args[3:5]), args[5], in_graph=True)
         raise TypeError(
             f"{func} needs the values of a weight that FSDP gathered in 8 bits for one recipe's GEMMs, and only those "
             "are there. Outside the layer work on the sharded parameters (model.reshard()); under autocast give "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.gather import GatheringQuantizer, gathered_placeholder, gathered_rows
@@ -157,9 +157,7 @@ def _local(
     layer: Layer,
 ) -> Tensor:
     """This rank's part of the output."""
-    moved = _cast(input)
-    if tuple(moved.placements) != layer.placements.input:
-        moved = moved.redistribute(placements=layer.placements.input)
+    moved = _placed(_cast(input), layer.placements.input)
     summed_later = layer.gather is not None and not layer.counted
     local = moved.to_local(grad_placements=layer.placements.grad_input)
     if summed_later:
@@ -193,6 +191,12 @@ def _local(
     return unalign(layer.n, unalign(layer.m, out, 0), 1).reshape(*lead, layer.n.local_size)
 
 
+def _placed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    # Each by itself: torch 2.11 cannot trace a comparison of tuples of them.
+    same = all(here == wanted for here, wanted in zip(x.placements, placements, strict=True))
+    return x if same else x.redistribute(placements=placements)
+
+
 def _aligned_rows(rows: Tensor, layer: Layer, input: DTensor, shared_input: SharedInput | None) -> Tensor:
     """The rows that the products read, gathered where they have to be."""
 
@@ -210,8 +214,7 @@ def _local_bias(bias: Tensor | None, layer: Layer) -> Tensor | None:
     if bias is None:
         return None
     assert isinstance(bias, DTensor)
-    if tuple(bias.placements) != layer.placements.bias:
-        bias = bias.redistribute(placements=layer.placements.bias)
+    bias = _placed(bias, layer.placements.bias)
     local = align(layer.n, bias.to_local(grad_placements=layer.placements.grad_bias), 0)
     if any(isinstance(p, Partial) for p in layer.placements.output):
         return _AddedOnce.apply(local, layer.adds_bias)  # type: ignore[no-untyped-call]
