@@ -23,7 +23,7 @@ def matmul_args(pair, device, bias=False, residual=False, activation=None, out_d
     m, n = 33, 24
     operands = []
     for x, spec in zip((normal(m, k), normal(n, k, seed=1)), pair, strict=True):
-        operands += [*reference.quantize(x.to(device), *spec.args), *spec.args[:3]]
+        operands += [*reference.quantize(x.to(device), *spec.args), *spec.args]
     return (
         *operands,
         normal(n, seed=2, device=device) if bias else None,

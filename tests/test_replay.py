@@ -87,7 +87,7 @@ def test_replays_compute_what_the_first_call_did(name):
             a = ops.quantize(x, *gemm.lhs.args)
             b, b_scale, t, t_scale = ops.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)
             args = (
-                *a, *gemm.lhs.args[:3], b, b_scale, *gemm.rhs.args[:3], None, None, None, torch.float32, "precise"
+                *a, *gemm.lhs.args, b, b_scale, *gemm.rhs.args, None, None, None, torch.float32, "precise"
             )  # fmt: skip
             out = ops.scaled_matmul(*args)
             launched = launch.scaled_matmul.__wrapped__(*args)

@@ -203,6 +203,6 @@ def scaled_matmul(
     _check_operand("bias", bias, shape[1:], a.device)
     _check_operand("residual", residual, shape, a.device)
     return ops.scaled_matmul(
-        a.qdata, a.scale, *a.spec.args[:3], b.qdata, b.scale, *b.spec.args[:3],
+        a.qdata, a.scale, *a.spec.args, b.qdata, b.scale, *b.spec.args,
         bias, activation, residual, out_dtype, accumulation,
     )  # fmt: skip
