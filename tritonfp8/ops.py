@@ -98,17 +98,19 @@ def _silu_mul_backward_quantize_fake(grad: Tensor, gate: Tensor, up: Tensor, *ar
 def _on_cuda(launcher: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
     """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it)."""
     of_device: dict[int, Callable[..., Any]] = {}
+    # There is a tensor on CUDA, so CUDA is initialized, which torch.cuda.current_device would look into.
+    current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, *args: Any) -> Any:
         index = x.get_device()
         function = of_device.get(index)
         if function is None:
             function = of_device[index] = launcher if hardware.abilities(x.device).has_fp8_mma else fallback
-        if index == torch.cuda.current_device():
-            return function(x, *args, **kwargs)
+        if index == current_device():
+            return function(x, *args)
         # Triton launches on the current device.
         with torch.cuda.device(index):
-            return function(x, *args, **kwargs)
+            return function(x, *args)
 
     return run
 

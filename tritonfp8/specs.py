@@ -228,9 +228,12 @@ def matmul_family(a_block: Sequence[int], b_block: Sequence[int]) -> str:
     return a.family
 
 
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 def check_floating(name: str, x: torch.Tensor) -> None:
     """Raise TypeError unless ``x`` is a tensor of bf16, fp16, fp32 or fp64."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if x.dtype not in _FLOATING:
         raise TypeError(f"{name} must be bfloat16, float16, float32 or float64; got {x.dtype}. Cast it first.")
