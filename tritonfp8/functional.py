@@ -142,6 +142,8 @@ def _check_quantized(name: str, q: object) -> None:
 
 
 _ACTIVATIONS = (None, *ACTIVATIONS)
+# activation, out_dtype, accumulation.
+_DEFAULT_OPTIONS = (None, torch.bfloat16, "precise")
 
 
 def _check_options(activation: object, accumulation: object, out_dtype: object) -> None:
@@ -214,6 +216,10 @@ def scaled_matmul(
         _check_operand("bias", bias, (b_shape[0],), device)
     if residual is not None:
         _check_operand("residual", residual, (a_shape[0], b_shape[0]), device)
+    options = (activation, out_dtype, accumulation)
+    if bias is None and residual is None and options == _DEFAULT_OPTIONS:
+        # The dispatcher takes time for each argument that it is given.
+        return ops.scaled_matmul(lhs, a.scale, *a_spec.args, rhs, b.scale, *b_spec.args)
     return ops.scaled_matmul(
         lhs, a.scale, *a_spec.args, rhs, b.scale, *b_spec.args,
         bias, activation, residual, out_dtype, accumulation,

@@ -28,7 +28,8 @@ SCHEMAS = {
     "transpose": "(Tensor qdata) -> Tensor",
     "scaled_matmul": (
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
-        "Tensor? bias, str? activation, Tensor? residual, ScalarType out_dtype, str accumulation) -> Tensor"
+        "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType out_dtype=bfloat16, "
+        "str accumulation='precise') -> Tensor"
     ),
     "matmul": "(Tensor a, Tensor b) -> Tensor",
     "rms_norm_quantize": f"(Tensor x, Tensor weight, float eps, str rounding, {_PRODUCER}) -> Tensor[]",
@@ -65,7 +66,7 @@ def _transpose_fake(qdata: Tensor) -> Tensor:
 
 
 def _scaled_matmul_fake(a: Tensor, *args: Any) -> Tensor:
-    b, out_dtype = args[2], args[-2]
+    b, out_dtype = args[2], args[8] if len(args) > 8 else torch.bfloat16
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
@@ -95,8 +96,13 @@ def _silu_mul_backward_quantize_fake(grad: Tensor, gate: Tensor, up: Tensor, *ar
     return [*_results_fake(gate, 2, args), *([gate.new_empty((2, *gate.shape))] if args[-1] else [])]
 
 
-def _on_cuda(launcher: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it)."""
+def _on_cuda(
+    launcher: Callable[..., Any], fallback: Callable[..., Any], kind: Callable[..., str] | None = None
+) -> Callable[..., Any]:
+    """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it).
+
+    Products, which have a ``kind``, are counted here: a function around this one would cost each eager call.
+    """
     of_device: dict[int, Callable[..., Any]] = {}
     # There is a tensor on CUDA, so CUDA is initialized, which torch.cuda.current_device would look into.
     current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -107,10 +113,14 @@ def _on_cuda(launcher: Callable[..., Any], fallback: Callable[..., Any]) -> Call
         if function is None:
             function = of_device[index] = launcher if hardware.abilities(x.device).has_fp8_mma else fallback
         if index == current_device():
-            return function(x, *args)
-        # Triton launches on the current device.
-        with torch.cuda.device(index):
-            return function(x, *args)
+            out = function(x, *args)
+        else:
+            # Triton launches on the current device.
+            with torch.cuda.device(index):
+                out = function(x, *args)
+        if kind is not None and counting.is_active():
+            _count(kind, out, x, *args)
+        return out
 
     return run
 
@@ -119,10 +129,14 @@ def _counted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable
     def run(a: Tensor, *args: Any) -> Any:
         out = function(a, *args)
         if counting.is_active():
-            counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1])
+            _count(kind, out, a, *args)
         return out
 
     return run
+
+
+def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None:
+    counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1])
 
 
 def _scaled_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:
@@ -149,17 +163,20 @@ def _find(name: str, *modules: Any) -> Callable[..., Any] | None:
     return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
 
 
+def reference_of(name: str) -> Callable[..., Any]:
+    """The op of this name in plain torch: the same parameters with the same defaults."""
+    found = _find(name, reference, reference_fused)
+    assert found is not None
+    return found
+
+
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        cpu = _find(name, reference, reference_fused)
-        assert cpu is not None
-        launcher = _find(name, launch, launch_fused)
-        cuda = cpu if launcher is None else _on_cuda(launcher, cpu)
-        if name in _KINDS:
-            cpu, cuda = _counted(cpu, _KINDS[name]), _counted(cuda, _KINDS[name])
-        _library.impl(name, cpu, "CPU")
-        _library.impl(name, cuda, "CUDA")
+        cpu, launcher, kind = reference_of(name), _find(name, launch, launch_fused), _KINDS.get(name)
+        counted = cpu if kind is None else _counted(cpu, kind)
+        _library.impl(name, counted, "CPU")
+        _library.impl(name, counted if launcher is None else _on_cuda(launcher, cpu, kind), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[name], lib=_library)
 
 

@@ -159,11 +159,11 @@ def scaled_matmul(
     b: Tensor,
     b_scale: Tensor,
     b_spec: str,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    accumulation: str,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulation: str = "precise",
 ) -> Tensor:
     """``activation(a @ b.T + bias) + residual`` on quantized operands, in float32, rounded to ``out_dtype`` at the end.
 

@@ -356,12 +356,14 @@ def _source(function: Callable[..., Any]) -> str:
     maybe = [name for name in names if hints[name] == Tensor | None]
     sequences = [name for name in names if hints[name] == Sequence[int]]
     others = [name for name in names if name not in (*tensors, *maybe, *sequences)]
+    # The order in which a plan knows them.
+    assert tensors == [name for name in names if name in (*tensors, *maybe)][: len(tensors)] != []
     found = [f"{name}_address" for name in tensors]
     misaligned = [f"{address} % {ALIGNMENT}" for address in found]
     key = [
         repr(function.__name__),
         *others,
-        *(f"*{name}" for name in sequences),
+        *(f"tuple({name})" for name in sequences),
         *map(_LAYOUT.format, tensors),
         # Aligned ones, the usual case, in one step.
         f"({' | '.join(found)}) % {ALIGNMENT} and ({', '.join(misaligned)},)",
