@@ -39,7 +39,7 @@ def cast_contenders(case, x):
 
 def product_contenders(case, a, b):
     qa, qb = case.quantized(a, b)
-    args = (qa.qdata, qa.scale, *qa.spec.args[:3], qb.qdata, qb.scale, *qb.spec.args[:3])
+    args = (qa.qdata, qa.scale, *qa.spec.args, qb.qdata, qb.scale, *qb.spec.args)
     check = gates.close_product(tritonfp8.dequantize(qa) @ tritonfp8.dequantize(qb).t(), "precise")
     return [
         Contender("tritonfp8", lambda: lambda: tritonfp8.scaled_matmul(qa, qb), check, own=True, peer=PEER),

@@ -105,8 +105,10 @@ FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
 SPACES = {
     "epilogue": {
         "fast": (
-            MatmulConfig(128, 256, 128, 8, 4, 1.50, halves=True),
-            MatmulConfig(128, 256, 128, 8, 3, 1.48, halves=True),
+            MatmulConfig(128, 256, 128, 4, 4, 1.51, halves=True, group_m=16, specialized=True, bare=True),
+            MatmulConfig(128, 128, 128, 4, 5, 1.45, specialized=True),
+            MatmulConfig(128, 256, 128, 8, 4, 1.44, halves=True),
+            MatmulConfig(128, 256, 128, 8, 3, 1.42, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 1.20),
             MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
@@ -127,7 +129,21 @@ SPACES = {
     "blockwise": {
         "precise": (
             MatmulConfig(128, 128, 128, 4, 5, 1.33, group_m=16, specialized=True, overlap=4, column_scales=False),
-            MatmulConfig(256, 128, 128, 4, 4, 1.20, halves=True, specialized=True, bare=True, stagger=True, tight=True),
+            MatmulConfig(
+                256,
+                128,
+                128,
+                4,
+                4,
+                1.20,
+                halves=True,
+                group_m=16,
+                specialized=True,
+                bare=True,
+                stagger=True,
+                tight=True,
+            ),
+            MatmulConfig(256, 64, 128, 4, 5, 1.06, specialized=True, stagger=True),
             MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.82),
             MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),

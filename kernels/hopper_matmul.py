@@ -365,7 +365,8 @@ def _sum_fast(
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(1, deps=[acc0])
-        # Not kept from the last step: Triton takes a name that was assigned to another before a loop for no other in it.
+        # Not kept from the last step: a name that stands for the same value as another before a loop, Triton takes for
+        # that other in it.
         mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=step > first)
         stage, phase = _next_stage(stage, phase, STAGES)
     if WAVES == 2:

@@ -80,7 +80,7 @@ MUTABLE_DATACLASSES = {
     "tritonfp8.training.Result": "filled while training, so that Ctrl-C keeps what was measured",
     "tritonfp8.training.Run": "likewise",
 }
-MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized._unflatten"}
+MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked"}
 MAY_READ_THE_ENVIRONMENT = {f"tritonfp8.{name}" for name in ABOVE_THE_CORE | {"tuning_store"}}
 PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60

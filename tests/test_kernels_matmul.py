@@ -135,7 +135,7 @@ class Product:
         for guard in guards:
             guard.fill_(GUARD_VALUE)
         out = launch.scaled_matmul(
-            self.a, self.a_scale, *self.specs[0].args[:3], self.b, self.b_scale, *self.specs[1].args[:3],
+            self.a, self.a_scale, *self.specs[0].args, self.b, self.b_scale, *self.specs[1].args,
             *epilogue, out_dtype, accumulation, out=buffer[GUARD : GUARD + m * n].view(m, n), **kwargs,
         )  # fmt: skip
         for guard in guards:
@@ -291,7 +291,7 @@ def test_split_sums_in_a_cuda_graph(name):
         if not runs(config, pair, "cuda", out_dtype=torch.bfloat16):
             continue
         eager = product.run(out_dtype=torch.bfloat16, config=config)
-        arguments = (product.a, product.a_scale, *pair[0].args[:3], product.b, product.b_scale, *pair[1].args[:3])
+        arguments = (product.a, product.a_scale, *pair[0].args, product.b, product.b_scale, *pair[1].args)
         options = {"config": config}
         launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", **options)
         graph = torch.cuda.CUDAGraph()

@@ -1,13 +1,15 @@
 """The registered ops: schema, fake, CPU and CUDA implementations, and the count of products."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
 from cases import SPEC_OF_BLOCK, SPECS, banded, cpu_and_cuda, each_spec, normal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tritonfp8 import counting, ops, reference, reference_fused
+import tritonfp8
+from tritonfp8 import counting, launch, launch_fused, ops, reference, reference_fused
 from tritonfp8.counting import count_gemms
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
@@ -23,7 +25,7 @@ def matmul_args(pair, device, bias=False, residual=False, activation=None, out_d
     m, n = 33, 24
     operands = []
     for x, spec in zip((normal(m, k), normal(n, k, seed=1)), pair, strict=True):
-        operands += [*reference.quantize(x.to(device), *spec.args), *spec.args[:3]]
+        operands += [*reference.quantize(x.to(device), *spec.args), *spec.args]
     return (
         *operands,
         normal(n, seed=2, device=device) if bias else None,
@@ -74,10 +76,6 @@ def fused_samples(device):
         yield ops.silu_mul_backward_quantize, (grad, x, up, *specs)
     yield ops.rms_norm_backward, (grad, x, weight, rstd, "output", None, False)
     yield ops.rms_norm_backward, (grad, x, weight, rstd, "normalized", up, True)
-
-
-def reference_of(name):
-    return getattr(reference, name, None) or getattr(reference_fused, name)
 
 
 def as_list(results):
@@ -175,7 +173,39 @@ def test_schema(name):
     assert {str(argument.type) for argument in schema.arguments} <= allowed
     assert not schema.is_mutable
     assert torch.Tag.pt2_compliant_tag in overload.tags
-    assert callable(reference_of(name))
+    assert callable(ops.reference_of(name))
+
+
+@pytest.mark.parametrize("name", ops.SCHEMAS)
+def test_parameters_are_those_of_the_twins(name):
+    """By name, and whether each has a default: the dispatcher leaves out what a schema has as default."""
+    arguments = getattr(ops, name)._schema.arguments
+    expected = [(argument.name, argument.has_default_value()) for argument in arguments]
+    twins = [ops.reference_of(name), *(getattr(m, name) for m in (launch, launch_fused) if hasattr(m, name))]
+    for twin in twins:
+        parameters = [p for p in inspect.signature(twin).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        assert [(p.name, p.default is not p.empty) for p in parameters] == expected
+
+
+@cpu_and_cuda
+def test_defaults_of_a_product(device):
+    args = matmul_args((ROW, ROW), device)
+    assert args[6:] == (None, None, None, torch.bfloat16, "precise")
+    expected = ops.scaled_matmul(*args)
+    assert_bitwise_equal(ops.scaled_matmul(*args[:6]), expected)
+    check_fake(ops.scaled_matmul, args[:6])
+    for twin in (ops.reference_of("scaled_matmul"), launch.scaled_matmul, tritonfp8.scaled_matmul):
+        parameters = inspect.signature(twin).parameters
+        for name, value in zip(("bias", "activation", "residual", "out_dtype", "accumulation"), args[6:], strict=True):
+            assert parameters[name].default == value
+
+
+@pytest.mark.parametrize("text", ["e4m3", "e4m3:1x128:e8m0:pow2"])
+def test_unknown_spec_is_an_error(text):
+    with pytest.raises(ValueError, match=f"got '{text}'"):
+        ops.quantize(normal(4, 8), text)
+    with pytest.raises(ValueError, match=f"got '{text}'"), FakeTensorMode():
+        ops.quantize(torch.empty(4, 8), text)
 
 
 @cpu_and_cuda
@@ -184,7 +214,7 @@ def test_op_is_the_reference(device, i):
     """On the CPU by dispatch; on CUDA the casts to the bit (what rounds by itself has tests of its own)."""
     op, args = on(device, i)
     if device == "cpu" or op in (ops.amax, ops.quantize, ops.quantize_both, ops.dequantize):
-        assert_bitwise_equal(op(*args), reference_of(op._opname)(*args))
+        assert_bitwise_equal(op(*args), ops.reference_of(op._opname)(*args))
 
 
 class TestCounting:

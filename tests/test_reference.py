@@ -286,9 +286,7 @@ class TestMatmul:
         return quantize(normal(m, k), spec), quantize(normal(n, k, seed=1), spec)
 
     def run(self, a, b, spec, bias=None, activation=None, residual=None, out_dtype=torch.float32):
-        return reference.scaled_matmul(
-            *a, *spec.args[:3], *b, *spec.args[:3], bias, activation, residual, out_dtype, "precise"
-        )
+        return reference.scaled_matmul(*a, *spec.args, *b, *spec.args, bias, activation, residual, out_dtype, "precise")
 
     @each_spec
     def test_is_the_product_of_the_dequantized(self, spec):

@@ -1,5 +1,7 @@
 """What is repeated and what is not; that repeated launches are the same is in tests/offline."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import triton
@@ -17,8 +19,8 @@ def calls(monkeypatch):
     seen = []
 
     @replay.replayed
-    def double(x, block, factor=2):
-        seen.append((x, block, factor))
+    def double(x: torch.Tensor, block: Sequence[int], factor: int = 2, *, option: int | None = None) -> torch.Tensor:
+        seen.append((x, block, factor, option))
         return x * factor
 
     return double, seen
@@ -39,32 +41,61 @@ def test_a_plan_is_for_one_kind_of_arguments(calls):
     x = normal(4, 6)
     kinds = [
         (x, [1, 2]), (x, [1, 3]), (x.bfloat16(), [1, 2]), (x.t(), [1, 2]), (x[1:], [1, 2]), (normal(25)[1:], [1, 2]),
-        (x, [1, 2], 3), (x, [1, 2], 2),
+        (x, [1, 2], 3),
     ]  # fmt: skip
     for kind in kinds:
         double(*kind)
         double(*kind)
     assert len(replay._plans) == len(kinds)
+    # The default is a value as any other.
+    double(x, [1, 2], 2)
+    assert len(replay._plans) == len(kinds)
     replay.forget()
     assert not replay._plans
 
 
-def test_keywords_are_for_the_function_alone(calls):
+def test_options_are_for_the_function_alone(calls):
     double, seen = calls
-    double(normal(4, 5), [1, 2], factor=3)
-    assert len(seen) == 1
+    x = normal(4, 5)
+    assert_bitwise_equal(double(x, [1, 2], factor=3, option=7), x * 3)
+    assert seen == [(x, [1, 2], 3, 7)]
     assert not replay._plans
 
 
 def test_one_tensor_in_two_places_is_no_plan(monkeypatch):
     monkeypatch.setattr(compiled, "INTERPRETING", False)
     monkeypatch.setattr(replay, "_plans", {})
-    both = replay.replayed(lambda a, b: a + b)
+
+    @replay.replayed
+    def both(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        return a + b
+
     x = normal(3, 4)
     both(x, x)
     assert not replay._plans
     both(x, x.clone())
     assert len(replay._plans) == 1
+
+
+def test_every_tensor_tells_plans_apart(monkeypatch):
+    """Shape, strides, dtype and alignment, of the tensors that must be there and of one that need not be."""
+    monkeypatch.setattr(compiled, "INTERPRETING", False)
+    monkeypatch.setattr(replay, "_plans", {})
+
+    @replay.replayed
+    def add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
+        return a.sum() + b.sum() + (0 if c is None else c.sum())
+
+    def x():
+        return normal(6, 6)
+
+    others = [x().bfloat16(), x().t(), x()[:5], normal(37)[1:].view(6, 6), normal(38)[2:].view(6, 6)]
+    kinds = [(x(), x()), (x(), x(), x())]
+    kinds += [kind for y in others for kind in ((x(), y), (y, x()), (x(), y, x()), (y, x(), x()), (x(), x(), y))]
+    for kind in kinds:
+        add(*kind)
+        add(*kind)
+    assert len(replay._plans) == len(kinds)
 
 
 def test_a_profiler_sees_the_launches(calls, monkeypatch):
@@ -87,7 +118,7 @@ def test_replays_compute_what_the_first_call_did(name):
             a = ops.quantize(x, *gemm.lhs.args)
             b, b_scale, t, t_scale = ops.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)
             args = (
-                *a, *gemm.lhs.args[:3], b, b_scale, *gemm.rhs.args[:3], None, None, None, torch.float32, "precise"
+                *a, *gemm.lhs.args, b, b_scale, *gemm.rhs.args, None, None, None, torch.float32, "precise"
             )  # fmt: skip
             out = ops.scaled_matmul(*args)
             launched = launch.scaled_matmul.__wrapped__(*args)

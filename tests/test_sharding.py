@@ -31,8 +31,8 @@ def test_rule_has_the_arity_of_its_op(name):
     assert list(RULES[name].inputs) == tensors
     assert len(RULES[name].outputs) == len(schema.returns)
     names = {a.name for a in schema.arguments}
-    blocks = {o.block for o in (*RULES[name].inputs.values(), *RULES[name].outputs) if o.block}
-    assert {*blocks, *RULES[name].forbids, *filter(None, [RULES[name].flag, RULES[name].needs])} <= names
+    scales = {o.scales for o in (*RULES[name].inputs.values(), *RULES[name].outputs) if o.scales}
+    assert {*scales, *RULES[name].forbids, *filter(None, [RULES[name].flag, RULES[name].needs])} <= names
 
 
 RULED = [i for i, (func, _) in enumerate(SAMPLES) if func.name().split("::")[1] in RULES]

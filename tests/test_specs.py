@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tritonfp8.specs import (
     BLOCK_128X128,
     BLOCKS,
     ROWWISE,
+    SPECS,
     TENSORWISE,
     QuantSpec,
     check_floating,
@@ -27,6 +29,7 @@ from tritonfp8.specs import (
     matmul_family,
     require,
     scale_shape,
+    spec_of,
     transposed,
 )
 
@@ -97,7 +100,7 @@ class TestValue:
 
     @given(specs())
     def test_equal_specs_hash_alike(self, spec):
-        twin = QuantSpec(*spec.args)
+        twin = QuantSpec(**spec.to_dict())
         assert twin == spec
         assert hash(twin) == hash(spec)
         assert {spec: 1}[twin] == 1
@@ -109,13 +112,25 @@ class TestValue:
         assert all(isinstance(value, str | list) for value in data.values())
         assert QuantSpec(**data) == spec
         data["block"].append(1)
-        assert QuantSpec(*spec.args) == spec
+        assert QuantSpec(**spec.to_dict()) == spec
 
     @given(specs())
-    def test_args_are_those_of_the_ops(self, spec):
-        format, block, scale_format, scale_rounding = spec.args
-        assert QuantSpec(format, tuple(block), scale_format, scale_rounding) == spec
-        assert type(block) is list
+    def test_args_are_the_text_that_ops_read(self, spec):
+        (text,) = spec.args
+        assert type(text) is str
+        assert spec_of(text) == spec
+        assert pickle.loads(pickle.dumps(spec)).args == spec.args
+
+    def test_texts_are_readable_and_tell_all_specs_apart(self):
+        assert QuantSpec("e4m3", (1, 128), "fp32", "pow2").args == ("e4m3:1x128:fp32:pow2",)
+        assert QuantSpec("e5m2").args == ("e5m2:tensorwise:fp32:none",)
+        assert len({spec.args for spec in VALID_SPECS}) == len(VALID_SPECS)
+        assert set(SPECS.values()) == set(VALID_SPECS)
+
+    @pytest.mark.parametrize("text", ["", "e4m3", "e4m3:1x128:fp32", "e4m3:1x128:e8m0:pow2", "E4M3:1x128:fp32:pow2"])
+    def test_other_texts_are_errors(self, text):
+        with pytest.raises(ValueError, match=f"e4m3:1x128:fp32:pow2.*got '{text}'"):
+            spec_of(text)
 
     @given(specs())
     def test_copies_are_the_spec_itself(self, spec):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.linear import Operands, SharedInput, linear, quantize_weight
-from tritonfp8.quantized import Quantized
+from tritonfp8.quantized import Quantized, unchecked
 from tritonfp8.specs import (
     ACCUMULATIONS,
     ACTIVATIONS,
@@ -100,7 +100,7 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
         if amax is not None and (tuple(amax.shape) != expected or amax.dtype != torch.float32):
             raise ValueError(f"amax must be float32 of shape {expected}; got {amax.dtype} of shape {tuple(amax.shape)}")
     qdata, scale = ops.quantize(_without_grad(x), *spec.args, transpose, amax)
-    return Quantized(qdata, scale, spec)
+    return unchecked(qdata, scale, spec)
 
 
 def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quantized, Quantized]:
@@ -121,7 +121,7 @@ def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quanti
     _check_spec(spec_t)
     _check_matrix(x, "quantize_both")
     qdata, scale, qdata_t, scale_t = ops.quantize_both(_without_grad(x), *spec.args, *spec_t.args)
-    return Quantized(qdata, scale, spec), Quantized(qdata_t, scale_t, spec_t)
+    return unchecked(qdata, scale, spec), unchecked(qdata_t, scale_t, spec_t)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -141,9 +141,20 @@ def _check_quantized(name: str, q: object) -> None:
         raise TypeError(f"{name} must be a tritonfp8.Quantized (see tritonfp8.quantize); got {type(q).__name__}")
 
 
-def _check_operand(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
-    if x is None:
+_ACTIVATIONS = (None, *ACTIVATIONS)
+# activation, out_dtype, accumulation.
+_DEFAULT_OPTIONS = (None, torch.bfloat16, "precise")
+
+
+def _check_options(activation: object, accumulation: object, out_dtype: object) -> None:
+    if activation in _ACTIVATIONS and accumulation in ACCUMULATIONS and out_dtype in HIGH_PRECISION_DTYPES:
         return
+    require("activation", activation, _ACTIVATIONS)
+    require("accumulation", accumulation, ACCUMULATIONS)
+    require("out_dtype", out_dtype, HIGH_PRECISION_DTYPES)
+
+
+def _check_operand(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     check_floating(name, x)
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}; got {tuple(x.shape)}")
@@ -191,18 +202,25 @@ def scaled_matmul(
     """
     _check_quantized("a", a)
     _check_quantized("b", b)
-    require("activation", activation, (None, *ACTIVATIONS))
-    require("accumulation", accumulation, ACCUMULATIONS)
-    require("out_dtype", out_dtype, HIGH_PRECISION_DTYPES)
-    matmul_family(a.spec.block, b.spec.block)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"scaled_matmul needs a [M, K] and b [N, K]; got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.device != b.device:
-        raise ValueError(f"both operands must be on one device; got a on {a.device} and b on {b.device}")
-    shape = (a.shape[0], b.shape[0])
-    _check_operand("bias", bias, shape[1:], a.device)
-    _check_operand("residual", residual, shape, a.device)
+    _check_options(activation, accumulation, out_dtype)
+    # Each look at an attribute counts: all of this is host time of an eager call.
+    lhs, rhs, a_spec, b_spec = a.qdata, b.qdata, a.spec, b.spec
+    if a_spec.block != b_spec.block:
+        matmul_family(a_spec.block, b_spec.block)
+    a_shape, b_shape, device = lhs.shape, rhs.shape, lhs.device
+    if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
+        raise ValueError(f"scaled_matmul needs a [M, K] and b [N, K]; got {tuple(a_shape)} and {tuple(b_shape)}")
+    if device != rhs.device:
+        raise ValueError(f"both operands must be on one device; got a on {device} and b on {rhs.device}")
+    if bias is not None:
+        _check_operand("bias", bias, (b_shape[0],), device)
+    if residual is not None:
+        _check_operand("residual", residual, (a_shape[0], b_shape[0]), device)
+    options = (activation, out_dtype, accumulation)
+    if bias is None and residual is None and options == _DEFAULT_OPTIONS:
+        # The dispatcher takes time for each argument that it is given.
+        return ops.scaled_matmul(lhs, a.scale, *a_spec.args, rhs, b.scale, *b_spec.args)
     return ops.scaled_matmul(
-        a.qdata, a.scale, *a.spec.args[:3], b.qdata, b.scale, *b.spec.args[:3],
+        lhs, a.scale, *a_spec.args, rhs, b.scale, *b_spec.args,
         bias, activation, residual, out_dtype, accumulation,
     )  # fmt: skip

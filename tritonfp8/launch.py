@@ -23,7 +23,7 @@ from tritonfp8.kernels import quantize as quantize_kernels
 from tritonfp8.launch_matmul import product_kind
 from tritonfp8.launch_matmul import scaled_matmul as _scaled_matmul
 from tritonfp8.replay import replayed
-from tritonfp8.specs import TENSORWISE, empty_scale, scale_shape, transposed
+from tritonfp8.specs import TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
 
 __all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul", "transpose"]
 
@@ -31,8 +31,8 @@ PARTS_AT_ONCE = 16
 PARTS_OF_ONE_BLOCK_AT_ONCE = 1024
 
 Block = Sequence[int]
-# Block, format, scale format, scale rounding, parts of the amax at once.
-Numerics = tuple[tuple[int, int], str, str, str, int]
+# Spec, block in the coordinates of x, parts of the amax at once.
+Numerics = tuple[QuantSpec, tuple[int, int], int]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -122,9 +122,7 @@ class _Side(NamedTuple):
     scale: Tensor
     amax: Tensor | None
     block: tuple[int, int]
-    format: str
-    scale_format: str
-    scale_rounding: str
+    spec: QuantSpec
 
     def runtime_args(self) -> list[int]:
         parts = [0, 0, 0, 0]
@@ -134,7 +132,7 @@ class _Side(NamedTuple):
         return [*self.scale.shape, *self.qdata.stride(), *self.scale.stride(), *parts]
 
     def tensors(self) -> list[Tensor]:
-        scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.scale_format].exponent_only else self.scale
+        scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.spec.scale_format].exponent_only else self.scale
         return [self.qdata, scale, scale if self.amax is None else self.amax]
 
     def parts_at_once(self) -> int:
@@ -146,7 +144,7 @@ class _Side(NamedTuple):
 
     def numerics(self) -> Numerics:
         """What decides the compile-time arguments of this side."""
-        return self.block, self.format, self.scale_format, self.scale_rounding, self.parts_at_once()
+        return self.spec, self.block, self.parts_at_once()
 
     def t(self) -> _Side:
         """The same result in the coordinates of ``x.T``."""
@@ -154,10 +152,8 @@ class _Side(NamedTuple):
         return self._replace(qdata=self.qdata.t(), scale=self.scale.t(), amax=amax, block=transposed(self.block))
 
 
-def _side_constants(
-    suffix: str, block: tuple[int, int], format: str, scale_format: str, scale_rounding: str, parts: int
-) -> dict[str, object]:
-    fmt = FORMATS[format]
+def _side_constants(suffix: str, spec: QuantSpec, block: tuple[int, int], parts: int) -> dict[str, object]:
+    fmt = FORMATS[spec.format]
     values = {
         "ROWS": block[0],
         "COLS": block[1],
@@ -166,8 +162,8 @@ def _side_constants(
         "QMAX_MANTISSA": fmt.qmax_mantissa,
         "MANTISSA_BITS": fmt.mantissa_bits,
         "EMIN": fmt.emin,
-        "E8M0": SCALE_FORMATS[scale_format].exponent_only,
-        "POW2": scale_rounding == "pow2",
+        "E8M0": SCALE_FORMATS[spec.scale_format].exponent_only,
+        "POW2": spec.scale_rounding == "pow2",
         "PARTS": parts,
     }
     return {f"{name}{suffix}": value for name, value in values.items()}
@@ -235,88 +231,59 @@ def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
     )
 
 
-def _side(
-    x: Tensor, format: str, block: Block, scale_format: str, scale_rounding: str, transpose: bool, amax: Tensor | None
-) -> tuple[_Side, Tensor, Tensor]:
+def _side(x: Tensor, spec: QuantSpec, transpose: bool, amax: Tensor | None) -> tuple[_Side, Tensor, Tensor]:
     """Allocate one result of casting ``x``: the side, and its tensors as the caller gets them."""
     shape = x.shape[::-1] if transpose else x.shape
-    qdata = torch.empty(shape, dtype=FORMATS[format].dtype, device=x.device)
-    scale = empty_scale(shape, block, scale_format, x.device)
+    qdata = torch.empty(shape, dtype=FORMATS[spec.format].dtype, device=x.device)
+    scale = empty_scale(shape, spec.block, spec.scale_format, x.device)
     matrix, scales = qdata, scale
     if qdata.ndim != 2:
         matrix = _rows(qdata)
-        scales = scale.view(scale_shape(matrix.shape, block))
+        scales = scale.view(scale_shape(matrix.shape, spec.block))
     bits = None if amax is None else amax.reshape(1, *scales.shape).view(torch.int32)
-    side = _Side(matrix, scales, bits, (block[0], block[1]), format, scale_format, scale_rounding)
+    side = _Side(matrix, scales, bits, spec.block, spec)
     return side.t() if transpose else side, qdata, scale
 
 
 @replayed
-def quantize(
-    x: Tensor,
-    format: str,
-    block: Block,
-    scale_format: str,
-    scale_rounding: str,
-    transpose: bool = False,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize`."""
     if not x.numel():
-        return reference.quantize(x, format, block, scale_format, scale_rounding, transpose, amax)
-    if not _is_folded(x, block):
+        return reference.quantize(x, spec, transpose, amax)
+    if not _is_folded(x, spec_of(spec).block):
         amaxes = [None] * len(x) if amax is None else amax
-        pairs = [
-            quantize(m, format, block, scale_format, scale_rounding, False, a) for m, a in zip(x, amaxes, strict=True)
-        ]
+        pairs = [quantize(m, spec, False, a) for m, a in zip(x, amaxes, strict=True)]
         return torch.stack([q for q, _ in pairs]), torch.stack([s for _, s in pairs])
-    side, qdata, scale = _side(x, format, block, scale_format, scale_rounding, transpose, amax)
+    side, qdata, scale = _side(x, spec_of(spec), transpose, amax)
     _quantize(_rows(x), None if transpose else side, side if transpose else None)
     return qdata, scale
 
 
 @replayed
-def quantize_both(
-    x: Tensor,
-    format: str,
-    block: Block,
-    scale_format: str,
-    scale_rounding: str,
-    format_t: str,
-    block_t: Block,
-    scale_format_t: str,
-    scale_rounding_t: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_both`."""
     if not x.numel():
-        spec, spec_t = (
-            (format, block, scale_format, scale_rounding),
-            (format_t, block_t, scale_format_t, scale_rounding_t),
-        )
-        return reference.quantize_both(x, *spec, *spec_t)
-    side, qdata, scale = _side(x, format, block, scale_format, scale_rounding, False, None)
-    side_t, qdata_t, scale_t = _side(x, format_t, block_t, scale_format_t, scale_rounding_t, True, None)
+        return reference.quantize_both(x, spec, spec_t)
+    side, qdata, scale = _side(x, spec_of(spec), False, None)
+    side_t, qdata_t, scale_t = _side(x, spec_of(spec_t), True, None)
     _quantize(x, side, side_t)
     return qdata, scale, qdata_t, scale_t
 
 
 @replayed
-def dequantize(
-    qdata: Tensor, scale: Tensor, format: str, block: Block, scale_format: str, scale_rounding: str, dtype: torch.dtype
-) -> Tensor:
+def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.dequantize`."""
     if not qdata.numel():
         return qdata.new_empty(qdata.shape, dtype=dtype)
+    rows, cols = block = spec_of(spec).block
     if not _is_folded(qdata, block):
-        parts = zip(qdata, scale, strict=True)
-        return torch.stack([dequantize(q, s, format, block, scale_format, scale_rounding, dtype) for q, s in parts])
+        return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
     q = _rows(qdata)
-    exponent_only = SCALE_FORMATS[scale_format].exponent_only
+    exponent_only = SCALE_FORMATS[spec_of(spec).scale_format].exponent_only
     s = (scale.view(torch.uint8) if exponent_only else scale).reshape(scale_shape(q.shape, block))
     m, n = q.shape
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     tile = CastTile(64, 128, 4)
-    rows, cols = block
     run(
         quantize_kernels.dequantize_kernel,
         tile.programs(m, n),

@@ -11,7 +11,6 @@ Passes over memory, in bytes an element of a 16-bit dtype (N of the normal resul
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from tritonfp8.kernels import fused as kernels
 from tritonfp8.kernels import rms_norm as rms_norm_kernels
 from tritonfp8.reference_fused import empty_results
 from tritonfp8.replay import replayed
-from tritonfp8.specs import BLOCK_128X128, ORIENTATIONS, ROWWISE, TENSORWISE, transposed
+from tritonfp8.specs import BLOCK_128X128, ORIENTATIONS, ROWWISE, TENSORWISE, QuantSpec, spec_of, transposed
 
 __all__ = ["rms_norm_backward", "rms_norm_quantize", "silu_mul_backward_quantize", "silu_mul_quantize"]
 
@@ -33,8 +32,6 @@ MAX_ROW = 16384
 """Longest row that a rows kernel holds. Beyond it RMSNorm runs as plain torch and a cast."""
 
 WIDEST_TILE_ITEMSIZE = 2
-
-Spec = tuple[str, Sequence[int], str, str]
 
 
 class Rows(NamedTuple):
@@ -116,7 +113,7 @@ class _Side(NamedTuple):
     qdata: Tensor
     scale: Tensor
     block: tuple[int, int]
-    spec: Spec
+    spec: QuantSpec
     amax: Tensor | None
 
     @property
@@ -125,27 +122,27 @@ class _Side(NamedTuple):
         return -1 in self.block
 
     def pointers(self) -> list[Tensor]:
-        scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.spec[2]].exponent_only else self.scale
+        scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.spec.scale_format].exponent_only else self.scale
         return [self.qdata, scale, scale if self.amax is None else self.amax]
 
 
-def _sides(results: list[Tensor], spec: Spec, spec_t: Spec, orientation: str) -> tuple[_Side | None, _Side | None]:
+def _sides(
+    results: list[Tensor], spec: QuantSpec, spec_t: QuantSpec, orientation: str
+) -> tuple[_Side | None, _Side | None]:
     """Results as allocated, ``[O, ...]`` or without that dim."""
     normal, both = ORIENTATIONS[orientation][0], len(results) > 2
     side = side_t = None
     if normal:
-        side = _Side(results[0], results[1], (spec[1][0], spec[1][1]), spec, None)
+        side = _Side(results[0], results[1], spec.block, spec, None)
     if both or not normal:
         qdata, scale = results[-2:]
-        side_t = _Side(qdata, scale.transpose(-1, -2), transposed(spec_t[1]), spec_t, None)
+        side_t = _Side(qdata, scale.transpose(-1, -2), transposed(spec_t.block), spec_t, None)
     return side, side_t
 
 
 @functools.cache
-def _constants(
-    suffix: str, block: tuple[int, int], format: str, scale_format: str, scale_rounding: str
-) -> dict[str, object]:
-    fmt = FORMATS[format]
+def _constants(suffix: str, block: tuple[int, int], spec: QuantSpec) -> dict[str, object]:
+    fmt = FORMATS[spec.format]
     values = {
         "ROWS": block[0],
         "COLS": block[1],
@@ -154,14 +151,14 @@ def _constants(
         "QMAX_MANTISSA": fmt.qmax_mantissa,
         "MANTISSA_BITS": fmt.mantissa_bits,
         "EMIN": fmt.emin,
-        "E8M0": SCALE_FORMATS[scale_format].exponent_only,
-        "POW2": scale_rounding == "pow2",
+        "E8M0": SCALE_FORMATS[spec.scale_format].exponent_only,
+        "POW2": spec.scale_rounding == "pow2",
     }
     return {f"{name}{suffix}": value for name, value in values.items()}
 
 
 def _side_constants(suffix: str, side: _Side) -> dict[str, object]:
-    return _constants(suffix, side.block, side.spec[0], *side.spec[2:])
+    return _constants(suffix, side.block, side.spec)
 
 
 class _Inputs(NamedTuple):
@@ -295,7 +292,7 @@ def _rms_norm_rows(
     """rstd; the rows quantized by ``side``; ``y`` kept; amax bits of all columns and of the tensor."""
     m, n = x.shape
     config, width = _rows_config(RMS_NORM, n)
-    unused = _constants("", ROWWISE, "e4m3", "fp32", "pow2")
+    unused = _constants("", ROWWISE, QuantSpec("e4m3", ROWWISE, "fp32", "pow2"))
     constants, pointers, strides = unused, [x, x], [0, 0]
     if side is not None:
         constants = _side_constants("", side)
@@ -327,20 +324,17 @@ def _rms_norm_rows(
 
 @replayed
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, rounding: str,
-    format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
-    format_t: str, block_t: Sequence[int], scale_format_t: str, scale_rounding_t: str,
-    orientation: str, keep: bool,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, eps: float, rounding: str, spec: str, spec_t: str, orientation: str, keep: bool
+) -> list[Tensor]:
     """Launch the twin of :func:`tritonfp8.reference_fused.rms_norm_quantize`."""
-    spec, spec_t = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
     m, n = x.shape
     if not x.numel():
-        return reference_fused.rms_norm_quantize(x, weight, eps, rounding, *spec, *spec_t, orientation, keep)
+        return reference_fused.rms_norm_quantize(x, weight, eps, rounding, spec, spec_t, orientation, keep)
     if n > MAX_ROW:
         return _rms_norm_then_quantize(x, weight, eps, rounding, spec, spec_t, orientation, keep)
-    results = empty_results(0, (m, n), spec, spec_t, orientation, x.device)
-    side, side_t = _sides(results, spec, spec_t, orientation)
+    specs = spec_of(spec), spec_of(spec_t)
+    results = empty_results(0, (m, n), *specs, orientation, x.device)
+    side, side_t = _sides(results, *specs, orientation)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device) if keep else None
     by_rows = side if side is not None and side.block[0] == 1 else None
@@ -363,14 +357,14 @@ def rms_norm_quantize(
 
 
 def _rms_norm_then_quantize(
-    x: Tensor, weight: Tensor, eps: float, rounding: str, spec: Spec, spec_t: Spec, orientation: str, keep: bool
+    x: Tensor, weight: Tensor, eps: float, rounding: str, spec: str, spec_t: str, orientation: str, keep: bool
 ) -> list[Tensor]:
     y, rstd = reference_fused.rms_norm(x, weight, eps, rounding)
     normal, transpose = ORIENTATIONS[orientation]
     if normal and transpose:
-        results = list(launch.quantize_both(y, *spec, *spec_t))
+        results = list(launch.quantize_both(y, spec, spec_t))
     else:
-        results = list(launch.quantize(y, *(spec if normal else spec_t), not normal))
+        results = list(launch.quantize(y, spec if normal else spec_t, not normal))
     return [*results, rstd, *([y] if keep else [])]
 
 
@@ -437,19 +431,14 @@ def _silu_mul_rows(gate: Tensor, up: Tensor, side: _Side, kept: Tensor | None) -
 
 
 @replayed
-def silu_mul_quantize(
-    gate: Tensor, up: Tensor,
-    format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
-    format_t: str, block_t: Sequence[int], scale_format_t: str, scale_rounding_t: str,
-    orientation: str, keep: bool,
-) -> list[Tensor]:  # fmt: skip
+def silu_mul_quantize(gate: Tensor, up: Tensor, spec: str, spec_t: str, orientation: str, keep: bool) -> list[Tensor]:
     """Launch the twin of :func:`tritonfp8.reference_fused.silu_mul_quantize`."""
-    spec, spec_t = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
     if not gate.numel():
-        return reference_fused.silu_mul_quantize(gate, up, *spec, *spec_t, orientation, keep)
+        return reference_fused.silu_mul_quantize(gate, up, spec, spec_t, orientation, keep)
     m, n = gate.shape
-    results = empty_results(0, (m, n), spec, spec_t, orientation, gate.device)
-    side, side_t = _sides(results, spec, spec_t, orientation)
+    specs = spec_of(spec), spec_of(spec_t)
+    results = empty_results(0, (m, n), *specs, orientation, gate.device)
+    side, side_t = _sides(results, *specs, orientation)
     kept = torch.empty((m, n), dtype=gate.dtype, device=gate.device) if keep else None
     if side is not None and side_t is None and side.block == (1, -1) and n <= MAX_ROW:
         _silu_mul_rows(gate, up, side, kept)
@@ -462,18 +451,15 @@ def silu_mul_quantize(
 
 @replayed
 def silu_mul_backward_quantize(
-    grad: Tensor, gate: Tensor, up: Tensor,
-    format: str, block: Sequence[int], scale_format: str, scale_rounding: str,
-    format_t: str, block_t: Sequence[int], scale_format_t: str, scale_rounding_t: str,
-    orientation: str, keep: bool,
-) -> list[Tensor]:  # fmt: skip
+    grad: Tensor, gate: Tensor, up: Tensor, spec: str, spec_t: str, orientation: str, keep: bool
+) -> list[Tensor]:
     """Launch the twin of :func:`tritonfp8.reference_fused.silu_mul_backward_quantize`."""
-    spec, spec_t = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
     if not gate.numel():
-        return reference_fused.silu_mul_backward_quantize(grad, gate, up, *spec, *spec_t, orientation, keep)
+        return reference_fused.silu_mul_backward_quantize(grad, gate, up, spec, spec_t, orientation, keep)
     m, n = gate.shape
-    results = empty_results(2, (m, n), spec, spec_t, orientation, gate.device)
+    specs = spec_of(spec), spec_of(spec_t)
+    results = empty_results(2, (m, n), *specs, orientation, gate.device)
     kept = torch.empty((2, m, n), dtype=gate.dtype, device=gate.device) if keep else None
     inputs = _Inputs("silu_mul_backward", (gate, up, grad), (*gate.stride(), *up.stride(), *grad.stride()), (m, n))
-    _quantize_tiles(inputs, *_find_amax(inputs, *_sides(results, spec, spec_t, orientation)), kept)
+    _quantize_tiles(inputs, *_find_amax(inputs, *_sides(results, *specs, orientation)), kept)
     return [*results, *([] if kept is None else [kept])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,14 +17,12 @@ from tritonfp8.kernels import block_scaled_matmul as block_kernels
 from tritonfp8.kernels import hopper_matmul as hopper_kernels
 from tritonfp8.kernels import scaled_matmul as matmul_kernels
 from tritonfp8.kernels.configs import PARTIAL_BYTES, SCALE_VECTOR, SPECIALIZED_WAVE_ROWS, MatmulConfig
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family, spec_of
 
 TMA_ALIGNMENT = 16
 MAX_TMA_STRIDE = 2**40
 PROMOTION = 128
 REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
-
-Block = Sequence[int]
 
 
 def has_tma_layout(x: Tensor) -> bool:
@@ -271,19 +268,15 @@ def _launch_product(p: _Product, family: str, accumulation: str, config: MatmulC
 def scaled_matmul(
     a: Tensor,
     a_scale: Tensor,
-    a_format: str,
-    a_block: Block,
-    a_scale_format: str,
+    a_spec: str,
     b: Tensor,
     b_scale: Tensor,
-    b_format: str,
-    b_block: Block,
-    b_scale_format: str,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    accumulation: str,
+    b_spec: str,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulation: str = "precise",
     *,
     config: MatmulConfig | None = None,
     tma: bool | None = None,
@@ -296,28 +289,27 @@ def scaled_matmul(
         tma: use the copy engine or not, where the layouts allow it; by default what the device has.
         out: write here, ``[M, N]`` contiguous.
     """
-    family = matmul_family(a_block, b_block)
+    spec, spec_b = spec_of(a_spec), spec_of(b_spec)
+    family = matmul_family(spec.block, spec_b.block)
     if out is None:
         out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
     if bias is not None:
         bias = bias.contiguous()
-    if SCALE_FORMATS[a_scale_format].exponent_only:
+    if SCALE_FORMATS[spec.scale_format].exponent_only:
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    _launch_product(
-        _Product(a, a_scale, a_format, a_block[0], b, b_scale, b_format, b_block[0], bias, activation, residual, out),
-        family,
-        accumulation,
-        config,
-        tma,
-    )
+    product = _Product(
+        a, a_scale, spec.format, spec.block[0], b, b_scale, spec_b.format, spec_b.block[0],
+        bias, activation, residual, out,
+    )  # fmt: skip
+    _launch_product(product, family, accumulation, config, tma)
     return out
 
 
-def product_kind(a_block: Block, device: torch.device) -> str:
-    """What a product of operands with this block runs on: a key of :data:`tritonfp8.counting.KINDS`."""
+def product_kind(a_spec: str, device: torch.device) -> str:
+    """What a product of operands with this spec runs on: a key of :data:`tritonfp8.counting.KINDS`."""
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"
-    return "emulated" if tuple(a_block) == BLOCK_1X32 and not abilities.has_native_mx else "fp8"
+    return "emulated" if spec_of(a_spec).block == BLOCK_1X32 and not abilities.has_native_mx else "fp8"

@@ -122,7 +122,7 @@ def multiply(
     assert gemm.lhs is not None
     assert gemm.rhs is not None
     return ops.scaled_matmul(
-        lhs[0], lhs[1], *gemm.lhs.args[:3], rhs[0], rhs[1], *gemm.rhs.args[:3],
+        lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *gemm.rhs.args,
         bias, None, residual, out_dtype, gemm.accumulation,
     )  # fmt: skip
 

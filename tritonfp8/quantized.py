@@ -85,13 +85,19 @@ def _flatten_with_keys(q: Quantized) -> tuple[list[tuple[pytree.KeyEntry, torch.
     return [(pytree.GetAttrKey("qdata"), q.qdata), (pytree.GetAttrKey("scale"), q.scale)], q.spec
 
 
-def _unflatten(children: Any, spec: QuantSpec) -> Quantized:
-    # tree_map may put anything in the leaves (shapes, None, futures), so the invariants are not checked here.
+def unchecked(qdata: Any, scale: Any, spec: QuantSpec) -> Quantized:
+    """Quantized of what is known to keep its invariants, as results of the ops do: the checks cost an eager call."""
     q = object.__new__(Quantized)
-    qdata, scale = children
-    for name, value in (("qdata", qdata), ("scale", scale), ("spec", spec)):
-        object.__setattr__(q, name, value)
+    object.__setattr__(q, "qdata", qdata)
+    object.__setattr__(q, "scale", scale)
+    object.__setattr__(q, "spec", spec)
     return q
+
+
+def _unflatten(children: Any, spec: QuantSpec) -> Quantized:
+    # tree_map may put anything in the leaves (shapes, None, futures).
+    qdata, scale = children
+    return unchecked(qdata, scale, spec)
 
 
 pytree.register_pytree_node(

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, Format
-from tritonfp8.specs import empty_scale, full_block
+from tritonfp8.specs import empty_scale, full_block, spec_of
 
 INFINITY_BITS = 0x7F800000
 MANTISSA_MASK = 0x7FFFFF
@@ -93,10 +93,7 @@ def _encode_e8m0(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor
 
 def quantize(
     x: Tensor,
-    format: str,
-    block: Sequence[int],
-    scale_format: str,
-    scale_rounding: str,
+    spec: str,
     transpose: bool = False,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -104,63 +101,43 @@ def quantize(
 
     Args:
         x: ``[..., K]``, any floating dtype; 2-D if ``transpose``.
-        format, block, scale_format, scale_rounding: the fields of a :class:`~tritonfp8.QuantSpec`.
+        spec: the text of a :class:`~tritonfp8.QuantSpec`.
         transpose: quantize ``x.T``.
         amax: float32, one value a block of what is quantized, used in place of its own amax.
 
     Returns:
         ``(qdata, scale)``.
     """
-    fmt, scales = FORMATS[format], SCALE_FORMATS[scale_format]
+    s = spec_of(spec)
+    fmt, scales = FORMATS[s.format], SCALE_FORMATS[s.scale_format]
     x = (x.t() if transpose else x).float()
-    block_amax = globals()["amax"](x, block) if amax is None else amax
+    block_amax = globals()["amax"](x, s.block) if amax is None else amax
     encode = _encode_e8m0 if scales.exponent_only else _encode_fp32
-    enc, scale = encode(block_amax, fmt, scale_rounding)
-    scaled = x * _spread(enc, x.shape, block)
+    enc, scale = encode(block_amax, fmt, s.scale_rounding)
+    scaled = x * _spread(enc, x.shape, s.block)
     codes = scaled.clamp(-fmt.qmax, fmt.qmax).to(fmt.dtype).view(torch.uint8)
     codes = torch.where(scaled.isnan(), fmt.nan, codes)
-    return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, block, scale_format, x.device).copy_(scale)
+    return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, s.block, s.scale_format, x.device).copy_(scale)
 
 
-def quantize_both(
-    x: Tensor,
-    format: str,
-    block: Sequence[int],
-    scale_format: str,
-    scale_rounding: str,
-    format_t: str,
-    block_t: Sequence[int],
-    scale_format_t: str,
-    scale_rounding_t: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize(x)`` by the first spec and ``quantize(x, transpose=True)`` by the second: four tensors."""
-    return (
-        *quantize(x, format, block, scale_format, scale_rounding),
-        *quantize(x, format_t, block_t, scale_format_t, scale_rounding_t, transpose=True),
-    )
+    return *quantize(x, spec), *quantize(x, spec_t, transpose=True)
 
 
-def dequantize(
-    qdata: Tensor,
-    scale: Tensor,
-    format: str,
-    block: Sequence[int],
-    scale_format: str,
-    scale_rounding: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
     """``float32(qdata) * float32(scale)``, rounded to ``dtype``.
 
     Args:
         qdata: ``[..., K]``, 8-bit.
         scale: one value a block.
-        format, block, scale_format, scale_rounding: the fields of a :class:`~tritonfp8.QuantSpec`.
+        spec: the text of a :class:`~tritonfp8.QuantSpec`.
         dtype: any floating dtype.
 
     Returns:
         ``dtype``, in the shape of ``qdata``.
     """
-    return (qdata.float() * _spread(scale.float(), qdata.shape, block)).to(dtype)
+    return (qdata.float() * _spread(scale.float(), qdata.shape, spec_of(spec).block)).to(dtype)
 
 
 def transpose(qdata: Tensor) -> Tensor:
@@ -178,24 +155,20 @@ _ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 def scaled_matmul(
     a: Tensor,
     a_scale: Tensor,
-    a_format: str,
-    a_block: Sequence[int],
-    a_scale_format: str,
+    a_spec: str,
     b: Tensor,
     b_scale: Tensor,
-    b_format: str,
-    b_block: Sequence[int],
-    b_scale_format: str,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    accumulation: str,
+    b_spec: str,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulation: str = "precise",
 ) -> Tensor:
     """``activation(a @ b.T + bias) + residual`` on quantized operands, in float32, rounded to ``out_dtype`` at the end.
 
     Args:
-        a: ``[M, K]``, 8-bit, with its scale and the fields of its spec.
+        a: ``[M, K]``, 8-bit, with its scale and the text of its spec.
         b: ``[N, K]``, likewise.
         bias: ``[N]`` or None.
         activation: None, ``"relu"``, ``"gelu"`` (by erf) or ``"silu"``.
@@ -206,8 +179,8 @@ def scaled_matmul(
     Returns:
         ``[M, N]`` in ``out_dtype``.
     """
-    lhs = dequantize(a, a_scale, a_format, a_block, a_scale_format, "", torch.float32)
-    rhs = dequantize(b, b_scale, b_format, b_block, b_scale_format, "", torch.float32)
+    lhs = dequantize(a, a_scale, a_spec, torch.float32)
+    rhs = dequantize(b, b_scale, b_spec, torch.float32)
     with torch.autocast(a.device.type, enabled=False):
         out = lhs @ rhs.t()
     if bias is not None:

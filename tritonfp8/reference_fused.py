@@ -28,14 +28,13 @@ Zhang, Sennrich: "Root Mean Square Layer Normalization" (arXiv 1910.07467); Shaz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.reference import quantize
-from tritonfp8.specs import ORIENTATIONS, SCALE_ALIGNMENT, empty_scale
+from tritonfp8.specs import ORIENTATIONS, SCALE_ALIGNMENT, QuantSpec, empty_scale, spec_of
 
 
 def _normalized(x: Tensor, rstd: Tensor, rounding: str) -> Tensor:
@@ -66,14 +65,8 @@ def rms_norm_quantize(
     weight: Tensor,
     eps: float,
     rounding: str,
-    format: str,
-    block: Sequence[int],
-    scale_format: str,
-    scale_rounding: str,
-    format_t: str,
-    block_t: Sequence[int],
-    scale_format_t: str,
-    scale_rounding_t: str,
+    spec: str,
+    spec_t: str,
     orientation: str,
     keep: bool,
 ) -> list[Tensor]:
@@ -84,8 +77,8 @@ def rms_norm_quantize(
         weight: ``[K]``, floating.
         eps: added to the mean square.
         rounding: a member of :data:`~tritonfp8.specs.RMS_NORM_ROUNDINGS`.
-        format, block, scale_format, scale_rounding: the spec of the normal result.
-        format_t, block_t, scale_format_t, scale_rounding_t: that of the transposed one, in the coordinates of ``y.T``.
+        spec: the text of the spec of the normal result.
+        spec_t: that of the transposed one, in the coordinates of ``y.T``.
         orientation: a key of :data:`~tritonfp8.specs.ORIENTATIONS`.
         keep: also return the unquantized ``y``.
 
@@ -94,8 +87,7 @@ def rms_norm_quantize(
         ``y [M, K]`` in the dtype of ``x`` if ``keep``: one list.
     """
     y, rstd = rms_norm(x, weight, eps, rounding)
-    specs = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
-    return [*_quantized(y, *specs, orientation), rstd, *([y] if keep else [])]
+    return [*_quantized(y, spec, spec_t, orientation), rstd, *([y] if keep else [])]
 
 
 def rms_norm_backward(
@@ -140,14 +132,8 @@ def _sigmoid(x: Tensor) -> Tensor:
 def silu_mul_quantize(
     gate: Tensor,
     up: Tensor,
-    format: str,
-    block: Sequence[int],
-    scale_format: str,
-    scale_rounding: str,
-    format_t: str,
-    block_t: Sequence[int],
-    scale_format_t: str,
-    scale_rounding_t: str,
+    spec: str,
+    spec_t: str,
     orientation: str,
     keep: bool,
 ) -> list[Tensor]:
@@ -155,8 +141,8 @@ def silu_mul_quantize(
 
     Args:
         gate, up: ``[M, F]``, bfloat16, float16 or float32, of any strides: halves of one ``[M, 2 F]`` tensor too.
-        format, block, scale_format, scale_rounding: the spec of the normal result.
-        format_t, block_t, scale_format_t, scale_rounding_t: that of the transposed one, in its coordinates.
+        spec: the text of the spec of the normal result.
+        spec_t: that of the transposed one, in its coordinates.
         orientation: a key of :data:`~tritonfp8.specs.ORIENTATIONS`.
         keep: also return the unquantized result.
 
@@ -165,8 +151,7 @@ def silu_mul_quantize(
         ``gate`` if ``keep``: one list.
     """
     h = silu_mul(gate, up)
-    specs = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
-    return [*_quantized(h, *specs, orientation), *([h] if keep else [])]
+    return [*_quantized(h, spec, spec_t, orientation), *([h] if keep else [])]
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,14 +166,8 @@ def silu_mul_backward_quantize(
     grad: Tensor,
     gate: Tensor,
     up: Tensor,
-    format: str,
-    block: Sequence[int],
-    scale_format: str,
-    scale_rounding: str,
-    format_t: str,
-    block_t: Sequence[int],
-    scale_format_t: str,
-    scale_rounding_t: str,
+    spec: str,
+    spec_t: str,
     orientation: str,
     keep: bool,
 ) -> list[Tensor]:
@@ -197,33 +176,28 @@ def silu_mul_backward_quantize(
     Args:
         grad: of ``silu(gate) * up``, ``[M, F]``.
         gate, up: ``[M, F]``, in the dtype of ``grad``.
-        format, block, ...: as in :func:`silu_mul_quantize`; one pair of specs for both gradients.
+        spec, spec_t, ...: as in :func:`silu_mul_quantize`; one pair of specs for both gradients.
 
     Returns:
         As :func:`silu_mul_quantize`, each tensor with a dim more in front: index 0 is the gradient of ``gate``, 1 that
         of ``up``. They are quantized apart: ``qdata[i], scale[i]`` is a quantized tensor of its own.
     """
     grads = silu_mul_backward(grad, gate, up)
-    specs = (format, block, scale_format, scale_rounding), (format_t, block_t, scale_format_t, scale_rounding_t)
-    pairs = [_quantized(g, *specs, orientation) for g in grads]
-    formats = [s for s, wanted in zip((scale_format, scale_format_t), ORIENTATIONS[orientation], strict=True) if wanted]
-    blocks = [b for b, wanted in zip((block, block_t), ORIENTATIONS[orientation], strict=True) if wanted]
+    pairs = [_quantized(g, spec, spec_t, orientation) for g in grads]
+    specs = [spec_of(s) for s, wanted in zip((spec, spec_t), ORIENTATIONS[orientation], strict=True) if wanted]
     out = []
-    for i, (fmt, blk) in enumerate(zip(formats, blocks, strict=True)):
+    for i, s in enumerate(specs):
         qdata = torch.stack([pair[2 * i] for pair in pairs])
-        scales = empty_scales(len(pairs), qdata.shape[1:], blk, fmt, qdata.device)
+        scales = empty_scales(len(pairs), qdata.shape[1:], s.block, s.scale_format, qdata.device)
         for scale, pair in zip(scales, pairs, strict=True):
             scale.copy_(pair[2 * i + 1])
         out += [qdata, scales]
     return [*out, *([torch.stack(grads)] if keep else [])]
 
 
-_Spec = tuple[str, Sequence[int], str, str]
-
-
-def _quantized(y: Tensor, spec: _Spec, spec_t: _Spec, orientation: str) -> list[Tensor]:
+def _quantized(y: Tensor, spec: str, spec_t: str, orientation: str) -> list[Tensor]:
     normal, transposed = ORIENTATIONS[orientation]
-    return [*(quantize(y, *spec) if normal else ()), *(quantize(y, *spec_t, True) if transposed else ())]
+    return [*(quantize(y, spec) if normal else ()), *(quantize(y, spec_t, True) if transposed else ())]
 
 
 def empty_scales(
@@ -241,19 +215,19 @@ def empty_scales(
 def empty_results(
     count: int,
     shape: Sequence[int],
-    spec: Sequence[Any],
-    spec_t: Sequence[Any],
+    spec: QuantSpec,
+    spec_t: QuantSpec,
     orientation: str,
     device: torch.device,
 ) -> list[Tensor]:
     """Uninitialized results of a producer of ``shape``, with ``count`` in front; without that dim where it is 0."""
     out: list[Tensor] = []
-    for (format, block, scale_format, _), sizes, wanted in zip(
+    for s, sizes, wanted in zip(
         (spec, spec_t), (tuple(shape), tuple(shape)[::-1]), ORIENTATIONS[orientation], strict=True
     ):
         if wanted:
             lead = (count,) if count else ()
-            out.append(torch.empty((*lead, *sizes), dtype=FORMATS[format].dtype, device=device))
-            scales = empty_scales(count, sizes, block, scale_format, device) if count else None
-            out.append(empty_scale(sizes, block, scale_format, device) if scales is None else scales)
+            out.append(torch.empty((*lead, *sizes), dtype=FORMATS[s.format].dtype, device=device))
+            scales = empty_scales(count, sizes, s.block, s.scale_format, device) if count else None
+            out.append(empty_scale(sizes, s.block, s.scale_format, device) if scales is None else scales)
     return out

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -110,6 +111,9 @@ class QuantSpec:
                 f"scale_format {self.scale_format!r} takes scale_rounding {' or '.join(map(repr, roundings))}; "
                 f"got {self.scale_rounding!r}"
             )
+        # Made here and not when asked for: each eager call asks.
+        text = f"{self.format}:{block.name}:{self.scale_format}:{self.scale_rounding}"
+        object.__setattr__(self, "_args", (text,))
 
     def __str__(self) -> str:
         rounding = "" if self.scale_rounding == "none" else f" {self.scale_rounding}"
@@ -119,9 +123,9 @@ class QuantSpec:
         return self
 
     @property
-    def args(self) -> tuple[str, list[int], str, str]:
-        """The spec as the ops take it: format, block, scale_format, scale_rounding."""
-        return self.format, list(self.block), self.scale_format, self.scale_rounding
+    def args(self) -> tuple[str]:
+        """The spec as the ops take it: one text, such as ``"e4m3:1x128:fp32:pow2"``; :func:`spec_of` reads it."""
+        return self._args  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, object]:
         """The spec as plain data (str and a list of two ints)."""
@@ -135,6 +139,32 @@ class QuantSpec:
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the scale of a tensor of ``shape``: see :func:`scale_shape`."""
         return scale_shape(shape, self.block)
+
+
+def _valid_specs() -> Iterator[QuantSpec]:
+    for format, (block, entry) in itertools.product(FORMATS, BLOCKS.items()):
+        for scale_format in entry.scale_formats:
+            for rounding in SCALE_FORMATS[scale_format].roundings:
+                yield QuantSpec(format, block, scale_format, rounding)
+
+
+SPECS: Mapping[str, QuantSpec] = MappingProxyType({spec.args[0]: spec for spec in _valid_specs()})
+"""Every spec, by its text."""
+
+
+def spec_of(text: str) -> QuantSpec:
+    """The spec that an op was given.
+
+    Raises:
+        ValueError: ``text`` is not the text of a spec.
+    """
+    spec = SPECS.get(text)
+    if spec is None:
+        raise ValueError(
+            "a spec must be given to an op as format:block:scale_format:scale_rounding, such as "
+            f"'e4m3:1x128:fp32:pow2' (QuantSpec.args holds it); got {text!r}"
+        )
+    return spec
 
 
 def full_block(ndim: int, block: Sequence[int]) -> tuple[int, ...]:
@@ -198,9 +228,12 @@ def matmul_family(a_block: Sequence[int], b_block: Sequence[int]) -> str:
     return a.family
 
 
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 def check_floating(name: str, x: torch.Tensor) -> None:
     """Raise TypeError unless ``x`` is a tensor of bf16, fp16, fp32 or fp64."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if x.dtype not in _FLOATING:
         raise TypeError(f"{name} must be bfloat16, float16, float32 or float64; got {x.dtype}. Cast it first.")

@@ -19,10 +19,9 @@ from torch import Tensor
 
 import tritonfp8
 from tritonfp8 import hardware, launch, launch_matmul, reference, tuning, tuning_store
-from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels.configs import MatmulConfig, find
 from tritonfp8.quantized import Quantized
-from tritonfp8.specs import QuantSpec, matmul_family
+from tritonfp8.specs import QuantSpec, matmul_family, spec_of
 from tritonfp8.testing import MatmulTolerance, assert_matmul_close, sqnr, worst_tile_sqnr
 from tritonfp8.tuning_store import Entries, Entry, Key
 from tritonfp8.warmup_ops import Call, Layout
@@ -55,11 +54,12 @@ class Product:
         given = call.named()
         m, k = given["a"].shape
         n = given["b"].shape[0]
+        a_block, b_block = (spec_of(given[name]).block for name in ("a_spec", "b_spec"))
         matrices = (given["a"], given["b"], Layout((m, n), (n, 1), 0, given["out_dtype"]))
         kind = tuning.kind(
-            matmul_family(given["a_block"], given["b_block"]),
+            matmul_family(a_block, b_block),
             given["accumulation"],
-            (given["a_block"][0], given["b_block"][0]),
+            (a_block[0], b_block[0]),
             given["out_dtype"].itemsize,
             given["activation"] is None and given["residual"] is None,
             hardware.abilities(device).has_tma and all(map(_has_tma_layout, matrices)),
@@ -330,10 +330,7 @@ def _operands(call: Call, device: torch.device) -> list[Any]:
     given = call.named()
     values = dict(given)
     for name in ("a", "b"):
-        scale_format = given[f"{name}_scale_format"]
-        rounding = SCALE_FORMATS[scale_format].roundings[0]
-        spec = QuantSpec(given[f"{name}_format"], given[f"{name}_block"], scale_format, rounding)
-        q = _normal_quantized(given[name], spec, generator, device)
+        q = _normal_quantized(given[name], spec_of(given[f"{name}_spec"]), generator, device)
         values |= {name: q.qdata, f"{name}_scale": q.scale}
     for name in ("bias", "residual"):
         if given[name] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,21 +45,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of the package's ops: its name and its arguments, tensors as :class:`Layout`, lists as tuples."""
+    """A call of one of the package's ops: its name and all arguments, tensors as :class:`Layout`, lists as tuples."""
 
     op: str
     args: tuple[object, ...]
 
     @classmethod
     def of(cls, op: str, args: tuple[Any, ...]) -> Call:
-        """The call of ``tritonfp8::op`` with ``args``."""
+        """The call of ``tritonfp8::op`` with ``args``, those at the end that are at their defaults given or not."""
 
         def plain(arg: object) -> object:
             if isinstance(arg, Tensor):
                 return Layout.of(arg)
             return tuple(arg) if isinstance(arg, list) else arg
 
-        return cls(op, tuple(map(plain, args)))
+        # The dispatcher leaves defaults out. A schema has dtypes as numbers, the reference has them as they are.
+        given = inspect.signature(ops.reference_of(op)).bind(*args)
+        given.apply_defaults()
+        return cls(op, tuple(map(plain, given.args)))
 
     @property
     def overload(self) -> Any:
@@ -66,9 +70,9 @@ class Call:
         return getattr(getattr(torch.ops, ops.NAMESPACE), self.op).default
 
     def named(self) -> dict[str, Any]:
-        """The arguments by the names of the op's schema; those left at their defaults are not among them."""
+        """The arguments by the names of the op's schema."""
         names = [argument.name for argument in self.overload._schema.arguments]
-        return dict(zip(names, self.args, strict=False))
+        return dict(zip(names, self.args, strict=True))
 
     def arguments(self, device: torch.device | str) -> list[Any]:
         """The arguments for a call on ``device``, tensors full of zeros."""
@@ -92,8 +96,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the call and let it go on."""
-        if func.namespace == ops.NAMESPACE:
-            self.calls[Call.of(func._schema.name.partition("::")[2], args)] = None
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == ops.NAMESPACE and name in ops.SCHEMAS:
+            self.calls[Call.of(name, args)] = None
         return func(*args, **(kwargs or {}))
 
 

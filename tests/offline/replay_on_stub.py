@@ -136,7 +136,7 @@ def product(gemm, m, n, k, epilogue, out):
     a, b = torch.randn(m, k), torch.randn(n, k)
     qa, qb = launch.quantize.__wrapped__(a, *gemm.lhs.args), launch.quantize.__wrapped__(b, *gemm.rhs.args)
     extra = (torch.randn(n), "gelu", torch.randn(m, n)) if epilogue else (None, None, None)
-    return (*qa, *gemm.lhs.args[:3], *qb, *gemm.rhs.args[:3], *extra, out, "precise")
+    return (*qa, *gemm.lhs.args, *qb, *gemm.rhs.args, *extra, out, "precise")
 
 
 def compare(label, function, sets):

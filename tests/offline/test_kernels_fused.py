@@ -16,7 +16,7 @@ from tritonfp8.launch_fused import (
     SQUARE_TILES,
     SUM_TILES,
 )
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 
 HOPPER_SHARED_BYTES = 232448
 TARGETS = [89, 90, 100]
@@ -31,7 +31,9 @@ def on_hopper_and_one_elsewhere(*sizes):
 
 
 def constants_of(suffix, block, format="e4m3"):
-    return launch_fused._constants(suffix, block, format, "e8m0" if block == BLOCK_1X32 else "fp32", "pow2")
+    mx = block == BLOCK_1X32
+    spec = QuantSpec(format, BLOCK_1X32 if mx else ROWWISE, "e8m0" if mx else "fp32", "pow2")
+    return launch_fused._constants(suffix, block, spec)
 
 
 def compile_for(kernel, types, constants, cc, warps, aligned=()):

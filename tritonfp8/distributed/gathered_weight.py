@@ -17,7 +17,7 @@ from tritonfp8.formats import FORMATS
 from tritonfp8.linear import QuantizedWeight
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe
-from tritonfp8.specs import QuantSpec, empty_scale
+from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 
 aten = torch.ops.aten
 
@@ -301,7 +301,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
                 given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
             if func is torch.ops.tritonfp8.weight_operand.default:
-                return weight._operand(QuantSpec(args[1], tuple(args[2]), *args[3:5]), args[5], in_graph=True)
+                return weight._operand(spec_of(args[1]), args[2], in_graph=True)
         raise TypeError(
             f"{func} needs the values of a weight that FSDP gathered in 8 bits for one recipe's GEMMs, and only those "
             "are there. Outside the layer work on the sharded parameters (model.reshard()); under autocast give "
@@ -359,20 +359,27 @@ def read_or_gather(
 
 
 _library = torch.library.Library("tritonfp8", "FRAGMENT")
-_SPEC = "str format, int[] block, str scale_format, str scale_rounding, bool transposed"
-_library.define(f"weight_operand(Tensor weight, {_SPEC}) -> (Tensor, Tensor)")
+_library.define("weight_operand(Tensor weight, str spec, bool transposed) -> (Tensor, Tensor)")
 _library.define(
     "gathered_form(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, "
-    f"{_SPEC}) -> (Tensor, Tensor)"
+    "str spec, bool transposed) -> (Tensor, Tensor)"
 )
 
 
 @torch.library.impl(_library, "gathered_form", "CompositeExplicitAutograd")
 def _gathered_form(
-    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, above: int, left: int, *spec: Any
+    buffer: Tensor,
+    scale: Tensor | None,
+    tag: Tensor,
+    rows: int,
+    cols: int,
+    above: int,
+    left: int,
+    spec: str,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     key, index, _ = tag.tolist()
-    form = Form(QuantSpec(spec[0], tuple(spec[1]), *spec[2:4]), spec[4])
+    form = Form(spec_of(spec), transposed)
     found = read_or_gather(buffer, scale, tag, _sources[key].wire(index), form)
     # An op's results may not share the memory of what it was given.
     given = {x.untyped_storage().data_ptr() for x in (buffer, scale) if x is not None}
@@ -382,11 +389,19 @@ def _gathered_form(
 
 @torch.library.register_fake("tritonfp8::gathered_form", lib=_library)  # type: ignore[untyped-decorator]
 def _gathered_form_fake(
-    buffer: Tensor, scale: Tensor | None, tag: Tensor, rows: int, cols: int, above: int, left: int, *spec: Any
+    buffer: Tensor,
+    scale: Tensor | None,
+    tag: Tensor,
+    rows: int,
+    cols: int,
+    above: int,
+    left: int,
+    spec: str,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
-    format, block, scale_format, _, transposed = spec
+    s = spec_of(spec)
     shape, scaled = (rows, cols), (above + rows, left + cols)
     if transposed:
         shape, scaled = shape[::-1], scaled[::-1]
-    qdata = buffer.new_empty(shape, dtype=FORMATS[format].dtype)
-    return qdata, empty_scale(scaled, block, scale_format, buffer.device)
+    qdata = buffer.new_empty(shape, dtype=FORMATS[s.format].dtype)
+    return qdata, empty_scale(scaled, s.block, s.scale_format, buffer.device)

@@ -10,7 +10,7 @@ e8m0 has none), and its MAX over ranks, in float, may drop a NaN. Linear layers 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from tritonfp8 import ops
-from tritonfp8.specs import full_block
+from tritonfp8.specs import full_block, spec_of
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Operand:
     Attributes:
         dims: the dims of the problem that its dims carry, a letter each; those before the last two of ``RC`` and ``CR``
             stand for any number of leading dims.
-        block: name of the argument with its block, if it has one entry a block and not one an element.
+        scales: name of the argument with its block or spec, if it has one entry a block and not one an element.
         whole: what a shard of a dim that is one block means for this operand: ``"same"`` on each rank, ``"max"`` over
             the ranks, or None if it cannot be told from a shard.
     """
 
     dims: str
-    block: str | None = None
+    scales: str | None = None
     whole: str | None = "same"
 
 
@@ -64,8 +64,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "amax": Rule({"x": Operand("RC")}, (Operand("RC", "block", "max"),)),
         "quantize": Rule(
-            {"x": Operand("RC"), "amax": Operand("RC", "block")},
-            (Operand("RC"), Operand("RC", "block")),
+            {"x": Operand("RC"), "amax": Operand("RC", "spec")},
+            (Operand("RC"), Operand("RC", "spec")),
             flag="transpose",
             needs="amax",
         ),
@@ -73,19 +73,19 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             {"x": Operand("RC")},
             (
                 Operand("RC"),
-                Operand("RC", "block", None),
+                Operand("RC", "spec", None),
                 Operand("CR"),
-                Operand("CR", "block_t", None),
+                Operand("CR", "spec_t", None),
             ),
         ),
-        "dequantize": Rule({"qdata": Operand("RC"), "scale": Operand("RC", "block")}, (Operand("RC"),)),
+        "dequantize": Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
         "transpose": Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
         "scaled_matmul": Rule(
             {
                 "a": Operand("MK"),
-                "a_scale": Operand("MK", "a_block"),
+                "a_scale": Operand("MK", "a_spec"),
                 "b": Operand("NK"),
-                "b_scale": Operand("NK", "b_block"),
+                "b_scale": Operand("NK", "b_spec"),
                 "bias": Operand("N"),
                 "residual": Operand("MN"),
             },
@@ -110,12 +110,16 @@ def _dims(operand: Operand, ndim: int, transpose: bool) -> str:
     return dims[-1] if ndim == 1 else string.ascii_lowercase[: ndim - 2] + dims
 
 
+def _block(value: str | Sequence[int]) -> Sequence[int]:
+    return spec_of(value).block if isinstance(value, str) else value
+
+
 def _placement(operand: Operand, dims: str, letter: str, given: Mapping[str, Any]) -> Placement | None:
     """How an operand lies where a dim of the problem is sharded; None if a block spans ranks."""
     if letter not in dims:
         return Replicate()
     at = dims.index(letter)
-    block = 1 if operand.block is None else full_block(len(dims), given[operand.block])[at]
+    block = 1 if operand.scales is None else full_block(len(dims), _block(given[operand.scales]))[at]
     if block == 1:
         return Shard(at)
     wholes: dict[str | None, Placement] = {"same": Replicate(), "max": Partial("max")}
@@ -154,7 +158,7 @@ def placements_where_sharded(
         placement = _placement(operand, dims, letter, given)
         if letter not in dims:
             placement = None if any(given.get(a) is not None for a in rule.forbids) else Partial("sum")
-        if operand.block and rule.needs and given.get(rule.needs) is None and placement == Replicate():
+        if operand.scales and rule.needs and given.get(rule.needs) is None and placement == Replicate():
             placement = None
         if placement is None:
             return None

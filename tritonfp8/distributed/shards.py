@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.distributed.wire import Form, Layout
-from tritonfp8.specs import BLOCKS, empty_scale
+from tritonfp8.specs import BLOCKS, ROWWISE, QuantSpec, empty_scale
 
 
 def _lead(layout: Layout, form: Form, rank: int) -> tuple[int, int]:
@@ -102,7 +102,8 @@ def scales(reduced: Tensor, format: str, scale_rounding: str) -> Tensor:
     """fp32 scales of any number of amaxes, flat."""
     column = reduced.reshape(-1, 1)
     # A scale depends on its amax alone, so any block shape gives it.
-    return ops.quantize(torch.zeros_like(column), format, [1, -1], "fp32", scale_rounding, False, column)[1].view(-1)
+    spec = QuantSpec(format, ROWWISE, "fp32", scale_rounding)
+    return ops.quantize(torch.zeros_like(column), *spec.args, False, column)[1].view(-1)
 
 
 def scale_of_form(flat: Tensor, layout: Layout, form: Form) -> Tensor:
