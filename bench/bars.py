@@ -147,7 +147,7 @@ def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
 
 def known_cases() -> set[str]:
     """The names of all cases that a suite has."""
-    return {case.name for case in (*cases.CASTS, *cases.PRODUCTS, *cases.CALLS, *cases.WHOLE)}
+    return {case.name for case in (*cases.CASTS, *cases.FUSED, *cases.PRODUCTS, *cases.CALLS, *cases.WHOLE)}
 
 
 def _products() -> list[Bar]:
@@ -247,7 +247,8 @@ _MEMORY_BAR = 0.85
 def _models() -> list[Bar]:
     bars = []
     for shape, values in _MODEL_BARS.items():
-        for contender, bar in values.items():
+        fused = {name + cases.FUSES: bar for name, bar in values.items() if name + cases.FUSES in cases.FUSED_VARIANTS}
+        for contender, bar in {**values, **fused}.items():
             common = ("model", "model", "model", contender, "bf16")
             what = f"{shape}, forward + backward, {contender}, over bf16"
             bars.append(Bar(what, *common, bar, ("models",), shape))

@@ -6,16 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 import tritonfp8
 from bench.peers import block_scaled, epilogue_scaled
 from bench.shapes import LARGE_GEMMS, SMOKE
 from tritonfp8 import Quantized, QuantSpec, Recipe, recipes, reference
 from tritonfp8.formats import FORMATS
+from tritonfp8.functional_fused import Produced, rms_norm_quantize, silu_mul_quantize
 from tritonfp8.recipes import GEMMS, Gemm
 from tritonfp8.specs import transposed
+from tritonfp8.testing import sqnr
 
 Tensors = tuple[torch.Tensor, ...]
+EPS = 1e-5
+# Rounded to bfloat16 once: 55.6 dB.
+FUSED_SQNR = 53.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,10 @@ class Cast(Case):
 
     spec: QuantSpec | None = None
     spec_t: QuantSpec | None = None
+
+    def inputs(self, x: torch.Tensor) -> Tensors:
+        """What is cast."""
+        return (x,)
 
     def run(self, x: torch.Tensor) -> Tensors:
         """Data and scales, by the package."""
@@ -77,6 +87,62 @@ class Cast(Case):
         return shape[0] * shape[1] * (reads * itemsize + len(blocks))
 
 
+@dataclass(frozen=True)
+class Fused(Case):
+    """RMSNorm of ``x``, or SiLU of ``x`` times another, quantized without being written in between."""
+
+    producer: str = ""
+    spec: QuantSpec | None = None
+    spec_t: QuantSpec | None = None
+
+    def inputs(self, x: torch.Tensor) -> Tensors:
+        """``x`` and the other tensor."""
+        return x, torch.randn_like(x if self.producer == "silu_mul" else x[0])
+
+    def produced(self, x: torch.Tensor, other: torch.Tensor, keep: bool) -> Produced:
+        """By the package."""
+        if self.producer == "silu_mul":
+            return silu_mul_quantize(x, other, self.spec, self.spec_t, keep=keep)
+        return rms_norm_quantize(x, other, EPS, self.spec, self.spec_t, keep=keep)
+
+    def run(self, *inputs: torch.Tensor) -> Tensors:
+        """Data and scales."""
+        made = self.produced(*inputs, keep=False)
+        return sum((_tensors(q) for q in (made.normal, made.transposed) if q is not None), ())
+
+    def expected(self, *inputs: torch.Tensor) -> Tensors:
+        """The reference's quantization of what was produced, which has to be the high-precision value but for order."""
+        value = self.produced(*inputs, keep=True).value
+        assert value is not None
+        found = sqnr(value, self.value(*inputs))
+        assert found >= FUSED_SQNR, f"{self.name}: {found:.1f} dB from torch's; required {FUSED_SQNR}"
+        return self._cast.expected(value)
+
+    def value(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """What is quantized, by torch in high precision."""
+        if self.producer == "silu_mul":
+            return functional.silu(x.float()) * other
+        return functional.rms_norm(x.float(), x.shape[1:], other.float(), EPS)
+
+    def plain(self, *inputs: torch.Tensor) -> Tensors:
+        """The same in a few lines of torch, for a compiler to fuse; whole blocks only."""
+        return self._cast.plain(self.value(*inputs).to(inputs[0].dtype))
+
+    @property
+    def _cast(self) -> Cast:
+        return Cast(self.name, spec=self.spec, spec_t=self.spec_t)
+
+    def takes_whole_blocks(self, shape: tuple[int, ...]) -> bool:
+        """As :meth:`Cast.takes_whole_blocks`."""
+        return self._cast.takes_whole_blocks(shape)
+
+    def moved_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """As :meth:`Cast.moved_bytes`; SiLU-mul reads two tensors. The weight of a norm is not counted."""
+        cast = self._cast.moved_bytes(shape, itemsize)
+        read = cast - shape[0] * shape[1] * sum(spec is not None for spec in (self.spec, self.spec_t))
+        return cast + (read if self.producer == "silu_mul" else 0)
+
+
 def _tensors(q: Quantized) -> Tensors:
     return q.qdata, q.scale
 
@@ -112,6 +178,11 @@ CASTS = (
     Cast("tensorwise both", spec=TENSOR, spec_t=TENSOR),
     Cast("1x32", spec=MX),
     Cast("1x32 both", spec=MX, spec_t=MX),
+)
+FUSED = tuple(
+    Fused(f"{what} + quantize{suffix}", ("large",), producer, spec, spec_t)
+    for what, producer in (("RMSNorm", "rms_norm"), ("SiLU-mul", "silu_mul"))
+    for suffix, spec, spec_t in (("", ROW, None), (" both", ROW, ROW), (" 1x128 both", VECTOR, VECTOR))
 )
 
 
@@ -153,6 +224,9 @@ def gemm_bytes(m: int, n: int, k: int) -> int:
 LAYER_RECIPES = ("rowwise", "tensorwise", "blockwise", "rowwise_hp_grad_weight", "mxfp8")
 # Compiling a model takes long: what the bars are about.
 MODEL_VARIANTS = ("rowwise precise", "rowwise fast", "tensorwise precise", "blockwise precise")
+# With norms and MLPs that hand 8 bits on.
+FUSES = ", fused"
+FUSED_VARIANTS = tuple(f"{name}{FUSES}" for name in MODEL_VARIANTS if name.endswith("precise"))
 
 
 def all_fast(recipe: Recipe) -> Recipe:

@@ -5,7 +5,7 @@ import torch
 
 import tritonfp8
 from bench import gates
-from bench.cases import LAYER_RECIPES, MODEL, MODEL_VARIANTS, recipe_variants
+from bench.cases import FUSED_VARIANTS, FUSES, LAYER_RECIPES, MODEL, MODEL_VARIANTS, recipe_variants
 from bench.contest import Contender, measures
 from bench.models import llama
 from bench.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
@@ -49,17 +49,22 @@ def test_model(benchmark, contest, case, shape):
 
     check = gates.close_model(training_step(llama(shape, device), x, grad_output)())
     variants = recipe_variants(LAYER_RECIPES)
+
+    def own(name):
+        recipe, fuse = variants[name.removesuffix(FUSES)], name.endswith(FUSES)
+        return lambda: make(lambda model: tritonfp8.convert(model, recipe, fuse=fuse))
+
     contenders = [
         Contender(
             name,
-            lambda recipe=variants[name]: make(lambda model: tritonfp8.convert(model, recipe)),
+            own(name),
             check,
             own=True,
             # The backward of attention may add up in any order.
             same_bits=False,
             peer="bf16",
         )
-        for name in MODEL_VARIANTS
+        for name in (*MODEL_VARIANTS, *FUSED_VARIANTS)
     ]
     contenders.append(Contender("bf16", lambda: make(lambda model: None)))
     contenders += [

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from bench import gates
-from bench.cases import CASTS
+from bench.cases import CASTS, FUSED
 from bench.contest import Contender, measures
 from bench.peers import compiled
 from bench.shapes import SMOKE, select
@@ -25,21 +25,27 @@ def is_compiled_for(case, shape, contest):
     return shape.set in COMPILED_SETS and case.takes_whole_blocks(shape.size) and not left_out
 
 
-@measures("cast", CASTS)
+@measures("cast", (*CASTS, *FUSED))
 def test_quantize(benchmark, contest, case, shape):
     device = contest.device.device
     size = COPY_BYTES // 2 if not contest.smoke else 2**10
     source, target = buffers(device, size)
     x = torch.randn(shape.size, device=device, dtype=torch.bfloat16)
-    expected = case.expected(x)
+    inputs = case.inputs(x)
+    expected = case.expected(*inputs)
     moved = {"bytes": case.moved_bytes(shape.size, x.element_size())}
     contenders = [
         Contender(
-            "tritonfp8", lambda: lambda: case.run(x), gates.same_bytes(expected), own=True, peer="copy", fields=moved
+            "tritonfp8",
+            lambda: lambda: case.run(*inputs),
+            gates.same_bytes(expected),
+            own=True,
+            peer="copy",
+            fields=moved,
         ),
         Contender("copy", lambda: lambda: target.copy_(source), fields={"bytes": 2 * size}),
     ]
     if is_compiled_for(case, shape, contest):
-        plain = compiled(lambda: case.plain(x), contest.smoke)
+        plain = compiled(lambda: case.plain(*inputs), contest.smoke)
         contenders.append(Contender("inductor", lambda: plain, gates.nearly_same_bytes(expected[0]), fields=moved))
     contest(benchmark, case, shape, contenders)

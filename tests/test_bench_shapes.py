@@ -94,17 +94,25 @@ BYTES = {
     "tensorwise both": 6,
     "1x32": 3,
     "1x32 both": 4,
+    "RMSNorm + quantize": 3,
+    "RMSNorm + quantize both": 6,
+    "RMSNorm + quantize 1x128 both": 4,
+    "SiLU-mul + quantize": 5,
+    "SiLU-mul + quantize both": 10,
+    "SiLU-mul + quantize 1x128 both": 6,
 }
+CASTS = (*cases.CASTS, *cases.FUSED)
 
 
 def test_bytes_that_must_move():
-    assert {cast.name: cast.moved_bytes((10, 1), BF16_BYTES) / 10 for cast in cases.CASTS} == BYTES
+    assert {cast.name: cast.moved_bytes((10, 1), BF16_BYTES) / 10 for cast in CASTS} == BYTES
 
 
-@pytest.mark.parametrize("case", cases.CASTS, ids=str)
+@pytest.mark.parametrize("case", CASTS, ids=str)
 def test_casts_compute_what_they_are_compared_with(case):
     x = torch.randn(256, 384, dtype=torch.bfloat16)
-    actual, expected, plain = case.run(x), case.expected(x), case.plain(x)
+    inputs = case.inputs(x)
+    actual, expected, plain = case.run(*inputs), case.expected(*inputs), case.plain(*inputs)
     assert case.takes_whole_blocks(x.shape)
     assert_bitwise_equal(actual, expected)
     # Torch divides a number by a tensor in two steps: its scale is a bit off at times, and an element in many.
