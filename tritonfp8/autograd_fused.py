@@ -172,9 +172,10 @@ def _fused_args(spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Any, 
 class _SwiGLU(torch.autograd.Function):
     """``(silu(x gate.T) * (x up.T)) down.T`` of a quantized input.
 
-    Saved, for M rows and F features inside: gate and up, 4 M F bytes in bf16; their product transposed in 8 bits, M F
-    bytes and scales; the input transposed in 8 bits, which other linears may share. The gradients of gate and up exist
-    only in 8 bits.
+    Saved, for M rows and F features inside: gate and up, 4 M F bytes in bf16; the input transposed in 8 bits, which
+    other linears may share. Their product, which the gradient of ``down`` reads transposed, is made of them again, to
+    the same bits; where nothing else needs them, it is saved in their place. Gradients of gate and up exist in 8 bits
+    alone.
     """
 
     @staticmethod
@@ -187,7 +188,8 @@ class _SwiGLU(torch.autograd.Function):
         recipe, dtype = plans[0].recipe, handle.dtype
         gate, up = (multiply(recipe.output, input_pair, weight, None, dtype) for weight in weights[:2])
         spec, spec_t = _specs(recipe)
-        keep = spec_t if plans[2].needs_grad_weight else None
+        inner = plans[2].needs_grad_input
+        keep = spec_t if plans[2].needs_grad_weight and not inner else None
         hidden, hidden_t = _pairs(ops.silu_mul_quantize(gate, up, *_fused_args(spec, keep)), spec, keep)
         out = multiply(recipe.output, hidden, weights[2], None, dtype)
         held = [held_for_backward(*each) for each in zip(plans, weights, held, strict=True)]
@@ -197,7 +199,6 @@ class _SwiGLU(torch.autograd.Function):
         ]
         if not any(plan.needs_grad_weight for plan in plans[:2]):
             kept = NO_PAIR
-        inner = plans[2].needs_grad_input
         ctx.save_for_backward(
             *((gate, up) if inner else NO_PAIR), *read, *kept, *hidden_t, *(t for pair in held for t in pair)
         )
@@ -224,6 +225,9 @@ class _SwiGLU(torch.autograd.Function):
         grad_down = grad_input = None
         grads: list[Tensor | None] = [None, None]
         if down.needs_grad_weight:
+            if gate is not None:
+                again = ops.silu_mul_quantize(gate, up, *_fused_args(None, recipe.grad_weight.rhs))
+                hidden_t = (again[0], again[1])
             grad_down = multiply(recipe.grad_weight, pair_t, hidden_t, None, weight_dtype)
         if left is None:
             return grad_input, *grads, grad_down
