@@ -297,7 +297,7 @@ def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype"
 
     def compare(index, layer):
         for transposed, expected in enumerate(both_operands(full[index], layer.recipe)):
-            found = layer.weight.operand(layer.recipe, bool(transposed))
+            found = layer.weight.operand(layer.weight, layer.recipe, bool(transposed))
             same = all(torch.equal(a, b) for a, b in zip(_bits(found), _bits(expected), strict=True))
             if not same or found.spec != expected.spec or layer.weight.dtype != dtype:
                 different.append((shapes[index], "transposed" if transposed else "as it lies"))

@@ -50,7 +50,8 @@ class Quantizer:
         """What other ranks say about the blocks of ``x``, in one collective for both orientations."""
         return None, None
 
-    def __call__(
+    # Not __call__: of an object that a graph makes and calls, torch 2.11 asks for the hash before it has its fields.
+    def quantize(
         self,
         operand: str,
         x: Tensor,
@@ -69,7 +70,8 @@ class Quantizer:
 class QuantizedWeight:
     """Base, besides Tensor, of weights ``[N, K]`` that come quantized: the layer takes their operands as they are."""
 
-    def operand(self, recipe: Recipe, transposed: bool) -> Quantized:
+    @staticmethod
+    def operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> Quantized:
         """The weight as ``output`` reads it, or transposed as ``grad_input`` does.
 
         Raises:
@@ -91,7 +93,7 @@ def _pair(q: Quantized | None) -> _Pair:
 
 
 def _operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> _Pair:
-    # Through the class: a graph takes the methods of an object that is a tensor for torch's.
+    # Static, and of the class: a graph takes the methods of an object that is a tensor for torch's.
     return _pair(type(weight).operand(weight, recipe, transposed))
 
 
@@ -212,7 +214,7 @@ class _Linear(torch.autograd.Function):
         recipe = plan.recipe
         input_dtype, weight_dtype = ctx.dtypes
         grad_input = grad_weight = grad_bias = None
-        pair, pair_t = plan.quantizer(
+        pair, pair_t = plan.quantizer.quantize(
             "grad_output",
             grad_output,
             recipe.grad_input.lhs if plan.needs_grad_input else None,
@@ -242,7 +244,7 @@ def _weight_t(plan: _Plan, weight: Tensor | None, amax_t: Tensor | None, held: _
     assert weight is not None
     if isinstance(weight, QuantizedWeight):
         return _operand(weight, plan.recipe, True)
-    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
+    return plan.quantizer.quantize("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
 
 
 _T = TypeVar("_T")
@@ -307,7 +309,7 @@ class SharedInput:
     ) -> tuple[_Pair, _Pair]:
         """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
         key = (specs, rows.dtype, rows.shape, quantizer)
-        return self.once(input, key, lambda: quantizer("input", rows, *specs))
+        return self.once(input, key, lambda: quantizer.quantize("input", rows, *specs))
 
 
 def _autocast(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -384,7 +386,7 @@ def local_linear(
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
     data = rows.detach()
     if shared_input is None:
-        pairs = quantizer("input", data, *specs)
+        pairs = quantizer.quantize("input", data, *specs)
     else:
         pairs = shared_input.quantize(input, data, specs, quantizer)
     amaxes: Amaxes = (None, None)
@@ -396,7 +398,7 @@ def local_linear(
     else:
         matrix, reads = cast_weight.detach(), recipe.grad_input.rhs if plan.needs_grad_input else None
         amaxes = quantizer.amaxes("weight", matrix, recipe.output.rhs, reads)
-        weights = quantizer("weight", matrix, recipe.output.rhs, None, amaxes)
+        weights = quantizer.quantize("weight", matrix, recipe.output.rhs, None, amaxes)
     out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
         rows, cast_weight, cast_bias, plan, amaxes[1], *pairs[0], *pairs[1], *weights[0], *weights[1]
     )
