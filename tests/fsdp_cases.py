@@ -431,6 +431,8 @@ def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
         enable_float8_all_gather(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # In the dtype that FSDP would cast to: torch 2.11 does not where forward is recomputed.
+    x = torch.ones(2, shape[1], dtype=policy.param_dtype, requires_grad=True)
     with count_collective_bytes() as counted:
-        recomputed(model, torch.ones(2, shape[1], requires_grad=True), recompute).sum().backward()
+        recomputed(model, x, recompute).sum().backward()
     return dict(counted.bytes), dict(counted.calls)
