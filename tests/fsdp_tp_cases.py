@@ -164,7 +164,7 @@ def compare_operands(world_mesh, sizes, recipe, shapes):
         gaps[dim] = start % blocks[dim]
         padded = torch.nn.functional.pad(local, (gaps[1], 0, gaps[0], 0)) if any(gaps) else local
         for transposed, expected in enumerate(both_operands(full[index], spec)):
-            found = padded.operand(spec, bool(transposed))
+            found = padded.operand(padded, spec, bool(transposed))
             if not part_of(found, expected, dim ^ transposed, start, gaps[dim]):
                 different.append((shapes[index], "transposed" if transposed else "as it lies"))
             seen.append(index)

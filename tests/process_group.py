@@ -49,6 +49,8 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
             return
         try:
             torch.manual_seed(0)
+            # What ran before must not count to the limit of recompilations.
+            torch.compiler.reset()
             result = function(meshes[world], **kwargs) if rank < world else None
             pipe.send((True, result))
         except BaseException as error:

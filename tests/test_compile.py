@@ -253,8 +253,9 @@ def test_activation_checkpointing_inside_the_graph(name):
     assert_bitwise_equal(out.detach(), model(x).detach())
     assert_bitwise_equal(grad, torch.autograd.grad(model(x).sum(), x)[0])
     assert graphs.frame_count == 1
-    # The output of the first layer a second time; that of the last is not needed again.
-    assert counts.calls.total() == 7
+    # The output of the first layer a second time; that of the last is not needed again. Torch 2.11 keeps it: its graphs
+    # do not mark what an autograd function computes.
+    assert counts.calls.total() == (6 if torch.__version__ < (2, 12) else 7)
 
 
 @cpu_and_cuda

@@ -221,7 +221,7 @@ class _SwiGLU(torch.autograd.Function):
         inner, down = plans[:2], plans[2]
         left = recipe.grad_input.lhs if down.needs_grad_input else None
         right = recipe.grad_weight.lhs if down.needs_grad_weight else None
-        pair, pair_t = down.quantizer("grad_output", grad_output, left, right)
+        pair, pair_t = down.quantizer.quantize("grad_output", grad_output, left, right)
         grad_down = grad_input = None
         grads: list[Tensor | None] = [None, None]
         if down.needs_grad_weight:

@@ -50,7 +50,8 @@ class Quantizer:
         """What other ranks say about the blocks of ``x``, in one collective for both orientations."""
         return None, None
 
-    def __call__(
+    # Not __call__: of an object that a graph makes and calls, torch 2.11 asks for the hash before it has its fields.
+    def quantize(
         self,
         operand: str,
         x: Tensor,
@@ -69,7 +70,8 @@ class Quantizer:
 class QuantizedWeight:
     """Base, besides Tensor, of weights ``[N, K]`` that come quantized: the layer takes their operands as they are."""
 
-    def operand(self, recipe: Recipe, transposed: bool) -> Quantized:
+    @staticmethod
+    def operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> Quantized:
         """The weight as ``output`` reads it, or transposed as ``grad_input`` does.
 
         Raises:
@@ -92,7 +94,7 @@ def pair_of(q: Quantized | None) -> Pair:
 
 
 def _operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> Pair:
-    # Through the class: a graph takes the methods of an object that is a tensor for torch's.
+    # Static, and of the class: a graph takes the methods of an object that is a tensor for torch's.
     return pair_of(type(weight).operand(weight, recipe, transposed))
 
 
@@ -218,7 +220,7 @@ class _Linear(torch.autograd.Function):
         recipe = plan.recipe
         input_dtype, weight_dtype = ctx.dtypes
         grad_input = grad_weight = grad_bias = None
-        pair, pair_t = plan.quantizer(
+        pair, pair_t = plan.quantizer.quantize(
             "grad_output",
             grad_output,
             recipe.grad_input.lhs if plan.needs_grad_input else None,
@@ -248,7 +250,7 @@ def weight_t(plan: Plan, weight: Tensor | None, held: Pair, amax_t: Tensor | Non
     assert weight is not None
     if isinstance(weight, QuantizedWeight):
         return _operand(weight, plan.recipe, True)
-    return plan.quantizer("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
+    return plan.quantizer.quantize("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
 
 
 _T = TypeVar("_T")
@@ -320,7 +322,7 @@ class SharedInput:
     ) -> tuple[Pair, Pair]:
         """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
         key = (specs, rows.dtype, rows.shape, quantizer)
-        return self.once(input, key, lambda: quantizer("input", rows, *specs))
+        return self.once(input, key, lambda: quantizer.quantize("input", rows, *specs))
 
 
 def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -380,7 +382,7 @@ def weight_pairs(
         return pair_of(quantized_weight[0]), pair_of(quantized_weight[1])
     if isinstance(weight, QuantizedWeight):
         return _operand(weight, plan.recipe, False), NO_PAIR
-    return plan.quantizer("weight", weight.detach(), plan.recipe.output.rhs, None, amaxes)
+    return plan.quantizer.quantize("weight", weight.detach(), plan.recipe.output.rhs, None, amaxes)
 
 
 def apply_linear(
@@ -437,7 +439,7 @@ def local_linear(
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
     data = rows.detach()
     if shared_input is None:
-        pairs = quantizer("input", data, *specs)
+        pairs = quantizer.quantize("input", data, *specs)
     else:
         pairs = shared_input.quantize(input, data, specs, quantizer)
     out = apply_linear(rows, pairs, cast_weight, cast_bias, plan, quantized_weight)

@@ -161,7 +161,7 @@ class GatheringQuantizer(Quantizer):
     gather: TokenGather
     k: DimLayout
 
-    def __call__(
+    def quantize(
         self,
         operand: str,
         x: Tensor,

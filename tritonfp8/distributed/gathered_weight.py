@@ -226,15 +226,16 @@ class GatheredWeight(QuantizedWeight, Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {', '.join(str(f.spec) for f in self._wire.forms)})"
 
-    def operand(self, recipe: Recipe, transposed: bool) -> Quantized:
+    @staticmethod
+    def operand(weight: Any, recipe: Recipe, transposed: bool) -> Quantized:
         """See :class:`~tritonfp8.linear.QuantizedWeight`. The weight's bytes are not copied where they lie in order."""
         spec = recipe.grad_input.rhs if transposed else recipe.output.rhs
         assert spec is not None
         if torch.compiler.is_compiling():
             # An op, which dispatches to _operand, as a graph does not see into subclasses.
-            qdata, scale = torch.ops.tritonfp8.weight_operand(self.detach(), *spec.args, transposed)
+            qdata, scale = torch.ops.tritonfp8.weight_operand(weight.detach(), *spec.args, transposed)
         else:
-            qdata, scale = self._operand(spec, transposed, in_graph=False)
+            qdata, scale = weight._operand(spec, transposed, in_graph=False)
         return Quantized(qdata, scale, spec)
 
     def _moved(self, gaps: tuple[int, int]) -> GatheredWeight:

@@ -116,8 +116,9 @@ def local_blocks(layout: DimLayout, block: int) -> list[int]:
     """The global blocks of this size, a divisor of the alignment, that the aligned local dim holds, in its order."""
     step = max(layout.alignment, block)
     found: dict[int, None] = {}
-    for start, length in layout.segments:
-        for whole_block in range(start // step, -(-(start + length) // step)):
+    # By name: torch 2.11 cannot trace the unpacking of a named tuple that a constant holds.
+    for segment in layout.segments:
+        for whole_block in range(segment.start // step, -(-(segment.start + segment.length) // step)):
             found[whole_block] = None
     parts = step // block
     return [b * parts + i for b in found for i in range(parts)][: -(-layout.aligned_size // block)]
@@ -135,9 +136,9 @@ def align(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
         gap = layout.pieces[0].gap
         return _front_padded(x, dim, gap) if gap else x
     parts, start = [], 0
-    for gap, length in layout.pieces:
-        parts.append(_front_padded(x.narrow(dim, start, length), dim, gap))
-        start += length
+    for piece in layout.pieces:
+        parts.append(_front_padded(x.narrow(dim, start, piece.length), dim, piece.gap))
+        start += piece.length
     return torch.cat(parts, dim)
 
 
@@ -146,9 +147,9 @@ def unalign(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
     if not layout.pieces:
         return x
     parts, start = [], 0
-    for gap, length in layout.pieces:
-        parts.append(x.narrow(dim, start + gap, length))
-        start += gap + length
+    for piece in layout.pieces:
+        parts.append(x.narrow(dim, start + piece.gap, piece.length))
+        start += piece.gap + piece.length
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 

@@ -68,7 +68,7 @@ class _InputOf(SharedInput):
         self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
     ) -> tuple[Pair, Pair]:
         if self._shared is None:
-            return self._quantizer("input", self._own_rows, *specs)
+            return self._quantizer.quantize("input", self._own_rows, *specs)
         return self._shared.quantize(self._input, self._own_rows, specs, self._quantizer)
 
 

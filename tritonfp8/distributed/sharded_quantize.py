@@ -129,7 +129,7 @@ def quantize_shard(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, 
     """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the amaxes of the global matrix."""
     amax, amax_t = amaxes
     if amax is None and amax_t is None:
-        return Quantizer()("", x, spec, spec_t)
+        return Quantizer().quantize("", x, spec, spec_t)
     return (
         NO_PAIR if spec is None else ops.quantize(x, *spec.args, False, amax),
         NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True, amax_t),
@@ -149,7 +149,7 @@ class ShardedQuantizer(Quantizer):
         layouts = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[operand]
         return global_amax(x, spec, spec_t, layouts)
 
-    def __call__(
+    def quantize(
         self,
         operand: str,
         x: Tensor,
@@ -157,6 +157,6 @@ class ShardedQuantizer(Quantizer):
         spec_t: QuantSpec | None,
         amaxes: Amaxes | None = None,
     ) -> tuple[Pair, Pair]:
-        """See :class:`~tritonfp8.linear.Quantizer`; ``x`` is this rank's part."""
+        """See :meth:`tritonfp8.linear.Quantizer.quantize`; ``x`` is this rank's part."""
         found = self.amaxes(operand, x, spec, spec_t) if amaxes is None else amaxes
         return quantize_shard(x, spec, spec_t, found)
