@@ -98,8 +98,8 @@ class Device:
             torch.cuda.synchronize(self.device)
 
     def gpu_seconds(self, function: Function) -> float:
-        """Median time of a run, as many as fit into the effort. L2 is flushed before each, which takes long enough
-        for the host to be ahead of the GPU when a short run begins.
+        """Median time of a run, as many as fit into the effort, as in training: the host works on the next runs while
+        the GPU works on one. L2 is flushed before each.
         """
         times = self._runs(function, 1)
         if (more := min(MAX_RUNS, int(self.effort.seconds / max(times[0], 1e-6)))) > 1:
@@ -109,14 +109,15 @@ class Device:
     def _runs(self, function: Function, count: int) -> list[float]:
         if self.device.type != "cuda":
             return [_wall_seconds(function) for _ in range(count)]
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        # The first finds nothing in the queue, so that the GPU waits for the host: it is not counted.
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count + 1)]
         for start, end in events:
             self.flush.zero_()
             start.record()
             function()
             end.record()
         self.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in events]
+        return [start.elapsed_time(end) / 1e3 for start, end in events[1:]]
 
     def host_seconds(self, function: Function) -> float:
         """Time that the host takes for a call; the GPU is waited for before and after, not in between."""
