@@ -114,7 +114,8 @@ def compiled_step(mesh, name, float8, converted, passes):
         fused.append(fused_ops(graph))
 
     torch._dynamo.reset()
-    options = {"_micro_pipeline_tp": passes, "force_disable_caches": True}
+    # Kernels round as eager ones do, whatever they are fused with.
+    options = {"_micro_pipeline_tp": passes, "force_disable_caches": True, "emulate_precision_casts": True}
     with (
         # What is fused runs without symmetric memory, by the collectives and products that it stands for.
         symmetric_memory._test_mode(),

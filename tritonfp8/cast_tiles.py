@@ -111,6 +111,11 @@ def row_tile(n: int) -> CastTile:
     return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
 
 
+def holding(block: Block) -> CastTile:
+    """A tile of whole blocks, in the coordinates of ``x``; no block is whole in a dim."""
+    return NORMAL.get(block) or TRANSPOSED[block[::-1]]
+
+
 def choose(m: int, n: int, block: Block | None, block_t: Block | None) -> CastTile:
     """The tile of a cast of ``x [m, n]``; the block of each result in its own coordinates, None where there is none."""
     if block_t is None:

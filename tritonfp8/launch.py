@@ -83,7 +83,7 @@ def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """amax bits, int32, of blocks of ``x [m, n]`` that are whole in no dim."""
     m, n = x.shape
     out = torch.empty(scale_shape((m, n), block), dtype=torch.int32, device=x.device)
-    tile = cast_tiles.NORMAL[block]
+    tile = cast_tiles.holding(block)
     run(
         quantize_kernels.amax_kernel,
         tile.programs(m, n),
