@@ -124,19 +124,13 @@ def test_ratios_to_peers_and_their_means(rendered):
     assert by_key["linear", "layer", "layers", "rowwise fast"][5] == "1.500"
 
 
-def test_every_bar_of_a_whole_run_has_a_verdict_but_what_is_not_built(rendered):
+def test_every_bar_of_a_whole_run_has_a_verdict(rendered):
     folder, _ = rendered
     lines = markdown(folder / "bars.md")
     assert lines[0] == ["what", "bar", "measured", "holds"]
     assert len(lines) == 2 + len(BARS)
     cells = {line[0]: line[1:] for line in lines[2:]}
-    not_built = [what for what, (_, measured, _) in cells.items() if measured == "not built"]
-    assert [cells[what][2] for what in not_built] == ["not known"] * len(not_built)
-    assert {what.split(",")[0] for what in not_built} == {
-        f"cast {name}" for name in ("RMSNorm + quantize", "SiLU-mul + quantize")
-    } - {f"cast {case.name}" for case in cases.CASTS}
-    decided = {cells[what][2] for what in cells if what not in not_built}
-    assert decided == {"yes", "**no**"}
+    assert {holds for _, _, holds in cells.values()} == {"yes", "**no**"}
     assert cells["rowwise GEMM, precise, over torch._scaled_mm, large shapes"][2] == "yes"
     assert cells["cast 1x128, each tensor of 64 MB or more: share of copy speed"][2] == "**no**"
     assert cells["llama 8b layers, forward + backward, rowwise precise, over bf16: peak memory"][2] == "**no**"
@@ -339,11 +333,11 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:]
     rows = by_suite([json.loads(line) for line in noted.read_text().splitlines()])
     assert [r["contender"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None] == []
-    assert {r["case"] for r in rows["quantize"]} == {case.name for case in cases.CASTS}
+    assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
     assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in cases.PRODUCTS}
     assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), "first step"}
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
-    assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, "bf16"}
+    assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
     # Of every op, that is; a whole model holds attention, and the first step is a time.
     repeated = {suite: {r.get("same_bits_runs") for r in found if r["own"]} for suite, found in rows.items()}
     assert repeated == {"quantize": {3}, "scaled_matmul": {3}, "linear": {3}, "model": {None}, "launch": {3, None}}
