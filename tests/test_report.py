@@ -42,7 +42,7 @@ def product_rows(shape, own, peer, case="rowwise", accumulation="precise"):
 def synthetic_rows():
     """A whole run in which everything of our own takes 2 s where peers take 3."""
     rows = []
-    for case in cases.CASTS:
+    for case in (*cases.CASTS, *cases.FUSED):
         for shape in shapes.select("cast"):
             work = {"bytes": case.moved_bytes(shape.size, 2)}
             rows.append(row("quantize", case.name, shape, "tritonfp8", 2.0, True, "copy", **work))
@@ -53,7 +53,7 @@ def synthetic_rows():
                 rows += product_rows(shape, 2.0, 3.0, case.name, accumulation)
     for suite, names, times in (
         ("linear", cases.recipe_variants(cases.LAYER_RECIPES), {"gemm_seconds": 1.5, "other_seconds": 0.25}),
-        ("model", cases.MODEL_VARIANTS, {"peak_bytes": 2**30}),
+        ("model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
     ):
         kind = {"linear": "layer"}.get(suite, suite)
         for shape in shapes.select(kind):
