@@ -332,9 +332,11 @@ def as_json(x: float) -> float | str:
 def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
     """What was measured of a contestant on all ranks. Collective.
 
-    Seconds are the median step of the slowest rank, memory and bytes those of the rank with the most.
+    Seconds are the median step of the slowest rank, memory and bytes those of the rank with the most. Where losses are
+    compared there are none: deterministic kernels are not those that train.
     """
-    timed = entry.seconds[untimed_steps(settings) :]
+    seconds = [] if settings.losses else entry.seconds
+    timed = seconds[untimed_steps(settings) :]
     own = (statistics.median(timed) if timed else None, entry.peak_bytes, entry.bytes, entry.calls, entry.losses)
     medians, peaks, traffic, calls, losses = zip(*ranks.exchange(own), strict=True)
     contestant = entry.contestant
@@ -347,7 +349,7 @@ def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
         "bytes": {kind: max(each.get(kind, 0) for each in traffic) for kind in traffic[0]},
         "calls": {kind: max(each.get(kind, 0) for each in calls) for kind in calls[0]},
         "losses": [list(map(as_json, each)) for each in losses],
-        "step_seconds": [rounded(x) for x in entry.seconds],
+        "step_seconds": [rounded(x) for x in seconds],
     }
     if found["seconds"] is not None:
         tokens = settings.dp * settings.batch_size * settings.seq_len

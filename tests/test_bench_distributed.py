@@ -11,9 +11,9 @@ from process_group import Processes
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench import distributed, distributed_bars, distributed_models
+from bench import distributed, distributed_bars, distributed_contest, distributed_models
 from bench.distributed_bars import FSDP_BARS, TP_BARS, judge
-from bench.distributed_contest import Settings
+from bench.distributed_contest import Measured, Settings
 from bench.ranks import AllFailedError, RankError, Ranks
 
 HIDDEN, FFN, LAYERS, VOCABULARY = 64, 1536, 2, 256
@@ -299,6 +299,17 @@ def test_wrong_options_end_with_what_is_needed(arguments, message):
     result = CliRunner().invoke(distributed.app, ["--model", "tiny", *arguments], env={"WORLD_SIZE": "2"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("losses", [False, True])
+def test_speeds_are_not_noted_where_losses_are_compared(losses):
+    settings = Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, tp=1, losses=losses)
+    entry = Measured(settings.contestants()[0], losses=[3.0, 2.0, 1.0], seconds=[9.0, 9.0, 2.0])
+    (noted,) = in_threads(lambda ranks: distributed_contest.row(settings, entry, ranks))
+    assert noted["losses"] == [entry.losses]
+    assert noted["seconds"] == (None if losses else 2.0)
+    assert noted["step_seconds"] == ([] if losses else entry.seconds)
+    assert ("tokens_per_second" in noted) is not losses
 
 
 def test_contestants_of_tensor_parallelism():

@@ -3,18 +3,10 @@
 import context_parallel_cases
 import pytest
 import torch
-from process_group import Processes
 
 from tritonfp8 import recipes
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    processes = Processes(min(torch.cuda.device_count(), 4), "cuda")
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.parametrize("recipe", recipes.names())

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from packaging.requirements import Requirement
-from packaging.version import Version
 from typer.testing import CliRunner
 
 import tritonfp8
@@ -29,7 +28,7 @@ def test_doctor_finds_this_machine_well(examined):
     assert examined.exit_code == 0, examined.output
     assert "FAILED" not in examined.output
     # A package may be without the local part (+cu130) that the module has.
-    for version in (tritonfp8.__version__, Version(torch.__version__).public):
+    for version in (tritonfp8.__version__, torch.__version__.partition("+")[0]):
         assert version in examined.output
 
 

@@ -14,7 +14,8 @@ from tritonfp8 import recipes
 from tritonfp8.distributed import PrepareFloat8ModuleInput, scales
 from tritonfp8.testing import assert_bitwise_equal, sqnr
 
-pytestmark = pytest.mark.xdist_group("ranks")
+# Not with the other tests of several processes: it has its own, and they would wait for it on a machine of two cores.
+pytestmark = pytest.mark.xdist_group("tensor parallel")
 
 NAMES = recipes.names()
 QUANTIZED = [name for name in NAMES if recipes.get(name).output.quantized]

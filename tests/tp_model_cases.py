@@ -173,7 +173,7 @@ def llama_plan(layers, styles, local, sequence):
 def losses(model, steps, call=None):
     # Few tokens are noisy: of two runs of tensorwise in one process, from weights 2^-22 apart, the losses of 28 tokens
     # differ by up to 2e-3.
-    # One by one: the fused loop takes no DTensors beside plain tensors, as the norms are here.
+    # One by one: torch's foreach ops take no DTensors beside plain tensors, as the norms are here.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
     found = []
     for step in range(steps):
