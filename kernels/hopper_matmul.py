@@ -504,7 +504,10 @@ def hopper_matmul_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(turn, count=1)
+    # A barrier lives as long as the kernel, or is none: where the memory of one that nothing waits for went to a buffer,
+    # an H200 that other processes took turns on now and then put the barrier back over what the buffer held.
+    if STAGGER:
+        mbarrier.init(turn, count=1)
     # Scales along K come with the operands; others are read from memory.
     scale_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     a_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, A_SCALES], scale_layout)

@@ -32,6 +32,7 @@ MAX_ROW = 16384
 """Longest row that a rows kernel holds. Beyond it RMSNorm runs as plain torch and a cast."""
 
 WIDEST_TILE_ITEMSIZE = 2
+LONG_BLOCK = 128
 
 
 class Rows(NamedTuple):
@@ -76,7 +77,7 @@ SILU_MUL_ROWS = {
     MAX_ROW: Rows(1, 32, 1, False),
 }
 # By producer and by what is written: the normal result alone, the transposed one, both where the amax of the normal one
-# is given, both where a tile holds its blocks, by the longest of them.
+# is given, both where a tile holds the blocks.
 QUANTIZE_TILES = {
     ("rms_norm", "normal"): Tiles(128, 128, 8),
     ("rms_norm", "transposed"): Tiles(128, 64, 8),
@@ -84,13 +85,11 @@ QUANTIZE_TILES = {
     ("silu_mul", "normal"): Tiles(32, 128, 4),
     ("silu_mul", "transposed"): Tiles(128, 32, 4),
     ("silu_mul", "both"): Tiles(128, 64, 4),
-    ("silu_mul", "both in blocks of 32"): Tiles(128, 32, 4),
-    ("silu_mul", "both in blocks of 128"): Tiles(128, 128, 16, 1, 3),
+    ("silu_mul", "both in blocks"): Tiles(128, 32, 4),
     ("silu_mul_backward", "normal"): Tiles(64, 128, 8),
     ("silu_mul_backward", "transposed"): Tiles(128, 32, 4),
     ("silu_mul_backward", "both"): Tiles(128, 64, 8),
-    ("silu_mul_backward", "both in blocks of 32"): Tiles(128, 32, 4),
-    ("silu_mul_backward", "both in blocks of 128"): Tiles(128, 128, 8),
+    ("silu_mul_backward", "both in blocks"): Tiles(64, 64, 4),
 }
 SQUARE_TILES = Tiles(128, 128, 16)
 # Of the pass that finds amax values.
@@ -183,7 +182,7 @@ def _tiles(producer: str, side: _Side | None, side_t: _Side | None) -> Tiles:
         return QUANTIZE_TILES[producer, "transposed" if side is None else "normal"]
     if side.whole:
         return QUANTIZE_TILES[producer, "both"]
-    return QUANTIZE_TILES[producer, f"both in blocks of {max(*side.block, *side_t.block)}"]
+    return QUANTIZE_TILES[producer, "both in blocks"]
 
 
 def _find_amax(inputs: _Inputs, side: _Side | None, side_t: _Side | None) -> tuple[_Side | None, _Side | None]:
@@ -235,11 +234,15 @@ def _amax_stride(side: _Side) -> int:
 
 
 def _takes_two_launches(inputs: _Inputs, side: _Side, side_t: _Side) -> bool:
-    """Whether no tile serves both: a square block in one orientation alone (no recipe has it), or blocks of a tile of
-    4-byte elements, which takes more registers and shared memory than there are.
+    """Whether no tile serves both sides well: a square block in one orientation alone (no recipe has it); blocks of a
+    tile of 4-byte elements, which takes more registers and shared memory than there are; blocks of 128, which want
+    tiles that are long in the direction of each.
     """
-    wide = inputs.tensors[0].element_size() > WIDEST_TILE_ITEMSIZE and not side.whole
-    return wide or BLOCK_128X128 in (side.block, side_t.block)
+    blocks = (side.block, side_t.block)
+    if BLOCK_128X128 in blocks:
+        return True
+    wide = inputs.tensors[0].element_size() > WIDEST_TILE_ITEMSIZE
+    return not side.whole and (wide or any(max(block) == LONG_BLOCK for block in blocks))
 
 
 def _quantize_tiles(inputs: _Inputs, side: _Side | None, side_t: _Side | None, kept: Tensor | None) -> None:
