@@ -504,8 +504,8 @@ def hopper_matmul_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    # A barrier lives as long as the kernel, or is none: where the memory of one that nothing waits for went to a buffer,
-    # an H200 that other processes took turns on now and then put the barrier back over what the buffer held.
+    # A barrier lives as long as the kernel, or is none: the memory of one that nothing waits for goes to a buffer, and
+    # an H200 on which processes took turns now and then put the barrier back over what the buffer held.
     if STAGGER:
         mbarrier.init(turn, count=1)
     # Scales along K come with the operands; others are read from memory.

@@ -6,7 +6,7 @@ import importlib
 from unittest import mock
 
 import torch
-import torch._inductor.config
+import torch._inductor.config as inductor
 from cases import normal
 from fsdp_cases import Block
 from functorch.compile import make_boxed_func
@@ -114,13 +114,14 @@ def compiled_step(mesh, name, float8, converted, passes):
         fused.append(fused_ops(graph))
 
     torch._dynamo.reset()
-    # Kernels round as eager ones do, whatever they are fused with.
-    options = {"_micro_pipeline_tp": passes, "force_disable_caches": True, "emulate_precision_casts": True}
+    # Kernels round as eager ones do, whatever they are fused with, and are not chosen by how fast they are on the day.
+    exact = {option: True for option in ("emulate_precision_casts", "deterministic") if hasattr(inductor, option)}
+    options = {"_micro_pipeline_tp": passes, "force_disable_caches": True, **exact}
     with (
         # What is fused runs without symmetric memory, by the collectives and products that it stands for.
         symmetric_memory._test_mode(),
         mock.patch.object(post_grad, "micro_pipeline_tp_pass", noted),
-        torch._inductor.config.patch(options),
+        inductor.patch(options),
     ):
         for layer in model:
             layer.compile(fullgraph=True)

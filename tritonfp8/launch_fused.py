@@ -85,17 +85,17 @@ QUANTIZE_TILES = {
     ("silu_mul", "normal"): Tiles(32, 128, 4),
     ("silu_mul", "transposed"): Tiles(128, 32, 4),
     ("silu_mul", "both"): Tiles(128, 64, 4),
-    ("silu_mul", "both in blocks"): Tiles(128, 32, 4),
+    ("silu_mul", "both in blocks"): Tiles(32, 128, 4),
     ("silu_mul_backward", "normal"): Tiles(64, 128, 8),
     ("silu_mul_backward", "transposed"): Tiles(128, 32, 4),
-    ("silu_mul_backward", "both"): Tiles(128, 64, 8),
-    ("silu_mul_backward", "both in blocks"): Tiles(64, 64, 4),
+    ("silu_mul_backward", "both"): Tiles(64, 64, 4),
+    ("silu_mul_backward", "both in blocks"): Tiles(32, 64, 2),
 }
 SQUARE_TILES = Tiles(128, 128, 16)
 # Of the pass that finds amax values.
 AMAX_TILES = {
-    "silu_mul": Tiles(64, 64, 4),
-    "silu_mul_backward": Tiles(64, 64, 4),
+    "silu_mul": Tiles(32, 64, 2),
+    "silu_mul_backward": Tiles(32, 64, 2),
 }
 SUM_TILES = Tiles(32, 32, 4)
 MIN_ROW_TILE = 128
@@ -234,15 +234,11 @@ def _amax_stride(side: _Side) -> int:
 
 
 def _takes_two_launches(inputs: _Inputs, side: _Side, side_t: _Side) -> bool:
-    """Whether no tile serves both sides well: a square block in one orientation alone (no recipe has it); blocks of a
-    tile of 4-byte elements, which takes more registers and shared memory than there are; blocks of 128, which want
-    tiles that are long in the direction of each.
+    """Whether no tile serves both sides well: blocks of 128, which want tiles that are long in the direction of each;
+    blocks of a tile of 4-byte elements, which takes more registers and shared memory than there are.
     """
-    blocks = (side.block, side_t.block)
-    if BLOCK_128X128 in blocks:
-        return True
     wide = inputs.tensors[0].element_size() > WIDEST_TILE_ITEMSIZE
-    return not side.whole and (wide or any(max(block) == LONG_BLOCK for block in blocks))
+    return LONG_BLOCK in (*side.block, *side_t.block) or (wide and not side.whole)
 
 
 def _quantize_tiles(inputs: _Inputs, side: _Side | None, side_t: _Side | None, kept: Tensor | None) -> None:

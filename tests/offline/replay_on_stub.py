@@ -22,7 +22,7 @@ driver.CudaDriver.is_active = staticmethod(lambda: True)
 # The stub reads no machine code, and half of the time would go into assembling it.
 compiler.CUDABackend.make_cubin = lambda *args: b"no machine code"
 
-from tritonfp8 import compiled, hardware, launch, launch_fused, recipes, replay
+from tritonfp8 import compiled, hardware, launch, launch_fused, recipes, reference, replay
 from tritonfp8.specs import BLOCKS, QuantSpec
 
 HOPPER = hardware.Abilities("stub", (9, 0), True, True, True, True, False, 132, 232448)
@@ -93,6 +93,13 @@ def cases():
         yield f"dequantize {entry.name}", launch.dequantize, dequantize
         yield f"transposed {entry.name}", launch.quantize, lambda q=spec: (x(129, 384), *q.args, True, None)
         yield f"amax {entry.name}", launch.amax, lambda b=block: (x(129, 384), list(b))
+        for transposed in (False, True):
+
+            def given_amax(q=spec, b=block, transposed=transposed):
+                values = x(129, 384)
+                return values, *q.args, transposed, reference.amax(values.t() if transposed else values, list(b))
+
+            yield f"given amax {entry.name} transposed={transposed}", launch.quantize, given_amax
         yield f"strided {entry.name}", launch.quantize, lambda q=spec: (x(128, 384, step=2), *q.args, False, None)
     products = [(name, "output") for name in ("tensorwise", "rowwise", "blockwise", "mxfp8")]
     for name, gemm in (*products, ("blockwise", "grad_weight")):
