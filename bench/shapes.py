@@ -1,5 +1,8 @@
 """The shapes that the suites run, as named sets of plain data; ``--shapes SET`` chooses sets by name.
 
+``python -m bench.shapes square llama-8b`` prints the matrix products of these sets as ``tritonfp8 warmup --shapes`` reads
+them. The configurations that ship with the package were tuned so, for what it prints by default.
+
 ``size`` is, by kind:
 
 - ``gemm``: ``(M, N, K)`` of ``[M, K] @ [N, K].T``
@@ -10,6 +13,8 @@
 - ``first_step``: ``(batch, sequence)`` of the model of that name (``tritonfp8.training_models.MODELS``)
 """
 
+import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -131,6 +136,7 @@ _SETS = (
 SHAPES: dict[str, tuple[Shape, ...]] = {kind: sum(sets, ()) for kind, *sets in _SETS}
 
 LARGE_GEMMS = ("square", "llama-8b", "llama-70b", "deepseek-v3")
+TUNED = ("square", "llama-8b", "deepseek-v3", "decode")
 # What the bars ask for; the rest is measured on demand.
 DEFAULT = (*LARGE_GEMMS, "decode", "large", "layers", "models", "launch", "first-step")
 
@@ -156,3 +162,17 @@ def select(kind: str, names: Iterable[str] = ()) -> list[Shape]:
     chosen = set(names) or set(DEFAULT)
     check_sets(chosen)
     return [shape for shape in SHAPES[kind] if shape.set in chosen or (ALL in chosen and shape.set != SMOKE)]
+
+
+def as_json(names: Iterable[str]) -> str:
+    """The distinct products of the named sets, by default :data:`TUNED`, as JSON.
+
+    Raises:
+        ValueError: an unknown set.
+    """
+    sizes = sorted({shape.size for shape in select("gemm", tuple(names) or TUNED)})
+    return json.dumps([dict(zip("mnk", size, strict=True)) for size in sizes])
+
+
+if __name__ == "__main__":
+    print(as_json(sys.argv[1:]))

@@ -76,6 +76,10 @@ def initialize(model):
     return model
 
 
+# The second divides forward from backward as the default one does, by what it costs to keep.
+BACKENDS = {"block": "aot_eager", "block_min_cut": "aot_eager_decomp_partition"}
+
+
 @dataclass(frozen=True)
 class Setup:
     """One way to train."""
@@ -125,8 +129,8 @@ def build(mesh, setup):
         "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.offload else OffloadPolicy(),
     }
     for name, layer in model.layers.named_children():
-        if setup.compile == "block":
-            layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        if setup.compile in BACKENDS:
+            layer = torch.compile(layer, backend=BACKENDS[setup.compile], fullgraph=True)
             model.layers.register_module(name, layer)
         fully_shard(layer, reshard_after_forward=setup.reshard, **options)
     fully_shard(model, reshard_after_forward=setup.root_reshard, **options)

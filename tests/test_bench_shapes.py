@@ -6,6 +6,7 @@ from tritonfp8 import recipes, reference
 from tritonfp8.recipes import GEMMS
 from tritonfp8.specs import BLOCKS
 from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.warmup import read_shapes
 
 DIMS = {"gemm": 3, "cast": 2, "layer": 3, "model": 7, "launch": 3, "first_step": 2}
 BF16_BYTES = 2
@@ -154,3 +155,11 @@ def test_reference_and_package_agree_on_tails():
     x = torch.randn(130, 256, dtype=torch.bfloat16)
     data, *_ = case.run(x)
     assert torch.equal(data.view(torch.uint8), reference.quantize(x, *case.spec.args)[0].view(torch.uint8))
+
+
+def test_products_are_printed_as_warmup_reads_them(tmp_path):
+    file = tmp_path / "shapes.json"
+    file.write_text(shapes.as_json(["decode"]))
+    assert set(read_shapes(file)) == {shape.size for shape in gemms("decode")}
+    assert len(read_shapes(file)) == len(gemms("decode"))
+    assert shapes.as_json([]) == shapes.as_json(shapes.TUNED)

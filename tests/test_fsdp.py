@@ -154,6 +154,18 @@ def test_gathered_bytes_are_half_of_those_of_bf16(ranks, shape, recipe):
     assert on[0]["all_gather"] + 2 * on[0].get("all_reduce", 0) <= 0.52 * off[0]["all_gather"]
 
 
+def test_a_compiled_step_gathers_what_an_eager_one_does(ranks):
+    """The compiler moves no read of the form for backward into forward, where it would be gathered once more."""
+
+    def gathered(**options):
+        return ranks.run(2, fsdp_cases.traffic, setup=Setup("rowwise", **options))[0][0]["all_gather"]
+
+    once, again = gathered(), gathered(recompute="yes")
+    assert gathered(compile="block") == gathered(compile="block_min_cut") == once
+    # A compiler recomputes no more than backward needs.
+    assert once < gathered(compile="block_min_cut", recompute="yes") <= again
+
+
 @pytest.mark.parametrize("recompute", ["yes", "reentrant"])
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_gathered_bytes_where_forward_is_recomputed(ranks, recipe, recompute):

@@ -231,7 +231,7 @@ class _SwiGLU(torch.autograd.Function):
             grad_down = multiply(recipe.grad_weight, pair_t, hidden_t, None, weight_dtype)
         if left is None:
             return grad_input, *grads, grad_down
-        rhs = weight_t(down, weights[2], held[2])
+        rhs = weight_t(down, grad_output, weights[2], held[2])
         grad_hidden = multiply(recipe.grad_input, pair, rhs, None, dtype)
         spec = left if inner[0].needs_grad_input else None
         spec_t = recipe.grad_weight.lhs if any(plan.needs_grad_weight for plan in inner) else None
@@ -239,7 +239,7 @@ class _SwiGLU(torch.autograd.Function):
         for i, plan in enumerate(inner):
             side, side_t = _pairs([t[i] for t in stacked], spec, spec_t)
             if plan.needs_grad_input:
-                rhs = weight_t(plan, weights[i], held[i])
+                rhs = weight_t(plan, grad_output, weights[i], held[i])
                 grad_input = multiply(recipe.grad_input, side, rhs, None, dtype, grad_input)
             if plan.needs_grad_weight:
                 grads[i] = multiply(recipe.grad_weight, side_t, kept, None, weight_dtype)

@@ -71,8 +71,12 @@ class QuantizedWeight:
     """Base, besides Tensor, of weights ``[N, K]`` that come quantized: the layer takes their operands as they are."""
 
     @staticmethod
-    def operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> Quantized:
+    def operand(
+        weight: QuantizedWeight, recipe: Recipe, transposed: bool, grad_output: Tensor | None = None
+    ) -> Quantized:
         """The weight as ``output`` reads it, or transposed as ``grad_input`` does.
+
+        Backward passes its grad_output: what depends on that, a compiler does not move into forward.
 
         Raises:
             ValueError: it was quantized for another recipe.
@@ -93,9 +97,9 @@ def pair_of(q: Quantized | None) -> Pair:
     return NO_PAIR if q is None else (q.qdata, q.scale)
 
 
-def _operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool) -> Pair:
+def _operand(weight: QuantizedWeight, recipe: Recipe, transposed: bool, grad_output: Tensor | None = None) -> Pair:
     # Static, and of the class: a graph takes the methods of an object that is a tensor for torch's.
-    return pair_of(type(weight).operand(weight, recipe, transposed))
+    return pair_of(type(weight).operand(weight, recipe, transposed, grad_output))
 
 
 def _serves_both(recipe: Recipe) -> bool:
@@ -228,7 +232,7 @@ class _Linear(torch.autograd.Function):
         )
         if plan.needs_grad_input:
             if recipe.grad_input.rhs is not None:
-                weight_pair = weight_t(plan, weight, (held[0], held[1]), weight_amax_t)
+                weight_pair = weight_t(plan, grad_output, weight, (held[0], held[1]), weight_amax_t)
                 grad_input = multiply(recipe.grad_input, pair, weight_pair, None, input_dtype)
             else:
                 grad_input = ops.matmul(grad_output, weight.t())
@@ -242,14 +246,14 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias
 
 
-def weight_t(plan: Plan, weight: Tensor | None, held: Pair, amax_t: Tensor | None = None) -> Pair:
+def weight_t(plan: Plan, grad_output: Tensor, weight: Tensor | None, held: Pair, amax_t: Tensor | None = None) -> Pair:
     """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
     qdata, scale = held
     if qdata is not None and scale is not None:
         return (qdata.t().contiguous(), scale.t().contiguous()) if _serves_both(plan.recipe) else held
     assert weight is not None
     if isinstance(weight, QuantizedWeight):
-        return _operand(weight, plan.recipe, True)
+        return _operand(weight, plan.recipe, True, grad_output)
     return plan.quantizer.quantize("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
 
 

@@ -17,10 +17,19 @@ from tritonfp8.distributed.gathered_weight import GatheredWeight, ShardedWeight,
 from tritonfp8.distributed.layout import DimLayout, Mesh, aligned_to, flattened, plain_mesh
 from tritonfp8.distributed.placements import largest_blocks
 from tritonfp8.distributed.sharded_quantize import Grid, reduce_grids
-from tritonfp8.distributed.shards import fill_amax, one_nan, quantize_shard, scale_of_form, scales
+from tritonfp8.distributed.shards import (
+    fill_amax,
+    fill_amax_of_tensors,
+    one_nan,
+    quantize_shard,
+    scale_of_form,
+    scales,
+)
+from tritonfp8.distributed.traffic import counted_inside_ops
 from tritonfp8.distributed.wire import Form, Layout, forms, write_piece
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs import TENSORWISE
 
 # torch.compiler.disable imports the compiler at once.
 _disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
@@ -127,6 +136,7 @@ class Float8AllGather:
         self._tensor_parallel: set[str] = set()
         self._found: dict[str, Managed] = {}
         self._how: dict[str, tuple[Recipe, bool]] = {}
+        self._gathers: dict[str, tuple[Recipe, bool]] = {}
         self._plans: dict[str, _Plan] = {}
         self._batches: list[_Batch] = []
         self._known: dict[str, _Known] = {}
@@ -191,7 +201,7 @@ class Float8AllGather:
             # Tied, and released with another layer.
             return
         managed, layers = self._managed().get(name), self.layers.pop(name)
-        for known in (self._found, self._how, self._plans, self._known):
+        for known in (self._found, self._how, self._gathers, self._plans, self._known):
             known.pop(name, None)
         self._batches = self._batches_of(self._plans)
         if managed is not None:
@@ -279,11 +289,15 @@ class Float8AllGather:
         """Find the scales of these weights, by one collective."""
         first = next(iter(batch.plans.values()))
         amaxes = torch.zeros(sum(batch.sizes), device=first.managed.device)
+        tensors: list[tuple[Tensor, Tensor]] = []
         for plan, grids in zip(batch.plans.values(), batch.split(amaxes).values(), strict=True):
             shard = plan.shard()
             for form, grid in zip(plan.layout.forms, grids, strict=True):
-                if grid.numel():
+                if form.block == TENSORWISE:
+                    tensors.append((grid, shard))
+                elif grid.numel():
                     fill_amax(grid, shard, plan.layout, form, plan.managed.rank)
+        fill_amax_of_tensors(tensors)
         if amaxes.numel():
             # Bits of non-negative floats are ordered as integers, NaN on top. A MAX of floats may drop it.
             amaxes = one_nan(amaxes)
@@ -317,7 +331,13 @@ class Float8AllGather:
     def is_gathered(self, name: str) -> bool:
         """Whether the recipe of the weight has it in 8 bits."""
         layers = self.layers.get(name)
-        return layers is not None and bool(forms(layers[0].recipe))
+        if layers is None:
+            return False
+        recipe = layers[0].recipe
+        found = self._gathers.get(name)
+        if found is None or found[0] is not recipe:
+            found = self._gathers[name] = recipe, bool(forms(recipe))
+        return found[1]
 
     @torch.no_grad()
     def pieces_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, _Sent]:
@@ -367,7 +387,7 @@ class Float8AllGather:
         if out._tag is not None:
             assert sent.content is not None
             # Through data: a graph that saved it for backward is to see the write, and no error for it.
-            out._tag.data[-1] = sent.content
+            out._tag.data.select(0, -1).fill_(sent.content)
         return None
 
     def _index(self, name: str) -> int:
@@ -385,7 +405,8 @@ class Float8AllGather:
         layout = plan.layout
         piece = _piece(plan, known, plan.shard(), (form,))
         buffer = piece.new_empty(layout.shards * layout.piece_size)
-        _all_gather(buffer, piece, group=plan.managed.process_group)
+        with counted_inside_ops():
+            _all_gather(buffer, piece, group=plan.managed.process_group)
         return read_form(buffer, known.scales[layout.forms.index(form)], layout, form)
 
 

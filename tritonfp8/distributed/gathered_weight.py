@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -152,6 +153,10 @@ class ShardedWeight(Tensor):
         return None if out is not None else (gathered, ())
 
 
+# FSDP asks for the parameters of the hook at every gather, which for a bound method takes longer than the hook.
+ShardedWeight._pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    ShardedWeight._pre_all_gather
+)
 _KEEP = {
     aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
     aten.split.Tensor, aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default,
@@ -227,22 +232,24 @@ class GatheredWeight(QuantizedWeight, Tensor):
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {', '.join(str(f.spec) for f in self._wire.forms)})"
 
     @staticmethod
-    def operand(weight: Any, recipe: Recipe, transposed: bool) -> Quantized:
+    def operand(weight: Any, recipe: Recipe, transposed: bool, grad_output: Tensor | None = None) -> Quantized:
         """See :class:`~tritonfp8.linear.QuantizedWeight`. The weight's bytes are not copied where they lie in order."""
         spec = recipe.grad_input.rhs if transposed else recipe.output.rhs
         assert spec is not None
         if torch.compiler.is_compiling():
             # An op, which dispatches to _operand, as a graph does not see into subclasses.
-            qdata, scale = torch.ops.tritonfp8.weight_operand(weight.detach(), *spec.args, transposed)
+            qdata, scale = torch.ops.tritonfp8.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
         else:
-            qdata, scale = weight._operand(spec, transposed, in_graph=False)
+            qdata, scale = weight._operand(spec, transposed)
         return Quantized(qdata, scale, spec)
 
     def _moved(self, gaps: tuple[int, int]) -> GatheredWeight:
         """The same bytes with zeros before them."""
         return GatheredWeight(self._buffer, self._scale, self._scale_t, self._tag, self._wire, self.dtype, gaps)
 
-    def _operand(self, spec: QuantSpec, transposed: bool, in_graph: bool) -> tuple[Tensor, Tensor]:
+    def _operand(
+        self, spec: QuantSpec, transposed: bool, in_graph: bool = False, grad_output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         wire = self._wire
         form = wire.forms[-1] if transposed else wire.forms[0]
         if form.spec != spec:
@@ -257,7 +264,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
         elif in_graph:
             # Which form the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
             qdata, scale = torch.ops.tritonfp8.gathered_form(
-                self._buffer, held, self._tag, wire.rows, wire.cols, above, left, *spec.args, transposed
+                self._buffer, held, self._tag, wire.rows, wire.cols, above, left, *spec.args, transposed, grad_output
             )
         else:
             qdata, scale = read_or_gather(self._buffer, held, self._tag, wire, form)
@@ -302,7 +309,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
                 given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
             if func is torch.ops.tritonfp8.weight_operand.default:
-                return weight._operand(spec_of(args[1]), args[2], in_graph=True)
+                return weight._operand(spec_of(args[1]), args[2], True, *args[3:])
         raise TypeError(
             f"{func} needs the values of a weight that FSDP gathered in 8 bits for one recipe's GEMMs, and only those "
             "are there. Outside the layer work on the sharded parameters (model.reshard()); under autocast give "
@@ -360,10 +367,13 @@ def read_or_gather(
 
 
 _library = torch.library.Library("tritonfp8", "FRAGMENT")
-_library.define("weight_operand(Tensor weight, str spec, bool transposed) -> (Tensor, Tensor)")
+# Without grad_output, a compiler may have forward read what backward is gathered for.
+_library.define(
+    "weight_operand(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"
+)
 _library.define(
     "gathered_form(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, "
-    "str spec, bool transposed) -> (Tensor, Tensor)"
+    "str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"
 )
 
 
@@ -378,6 +388,7 @@ def _gathered_form(
     left: int,
     spec: str,
     transposed: bool,
+    grad_output: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     key, index, _ = tag.tolist()
     form = Form(spec_of(spec), transposed)
@@ -399,6 +410,7 @@ def _gathered_form_fake(
     left: int,
     spec: str,
     transposed: bool,
+    grad_output: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     s = spec_of(spec)
     shape, scaled = (rows, cols), (above + rows, left + cols)

@@ -20,7 +20,7 @@ TESTED = "2.11 to 2.13"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 # By where they are, "module:path in it". Of several names with a bar between, one is enough.
 TENSOR_PARALLEL: Mapping[str, tuple[str, ...]] = {
-    "torch:": ("_disable_dynamo",),
+    "torch:": ("_disable_dynamo", "_foreach_copy_", "_foreach_norm"),
     "torch:_C": ("_disabled_torch_function_impl",),
     "torch:ops._c10d_functional": (
         "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor"

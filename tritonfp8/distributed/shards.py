@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,6 +66,14 @@ def fill_amax(out: Tensor, x: Tensor, layout: Layout, form: Form, rank: int) -> 
             begin = max(block * form.block[0] - above - start, 0)
             end = min((block + 1) * form.block[0] - above - start, rows)
             out[index] = ops.amax(_aligned(x[begin:end], 0, left), [-1, form.block[1]])[0]
+
+
+def fill_amax_of_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """As :func:`fill_amax` for blocks of whole tensors: ``(out, shard)`` of all of them, in one kernel."""
+    pairs = [(out, x) for out, x in pairs if x.numel()]
+    if pairs:
+        norms = torch._foreach_norm([x for _, x in pairs], torch.inf)
+        torch._foreach_copy_([out.view(()) for out, _ in pairs], norms)
 
 
 def _reduces_all(layout: Layout, form: Form) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,16 +39,39 @@ class count_collective_bytes(TorchDispatchMode):
         calls: by kind, how many there were.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self._inside = False
+
+    def __enter__(self) -> Any:
+        _counting.append(self)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        _counting.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs compiled: torch would run it eagerly under any other mode, and not what is measured."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             # DTensor is asked next, with this mode on: the collectives of its ops then come here.
             return NotImplemented
-        out = func(*args, **(kwargs or {}))
+        before, self._inside = self._inside, True
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self._inside = before
+        if not isinstance(func, torch._ops.OpOverload):
+            # A higher-order operator, such as the one around recomputed random numbers.
+            return out
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional"):
             kind = _KIND_OF.get(name)
@@ -55,6 +80,18 @@ class count_collective_bytes(TorchDispatchMode):
                 self.bytes[kind] += max(sides)
                 self.calls[kind] += 1
         return out
+
+
+_counting: list[count_collective_bytes] = []
+
+
+@contextlib.contextmanager
+def counted_inside_ops() -> Iterator[None]:
+    """Have collectives counted that an op of ours calls: while an op runs, the modes that saw its call are off."""
+    with contextlib.ExitStack() as stack:
+        for counter in [counter for counter in _counting if counter._inside]:
+            stack.enter_context(counter)
+        yield
 
 
 def _nbytes(value: Any) -> int:

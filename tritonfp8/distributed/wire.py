@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,28 @@ class Form:
         from the reduced amaxes.
         """
         return SCALE_FORMATS[self.spec.scale_format].exponent_only
+
+    def __hash__(self) -> int:
+        # Of one text, in place of five fields: forms are looked up several times a weight and step.
+        return hash((self.spec.args, self.transposed))
+
+
+_R = TypeVar("_R")
+
+
+def _remembered(method: Callable[..., _R]) -> Callable[..., _R]:
+    """Work out once for each layout, form and rank what every step asks for again."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def found(self: Layout, *args: Any) -> _R:
+        memo = self.__dict__.setdefault("_memo", {})
+        key = (name, *args)
+        if key not in memo:
+            memo[key] = method(self, *args)
+        return memo[key]
+
+    return found
 
 
 def _lead(start: int, block: int) -> int:
@@ -87,10 +110,12 @@ class Layout:
         segments = self.within[dim].segments if self.within is not None else ()
         return segments[0].start if segments else 0
 
+    @_remembered
     def lead(self, form: Form) -> tuple[int, int]:
         """Rows and columns by which the weight starts inside a block."""
         return _lead(self.start(0), form.block[0]), _lead(self.start(1), form.block[1])
 
+    @_remembered
     def is_split(self, form: Form, dim: int) -> bool:
         """Whether some block lies on several ranks of tensor parallelism along this dim: on all ranks alike."""
         return self.within is not None and is_split(self.within[dim], form.block[dim])
@@ -100,16 +125,19 @@ class Layout:
         """Rows of the largest shard."""
         return -(-self.rows // self.shards)
 
+    @_remembered
     def shard(self, rank: int) -> tuple[int, int]:
         """First row and number of rows of a rank."""
         start = min(rank * self.shard_rows, self.rows)
         return start, min(self.shard_rows, self.rows - start)
 
+    @_remembered
     def grid(self, form: Form) -> tuple[int, int]:
         """Number of blocks along N and along K that the weight lies in."""
         (rows, cols), (above, left) = form.block, self.lead(form)
         return 1 if rows == -1 else -(-(above + self.rows) // rows), 1 if cols == -1 else -(-(left + self.cols) // cols)
 
+    @_remembered
     def blocks(self, form: Form, rank: int) -> tuple[int, int]:
         """First block along N, and number of blocks, that the rows of a rank lie in."""
         block = form.block[0]
@@ -121,6 +149,7 @@ class Layout:
         start += self.lead(form)[0]
         return start // block, -(-(start + count) // block) - start // block
 
+    @_remembered
     def reduced(self, form: Form) -> Sequence[int]:
         """The rows of the form's grid of amaxes to reduce; where scales are sent, those of blocks on several ranks."""
         if form.sends_scales and not self.is_split(form, 1):
@@ -132,6 +161,7 @@ class Layout:
         shape = (self.shard_rows, self.cols)
         return shape[::-1] if form.transposed else shape
 
+    @_remembered
     def scale_shape(self, form: Form) -> tuple[int, int]:
         """Shape of the scales in a piece, padded likewise."""
         if not form.sends_scales:
@@ -140,24 +170,41 @@ class Layout:
         shape = (blocks, self.grid(form)[1])
         return shape[::-1] if form.transposed else shape
 
+    @_remembered
     def size(self, form: Form) -> int:
         """Bytes of one form in a piece."""
         (a, b), (c, d) = self.data_shape(form), self.scale_shape(form)
         return a * b + c * d
 
-    @property
+    @functools.cached_property
     def piece_size(self) -> int:
         """Bytes of a piece."""
         sizes = [self.size(form) for form in self.forms]
         return sum(sizes) if self.together else max(sizes)
 
-    def regions(self, form: Form) -> Iterator[tuple[int, tuple[int, int]]]:
+    @_remembered
+    def regions(self, form: Form) -> tuple[tuple[int, tuple[int, int]], tuple[int, tuple[int, int]]]:
         """Offset in a piece and shape of the elements, then of the scales."""
         before = self.forms[: self.forms.index(form)] if self.together else ()
         offset = sum(self.size(other) for other in before)
         data = self.data_shape(form)
-        yield offset, data
-        yield offset + data[0] * data[1], self.scale_shape(form)
+        return (offset, data), (offset + data[0] * data[1], self.scale_shape(form))
+
+    @_remembered
+    def takes(self, form: Form) -> tuple[tuple[int, int], ...]:
+        """Which elements of each rank's piece are its own: ``(start, length)`` along the dim that is sharded."""
+        return tuple((0, self.shard(rank)[1]) for rank in range(self.shards))
+
+    @_remembered
+    def takes_of_scales(self, form: Form) -> tuple[tuple[int, int], ...]:
+        """As :meth:`takes`. A block on several ranks comes from the first: they all have the same scale for it."""
+        found, done = [], 0
+        for rank in range(self.shards):
+            first, count = self.blocks(form, rank)
+            known = min(max(done - first, 0), count)
+            found.append((known, count - known))
+            done = max(done, first + count) if count else done
+        return tuple(found)
 
 
 @functools.cache
@@ -182,10 +229,12 @@ def write_piece(piece: Tensor, layout: Layout, form: Form, qdata: Tensor, scale:
             region[: part.shape[0], : part.shape[1]] = part
 
 
-def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, takes: list[tuple[int, int]]) -> Tensor:
+def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, takes: Sequence[tuple[int, int]]) -> Tensor:
     """One region of all pieces, of each the ``(start, length)`` along ``axis`` that is its own."""
     offset, shape = region
-    stacked = buffer[:, offset : offset + shape[0] * shape[1]].unflatten(1, shape)
+    stacked = buffer[:, offset : offset + shape[0] * shape[1]].view(-1, *shape)
+    if axis == 1 and min(stacked.shape) > 1 and all(take == (0, shape[1]) for take in takes):
+        return stacked.transpose(0, 1).reshape(shape[0], -1)
     parts = [stacked[i].narrow(axis, *take) for i, take in enumerate(takes) if take[1]]
     # Tensor parallelism may leave a rank without rows.
     return torch.cat(parts or [stacked[0].narrow(axis, 0, 0)], axis)
@@ -209,16 +258,9 @@ def read_pieces(buffer: Tensor, layout: Layout, form: Form) -> tuple[Tensor, Ten
         qdata = buffer[: layout.rows * layout.cols].view(layout.rows, layout.cols)
     else:
         pieces = buffer.view(layout.shards, layout.piece_size)
-        qdata = _joined(pieces, data, axis, [(0, layout.shard(rank)[1]) for rank in range(layout.shards)])
+        qdata = _joined(pieces, data, axis, layout.takes(form))
     qdata = qdata.view(FORMATS[spec.format].dtype)
     if not form.sends_scales:
         return qdata, None
-    takes, done = [], 0
-    for rank in range(layout.shards):
-        first, count = layout.blocks(form, rank)
-        # A block on several ranks comes from the first: they all have the same scale for it.
-        known = min(max(done - first, 0), count)
-        takes.append((known, count - known))
-        done = max(done, first + count) if count else done
-    scale = _joined(buffer.view(layout.shards, layout.piece_size), scales, axis, takes)
+    scale = _joined(buffer.view(layout.shards, layout.piece_size), scales, axis, layout.takes_of_scales(form))
     return qdata, scale.view(SCALE_FORMATS[spec.scale_format].dtype)
