@@ -132,7 +132,7 @@ class ShardedWeight(Tensor):
         """The hook of FSDP2, in its form that is called with the mesh alone; absent where FSDP is to do without."""
         if not (self.source.is_gathered(self.fqn) and self.source.can_gather(self.fqn)):
             raise AttributeError("fsdp_pre_all_gather")
-        return self._pre_all_gather
+        return _PreAllGather(self)
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
@@ -140,10 +140,6 @@ class ShardedWeight(Tensor):
         if not self.source.is_gathered(self.fqn):
             raise AttributeError("fsdp_post_all_gather")
         return self._post_all_gather
-
-    def _pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
-        piece, sent = self.source.pieces_to_send(self.fqn, self._data, mesh)
-        return (piece,), sent
 
     def _post_all_gather(
         self, outputs: tuple[Tensor, ...], sent: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -153,10 +149,20 @@ class ShardedWeight(Tensor):
         return None if out is not None else (gathered, ())
 
 
-# FSDP asks for the parameters of the hook at every gather, which for a bound method takes longer than the hook.
-ShardedWeight._pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    ShardedWeight._pre_all_gather
-)
+class _PreAllGather:
+    """The hook of FSDP2 that says what to send; FSDP asks for its parameters at every gather, so they are known."""
+
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+    def __init__(self, weight: ShardedWeight) -> None:
+        self.weight = weight
+
+    def __call__(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
+        weight = self.weight
+        piece, sent = weight.source.pieces_to_send(weight.fqn, weight._data, mesh)
+        return (piece,), sent
+
+
 _KEEP = {
     aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
     aten.split.Tensor, aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default,
@@ -263,9 +269,10 @@ class GatheredWeight(QuantizedWeight, Tensor):
             qdata, scale = read_form(self._buffer, held, wire, form)
         elif in_graph:
             # Which form the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
-            qdata, scale = torch.ops.tritonfp8.gathered_form(
+            qdata, *sent = torch.ops.tritonfp8.gathered_form(
                 self._buffer, held, self._tag, wire.rows, wire.cols, above, left, *spec.args, transposed, grad_output
             )
+            scale = sent[0] if held is None else held
         else:
             qdata, scale = read_or_gather(self._buffer, held, self._tag, wire, form)
         qdata, scale = self._with_gaps(qdata, scale, form)
@@ -371,9 +378,10 @@ _library = torch.library.Library("tritonfp8", "FRAGMENT")
 _library.define(
     "weight_operand(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"
 )
+# (qdata, scale), or qdata alone where the scale is given.
 _library.define(
     "gathered_form(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, "
-    "str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"
+    "str spec, bool transposed, Tensor? grad_output=None) -> Tensor[]"
 )
 
 
@@ -389,14 +397,17 @@ def _gathered_form(
     spec: str,
     transposed: bool,
     grad_output: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    key, index, _ = tag.tolist()
-    form = Form(spec_of(spec), transposed)
-    found = read_or_gather(buffer, scale, tag, _sources[key].wire(index), form)
+) -> list[Tensor]:
+    key, index, content = tag.tolist()
+    layout = _sources[key].wire(index)
+    form = layout.forms[content]
+    if form.transposed != transposed or form.spec.args[0] != spec:
+        form = Form(spec_of(spec), transposed)
+    found = read_or_gather(buffer, scale, tag, layout, form)
     # An op's results may not share the memory of what it was given.
-    given = {x.untyped_storage().data_ptr() for x in (buffer, scale) if x is not None}
-    qdata, scale = (x.clone() if x.untyped_storage().data_ptr() in given else x for x in found)
-    return qdata, scale
+    given = buffer.untyped_storage().data_ptr()
+    wanted = found if scale is None else found[:1]
+    return [x.clone() if x.untyped_storage().data_ptr() == given else x for x in wanted]
 
 
 @torch.library.register_fake("tritonfp8::gathered_form", lib=_library)  # type: ignore[untyped-decorator]
@@ -411,10 +422,10 @@ def _gathered_form_fake(
     spec: str,
     transposed: bool,
     grad_output: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     s = spec_of(spec)
     shape, scaled = (rows, cols), (above + rows, left + cols)
     if transposed:
         shape, scaled = shape[::-1], scaled[::-1]
     qdata = buffer.new_empty(shape, dtype=FORMATS[s.format].dtype)
-    return qdata, empty_scale(scaled, s.block, s.scale_format, buffer.device)
+    return [qdata] if scale is not None else [qdata, empty_scale(scaled, s.block, s.scale_format, buffer.device)]

@@ -119,8 +119,10 @@ def scales(reduced: Tensor, format: str, scale_rounding: str) -> Tensor:
 def scale_of_form(flat: Tensor, layout: Layout, form: Form) -> Tensor:
     """Flat scales of a weight's grid as the form's Quantized holds them."""
     grid = layout.grid(form)
-    # Flat in between, so that dims of one get the strides of a tensor that was made in this shape.
-    scale = flat.view(grid).t().reshape(-1).view(grid[::-1]) if form.transposed else flat.view(grid)
+    if form.transposed and 1 not in grid:
+        # Flat in between, so that dims of one get the strides of a tensor that was made in this shape.
+        flat = flat.view(grid).t().reshape(-1)
+    scale = flat.view(grid[::-1] if form.transposed else grid)
     spec = form.spec
     if not BLOCKS[spec.block].rows_contiguous:
         return scale
