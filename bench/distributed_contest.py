@@ -1,4 +1,8 @@
-"""Train the contestants of ``bench.distributed`` on the same text, and measure them in turns."""
+"""Train the contestants of ``bench.distributed`` on the same text, one after the other.
+
+Each has the processes for itself, as a user's model has: beside six others that waited for their turn, steps that the
+host bounds took 20 to 40 % longer on H200s.
+"""
 
 import copy
 import gc
@@ -6,7 +10,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +27,7 @@ from tritonfp8.distributed import count_collective_bytes
 from tritonfp8.training import UNTIMED_STEPS, lr_factor
 from tritonfp8.training_models import build_model, default_lr, require_train_extra
 
-ROUNDS = 5
-# Of a GPU's memory, for models that wait for their turn; the rest is for what we cannot foresee.
-MEMORY_SHARE = 0.85
+ORDER = "one after the other"
 Row = dict[str, Any]
 
 
@@ -42,7 +44,7 @@ class Settings:
         dp, tp: ranks that share the batch, and that share a layer.
         compile: whether each decoder layer is compiled.
         peers: whether torchao takes part.
-        losses: compare losses, not speeds: one contestant after the other, deterministic, with controls.
+        losses: compare losses, not speeds: deterministic, with controls.
         seed: of the weights and of the choice of text.
         data: file or folder of text, or None for the standard library's.
     """
@@ -151,7 +153,6 @@ class Measured:
         contestant: who.
         losses: of each step, on this rank's part of the batch.
         seconds: of each step.
-        resident_bytes: what its weights and optimizer hold between steps.
         peak_bytes: the most that was allocated for it, or None on a CPU.
         bytes, calls: of the collectives of one step, by kind (:class:`~tritonfp8.distributed.count_collective_bytes`).
         reason: why it was not measured, or not to the end.
@@ -160,7 +161,6 @@ class Measured:
     contestant: Contestant
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    resident_bytes: int = 0
     peak_bytes: int | None = None
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
@@ -169,17 +169,13 @@ class Measured:
 
     def start(self, job: Job) -> None:
         """Build, and run the steps that are not timed."""
-        before = _allocated(job.device)
         self.training = Training(job, self.contestant)
-        self.resident_bytes = _allocated(job.device) - before
         self.run(job, untimed_steps(job.settings))
-        self.resident_bytes = _allocated(job.device) - before
 
     def run(self, job: Job, count: int) -> None:
         """The next ``count`` steps."""
         assert self.training is not None
         done = len(self.losses)
-        others = _allocated(job.device) - self.resident_bytes
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
         times, losses = [_now(job.device)], []
@@ -189,7 +185,7 @@ class Measured:
         self.losses += torch.stack(losses).tolist() if losses else []
         self.seconds += [_seconds(a, b) for a, b in itertools.pairwise(times)]
         if job.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(job.device) - others
+            peak = torch.cuda.max_memory_allocated(job.device)
             # What the first steps compile and tune is not the contestant's.
             self.peak_bytes = peak if done < untimed_steps(job.settings) else max(peak, self.peak_bytes or 0)
 
@@ -211,10 +207,6 @@ def _collect(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _now(device: torch.device) -> Any:
@@ -251,20 +243,17 @@ def compare(
         _make_deterministic()
     job = ranks.together(lambda: Job.make(settings, device))
     entries = [Measured(contestant, reason=contestant.obstacle) for contestant in settings.contestants()]
-    first = entries[0]
-    _phase(ranks, job, first, Measured.start)
-    in_turns = not settings.losses and all(ranks.exchange(_fit(first, len(entries), job)))
-    order = f"in turns, {ROUNDS} rounds" if in_turns else "one after the other"
     rows: list[Row] = []
-    for group in [entries] if in_turns else [[entry] for entry in entries]:
-        _measure(group, job, ranks)
-        for entry in group:
-            entry.training = None
+    for entry in entries:
+        _phase(ranks, job, entry, Measured.start)
+        _phase(ranks, job, entry, Measured.run, settings.steps - untimed_steps(settings))
+        _phase(ranks, job, entry, Measured.count)
+        entry.training = None
         torch.compiler.reset()
         _collect(device)
-        rows += [row(settings, entry, ranks) for entry in group]
-        note(order, rows)
-    return order, rows
+        rows.append(row(settings, entry, ranks))
+        note(ORDER, rows)
+    return ORDER, rows
 
 
 def _make_deterministic() -> None:
@@ -279,36 +268,6 @@ def _make_deterministic() -> None:
     for option in ("deterministic", "emulate_precision_casts"):
         if hasattr(inductor, option):
             setattr(inductor, option, True)
-
-
-def _fit(first: Measured, count: int, job: Job) -> bool:
-    """Whether ``count`` contestants like the first have room on this rank, one of them at work."""
-    if job.device.type != "cuda":
-        return True
-    if first.peak_bytes is None:
-        return False
-    # Memory that others left behind in pieces is not all of use.
-    at_work = 1.5 * (first.peak_bytes - first.resident_bytes)
-    _, room = torch.cuda.mem_get_info(job.device)
-    return count * first.resident_bytes + at_work < MEMORY_SHARE * room
-
-
-def _measure(group: Sequence[Measured], job: Job, ranks: Ranks) -> None:
-    for entry in group:
-        if entry.training is None:
-            _phase(ranks, job, entry, Measured.start)
-    timed = job.settings.steps - untimed_steps(job.settings)
-    for count in _shares(timed, ROUNDS):
-        for entry in group:
-            _phase(ranks, job, entry, Measured.run, count)
-    for entry in group:
-        _phase(ranks, job, entry, Measured.count)
-
-
-def _shares(total: int, parts: int) -> list[int]:
-    """``total`` in at most ``parts`` whole numbers, none of them zero."""
-    bounds = [total * i // parts for i in range(parts + 1)]
-    return [b - a for a, b in itertools.pairwise(bounds) if b > a]
 
 
 def _phase(ranks: Ranks, job: Job, entry: Measured, what: Callable[..., None], *args: int) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import gemm, shapes, tables
+from bench import shapes, tables
 from bench.bars import BARS, judge
 from bench.machine import results_folder, write_results
 
@@ -45,8 +45,6 @@ def read_rows(folder: Path) -> dict[str, list[Row]]:
             rows[suite] = _lines(cut_off)
         elif path.exists():
             rows[suite] = json.loads(path.read_text())["rows"]
-    if "scaled_matmul" not in rows and (path := folder / "gemm.json").exists():
-        rows["scaled_matmul"] = gemm.as_rows(json.loads(path.read_text()))
     return rows
 
 

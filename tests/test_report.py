@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import cases, gemm, report, shapes, tables
+from bench import cases, report, shapes, tables
 from bench.bars import BARS, HIGHEST, LOWEST, MEAN, QUANTITIES, Bar, judge
 from bench.plots import PLOTS
 
@@ -230,24 +230,6 @@ def test_committed_data_is_shown(tmp_path):
     assert any(r["own"] and r["case"] == "blockwise grad_weight" for r in rows)
     verdict = judge(rows, [b for b in BARS if b.what.startswith("rowwise GEMM, precise, over torch")])[0]
     assert 0.5 < verdict.measured < 2
-
-
-def test_old_data_of_products_keeps_its_ratios():
-    path = COMMITTED / "gemm.json"
-    if not path.exists():
-        pytest.skip("its suite has replaced it")
-    data = json.loads(path.read_text())
-    ratios = {
-        (r["case"], tuple(r["shape"]), r["contender"]): tables.over_peer(r, peer)
-        for r, peer in tables.with_peers(gemm.as_rows(data))
-        if r["peer"]
-    }
-    noted = {(r["gemm"], tuple(r["shape"])): r["over_peer"] for r in data["rows"] if r["over_peer"]}
-    assert len(ratios) == len(noted)
-    for (name, shape), ratio in noted.items():
-        case = name.removesuffix(" precise").removesuffix(" fast")
-        accumulation = "fast" if name.endswith(" fast") else "precise"
-        assert ratios[case, shape, f"tritonfp8 {accumulation}"] == pytest.approx(ratio, abs=2e-3)
 
 
 def test_nothing_committed_names_a_host_or_a_place():

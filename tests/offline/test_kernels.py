@@ -276,6 +276,16 @@ def test_every_element_format_compiles_for_every_target(family, cc, instruction,
         assert ".".join(reversed(names) if config.swap else names) in report.ptx
 
 
+SPECIALIZED = [case for case in SHIPPED if case.values[2].specialized]
+
+
+@pytest.mark.parametrize(("family", "accumulation", "config", "rows"), SPECIALIZED[::5])
+def test_every_barrier_that_is_initialized_is_waited_for(family, accumulation, config, rows):
+    """The memory of any other is given to a buffer, over which a GPU that took turns with processes restored it."""
+    ptx = compile_shipped(family, accumulation, config, rows).ptx
+    assert ptx.count("mbarrier.init") == 2 * config.num_stages + config.stagger
+
+
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_the_specialized_kernel_takes_every_element_format(element):
     config = SPACES["epilogue"]["precise"][0]
