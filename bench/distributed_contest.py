@@ -1,7 +1,7 @@
 """Train the contestants of ``bench.distributed`` on the same text, one after the other.
 
-Each has the processes for itself, as a user's model has: beside six others that waited for their turn, steps that the
-host bounds took 20 to 40 % longer on H200s.
+Each has the processes for itself, as a user's model has: beside others that wait for their turn, steps that the host
+bounds take longer.
 """
 
 import copy

@@ -45,6 +45,19 @@ NEEDS = {
 
 
 @pytest.fixture
+def poisoned_outputs():
+    """``torch.empty`` gives NaN (the largest value in integers) for the duration of a test."""
+    from tritonfp8.formats import FORMATS
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for fmt in FORMATS.values():
+        assert torch.empty(3, dtype=fmt.dtype).float().isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
 def home(tmp_path, monkeypatch):
     """A cache home of the test's own, and nothing tuned that was read before."""
     from tritonfp8 import tuning, tuning_store

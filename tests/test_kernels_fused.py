@@ -23,10 +23,12 @@ from cases import (
 )
 
 from tritonfp8 import launch_fused, reference, reference_fused
-from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.launch_fused import MAX_ROW
 from tritonfp8.specs import BLOCK_1X128, ORIENTATIONS, RMS_NORM_ROUNDINGS, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
 EPS = 1e-5
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
@@ -39,17 +41,6 @@ each_dtype = pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
 # A few units in the last place, of rstd and (for |gate| < 8) of float32 results.
 RSTD_ULPS = 8
 FLOAT32_RELATIVE = 2.0**-19
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """``torch.empty`` gives NaN (the largest value in integers) for the duration of a test."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    for fmt in FORMATS.values():
-        assert torch.empty(3, dtype=fmt.dtype).float().isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def ulps(actual, expected):

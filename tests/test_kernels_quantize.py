@@ -32,16 +32,7 @@ from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
 from tritonfp8.testing import assert_bitwise_equal
 
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """``torch.empty`` gives NaN (the largest value in integers) for the duration of a test."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    for fmt in FORMATS.values():
-        assert torch.empty(3, dtype=fmt.dtype).float().isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
 
 def significant_strides(x):
