@@ -335,7 +335,7 @@ def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    return [x if x is None or x.dtype in (torch.float64, dtype) else x.to(dtype) for x in tensors]
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
