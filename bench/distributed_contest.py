@@ -1,7 +1,6 @@
 """Train the contestants of ``bench.distributed`` on the same text, one after the other.
 
-Each has the processes for itself, as a user's model has: beside others that wait for their turn, steps that the host
-bounds take longer.
+Each has the processes for itself, as a user's model has.
 """
 
 import copy

@@ -133,10 +133,7 @@ def check_micro_pipelined(mesh, name, float8, converted):
     wanted, unused = compiled_step(mesh, name, float8, converted, passes=False)
     got, fused = compiled_step(mesh, name, float8, converted, passes=True)
     assert unused == []
-    # Whether the same compiled twice gives the same bits here: sums of torch's own kernels may not.
-    again, _ = compiled_step(mesh, name, float8, converted, passes=False)
-    exact = all(torch.equal(a, e) for a, e in zip(again, wanted, strict=True))
-    assert_same(got, wanted, bitwise=exact and converted == LINEARS)
+    assert_same(got, wanted, bitwise=converted == LINEARS)
     return fused
 
 

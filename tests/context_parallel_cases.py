@@ -44,8 +44,6 @@ class Layer(nn.Module):
     def forward(self, x):
         q, k, v = (self.of_tokens(layer, x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
                    for layer in (self.q, self.k, self.v))  # fmt: skip
-        # Of tokens of large magnitudes, scores would tell float32's rounding apart.
-        q, k = (F.rms_norm(t, t.shape[-1:]) for t in (q, k))
         x = x + self.of_tokens(self.o, self.attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.of_tokens(self.down, F.gelu(self.of_tokens(self.up, x)))
 
