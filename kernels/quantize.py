@@ -73,7 +73,7 @@ def _in_order(values, R: tl.constexpr):
 
 
 @triton.jit
-def _transpose_tile(q, R: tl.constexpr):
+def transpose_tile(q, R: tl.constexpr):
     """Spread ``[rows, cols]`` -> ``[cols, rows]`` in order; bytes, as 8-bit floats do not survive every such move."""
     rows: tl.constexpr = q.shape[0]
     cols: tl.constexpr = q.shape[1]
@@ -248,9 +248,9 @@ def _quantize_tile(
     if TRANSPOSED:
         rows = pid_m * TILE_M + tl.arange(0, TILE_M)
         offsets = cols.to(tl.int64)[:, None] * stride_qn + rows.to(tl.int64)[None, :] * stride_qm
-        _store(q_ptr + offsets, _transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)
+        _store(q_ptr + offsets, transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)
     else:
-        rows = _spread_rows(pid_m, TILE_M, R)
+        rows = spread_rows(pid_m, TILE_M, R)
         offsets = rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
         _store(q_ptr + offsets, q, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
     # Tiles that share a block all hold its scale: the first one writes it.
@@ -267,7 +267,8 @@ def _store_blocks(ptr, values, group_m, group_n, groups_m, groups_n, stride_m, s
 
 
 @triton.jit
-def _spread_rows(pid, TILE: tl.constexpr, R: tl.constexpr):
+def spread_rows(pid, TILE: tl.constexpr, R: tl.constexpr):
+    """Rows of tile ``pid`` in the spread order."""
     i = tl.arange(0, TILE)
     return pid * TILE + i % (TILE // R) * R + i // (TILE // R)
 
@@ -294,7 +295,7 @@ def quantize_kernel(
     amax has left in the cache is read before it is gone.
     """
     pid_m, pid_n = _tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
-    rows = _spread_rows(pid_m, TILE_M, R)
+    rows = spread_rows(pid_m, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     pointers = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
@@ -353,10 +354,10 @@ def transpose_kernel(
 ):  # fmt: skip
     """``out [N, M]``, contiguous, the transpose of ``q [M, N]``; uint8."""
     pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
-    rows = _spread_rows(pid_m, TILE_M, R)
+    rows = spread_rows(pid_m, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     pointers = q_ptr + rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
     q = _load(pointers, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
     offsets = cols.to(tl.int64)[:, None] * M + rows.to(tl.int64)[None, :]
-    _store(out_ptr + offsets, _transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)
+    _store(out_ptr + offsets, transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)

@@ -24,6 +24,7 @@ LAYERS = (
         "launch",
         "launch_fused",
         "launch_matmul",
+        "launch_shards",
         "counting",
     },
     {"ops"},
@@ -69,6 +70,7 @@ BEHIND_OPS = {
     "launch",
     "launch_fused",
     "launch_matmul",
+    "launch_shards",
     "reference",
     "reference_fused",
 }

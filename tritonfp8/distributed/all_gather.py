@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,22 +12,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritonfp8.distributed.fsdp_internals import Managed, managed_parameters
 from tritonfp8.distributed.gathered_weight import GatheredWeight, ShardedWeight, read_form, register_source
+from tritonfp8.distributed.grouped import fill_amaxes, pieces
 from tritonfp8.distributed.layout import DimLayout, Mesh, aligned_to, flattened, plain_mesh
 from tritonfp8.distributed.placements import largest_blocks
+from tritonfp8.distributed.plan import Batch, Known, Plan, kind_of
 from tritonfp8.distributed.sharded_quantize import Grid, reduce_grids
-from tritonfp8.distributed.shards import (
-    fill_amax,
-    fill_amax_of_tensors,
-    one_nan,
-    quantize_shard,
-    scale_of_form,
-    scales,
-)
+from tritonfp8.distributed.shards import one_nan, quantize_shard, scale_of_form, scales
 from tritonfp8.distributed.traffic import counted_inside_ops
 from tritonfp8.distributed.wire import Form, Layout, forms, write_piece
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe
-from tritonfp8.specs import TENSORWISE
 
 # torch.compiler.disable imports the compiler at once.
 _disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
@@ -37,84 +29,11 @@ _disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """How one weight is gathered.
-
-    Attributes:
-        managed: the weight, as FSDP has it.
-        layout: of the bytes.
-        dtype: in which the layers compute.
-        quantized_dtype: from which the weight is quantized.
-        grids: shape of the amaxes to reduce, a form.
-        split: the forms with a block that several ranks of tensor parallelism share.
-    """
-
-    managed: Managed
-    layout: Layout
-    dtype: torch.dtype
-    quantized_dtype: torch.dtype
-    grids: tuple[tuple[int, int], ...]
-    split: tuple[int, ...]
-
-    def shard(self) -> Tensor:
-        """The rows that lie here, on the device that computes."""
-        local = self.managed.local
-        data = local._data if isinstance(local, ShardedWeight) else local
-        return data.detach().to(self.managed.device)
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Weights whose amaxes one collective reduces: those sharded over one process group, or some of them."""
-
-    plans: dict[str, _Plan]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of amaxes, a form of each weight."""
-        return [rows * cols for plan in self.plans.values() for rows, cols in plan.grids]
-
-    @cached_property
-    def dtypes(self) -> set[torch.dtype]:
-        """From which the weights are quantized."""
-        return {plan.quantized_dtype for plan in self.plans.values()}
-
-    @cached_property
-    def kinds(self) -> set[tuple[str, str]]:
-        """Format and scale rounding of the forms whose scales follow from the amaxes."""
-        forms = [form for plan in self.plans.values() for form in plan.layout.forms if not form.sends_scales]
-        return {_kind(form) for form in forms}
-
-    @cached_property
-    def shares(self) -> bool:
-        """Whether some block lies on several ranks of tensor parallelism."""
-        return any(plan.split for plan in self.plans.values())
-
-    def split(self, flat: Tensor) -> dict[str, list[Tensor]]:
-        """One value an amax as grids, those of a weight by its name."""
-        parts = iter(flat.split(self.sizes))
-        return {name: [next(parts).view(grid) for grid in plan.grids] for name, plan in self.plans.items()}
-
-
-def _kind(form: Form) -> tuple[str, str]:
-    return form.spec.format, form.spec.scale_rounding
-
-
-class _Known(NamedTuple):
-    """What the last reduction found for one weight."""
-
-    reduced: tuple[Tensor, ...]
-    """Amaxes, a form."""
-    scales: tuple[Tensor | None, ...]
-    """Scales of the whole weight as its forms hold them; None where they come with the bytes."""
-
-
 class _Sent(NamedTuple):
     """What the receiving hook must know of a gather."""
 
-    plan: _Plan
-    known: _Known
+    plan: Plan
+    known: Known
     content: int | None
     """Which one form the bytes are, or None for all."""
 
@@ -137,9 +56,11 @@ class Float8AllGather:
         self._found: dict[str, Managed] = {}
         self._how: dict[str, tuple[Recipe, bool]] = {}
         self._gathers: dict[str, tuple[Recipe, bool]] = {}
-        self._plans: dict[str, _Plan] = {}
-        self._batches: list[_Batch] = []
-        self._known: dict[str, _Known] = {}
+        self._plans: dict[str, Plan] = {}
+        self._batches: list[Batch] = []
+        self._known: dict[str, Known] = {}
+        # Cast together with another weight, and not sent yet.
+        self._pieces: dict[str, tuple[Known, int | None, Tensor]] = {}
         self._fresh: set[str] = set()
         self._reduced: torch.cuda.Event | None = None
         self._in_forward = False
@@ -157,6 +78,7 @@ class Float8AllGather:
             # fully_shard put its hook, which gathers, before this one.
             hooks.move_to_end(self._hook_id, last=False)  # type: ignore[attr-defined]
         self._plan()
+        self._pieces.clear()
         for batch in self._batches:
             self._reduce(batch)
         if self._batches and torch.cuda.is_available():
@@ -223,7 +145,7 @@ class Float8AllGather:
 
     def _plan(self) -> None:
         """Find out how each sharded weight is gathered; where that changed, have FSDP start over with it."""
-        plans: dict[str, _Plan] = {}
+        plans: dict[str, Plan] = {}
         for name, managed in self._managed().items():
             how = self.layers[name][0].recipe, not managed.gathers_again
             before = self._how.get(name)
@@ -243,7 +165,7 @@ class Float8AllGather:
             self._plans = plans
             self._batches = self._batches_of(plans)
 
-    def _plan_of(self, name: str, managed: Managed, recipe: Recipe, together: bool) -> _Plan | None:
+    def _plan_of(self, name: str, managed: Managed, recipe: Recipe, together: bool) -> Plan | None:
         weight = managed.param.sharded_param
         if not forms(recipe):
             return None
@@ -263,9 +185,9 @@ class Float8AllGather:
         quantized = dtype if self.cast else weight.dtype
         grids = tuple((len(layout.reduced(form)), layout.grid(form)[1]) for form in layout.forms)
         split = tuple(i for i, f in enumerate(layout.forms) if layout.is_split(f, 0) or layout.is_split(f, 1))
-        return _Plan(managed, layout, dtype, quantized, grids, split)
+        return Plan(managed, layout, dtype, quantized, grids, split)
 
-    def _plan_for(self, name: str) -> _Plan:
+    def _plan_for(self, name: str) -> Plan:
         if name not in self._plans:
             self._plan()
         if name not in self._plans:
@@ -278,26 +200,18 @@ class Float8AllGather:
     # Scales.
 
     @staticmethod
-    def _batches_of(plans: dict[str, _Plan]) -> list[_Batch]:
-        by_group: dict[dist.ProcessGroup, dict[str, _Plan]] = {}
+    def _batches_of(plans: dict[str, Plan]) -> list[Batch]:
+        by_group: dict[dist.ProcessGroup, dict[str, Plan]] = {}
         for name, plan in plans.items():
             by_group.setdefault(plan.managed.process_group, {})[name] = plan
-        return [_Batch(members) for members in by_group.values()]
+        return [Batch(members) for members in by_group.values()]
 
     @torch.no_grad()
-    def _reduce(self, batch: _Batch) -> None:
+    def _reduce(self, batch: Batch) -> None:
         """Find the scales of these weights, by one collective."""
         first = next(iter(batch.plans.values()))
         amaxes = torch.zeros(sum(batch.sizes), device=first.managed.device)
-        tensors: list[tuple[Tensor, Tensor]] = []
-        for plan, grids in zip(batch.plans.values(), batch.split(amaxes).values(), strict=True):
-            shard = plan.shard()
-            for form, grid in zip(plan.layout.forms, grids, strict=True):
-                if form.block == TENSORWISE:
-                    tensors.append((grid, shard))
-                elif grid.numel():
-                    fill_amax(grid, shard, plan.layout, form, plan.managed.rank)
-        fill_amax_of_tensors(tensors)
+        fill_amaxes(batch, amaxes)
         if amaxes.numel():
             # Bits of non-negative floats are ordered as integers, NaN on top. A MAX of floats may drop it.
             amaxes = one_nan(amaxes)
@@ -313,10 +227,10 @@ class Float8AllGather:
         for name, plan in batch.plans.items():
             dtype = plan.quantized_dtype
             held = [
-                None if form.sends_scales else scale_of_form(found[dtype, _kind(form)][name][i], plan.layout, form)
+                None if form.sends_scales else scale_of_form(found[dtype, kind_of(form)][name][i], plan.layout, form)
                 for i, form in enumerate(plan.layout.forms)
             ]
-            self._known[name] = _Known(tuple(reduced[dtype][name]), tuple(held))
+            self._known[name] = Known(batch, rounded[dtype], tuple(reduced[dtype][name]), tuple(held))
 
     # What ShardedWeight asks.
 
@@ -342,23 +256,31 @@ class Float8AllGather:
     @torch.no_grad()
     def pieces_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, _Sent]:
         """See :class:`~tritonfp8.distributed.gathered_weight.Source`."""
-        if self._reduced is not None:
-            # FSDP calls this on a stream of its own, which may not have waited for the stream of forward.
-            torch.cuda.current_stream().wait_event(self._reduced)
         plan = self._plan_for(name)
         backward = plan.managed.in_backward
         if name not in self._known or not (backward or self._in_forward or name in self._fresh):
             # A forward that did not come through the model: its groups find their scales one by one.
             group = {k: other for k, other in self._plans.items() if other.managed.group is plan.managed.group}
-            self._reduce(_Batch(group))
+            self._reduce(Batch(group))
             self._fresh.update(group)
         self._fresh.discard(name)
         content = None
         if len(plan.layout.forms) > 1 and not plan.layout.together:
             content = int(backward)
-        wanted = plan.layout.forms if content is None else (plan.layout.forms[content],)
         known = self._known[name]
-        return _piece(plan, known, shard, wanted), _Sent(plan, known, content)
+        ready = self._pieces.pop(name, None)
+        if ready is not None and ready[0] is known and ready[1] == content:
+            return ready[2], _Sent(plan, known, content)
+        if self._reduced is not None:
+            # FSDP calls this on a stream of its own, which may not have waited for the stream of forward.
+            torch.cuda.current_stream().wait_event(self._reduced)
+        wanted = range(len(plan.layout.forms)) if content is None else (content,)
+        found = pieces(known.batch.groups[id(plan.managed.group)], known, wanted)
+        for other, piece in found.items():
+            self._pieces[other] = self._known[other], content, piece
+        if found:
+            return self._pieces.pop(name)[2], _Sent(plan, known, content)
+        return _piece(plan, known, shard, [plan.layout.forms[i] for i in wanted]), _Sent(plan, known, content)
 
     def receive(self, name: str, buffer: Tensor | None, sent: _Sent | None, out: Tensor | None) -> Tensor | None:
         """See :class:`~tritonfp8.distributed.gathered_weight.Source`."""
@@ -422,7 +344,7 @@ def _within(managed: Managed, recipe: Recipe) -> tuple[DimLayout, DimLayout] | N
     return aligned_to(flattened(spec.shape[:1], mesh, rows), n), aligned_to(flattened(spec.shape[1:], mesh, cols), k)
 
 
-def _reduce_over_tensor_parallel(batch: _Batch, amaxes: Tensor) -> None:
+def _reduce_over_tensor_parallel(batch: Batch, amaxes: Tensor) -> None:
     """Make the amaxes, each of a whole shard of tensor parallelism, those of blocks that lie on several."""
     bits = batch.split(amaxes.view(torch.int32))
     grids, places = [], []
@@ -442,7 +364,7 @@ def _reduce_over_tensor_parallel(batch: _Batch, amaxes: Tensor) -> None:
         place.copy_(grid.bits)
 
 
-def _piece(plan: _Plan, known: _Known, shard: Tensor, wanted: Sequence[Form]) -> Tensor:
+def _piece(plan: Plan, known: Known, shard: Tensor, wanted: Sequence[Form]) -> Tensor:
     """The bytes that this rank sends."""
     layout = plan.layout
     parts = []

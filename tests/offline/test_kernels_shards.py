@@ -1,0 +1,67 @@
+"""The casts of many shards at once compile: for Hopper without spills, for Ada and Blackwell at all."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from compile_target import compile_launch
+
+from tritonfp8 import QuantSpec, hardware, launch_shards
+from tritonfp8.specs import BLOCK_128X128, ROWWISE, TENSORWISE
+
+COLUMNWISE = ROWWISE[::-1]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What would be launched on a device of compute capability ``cc``: its report, of a function of a table."""
+
+    def compile_(cc, cast, dtype=torch.float32, aligned=True):
+        reports = []
+        abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
+        monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
+        monkeypatch.setattr(
+            launch_shards,
+            "run",
+            lambda kernel, programs, *args, **options: reports.append(compile_launch(cc, kernel, *args, **options)),
+        )
+        fields, owners, like = (torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.int32, dtype))
+        cast(launch_shards.Table(fields, owners, like, aligned))
+        return reports[0]
+
+    return compile_
+
+
+def amaxes():
+    return torch.empty(4, device="meta")
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("blocks", [(TENSORWISE,), (ROWWISE, COLUMNWISE), (BLOCK_128X128,)], ids=str)
+def test_amaxes(compiled, blocks, dtype, cc):
+    report = compiled(cc, lambda table: launch_shards.amax_of_shards(table, blocks, amaxes()), dtype)
+    assert report.spill_bytes == 0, report.log
+    assert "ld.global.v4.b32" in report.ptx
+    assert re.search(r"(red|atom)\.global.*\.max\.", report.ptx)
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize(
+    ("block", "transposed", "rounding"),
+    [(TENSORWISE, False, "none"), (ROWWISE, False, "pow2"), (COLUMNWISE, True, "pow2"), (BLOCK_128X128, False, "pow2")],
+    ids=str,
+)
+def test_casts(compiled, block, transposed, rounding, cc):
+    spec = QuantSpec("e4m3", BLOCK_128X128 if block == BLOCK_128X128 else ROWWISE, "fp32", rounding)
+
+    def cast(table):
+        out = torch.empty(4, dtype=torch.uint8, device="meta")
+        launch_shards.quantize_shards(table, spec, block, transposed, torch.bfloat16, amaxes(), out)
+
+    report = compiled(cc, cast)
+    assert report.spill_bytes == 0, report.log
+    assert "ld.global.v4.b32" in report.ptx
+    assert "st.global.v4.b32" in report.ptx if transposed else "st.global" in report.ptx
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in report.ptx) == (cc >= 90)
