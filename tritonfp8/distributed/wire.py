@@ -110,6 +110,10 @@ class Layout:
         segments = self.within[dim].segments if self.within is not None else ()
         return segments[0].start if segments else 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        # It never changes, and guards of compiled graphs, which copy it, compare one object at once.
+        return self
+
     @_remembered
     def lead(self, form: Form) -> tuple[int, int]:
         """Rows and columns by which the weight starts inside a block."""
