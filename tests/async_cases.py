@@ -24,14 +24,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tp_cases import assert_same
+from tp_cases import SAME_BUT_FOR_ORDER, assert_same
 from tp_model_cases import Mlp, mlp_plan, sequence_plan_mlp
 
 import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from tritonfp8.functional import linear
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.testing import assert_bitwise_equal, sqnr
 
 PLAIN, FLOAT8 = (ColwiseParallel, RowwiseParallel), (Float8ColwiseParallel, Float8RowwiseParallel)
 HIDDEN, HEADS, INTERMEDIATE = 128, 4, 256
@@ -82,27 +82,39 @@ def run_fused_ops_on_cpu():
         torch.library.impl(f"symm_mem::{op}", "CPU", getattr(symmetric_memory, f"_{op}_fallback"))
 
 
-def check_micro_pipelined_on_cpu(mesh, name, float8, converted):
-    """A layer by its graphs with the pass on them, and as it is; what was fused in each graph."""
-    run_fused_ops_on_cpu()
-    model, fused = sharded_layers(mesh, 1, name, float8, converted), []
+def step_of_graphs(model, mesh, passes):
+    """A step of the first layer by its graphs, op by op, with the pass on them or without; what it fused in each."""
+    fused = []
 
     def compiler(module, inputs):
         passed = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
         post_grad.remove_noop_ops(passed.graph)
         post_grad.view_to_reshape(passed)
-        with symmetric_memory._test_mode(), mock.patch("torch.distributed.is_nccl_available", return_value=True):
-            micro_pipeline_tp_pass(passed.graph)
+        if passes:
+            with symmetric_memory._test_mode(), mock.patch("torch.distributed.is_nccl_available", return_value=True):
+                micro_pipeline_tp_pass(passed.graph)
         passed.graph.lint()
         passed.recompile()
         fused.append(fused_ops(passed.graph))
         return make_boxed_func(passed)
 
     torch._dynamo.reset()
-    wanted = step(model, mesh)
     model.zero_grad()
     model[0].compile(backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
-    assert_same(step(model, mesh), wanted, bitwise=converted == LINEARS)
+    return step(model, mesh), fused
+
+
+def check_micro_pipelined_graphs(mesh, name, float8, converted):
+    """A layer by its graphs with the pass on them, and as it is; what was fused in each graph."""
+    model = sharded_layers(mesh, 1, name, float8, converted)
+    if mesh.device_type == "cpu":
+        run_fused_ops_on_cpu()
+        wanted = step(model, mesh)
+    else:
+        # An eager norm is one kernel there, and several ops in a graph.
+        wanted, _ = step_of_graphs(model, mesh, passes=False)
+    got, fused = step_of_graphs(model, mesh, passes=True)
+    assert_same(got, wanted, bitwise=converted == LINEARS)
     return fused
 
 
@@ -129,11 +141,16 @@ def compiled_step(mesh, name, float8, converted, passes):
 
 
 def check_micro_pipelined(mesh, name, float8, converted):
-    """Two compiled layers with the pass and without; what was fused in each graph."""
+    """Two compiled layers with the pass and without; what was fused in each graph.
+
+    Not to the bit: of one graph, compiled twice, torch's compiler gives norms other gradients, by the last bit.
+    """
     wanted, unused = compiled_step(mesh, name, float8, converted, passes=False)
     got, fused = compiled_step(mesh, name, float8, converted, passes=True)
     assert unused == []
-    assert_same(got, wanted, bitwise=converted == LINEARS)
+    for a, e in zip(got, wanted, strict=True):
+        found = sqnr(a, e)
+        assert found > SAME_BUT_FOR_ORDER, f"{found} dB"
     return fused
 
 

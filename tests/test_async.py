@@ -40,7 +40,7 @@ PIPELINED = [("rowwise", True, ALL), ("rowwise_hp_grad_weight", False, ALL), ("t
 def test_micro_pipelining_leaves_converted_layers_alone(ranks, name, float8, converted):
     """It fuses a gather with products of what it gathers: those of torch's layers, as ours quantize in between."""
     options = {"name": name, "float8": float8, "converted": converted, "timeout": 150}
-    for fused in ranks.run(2, async_cases.check_micro_pipelined_on_cpu, **options):
+    for fused in ranks.run(2, async_cases.check_micro_pipelined_graphs, **options):
         assert len(fused) == 2
         assert any(fused) == (converted != ALL)
 
@@ -55,11 +55,15 @@ def test_micro_pipelining_leaves_converted_layers_alone(ranks, name, float8, con
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_micro_pipelining_on_gpus(gpus, name, float8, converted):
-    """By torch's compiler: the losses and gradients are those of the same compiled without."""
+    """By torch's compiler; and op by op, where losses and gradients are to the bit those without the pass."""
     options = {"name": name, "float8": float8, "converted": converted, "timeout": 300}
-    for fused in gpus.run(2, async_cases.check_micro_pipelined, **options):
-        assert len(fused) >= 2
-        assert any(fused) == (converted != ALL)
+    checks = [async_cases.check_micro_pipelined]
+    if converted == ALL:
+        checks.append(async_cases.check_micro_pipelined_graphs)
+    for check in checks:
+        for fused in gpus.run(2, check, **options):
+            assert len(fused) >= 2
+            assert any(fused) == (converted != ALL)
 
 
 @pytest.mark.multigpu

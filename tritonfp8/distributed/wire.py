@@ -233,12 +233,20 @@ def write_piece(piece: Tensor, layout: Layout, form: Form, qdata: Tensor, scale:
             region[: part.shape[0], : part.shape[1]] = part
 
 
+def _word(*sizes: int) -> torch.dtype:
+    """The widest integers that bytes at multiples of these sizes are: torch copies them as fast as it does bytes."""
+    return next(
+        (d for d in (torch.int64, torch.int32, torch.int16) if not any(n % d.itemsize for n in sizes)), torch.uint8
+    )
+
+
 def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, takes: Sequence[tuple[int, int]]) -> Tensor:
     """One region of all pieces, of each the ``(start, length)`` along ``axis`` that is its own."""
     offset, shape = region
     stacked = buffer[:, offset : offset + shape[0] * shape[1]].view(-1, *shape)
     if axis == 1 and min(stacked.shape) > 1 and all(take == (0, shape[1]) for take in takes):
-        return stacked.transpose(0, 1).reshape(shape[0], -1)
+        words = stacked.view(_word(offset, *stacked.stride()[:2], shape[1]))
+        return words.transpose(0, 1).reshape(shape[0], -1).view(torch.uint8)
     parts = [stacked[i].narrow(axis, *take) for i, take in enumerate(takes) if take[1]]
     # Tensor parallelism may leave a rank without rows.
     return torch.cat(parts or [stacked[0].narrow(axis, 0, 0)], axis)
