@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
 import hypothesis
 import pytest
+import scheduling
 import torch
 
 torch.set_num_threads(THREADS)
@@ -82,7 +83,15 @@ def ranks():
     processes.stop()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    return scheduling.Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=scheduling.order)
     for item in items:
         for mark, (met, reason) in NEEDS.items():
             if not met and item.get_closest_marker(mark):
