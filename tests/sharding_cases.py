@@ -68,9 +68,8 @@ def tuples(out):
     return out if isinstance(out, tuple) else (out,)
 
 
-def check(func, args, placements, mesh):
+def check(func, args, placements, mesh, whole):
     """The op on DTensors with these placements, one tuple a tensor argument, is the op on the whole tensors."""
-    whole = tuples(func(*args))
     placements = iter(placements)
     given = [
         distribute_tensor(a, mesh, next(placements), src_data_rank=None) if isinstance(a, torch.Tensor) else a
@@ -107,6 +106,7 @@ def check_all(mesh_sizes, most):
     carry_fp8()
     mesh, count = mesh_of(mesh_sizes), 0
     for func, args in samples():
+        whole = tuples(func(*args))
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         per_tensor = [list(itertools.product(choices(t), repeat=mesh.ndim)) for t in tensors]
         combinations = list(itertools.product(*per_tensor))
@@ -114,7 +114,7 @@ def check_all(mesh_sizes, most):
             if not all(map(torch_can_move, tensors, combination, itertools.repeat(mesh))):
                 continue
             try:
-                check(func, args, combination, mesh)
+                check(func, args, combination, mesh, whole)
             except Exception as error:
                 raise AssertionError(f"{func} with {combination} on {mesh_sizes}") from error
             count += 1
