@@ -9,8 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
 import hypothesis
 import pytest
-import scheduling
 import torch
+from scheduling import order, pytest_xdist_make_scheduler  # noqa: F401  a hook
 
 torch.set_num_threads(THREADS)
 
@@ -83,15 +83,8 @@ def ranks():
     processes.stop()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    return scheduling.Scheduling(config, log)
-
-
 def pytest_collection_modifyitems(items):
-    items.sort(key=scheduling.order)
+    items.sort(key=order)
     for item in items:
         for mark, (met, reason) in NEEDS.items():
             if not met and item.get_closest_marker(mark):

@@ -7,6 +7,7 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
 from xdist.scheduler import LoadGroupScheduling
 
 # Files in the order in which they begin: before all others, whose tests take a few seconds at most. The first stands
@@ -14,6 +15,7 @@ from xdist.scheduler import LoadGroupScheduling
 FIRST = (
     "test_fsdp_tp.py",
     "test_offline.py",
+    "test_replay.py",
     "test_tensor_parallel.py",
     "test_report.py",
     "test_training.py",
@@ -51,3 +53,8 @@ class Scheduling(LoadGroupScheduling):
     def _split_scope(self, nodeid):
         """What is distributed as one: a group of files, or a test."""
         return group_of(self._root / nodeid.partition("::")[0]) or nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
