@@ -166,9 +166,13 @@ def test_every_config_runs_on_hopper_without_spills(family, accumulation, config
     assert "wgmma.mma_async.sync" in report.ptx
     assert "cp.async.bulk.tensor.2d" in report.ptx
     assert report.spill_bytes == 0, report.log
-    assert not config.specialized or "serialized" not in report.log, report.log
     assert report.shared_bytes <= HOPPER_SHARED_BYTES
     assert report.shared_bytes <= shared_bytes(config, family, ITEMSIZES[out])
+    if config.specialized:
+        assert "serialized" not in report.log, report.log
+        # Every barrier that is initialized is waited for. The memory of any other is given to a buffer, over which a
+        # GPU that took turns with processes restored it.
+        assert report.ptx.count("mbarrier.init") == 2 * config.num_stages + config.stagger
 
 
 # Ways of the specialized kernel that a configuration may take, with the scales for which it has the registers.
@@ -274,16 +278,6 @@ def test_every_element_format_compiles_for_every_target(family, cc, instruction,
     if cc < 100:
         names = [{E4M3: "e4m3", E5M2: "e5m2"}[e] for e in element]
         assert ".".join(reversed(names) if config.swap else names) in report.ptx
-
-
-SPECIALIZED = [case for case in SHIPPED if case.values[2].specialized]
-
-
-@pytest.mark.parametrize(("family", "accumulation", "config", "rows"), SPECIALIZED[::5])
-def test_every_barrier_that_is_initialized_is_waited_for(family, accumulation, config, rows):
-    """The memory of any other is given to a buffer, over which a GPU that took turns with processes restored it."""
-    ptx = compile_shipped(family, accumulation, config, rows).ptx
-    assert ptx.count("mbarrier.init") == 2 * config.num_stages + config.stagger
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
