@@ -246,7 +246,7 @@ def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, take
     stacked = buffer[:, offset : offset + shape[0] * shape[1]].view(-1, *shape)
     if axis == 1 and min(stacked.shape) > 1 and all(take == (0, shape[1]) for take in takes):
         words = stacked.view(_word(offset, *stacked.stride()[:2], shape[1]))
-        return words.transpose(0, 1).reshape(shape[0], -1).view(torch.uint8)
+        return words.transpose(0, 1).contiguous().view(shape[0], -1).view(torch.uint8)
     parts = [stacked[i].narrow(axis, *take) for i, take in enumerate(takes) if take[1]]
     # Tensor parallelism may leave a rank without rows.
     return torch.cat(parts or [stacked[0].narrow(axis, 0, 0)], axis)
