@@ -28,7 +28,7 @@ LAYERS = (
         "counting",
     },
     {"ops"},
-    {"functional", "linear", "functional_fused", "autograd_fused"},
+    {"functional", "linear", "linear_op", "second_derivative", "functional_fused", "autograd_fused"},
     {"modules", "weights", "modules_fused"},
     {"convert", "fusing"},
     {"__init__"},
@@ -54,6 +54,8 @@ ABOVE_THE_CORE = LAYERS[-1]
 ABOVE_OPS = {
     "functional",
     "linear",
+    "linear_op",
+    "second_derivative",
     "functional_fused",
     "autograd_fused",
     "modules",

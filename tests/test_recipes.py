@@ -13,7 +13,7 @@ from strategies import gemms, specs
 from strategies import recipes as any_recipe
 
 from tritonfp8 import recipes
-from tritonfp8.recipes import GEMMS, OPERANDS, Gemm, Recipe
+from tritonfp8.recipes import GEMMS, OPERANDS, Gemm, Recipe, recipe_of
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, BLOCKS, ROWWISE, TENSORWISE, QuantSpec, transposed
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
@@ -74,6 +74,10 @@ class TestRecipe:
     def test_what_is_written_is_readable_by_others(self, recipe):
         assert json.loads(recipe.to_json()) == recipe.to_dict()
         assert tomllib.loads(recipe.to_toml()) == recipe.to_dict()
+
+    @given(any_recipe())
+    def test_an_op_finds_the_products_in_its_args(self, recipe):
+        assert dataclasses.replace(recipe_of(*recipe.args), name=recipe.name) == recipe
 
     @given(any_recipe(), any_recipe())
     def test_equality_is_that_of_the_fields(self, a, b):

@@ -27,7 +27,6 @@ from tritonfp8.linear import (
     apply_linear,
     autocast_all,
     check_linear,
-    first_order,
     held_for_backward,
     multiply,
     pair_of,
@@ -38,6 +37,7 @@ from tritonfp8.linear import (
 from tritonfp8.linear import linear as plain_linear
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.second_derivative import first_order
 from tritonfp8.specs import QuantSpec
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tritonfp8 import ops
+from tritonfp8 import linear_op, ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.quantized import Quantized
-from tritonfp8.recipes import Gemm, Recipe, get
+from tritonfp8.recipes import Gemm, Recipe, get, recipe_of
+from tritonfp8.second_derivative import first_order
 from tritonfp8.specs import QuantSpec
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -26,6 +27,7 @@ Amaxes = tuple[Tensor | None, Tensor | None]
 """Of the blocks of a matrix and of those of its transpose, float32; None where each block is whole here."""
 Operands = tuple[Quantized | None, Quantized | None]
 """A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
+_PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
@@ -131,36 +133,6 @@ def multiply(
         lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *gemm.rhs.args,
         bias, None, residual, out_dtype, gemm.accumulation,
     )  # fmt: skip
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of a gradient; differentiating it is an error that says so."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
-            "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
-        )
-
-
-def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """Gradients that raise if they are differentiated in turn; for a ``backward`` to return."""
-    # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
-    differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    with torch.no_grad():
-        grads = compute()
-    if not differentiable:
-        return grads
-    apply = _NoSecondDerivative.apply
-    return tuple(
-        g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
-        for g in grads
-    )
 
 
 class Plan(NamedTuple):
@@ -329,23 +301,35 @@ class SharedInput:
         return self.once(input, key, lambda: quantizer.quantize("input", rows, *specs))
 
 
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    # Autocast does not know the meta device, on which shapes are tried out.
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
 def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
-    # Autocast does not know the meta device, on which shapes are tried out.
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    dtype = _autocast_dtype(device)
+    if dtype is None:
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
     return [x if x is None or x.dtype in (torch.float64, dtype) else x.to(dtype) for x in tensors]
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise unless the operands, as autocast left them, go together."""
+    _check_dtypes(input, weight, bias)
+    _check_shapes(input, weight, bias)
+
+
+def _check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, x in (("input", input), ("weight", weight), ("bias", bias)):
         if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
             raise TypeError(
                 f"linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got {name} of "
                 f"{x.dtype} with input of {input.dtype}. Cast one, or use torch.autocast."
             )
+
+
+def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear needs input [..., K] and weight [N, K]; got {tuple(input.shape)} and {tuple(weight.shape)}"
@@ -450,6 +434,21 @@ def local_linear(
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
 
 
+@linear_op.implementation
+def _linear_of_op(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, *key: object) -> Tensor:
+    return local_linear(input, weight, bias, recipe_of(recipe))
+
+
+def _linear_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """:func:`linear` of plain tensors while Dynamo traces."""
+    # What is raised inside the op comes to the caller as a RuntimeError of the compiler's.
+    _check_shapes(input, weight, bias)
+    dtype = _autocast_dtype(input.device.type)
+    if dtype is None:
+        _check_dtypes(input, weight, bias)
+    return linear_op.call(input, weight, bias, *recipe.args, dtype or input.dtype, linear_op.CODE)
+
+
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -485,6 +484,9 @@ def linear(
         RuntimeError: when a gradient of the gradient is asked for.
     """
     recipe = get(recipe)
+    in_graph = torch.compiler.is_compiling() and quantized_weight is None
+    if in_graph and type(input) in _PLAIN and type(weight) in _PLAIN and type(bias) in _PLAIN:
+        return _linear_in_graph(input, weight, bias, recipe)
     for x in (input, weight, bias):
         handler = _handlers.get(type(x))
         if handler is not None:

@@ -14,6 +14,7 @@ read them, and each operand's spec is that of this layout:
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import tomllib
 from collections.abc import Callable, Mapping
@@ -111,6 +112,9 @@ class Recipe:
         for gemm in GEMMS:
             if not isinstance(getattr(self, gemm), Gemm):
                 raise TypeError(f"{gemm} must be a recipes.Gemm; got {type(getattr(self, gemm)).__name__}")
+        # Made here and not when asked for: a compiler would trace how, for each layer.
+        text = json.dumps({gemm: getattr(self, gemm).to_dict() for gemm in GEMMS})
+        object.__setattr__(self, "_args", (text,))
 
     def __deepcopy__(self, memo: object) -> Recipe:
         return self
@@ -126,6 +130,11 @@ class Recipe:
                 right = rhs.removesuffix(".T") if rhs.endswith(".T") else f"{rhs}.T"
                 lines.append(f"  {gemm:<11} = {lhs} @ {right}, in the input's dtype")
         return "\n".join(lines)
+
+    @property
+    def args(self) -> tuple[str]:
+        """The three products as an op takes them: one text, without the name; :func:`recipe_of` reads it."""
+        return self._args  # type: ignore[attr-defined]
 
     @property
     def quantized_share(self) -> float:
@@ -167,6 +176,12 @@ class Recipe:
     def from_toml(cls, text: str) -> Recipe:
         """Inverse of :meth:`to_toml`. Raises ValueError for text that is no recipe."""
         return cls.from_dict(tomllib.loads(text))
+
+
+@functools.cache
+def recipe_of(text: str) -> Recipe:
+    """The recipe, of an unknown name, that an op was given as :attr:`Recipe.args`."""
+    return Recipe.from_dict({"name": "given to an op", **json.loads(text)})
 
 
 def _check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:

@@ -1,0 +1,39 @@
+"""Gradients that can be taken once: those of layers whose gradients are rounded to 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity of a gradient; differentiating it is an error that says so."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
+            "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
+        )
+
+
+def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """Gradients that raise if they are differentiated in turn; for a ``backward`` to return."""
+    # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
+    differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    with torch.no_grad():
+        grads = compute()
+    if not differentiable:
+        return grads
+    apply = _NoSecondDerivative.apply
+    return tuple(
+        g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
+        for g in grads
+    )
