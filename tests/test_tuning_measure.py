@@ -1,6 +1,7 @@
 """tune: what is measured, checked, saved and chosen. On the CPU every configuration runs the reference."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -225,6 +226,17 @@ class TestOnGpu:
         x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
         small, large = tuning_measure.cuda_seconds([lambda: x[:512] @ x, lambda: x @ x], rounds=5)
         assert 4 * small < large < 0.1
+
+    def test_times_are_not_those_of_the_host(self):
+        x = torch.randn(1024, device="cuda")
+
+        def from_a_slow_host():
+            end = time.perf_counter() + 2e-4
+            while time.perf_counter() < end:
+                pass
+            x.mul_(1.0)
+
+        assert tuning_measure.cuda_seconds([from_a_slow_host], rounds=5)[0] < 5e-5
 
     def test_in_a_capture_it_is_an_error(self):
         calls = record_linear((640, 384, 512), "rowwise", "bfloat16")

@@ -29,8 +29,8 @@ from tritonfp8.warmup_workers import default_workers, describe, run_jobs
 
 MAX_CANDIDATES = 12
 ROUNDS = 25
-# More than any L2.
-FLUSH_BYTES = 2**28
+# More than any L2; so often that the GPU, while it flushes, falls behind the host, whose time would be measured else.
+FLUSH_BYTES, FLUSHES = 2**28, 8
 CHECKED_ROWS = 1024
 # Fast accumulation loses about 4 dB an octave of K, 65 dB at K = 1024 on normal data; less than this is a defect.
 FAST_TOLERANCE = MatmulTolerance(overall=30.0, worst_tile=27.0)
@@ -143,7 +143,8 @@ def products(calls: Sequence[Call], device: torch.device) -> list[Product]:
 def cuda_seconds(functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
     """Median seconds of each function on the current GPU, L2 flushed before each run.
 
-    The functions take turns, each round beginning with another: a GPU slows down as it warms up.
+    Of the GPU alone, as long as it takes the host less than half a millisecond to call one (on a GPU of 4 TB/s). The
+    functions take turns, each round beginning with another: a GPU slows down as it warms up.
     """
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     events: list[list[tuple[Any, Any]]] = [[] for _ in functions]
@@ -153,7 +154,8 @@ def cuda_seconds(functions: Sequence[Callable[[], object]], rounds: int = ROUNDS
         for offset in range(len(functions)):
             i = (first + offset) % len(functions)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flushed.zero_()
+            for _ in range(FLUSHES):
+                flushed.zero_()
             start.record()
             functions[i]()
             end.record()
