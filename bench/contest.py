@@ -49,7 +49,7 @@ class Contender:
         own: a failure fails the test. A peer that cannot run is reported with its reason.
         same_bits: every run has to give the same bits, where it is our own; not where torch adds up in any order.
         peer: name of the contender that this one is compared with.
-        fields: further fields of its row.
+        fields: further fields of its row; ``make`` may add some.
     """
 
     name: str
@@ -274,6 +274,8 @@ class Contest:
         self.device.memory()
         function()
         row |= self.device.peak(before)
+        # With those that making it has found.
+        row |= contender.fields
         return function
 
     def _gate(self, contender: Contender, function: Function) -> Row:

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 import math
@@ -69,6 +70,18 @@ def fight(tmp_path):
 
 def wrong(result):
     raise AssertionError("is wrong")
+
+
+def test_what_making_a_contender_finds_is_in_its_row(fight):
+    fields = {"bytes": 7}
+    contender = fight.contender("own", [9] * 5, own=True, fields=fields)
+
+    def make():
+        fields["extra_launches"] = 3
+        return contender.make()
+
+    fight.run(dataclasses.replace(contender, make=make))
+    assert (fight.rows["own"]["bytes"], fight.rows["own"]["extra_launches"]) == (7, 3)
 
 
 # The first two values are those of the gate and of the run for the peak of memory.
