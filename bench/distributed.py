@@ -49,6 +49,7 @@ def main(
     model: Annotated[str, typer.Option(help="A model of `tritonfp8 train`: tiny, 160m, 1b; or the path of a config.")],
     names: Annotated[str, typer.Option("--recipes", help="Our own that take part.")] = QUANTIZED,
     steps: Annotated[int | None, typer.Option(help=f"[default: {STEPS}; with --losses {LOSSES_STEPS}]", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="How often all take part; the faster round of each counts.", min=1)] = 1,
     batch_size: Annotated[int | None, typer.Option(help="Sequences a step on each part of the batch.", min=1)] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.", min=1)] = None,
     mesh: Annotated[
@@ -87,6 +88,7 @@ def main(
             losses=losses,
             seed=seed,
             data=None if data is None else str(data),
+            rounds=rounds,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
