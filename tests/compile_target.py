@@ -4,6 +4,7 @@ Needs a process in which triton compiles (``TRITON_INTERPRET`` unset or 0), so i
 """
 
 import contextlib
+import dataclasses
 import io
 import re
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from tritonfp8 import hardware
 
 WARP_SIZE = 32
 POINTERS = {
@@ -93,6 +96,21 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
         with contextlib.redirect_stdout(io.StringIO()) as captured:
             kernel = triton.compile(source, target=GPUTarget("cuda", cc, WARP_SIZE), options=options)
     return read_report(kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue())
+
+
+def note_launches(monkeypatch, module, cc):
+    """Have ``module`` launch for a device of compute capability ``cc`` from now on, and note what it would launch.
+
+    Returns:
+        A list, filled by and by, of ``(kernel, arguments of run after the number of programs, options)``.
+    """
+    found = []
+    abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
+    monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
+    monkeypatch.setattr(
+        module, "run", lambda kernel, programs, *arguments, **options: found.append((kernel, arguments, options))
+    )
+    return found
 
 
 def compile_launch(cc, kernel, pointers, integers, constants, **options):

@@ -371,7 +371,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     noted = report.rows_path(tmp_path, "quantize")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 60
     while not (noted.exists() and noted.read_text().count("\n")) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from compile_target import compile_kernel, compile_launch, descriptor
+from compile_target import compile_kernel, compile_launch, descriptor, note_launches
 from triton.experimental.gluon import language as gl
 
-from tritonfp8 import hardware, launch, reference
+from tritonfp8 import launch, reference
 from tritonfp8.kernels.block_scaled_matmul import block_scaled_matmul_kernel, mx_matmul_kernel
 from tritonfp8.kernels.configs import (
     SCALE_VECTOR,
@@ -345,16 +345,9 @@ def launches(monkeypatch):
     """What the launcher would launch on a device of compute capability ``cc``: a function of ``cc`` and a cast."""
 
     def record(cc, cast):
-        recorded = []
-        abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
-        monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
-        monkeypatch.setattr(
-            launch,
-            "run",
-            lambda kernel, programs, *arguments, **options: recorded.append(Launch(kernel, arguments, options)),
-        )
+        found = note_launches(monkeypatch, launch, cc)
         cast()
-        return recorded
+        return [Launch(*each) for each in found]
 
     return record
 

@@ -1,13 +1,12 @@
 """The casts of many shards at once compile: for Hopper without spills, for Ada and Blackwell at all."""
 
-import dataclasses
 import re
 
 import pytest
 import torch
-from compile_target import compile_launch
+from compile_target import compile_launch, note_launches
 
-from tritonfp8 import QuantSpec, hardware, launch_shards
+from tritonfp8 import QuantSpec, launch_shards
 from tritonfp8.specs import BLOCK_128X128, ROWWISE, TENSORWISE
 
 COLUMNWISE = ROWWISE[::-1]
@@ -17,18 +16,12 @@ COLUMNWISE = ROWWISE[::-1]
 def compiled(monkeypatch):
     """What would be launched on a device of compute capability ``cc``: its report, of a function of a table."""
 
-    def compile_(cc, cast, dtype=torch.float32, aligned=True):
-        reports = []
-        abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
-        monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
-        monkeypatch.setattr(
-            launch_shards,
-            "run",
-            lambda kernel, programs, *args, **options: reports.append(compile_launch(cc, kernel, *args, **options)),
-        )
+    def compile_(cc, cast, dtype=torch.float32):
+        found = note_launches(monkeypatch, launch_shards, cc)
         fields, owners, like = (torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.int32, dtype))
-        cast(launch_shards.Table(fields, owners, like, aligned))
-        return reports[0]
+        cast(launch_shards.Table(fields, owners, like, aligned=True))
+        [(kernel, arguments, options)] = found
+        return compile_launch(cc, kernel, *arguments, **options)
 
     return compile_
 

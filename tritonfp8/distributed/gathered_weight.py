@@ -368,7 +368,7 @@ def read_or_gather(
     what FSDP gathers when. All ranks ask alike, as they run the same graph.
     """
     key, index, content = tag.tolist()
-    if wire.forms[content] is form or wire.forms[content] == form:
+    if wire.forms[content] == form:
         return read_form(buffer, scale, wire, form)
     return _sources[key].gather_now(index, form)
 
