@@ -32,7 +32,7 @@ CPU_FOLDER = Path("runs") / "bench-distributed"
 CPU_PROCESSES = 2
 WIDTH = 180
 # batch_size and seq_len of each part of the batch, by model; for other models and on a CPU the last.
-SIZES = {"160m": (16, 1024), "1b": (4, 2048), "": (2, 64)}
+SIZES = {"160m": (16, 1024), "1b": (8, 2048), "": (2, 64)}
 STEPS, LOSSES_STEPS = 30, 50
 DETERMINISTIC_CUBLAS = ":4096:8"
 COLUMNS = (
