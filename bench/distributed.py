@@ -3,8 +3,8 @@
 
 Reports what crosses the wire in a step, step time, tokens/s, peak memory and losses of each contestant, from the same
 weights on the same text, and which bars hold. ``--losses`` compares losses to the bit instead of speeds. ``--mesh 1,2``
-is tensor parallelism. Without torchrun it starts the processes itself, one a GPU, or ``--processes N``; on a CPU they
-talk over gloo, and speeds mean nothing.
+is tensor parallelism; with ``--losses`` beside one process, and one that adds up in another order. Without torchrun it
+starts the processes itself, one a GPU, or ``--processes N``; on a CPU they talk over gloo, and speeds mean nothing.
 """
 
 import os
@@ -22,7 +22,7 @@ from bench import tables
 from bench.bars import Verdict
 from bench.distributed_bars import differing_losses, gathered_ratio, judge, loss_difference, mean_losses
 from bench.distributed_contest import Row, Settings, as_json, compare, untimed_steps
-from bench.distributed_models import ALONE, GATHER, TP, TP_FLOAT8
+from bench.distributed_models import ALONE, GATHER, REORDERED, TP, TP_FLOAT8
 from bench.machine import command_line, results_folder, write_results
 from bench.ranks import AllFailedError, RankError, joined
 from tritonfp8 import recipes
@@ -197,7 +197,7 @@ def compare_losses(rows: list[Row]) -> None:
         if row["own"] and how == GATHER:
             differing = differing_losses(row, found[recipe])
             row["losses_equal_without"] = None if differing is None else differing == 0
-        elif how in (TP, TP_FLOAT8) and (alone := found.get(f"{recipe}, {ALONE}")):
+        elif how in (TP, TP_FLOAT8, REORDERED) and (alone := found.get(f"{recipe}, {ALONE}")):
             row["loss_difference"] = None if (apart := loss_difference(row, alone)) is None else as_json(apart)
 
 

@@ -13,6 +13,7 @@ from bench.distributed_models import (
     ALONE,
     BASELINE,
     GATHER,
+    REORDERED,
     TORCHAO_GATHER,
     TORCHAO_ROWWISE,
     TP,
@@ -113,14 +114,20 @@ def _tensor_parallel(recipe: str) -> list[Bar]:
 
 
 def _control(bar: Bar) -> Bar:
-    """A bar about bf16: where it does not hold, that of a recipe says nothing about the recipe."""
+    """A bar about bf16 or the order of sums: where it does not hold, that of a recipe says nothing about the recipe."""
     return dataclasses.replace(bar, what=f"control: {bar.what}")
+
+
+def _reordered(recipe: str) -> Bar:
+    """Where this does not hold, the bar of tensor parallelism is below what the mere order of sums does."""
+    return _control(_apart(f"{recipe}, {REORDERED}", f"{recipe}, {ALONE}"))
 
 
 _again = _bar("losses of bf16 that differ when it runs again", f"{BASELINE}, {AGAIN}", BASELINE, 0, DIFFERING)
 FSDP_BARS = (_control(_again), *itertools.chain.from_iterable(map(_gathers, _RECIPES)))
 TP_BARS = (
     _control(_apart(f"{BASELINE}, {TP}", f"{BASELINE}, {ALONE}")),
+    *map(_reordered, (BASELINE, *_RECIPES)),
     *itertools.chain.from_iterable(map(_tensor_parallel, _RECIPES)),
 )
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import tritonfp8
 from bench.peers import COMPILED_VERSIONS, torchao_layers
+from tritonfp8 import recipes as known_recipes
 from tritonfp8.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -29,6 +30,9 @@ from tritonfp8.distributed import (
 
 BASELINE = "bf16"
 GATHER, TP, TP_FLOAT8, ALONE, AGAIN = "FP8 all-gather", "TP", "TP, FP8 styles", "one process", "again"
+OTHER_ORDER = "another order of sums"
+REORDERED = f"{ALONE}, {OTHER_ORDER}"
+ORDER_SEED = 0
 TORCHAO_GATHER, TORCHAO_ROWWISE = f"torchao tensorwise, {GATHER}", "torchao rowwise"
 ATTENTION = "causal_sdpa"
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -97,6 +101,52 @@ def _converter(recipe: str, gather: bool = False) -> Callable[[nn.Module], None]
     return convert
 
 
+def _shuffled(size: int, block: int, generator: torch.Generator) -> torch.Tensor:
+    """A permutation of ``range(size)`` that moves whole blocks, and elements inside of each."""
+    count = size // block
+    blocks = torch.randperm(count, generator=generator)
+    inside = torch.rand(count, block, generator=generator).argsort(dim=1)
+    rest = torch.randperm(size % block, generator=generator)
+    return torch.cat([(blocks[:, None] * block + inside).flatten(), count * block + rest])
+
+
+@torch.no_grad()
+def reorder_sums(model: nn.Module, block: int = 1) -> None:
+    """Permute the hidden dim of each MLP of a Llama, in place, on every rank alike.
+
+    The model computes the same, but ``down_proj`` and the gradients of the MLP's input add up in another order.
+
+    Args:
+        model: a transformers Llama, not yet converted.
+        block: how many neighbours in the hidden dim may share a scale. They stay together, so that scales stay as well.
+    """
+    generator = torch.Generator().manual_seed(ORDER_SEED)
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        down = mlp.down_proj.weight
+        order = _shuffled(down.shape[1], block, generator).to(down.device)
+        down.copy_(down[:, order])
+        for parameter in (*mlp.gate_proj.parameters(), *mlp.up_proj.parameters()):
+            parameter.copy_(parameter[order])
+
+
+def _largest_block(recipe: str) -> int:
+    """How many neighbours share a scale at most, whole dims aside."""
+    found = known_recipes.get(recipe)
+    operands = [spec for gemm in (found.output, found.grad_input, found.grad_weight) for spec in (gemm.lhs, gemm.rhs)]
+    return max([1, *(size for spec in operands if spec is not None for size in spec.block)])
+
+
+def _in_other_order(recipe: str, convert: Callable[[nn.Module], Any]) -> Callable[[nn.Module], None]:
+    block = _largest_block(recipe)
+
+    def reordered(model: nn.Module) -> None:
+        reorder_sums(model, block)
+        convert(model)
+
+    return reordered
+
+
 def fsdp_contestants(recipes: tuple[str, ...], peers: bool, again: bool) -> list[Contestant]:
     """bf16, each recipe with weights gathered in bf16 and in 8 bits, torchao; ``again``: bf16 twice, as a control."""
     found = [Contestant(BASELINE, _leave)]
@@ -134,7 +184,10 @@ def torchao_contestants() -> list[Contestant]:
 
 
 def tp_contestants(recipes: tuple[str, ...], alone: bool) -> list[Contestant]:
-    """bf16 and each recipe under torch's styles, and under those that send FP8; ``alone``: and in one process."""
+    """bf16 and each recipe under torch's styles, and under those that send FP8.
+
+    ``alone``: and in one process, and there with sums in another order, as a control.
+    """
     baseline = f"{BASELINE}, {TP}"
     found = [Contestant(baseline, _leave, baseline, styles=TORCH_STYLES)]
     for recipe in recipes:
@@ -142,10 +195,16 @@ def tp_contestants(recipes: tuple[str, ...], alone: bool) -> list[Contestant]:
         found.append(Contestant(f"{recipe}, {TP}", convert, baseline, own=True, styles=TORCH_STYLES))
         found.append(Contestant(f"{recipe}, {TP_FLOAT8}", convert, baseline, own=True, styles=FLOAT8_STYLES))
     if alone:
-        name = f"{BASELINE}, {ALONE}"
-        found.append(Contestant(name, _leave, name, alone=True))
-        found += [Contestant(f"{r}, {ALONE}", _converter(r), name, own=True, alone=True) for r in recipes]
+        found += _alone(BASELINE, _leave, own=False)
+        for recipe in recipes:
+            found += _alone(recipe, _converter(recipe), own=True)
     return found
+
+
+def _alone(recipe: str, convert: Callable[[nn.Module], Any], own: bool) -> list[Contestant]:
+    ways = {ALONE: convert, REORDERED: _in_other_order(recipe, convert)}
+    baseline = f"{BASELINE}, {ALONE}"
+    return [Contestant(f"{recipe}, {how}", way, baseline, own=own, alone=True) for how, way in ways.items()]
 
 
 def attend_causally(model: nn.Module) -> None:

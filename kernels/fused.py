@@ -90,21 +90,9 @@ def _load_four(
 ):  # fmt: skip
     """The inputs of these rows, and of one, two and three rows below."""
     x0 = _load(
-        a_ptr,
-        b_ptr,
-        c_ptr,
-        rows,
-        cols,
-        M,
-        N,
-        stride_am,
-        stride_an,
-        stride_bm,
-        stride_bn,
-        stride_cm,
-        stride_cn,
+        a_ptr, b_ptr, c_ptr, rows, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
         PRODUCER,
-    )
+    )  # fmt: skip
     x1 = _load(
         a_ptr, b_ptr, c_ptr, rows + 1, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
         PRODUCER,
@@ -435,21 +423,9 @@ def amax_tile_kernel(
     pid_m, pid_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     rows, cols = tile_rows(pid_m * TILE_M, 1, TILE_M, 1), tile_cols(pid_n * TILE_N, 1, TILE_N)
     inputs = _load(
-        a_ptr,
-        b_ptr,
-        c_ptr,
-        rows,
-        cols,
-        M,
-        N,
-        stride_am,
-        stride_an,
-        stride_bm,
-        stride_bn,
-        stride_cm,
-        stride_cn,
+        a_ptr, b_ptr, c_ptr, rows, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
         PRODUCER,
-    )
+    )  # fmt: skip
     for result in tl.static_range(2 if PRODUCER == "silu_mul_backward" else 1):
         y = _value(inputs, a_ptr.dtype.element_ty, PRODUCER, False, result)
         bits = magnitude_bits(y.to(tl.float32))

@@ -48,9 +48,9 @@ def _larger(a, b):
 
 
 @triton.jit
-def reduce_max(values, AXIS: tl.constexpr):
+def reduce_max(values, AXIS: tl.constexpr, KEEP_DIMS: tl.constexpr = False):
     """``tl.max`` of integers in their own width, where that widens them to 32 bits."""
-    return tl.reduce(values, AXIS, _larger)
+    return tl.reduce(values, AXIS, _larger, keep_dims=KEEP_DIMS)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.fused import normalized_rows, offsets, quantize_rows, tile_cols, tile_rows
-from tritonfp8.kernels.numerics import magnitude_bits
+from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
 
 NO_POLICY: tl.constexpr = tl.constexpr("")
 
@@ -42,7 +42,7 @@ def rms_norm_rows_kernel(
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
     EPS: tl.constexpr, ROUND_NORMALIZED: tl.constexpr, NORMAL: tl.constexpr, KEEP: tl.constexpr,
     COLUMN_AMAX: tl.constexpr, TENSOR_AMAX: tl.constexpr, DIRECT_CAST: tl.constexpr, PREFETCH: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HOLD_WEIGHT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of whole rows: rstd; with NORMAL the rows quantized in blocks of 1 x COLS; amax bits of all columns.
 
@@ -55,7 +55,11 @@ def rms_norm_rows_kernel(
     cols = tile_cols(0, H, BLOCK_N)
     step = tl.num_programs(0) * TILE_M
     first = tl.program_id(0) * TILE_M
-    found = tl.zeros((1, 1, H, BLOCK_N), tl.int32)
+    # Zeros of the type of the magnitudes.
+    found = tl.zeros((1, 1, H, BLOCK_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
+    WRITES: tl.constexpr = NORMAL or KEEP or COLUMN_AMAX or TENSOR_AMAX
+    if WRITES and HOLD_WEIGHT:
+        weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0)
     if PREFETCH:
         x = _load(x_ptr, tile_rows(first, 1, TILE_M, 1), cols, M, N, stride_xm, stride_xn)
     for start in range(first, M, step):
@@ -68,15 +72,17 @@ def rms_norm_rows_kernel(
         variance = _row_mean(value * value, N) + EPS
         rstd = tl.div_rn(tl.full(variance.shape, 1.0, tl.float32), tl.sqrt_rn(variance))
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
-        if NORMAL or KEEP or COLUMN_AMAX or TENSOR_AMAX:
-            weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0).to(tl.float32)
-            y = (normalized_rows(x, rstd, ROUND_NORMALIZED) * weight).to(DTYPE)
+        if WRITES:
+            if not HOLD_WEIGHT:
+                weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0)
+            y = (normalized_rows(x, rstd, ROUND_NORMALIZED) * weight.to(tl.float32)).to(DTYPE)
             if KEEP:
                 tl.store(y_ptr + offsets(rows, cols, N, 1), y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
             if COLUMN_AMAX or TENSOR_AMAX:
-                bits = magnitude_bits(y.to(tl.float32))
+                values = magnitudes(y)
                 # A row beyond the last one has an rstd of its own, by which its zeros may become NaN.
-                found = tl.maximum(found, tl.max(tl.where(rows < M, bits, 0), 1, keep_dims=True))
+                values = tl.where(rows < M, values, 0).to(values.dtype)
+                found = tl.maximum(found, reduce_max(values, 1, True))
             if NORMAL:
                 quantize_rows(
                     y, tl.zeros((1, 1, 1, 1), tl.float32), rows, cols, 0, q_ptr, s_ptr, s_ptr, M, N,
@@ -86,9 +92,9 @@ def rms_norm_rows_kernel(
         if PREFETCH:
             x = following
     if COLUMN_AMAX:
-        tl.atomic_max(columns_ptr + cols, found, mask=cols < N, sem="relaxed")
+        tl.atomic_max(columns_ptr + cols, amax_bits(found, DTYPE), mask=cols < N, sem="relaxed")
     if TENSOR_AMAX:
-        tl.atomic_max(tensor_ptr, tl.max(tl.where(cols < N, found, 0)), sem="relaxed")
+        tl.atomic_max(tensor_ptr, tl.max(tl.where(cols < N, amax_bits(found, DTYPE), 0)), sem="relaxed")
 
 
 @triton.jit

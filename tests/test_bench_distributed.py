@@ -1,10 +1,13 @@
+import copy
 import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import bench_distributed_cases
 import pytest
+import torch
 import torch.distributed as dist
 from bench_distributed_cases import BROKEN
 from process_group import Processes
@@ -15,6 +18,8 @@ from bench import distributed, distributed_bars, distributed_contest, distribute
 from bench.distributed_bars import FSDP_BARS, TP_BARS, judge
 from bench.distributed_contest import Measured, Settings
 from bench.ranks import AllFailedError, RankError, Ranks
+from tritonfp8 import recipes, reference
+from tritonfp8.training_models import build_model
 
 HIDDEN, FFN, LAYERS, VOCABULARY = 64, 1536, 2, 256
 CONFIG = {
@@ -233,10 +238,156 @@ def test_bars_of_tensor_parallelism(losses, lost, apart):
     assert found["rowwise, TP: largest difference from the losses of one process, 10 steps"].holds is apart
 
 
+QUANTIZED = tuple(name for name in recipes.names() if recipes.get(name).output.quantized)
+REORDERED = "one process, another order of sums"
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize(("moved", "holds"), [(0.0, True), (1e-3, True), (3e-3, False), (math.nan, False)])
+def test_control_of_tensor_parallelism(recipe, moved, holds):
+    rows = row(f"{recipe}, one process"), row(f"{recipe}, {REORDERED}", losses=((3.0, 2.0), (3.5, 2.5 + moved)))
+    what = f"control: {recipe}, {REORDERED}: largest difference from the losses of one process, 10 steps"
+    found = verdicts(*rows, tp=2)
+    assert found[what].holds is holds
+    assert [v.bar.what for v in found.values() if v.holds is not None] == [what]
+    # Not that of another recipe.
+    assert verdicts(row("tensorwise, one process"), rows[1], tp=2)[what].holds is None
+
+
+def test_differences_from_one_process_are_shown():
+    names = ("bf16, TP", f"bf16, {REORDERED}", "bf16, one process", f"rowwise, {REORDERED}")
+    rows = [row(name, None, losses=((3.0 + index / 4,),)) for index, name in enumerate(names)]
+    distributed.compare_losses(rows)
+    assert [each.get("loss_difference") for each in rows] == [0.5, 0.25, None, None]
+    console = Console(width=250)
+    with console.capture() as shown:
+        console.print(distributed.results_table(rows, "title", True))
+    notes = {name: next(x for x in shown.get().splitlines() if f"│ {name} " in x) for name in names}
+    assert "within 0.5 of one process at first" in notes[names[0]]
+    assert "within 0.25 of one process at first" in notes[names[1]]
+    assert not any("of one process at first" in notes[name] for name in names[2:])
+
+
 def test_later_steps_may_drift_apart():
     early = [3.0] * distributed_bars.EARLY_STEPS
     rows = row("rowwise, TP", losses=[[*early, 9.0]]), row("rowwise, one process", losses=[[*early, 3.0]])
     assert distributed_bars.loss_difference(*rows) == 0
+
+
+# Sums in another order.
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """With biases, and magnitudes that differ along the hidden dim of the MLPs: scales depend on who shares them."""
+    config = tmp_path_factory.mktemp("llama") / "config.json"
+    config.write_text(json.dumps({**CONFIG, "mlp_bias": True}))
+    model = build_model(str(config), 16, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                sizes = torch.randn(FFN, generator=generator).mul(2).exp()
+                linear.weight.mul_(sizes[:, None])
+                linear.bias.copy_(torch.randn(FFN, generator=generator))
+            layer.mlp.down_proj.weight.mul_(torch.randn(FFN, generator=generator).mul(2).exp())
+    return model
+
+
+def reordered(model, recipe):
+    """A copy of the model as the contestant trains it."""
+    contestants = {c.name: c for c in distributed_models.tp_contestants(QUANTIZED, alone=True)}
+    model = copy.deepcopy(model)
+    contestants[f"{recipe}, {REORDERED}"].convert(model)
+    return model
+
+
+def mlp_parameters(model):
+    return {name: p.detach() for name, p in model.named_parameters() if ".mlp." in name}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(16)[None] * 7).logits
+
+
+def noise(model, exact):
+    return ((logits(model) - exact).norm() / exact.norm()).item()
+
+
+def test_sums_in_another_order_leave_the_function(llama):
+    exact, other = logits(llama), reordered(llama, "bf16")
+    assert noise(other, exact) < 1e-5
+    before = dict(llama.named_parameters())
+    changed = {name for name, p in other.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in mlp_parameters(llama) if not name.endswith("down_proj.bias")}
+    # Each has to go along with the others.
+    for name in changed:
+        partly = copy.deepcopy(other)
+        partly.get_parameter(name).data.copy_(before[name])
+        assert noise(partly, exact) > 1e-2
+
+
+def test_orders_differ_by_layer_and_not_by_rank(llama):
+    first = mlp_parameters(reordered(llama, "bf16"))
+    torch.manual_seed(5)
+    second = mlp_parameters(reordered(llama, "bf16"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    numbered = copy.deepcopy(llama)
+    for layer in numbered.model.layers:
+        layer.mlp.gate_proj.bias.data.copy_(torch.arange(FFN))
+    assert not torch.equal(*(layer.mlp.gate_proj.bias for layer in reordered(numbered, "bf16").model.layers))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_sums_in_another_order_leave_what_is_quantized(llama, recipe):
+    found = recipes.get(recipe)
+    assert reordered(llama, recipe).model.layers[0].mlp.down_proj.recipe == found
+    for transposed, spec in ((False, found.output.rhs), (True, found.grad_input.rhs)):
+
+        def quantized(model, transposed=transposed, spec=spec):
+            model = copy.deepcopy(model)
+            for parameter in mlp_parameters(model).values():
+                if parameter.ndim == 2:
+                    codes = reference.quantize(parameter, *spec.args, transpose=transposed)
+                    values = reference.dequantize(*codes, *spec.args, torch.float32)
+                    parameter.copy_(values.T if transposed else values)
+            return model
+
+        first = mlp_parameters(reordered(quantized(llama), recipe))
+        second = mlp_parameters(quantized(reordered(llama, recipe)))
+        for name, parameter in mlp_parameters(llama).items():
+            assert torch.equal(first[name], second[name]), name
+            assert name.endswith("down_proj.bias") or not torch.equal(first[name], parameter)
+
+
+@pytest.mark.parametrize("size", [96, 700])
+def test_blocks_move_as_they_are_shuffled_inside_and_one_that_is_not_whole_stays_last(size):
+    layer = mlp_of(size)
+    distributed_models.reorder_sums(SimpleNamespace(model=SimpleNamespace(layers=[layer])), 128)
+    blocks = [block.tolist() for block in layer.mlp.gate_proj.bias.int().split(128)]
+    firsts = [min(block) for block in blocks]
+    assert sorted(firsts) == list(range(0, size, 128))
+    assert firsts[-1] == size // 128 * 128
+    assert len(firsts) == 1 or firsts != sorted(firsts)
+    for first, block in zip(firsts, blocks, strict=True):
+        assert sorted(block) == list(range(first, first + len(block))) != block
+
+
+def mlp_of(size):
+    mlp = SimpleNamespace(
+        gate_proj=torch.nn.Linear(4, size), up_proj=torch.nn.Linear(4, size), down_proj=torch.nn.Linear(size, 4)
+    )
+    torch.nn.init.zeros_(mlp.gate_proj.bias).data.add_(torch.arange(size))
+    return SimpleNamespace(mlp=mlp)
+
+
+def test_bars_of_tensor_parallelism_are_about_contestants():
+    names = {c.name for c in distributed_models.tp_contestants(QUANTIZED, alone=True)}
+    assert {name for bar in TP_BARS for name in (bar.contender, bar.over)} == names
+    controls = {bar.contender: (bar.over, bar.bar) for bar in TP_BARS if bar.what.startswith("control: ")}
+    controls.pop("bf16, TP")
+    assert controls == {f"{name}, {REORDERED}": (f"{name}, one process", 1e-3) for name in ("bf16", *QUANTIZED)}
 
 
 # Ranks, as threads.
@@ -333,5 +484,6 @@ def test_speeds_are_not_noted_where_losses_are_compared(losses):
 def test_contestants_of_tensor_parallelism():
     settings = Settings("tiny", ("rowwise",), 2, 1, 16, dp=1, tp=2, losses=True)
     assert [c.name for c in settings.contestants()] == [
-        "bf16, TP", "rowwise, TP", "rowwise, TP, FP8 styles", "bf16, one process", "rowwise, one process",
+        "bf16, TP", "rowwise, TP", "rowwise, TP, FP8 styles",
+        "bf16, one process", f"bf16, {REORDERED}", "rowwise, one process", f"rowwise, {REORDERED}",
     ]  # fmt: skip

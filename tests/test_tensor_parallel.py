@@ -160,6 +160,14 @@ def test_siblings_gather_once_and_scatter_their_gradient_once(two, name):
     assert two.run(tp_model_cases.collectives_of_siblings, name) == [[1, 1]] * 2
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_what_a_norm_returns_are_scattered_once(two, name, compile):
+    """In its dtype: that of the input of two siblings, that of the head's; and what the MLP returns in forward."""
+    rows = 2 * 33
+    assert two.run(tp_model_cases.scatters_after_norms, name, compile) == [(3, 3 * rows * 64 * 2)] * 2
+
+
 @pytest.mark.parametrize(("local", "first"), list(itertools.product([True, False], repeat=2)))
 def test_plain_styles(two, local, first):
     two.run(tp_model_cases.check_mlp, NAMES, local, first, False)

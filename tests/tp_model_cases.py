@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from tp_cases import SAME_BUT_FOR_ORDER, R, Recorder, assert_same, device, mesh_of, on_mesh, tolerance
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tritonfp8
 from tritonfp8 import distributed
@@ -105,6 +106,17 @@ def sequence_plan_mlp():
     }
 
 
+class NormedMlp(nn.Module):
+    """A norm as transformers writes it: several ops, in float32 inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp, self.head = LlamaRMSNorm(64), Mlp(), nn.Linear(64, 96)
+
+    def forward(self, x):
+        return self.head(self.norm(x + self.mlp(self.norm(x))))
+
+
 def collectives_of_siblings(name):
     """How often forward gathers and backward scatters, of an MLP whose two first layers share a sharded input."""
     mesh = mesh_of([2])
@@ -119,6 +131,24 @@ def collectives_of_siblings(name):
     assert x.grad is not None
     passes = ((forward, "all_gather_into_tensor"), (backward, "reduce_scatter_tensor"))
     return [sum(op == wanted for op, *_ in seen.sent) for seen, wanted in passes]
+
+
+def scatters_after_norms(name, compile):
+    """How often and how many bytes the ranks reduce-scatter in a step of layers that read the DTensors of norms."""
+    mesh = mesh_of([2])
+    model = NormedMlp().bfloat16()
+    tritonfp8.convert(model, name)
+    plan = {f"mlp.{at}".rstrip("."): style for at, style in sequence_plan_mlp().items()}
+    plan |= {"norm": SequenceParallel(sequence_dim=0), "head": Float8ColwiseParallel(input_layouts=Shard(0))}
+    plan["mlp.down"] = Float8RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+    parallelize_module(model, mesh, plan)
+    if compile:
+        model.compile(backend="aot_eager", fullgraph=True)
+    x = DTensor.from_local(normal(33, 64, dtype=torch.bfloat16), mesh, [Shard(0)], run_check=False).requires_grad_()
+    model(x).sum().backward()
+    with distributed.count_collective_bytes() as traffic:
+        model(x).sum().backward()
+    return traffic.calls["reduce_scatter"], traffic.bytes["reduce_scatter"]
 
 
 def check_sequence_mlp_with_counts(names, counts):

@@ -36,12 +36,16 @@ LONG_BLOCK = 128
 
 
 class Rows(NamedTuple):
-    """How a rows kernel runs: rows a step, warps, programs a multiprocessor, whether the next step is prefetched."""
+    """How a rows kernel runs: rows a step, warps, programs a multiprocessor, whether the next step is prefetched.
+
+    ``hold``: whether a program keeps the weight in registers, in place of reading it from the cache for each row.
+    """
 
     rows: int
     warps: int
     per_sm: int
     prefetch: bool
+    hold: bool = False
 
 
 class Tiles(NamedTuple):
@@ -60,9 +64,10 @@ class Tiles(NamedTuple):
 # By the longest row that a configuration serves.
 RMS_NORM = {
     1024: Rows(4, 4, 4, False),
-    4096: Rows(1, 4, 4, True),
-    8192: Rows(1, 8, 2, True),
-    MAX_ROW: Rows(1, 8, 2, False),
+    2048: Rows(1, 4, 8, True, hold=True),
+    4096: Rows(1, 4, 4, True, hold=True),
+    8192: Rows(1, 8, 2, True, hold=True),
+    MAX_ROW: Rows(1, 8, 2, True, hold=True),
 }
 RMS_NORM_BACKWARD = {
     1024: Rows(4, 4, 4, False),
@@ -94,8 +99,8 @@ QUANTIZE_TILES = {
 SQUARE_TILES = Tiles(128, 128, 16)
 # Of the pass that finds amax values.
 AMAX_TILES = {
-    "silu_mul": Tiles(32, 64, 2),
-    "silu_mul_backward": Tiles(32, 64, 2),
+    "silu_mul": Tiles(16, 128, 2),
+    "silu_mul_backward": Tiles(16, 128, 2),
 }
 SUM_TILES = Tiles(32, 32, 4)
 MIN_ROW_TILE = 128
@@ -314,6 +319,7 @@ def _rms_norm_rows(
             "TENSOR_AMAX": tensor is not None,
             "DIRECT_CAST": hardware.abilities(x.device).has_direct_cast,
             "PREFETCH": config.prefetch,
+            "HOLD_WEIGHT": config.hold,
             "TILE_M": config.rows,
             "TILE_N": width,
         },

@@ -134,7 +134,7 @@ def test_tiles_of_one_row_or_column(producer):
 
 def test_rows_of_one_row_or_column():
     constants = {**constants_of("", ROWWISE), "EPS": 1e-5, "ROUND_NORMALIZED": True, "NORMAL": True, "KEEP": True}
-    constants |= {"COLUMN_AMAX": True, "TENSOR_AMAX": True, "DIRECT_CAST": True, "PREFETCH": True}
+    constants |= {"COLUMN_AMAX": True, "TENSOR_AMAX": True, "DIRECT_CAST": True, "PREFETCH": True, "HOLD_WEIGHT": True}
     constants |= {"TILE_M": 4, "TILE_N": 128, "HAS_RESIDUAL": True, "GRAD_WEIGHT": True}
     types = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr", "grad_ptr", "residual_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("s_ptr", "rstd_ptr", "partial_ptr"), "*fp32")
@@ -165,7 +165,8 @@ def test_rms_norm_rows(limit, block, cc):
     config = RMS_NORM[limit]
     constants = {**constants_of("", block), "EPS": 1e-5, "ROUND_NORMALIZED": True, "NORMAL": True, "KEEP": False}
     constants |= {"COLUMN_AMAX": block == ROWWISE, "TENSOR_AMAX": False, "DIRECT_CAST": cc >= 90}
-    constants |= {"PREFETCH": config.prefetch, "TILE_M": config.rows, "TILE_N": limit, "stride_xn": 1, "stride_w": 1}
+    constants |= {"PREFETCH": config.prefetch, "HOLD_WEIGHT": config.hold, "TILE_M": config.rows, "TILE_N": limit}
+    constants |= {"stride_xn": 1, "stride_w": 1}
     types = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "y_ptr": "*bf16", "rstd_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
     types |= {"s_ptr": scale_type(block), "columns_ptr": "*i32", "tensor_ptr": "*i32"}
     report = compile_for(rms_norm_rows_kernel, types, constants, cc, config.warps, ("N", "stride_xm"))

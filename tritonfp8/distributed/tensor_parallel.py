@@ -44,6 +44,19 @@ def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
     return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def _summing_gradient_once(x: DTensor) -> DTensor:
+    """``x``; if it is sharded, with a gradient that the ranks sum here.
+
+    As layers leave it, yet to be summed, each op before them that cannot go on so would sum it for itself: three in the
+    backward of a norm, two of them in float32.
+    """
+    if not any(placement.is_shard() for placement in x.placements):
+        return x
+    return DTensor.from_local(
+        x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
 def _require_converted(style: str, module: nn.Module) -> None:
     if not isinstance(module, Float8Linear):
         raise TypeError(f"{style} needs a converted layer; got {type(module).__name__}: {_CONVERT}")
@@ -64,7 +77,9 @@ def _input_as_it_lies(style: str) -> Any:
         input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
     ) -> DTensor:
         _require_converted(style, mod)
-        return _distributed(inputs[0], device_mesh, input_layouts)
+        x = _distributed(inputs[0], device_mesh, input_layouts)
+        # Siblings add theirs first: PrepareFloat8ModuleInput sees to that.
+        return _summing_gradient_once(x) if x is inputs[0] and mod.shared_input is None else x
 
     return staticmethod(prepare)
 
@@ -185,6 +200,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if input_layout is None:
             return input
         x = _distributed(input, mesh, (input_layout,))
+        if x is input:
+            x = _summing_gradient_once(x)
         (placement,) = x.placements
         features = isinstance(placement, Shard) and placement.dim == x.ndim - 1
         if desired_layout is None or (isinstance(desired_layout, Replicate) and placement.is_shard() and not features):
