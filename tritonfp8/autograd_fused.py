@@ -340,11 +340,14 @@ def _check_reader(input: QuantizedInput, recipe: Recipe, needs_transposed: bool)
         )
 
 
-def _check_plain(*weights: Tensor | None) -> None:
+def check_whole(*weights: Tensor | None) -> None:
+    """Raise TypeError unless fused layers can compute with these weights: none is a distributed tensor."""
     for weight in weights:
         if not torch.compiler.is_compiling() and type(weight).__module__.startswith("torch.distributed"):
             raise TypeError(
-                f"fused layers compute with whole weights; got a {type(weight).__name__}. Convert without fusing."
+                f"fused layers compute with whole weights; got a {type(weight).__name__}. Call parallelize_module "
+                "before tritonfp8.convert(model, recipe, fuse=True), which leaves alone what is sharded, or convert "
+                "without fusing. FSDP2, which shards weights between uses, goes with fused layers."
             )
 
 
@@ -374,7 +377,7 @@ def quantized_linear(
         RuntimeError: when a gradient of the gradient is asked for.
     """
     recipe = get(recipe)
-    _check_plain(weight, bias)
+    check_whole(weight, bias)
     cast, cast_bias = autocast_all(input.device.type, weight, bias)
     assert cast is not None
     check_linear(input.handle, cast, cast_bias)
@@ -423,7 +426,7 @@ def swiglu(
     given = (gate_weight, up_weight, down_weight)
     if not is_fusable(recipe) and isinstance(input, Tensor):
         return _swiglu_by_linears(input, given, recipe, quantized_weights)
-    _check_plain(*given)
+    check_whole(*given)
     if isinstance(input, Tensor):
         input = quantize_input(input, recipe)
     weights = [w for w in autocast_all(input.device.type, *given) if w is not None]

@@ -168,13 +168,23 @@ def _named_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _fuse_norm(norm: nn.Module, recipe: Recipe) -> None:
+def _mark(linears: list[nn.Module]) -> None:
+    for linear in linears:
+        assert isinstance(linear, Float8Linear)
+        linear.is_fused = True
+
+
+def _fuse_norm(norm: nn.Module, linears: list[nn.Module]) -> Recipe:
+    recipe = _common_recipe(linears)
+    assert isinstance(recipe, Recipe)
+    _mark(linears)
     cls = type(norm)
     kind = _norm_kind(cls)
     assert kind is not None
     eps = getattr(norm, kind.eps)
     norm.__class__ = Float8RMSNorm
     norm.eps, norm.rounding, norm.recipe, norm.fused_from = eps, kind.rounding, recipe, cls  # type: ignore[assignment]
+    return recipe
 
 
 def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -201,6 +211,7 @@ def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
         else:
             mlp.fused_from = type(mlp)
             mlp.__class__ = Float8SwiGLU
+            _mark(_children(mlp, MLP_LINEARS))
             fused[name] = f"Float8SwiGLU, {mlp.recipe.name}"
     readers = _readers(model)
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -210,9 +221,7 @@ def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
         if reason or reader is None:
             left[name] = str(reason)
         else:
-            recipe = _common_recipe(_linears_reading(reader))
-            assert isinstance(recipe, Recipe)
-            _fuse_norm(norm, recipe)
+            recipe = _fuse_norm(norm, _linears_reading(reader))
             fused[name] = f"Float8RMSNorm, {recipe.name}"
     return fused, left
 
@@ -249,6 +258,7 @@ def unfuse_model(model: nn.Module) -> list[str]:
     """Undo :func:`fuse_model`; the names of the modules that were changed back."""
     names = []
     for name, module in model.named_modules():
+        module.__dict__.pop("is_fused", None)
         cls = module.__dict__.get("fused_from")
         if cls is None:
             continue

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.autograd_fused import QuantizedInput, quantized_linear
+from tritonfp8.autograd_fused import QuantizedInput, check_whole, quantized_linear
 from tritonfp8.functional import Operands, SharedInput, linear
 from tritonfp8.recipes import Recipe, get
 
@@ -79,6 +79,8 @@ class Float8Linear(nn.Linear):
     recipe: Recipe
     shared_input: SharedInput | None = None
     held_weight: HeldWeight | None = None
+    # Whether a fused norm makes the input, or a fused MLP reads the weight.
+    is_fused: bool = False
     # What tritonfp8.revert calls first, where something was prepared for this layer.
     on_revert: Callable[[Float8Linear], None] | None = None
 
@@ -94,6 +96,12 @@ class Float8Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe = get(recipe)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``; but a parallel style, which shards the layer by this, is refused where it is fused."""
+        if self.is_fused:
+            check_whole(param)
+        super().register_parameter(name, param)
 
     def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """``input @ weight.T + bias`` by the recipe."""

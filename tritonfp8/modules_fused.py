@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.autograd_fused import QuantizedInput, is_fusable, quantized_rms_norm, rms_norm, swiglu
+from tritonfp8.autograd_fused import QuantizedInput, check_whole, is_fusable, quantized_rms_norm, rms_norm, swiglu
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import RMS_NORM_ROUNDINGS, require
@@ -48,6 +48,11 @@ class Float8RMSNorm(nn.Module):
         self.eps = eps
         self.rounding = rounding
         self.recipe = get(recipe)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``; but a parallel style, which replaces the weight by this, is refused."""
+        check_whole(param)
+        super().register_parameter(name, param)
 
     def forward(self, input: Tensor) -> QuantizedInput | Tensor:
         """RMSNorm of ``input``, for linears of the recipe."""
@@ -91,6 +96,8 @@ class Float8SwiGLU(nn.Module):
         self.gate_proj = Float8Linear(hidden_size, intermediate_size, **options)
         self.up_proj = Float8Linear(hidden_size, intermediate_size, **options)
         self.down_proj = Float8Linear(intermediate_size, hidden_size, **options)
+        for linear in (self.gate_proj, self.up_proj, self.down_proj):
+            linear.is_fused = True
 
     @property
     def recipe(self) -> Recipe:
