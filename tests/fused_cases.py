@@ -13,6 +13,7 @@ from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, 
 
 COLWISE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"
 ROWWISE = "self_attn.o_proj", "mlp.down_proj"
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN, FLOAT8 = (ColwiseParallel, RowwiseParallel), (Float8ColwiseParallel, Float8RowwiseParallel)
 
 
@@ -27,12 +28,11 @@ def train(mesh, recipe, fuse=True, gathers=False, compile=False, recompute=False
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if gathers:
         enable_float8_all_gather(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         if compile:
             layer.compile(backend="aot_eager", fullgraph=True)
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=POLICY)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, ids = [], tokens(length=17, seed=mesh.get_local_rank())
     for step in range(steps):
@@ -45,6 +45,21 @@ def train(mesh, recipe, fuse=True, gathers=False, compile=False, recompute=False
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, digest(model), len(fused)
+
+
+def assigned(mesh, recipe, gathers):
+    """A loss after ``load_state_dict(assign=True)`` of twice the weights; and a digest of the parameters."""
+    model = llama()
+    tritonfp8.convert(model, recipe, fuse=True)
+    if gathers:
+        enable_float8_all_gather(model)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=POLICY)
+    ids = tokens(length=17, seed=mesh.get_local_rank())
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    state = {name: 2 * value.detach() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model(input_ids=ids, use_cache=False).logits.square().mean().item(), digest(model)
 
 
 def parallelize(model, mesh, styles):

@@ -51,6 +51,11 @@ def test_recipe_of_fused_layers_is_swapped_between_steps(ranks, swap):
     assert on[0][0][1:] != kept[0][0][1:]
 
 
+def test_fused_layers_are_assigned_sharded_weights(ranks):
+    on, off = (ranks.run(2, fused_cases.assigned, recipe="rowwise", gathers=gathers) for gathers in (True, False))
+    assert on == off
+
+
 @pytest.mark.parametrize("recipe", FUSABLE)
 def test_sharding_fused_layers_is_an_error_that_says_the_order(ranks, recipe):
     for found in ranks.run(2, fused_cases.errors_of_shards, recipe=recipe):

@@ -340,10 +340,15 @@ def _check_reader(input: QuantizedInput, recipe: Recipe, needs_transposed: bool)
         )
 
 
+def is_distributed(x: Tensor | None) -> bool:
+    """Whether ``x`` is a DTensor; without an import of torch's."""
+    return type(x).__module__.startswith("torch.distributed")
+
+
 def check_whole(*weights: Tensor | None) -> None:
     """Raise TypeError unless fused layers can compute with these weights: none is a distributed tensor."""
     for weight in weights:
-        if not torch.compiler.is_compiling() and type(weight).__module__.startswith("torch.distributed"):
+        if not torch.compiler.is_compiling() and is_distributed(weight):
             raise TypeError(
                 f"fused layers compute with whole weights; got a {type(weight).__name__}. Call parallelize_module "
                 "before tritonfp8.convert(model, recipe, fuse=True), which leaves alone what is sharded, or convert "

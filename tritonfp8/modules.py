@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.autograd_fused import QuantizedInput, check_whole, quantized_linear
+from tritonfp8.autograd_fused import QuantizedInput, check_whole, is_distributed, quantized_linear
 from tritonfp8.functional import Operands, SharedInput, linear
 from tritonfp8.recipes import Recipe, get
 
@@ -99,7 +99,8 @@ class Float8Linear(nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As ``nn.Module``; but a parallel style, which shards the layer by this, is refused where it is fused."""
-        if self.is_fused:
+        # One in the place of another is of FSDP2, which gathers it again.
+        if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
         super().register_parameter(name, param)
 

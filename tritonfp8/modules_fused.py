@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.autograd_fused import QuantizedInput, check_whole, is_fusable, quantized_rms_norm, rms_norm, swiglu
+from tritonfp8.autograd_fused import (
+    QuantizedInput,
+    check_whole,
+    is_distributed,
+    is_fusable,
+    quantized_rms_norm,
+    rms_norm,
+    swiglu,
+)
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import RMS_NORM_ROUNDINGS, require
@@ -50,8 +58,9 @@ class Float8RMSNorm(nn.Module):
         self.recipe = get(recipe)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``; but a parallel style, which replaces the weight by this, is refused."""
-        check_whole(param)
+        """As :meth:`Float8Linear.register_parameter`."""
+        if not is_distributed(self._parameters.get(name)):
+            check_whole(param)
         super().register_parameter(name, param)
 
     def forward(self, input: Tensor) -> QuantizedInput | Tensor:
