@@ -281,6 +281,18 @@ class TestLayers:
         grads = torch.autograd.grad(out, tensors, grad.bfloat16())
         assert {g.dtype for g in grads} == {torch.float32}
 
+    @cpu_and_cuda
+    @each_fusable
+    def test_backward_under_autocast(self, device, name):
+        tensors, grad = layer(name, torch.float32, device)
+        found = []
+        for inside in (False, True):
+            with torch.autocast(device, torch.bfloat16):
+                out = fused(*tensors, name)
+            with torch.autocast(device, torch.bfloat16, enabled=inside):
+                found.append(torch.autograd.grad(out, tensors, grad.bfloat16()))
+        assert_bitwise_equal(found[1], found[0])
+
     @pytest.mark.parametrize("name", sorted(set(recipes.names()) - set(FUSABLE)))
     def test_other_recipes_run_as_they_are(self, name):
         tensors, _ = layer(name)

@@ -156,9 +156,12 @@ def test_both_orientations_by_different_specs(device, spec):
 @pytest.mark.parametrize("shape", [(2, 3, 130, 40), (3, 130, 40), (3, 128, 40), (2, 1, 1), (1, 200)], ids=str)
 def test_leading_dims(device, spec, shape):
     x = banded(*shape, dtype=torch.bfloat16).to(device)
-    check_quantize(x, spec)
-    if x.ndim > 2:
-        check_quantize(x.transpose(0, 1), spec)
+    # Under autocast too: torch's own ops between the launches are cast there.
+    for autocast in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            check_quantize(x, spec)
+            if x.ndim > 2:
+                check_quantize(x.transpose(0, 1), spec)
 
 
 @each_device

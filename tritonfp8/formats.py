@@ -6,7 +6,7 @@ new format is a new row and no new branch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -72,3 +72,11 @@ SCALE_FORMATS: Mapping[str, ScaleFormat] = MappingProxyType(
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a matrix product may return and a linear layer may compute in."""
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.stack``, also of 8-bit floats under autocast, which looks for the widest dtype and has none of theirs."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1:
+        return torch.stack(list(tensors))
+    return torch.stack([x.view(torch.uint8) for x in tensors]).view(dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonfp8 import cast_tiles, hardware, reference
 from tritonfp8.cast_tiles import VECTOR_BYTES, CastTile
 from tritonfp8.compiled import run
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels import quantize as quantize_kernels
 from tritonfp8.launch_matmul import product_kind
 from tritonfp8.launch_matmul import scaled_matmul as _scaled_matmul
@@ -253,7 +253,7 @@ def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None 
     if not _is_folded(x, spec_of(spec).block):
         amaxes = [None] * len(x) if amax is None else amax
         pairs = [quantize(m, spec, False, a) for m, a in zip(x, amaxes, strict=True)]
-        return torch.stack([q for q, _ in pairs]), torch.stack([s for _, s in pairs])
+        return stacked([q for q, _ in pairs]), stacked([s for _, s in pairs])
     side, qdata, scale = _side(x, spec_of(spec), transpose, amax)
     _quantize(_rows(x), None if transpose else side, side if transpose else None)
     return qdata, scale

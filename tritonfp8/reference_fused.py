@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.reference import quantize
 from tritonfp8.specs import ORIENTATIONS, SCALE_ALIGNMENT, QuantSpec, empty_scale, spec_of
 
@@ -187,7 +187,7 @@ def silu_mul_backward_quantize(
     specs = [spec_of(s) for s, wanted in zip((spec, spec_t), ORIENTATIONS[orientation], strict=True) if wanted]
     out = []
     for i, s in enumerate(specs):
-        qdata = torch.stack([pair[2 * i] for pair in pairs])
+        qdata = stacked([pair[2 * i] for pair in pairs])
         scales = empty_scales(len(pairs), qdata.shape[1:], s.block, s.scale_format, qdata.device)
         for scale, pair in zip(scales, pairs, strict=True):
             scale.copy_(pair[2 * i + 1])
