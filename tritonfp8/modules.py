@@ -98,7 +98,11 @@ class Float8Linear(nn.Linear):
         self.recipe = get(recipe)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``; but a parallel style, which shards the layer by this, is refused where it is fused."""
+        """As ``nn.Module``; but a parallel style shards a layer by this, which fused ones do not take.
+
+        Raises:
+            TypeError: a DTensor for a fused layer whose parameter was a plain tensor.
+        """
         # One in the place of another is of FSDP2, which gathers it again.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)

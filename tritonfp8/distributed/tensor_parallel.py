@@ -200,12 +200,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         if input_layout is None:
             return input
         x = _distributed(input, mesh, (input_layout,))
-        if x is input:
-            x = _summing_gradient_once(x)
         (placement,) = x.placements
         features = isinstance(placement, Shard) and placement.dim == x.ndim - 1
         if desired_layout is None or (isinstance(desired_layout, Replicate) and placement.is_shard() and not features):
-            return x
+            # A local tensor's gradient is summed where it became a DTensor.
+            return _summing_gradient_once(x) if x is input else x
         return x.redistribute(placements=(desired_layout,))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
