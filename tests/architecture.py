@@ -28,7 +28,16 @@ LAYERS = (
         "counting",
     },
     {"ops"},
-    {"functional", "linear", "linear_op", "second_derivative", "functional_fused", "autograd_fused"},
+    {
+        "operands",
+        "shared_input",
+        "functional",
+        "linear",
+        "linear_op",
+        "second_derivative",
+        "functional_fused",
+        "autograd_fused",
+    },
     {"modules", "weights", "modules_fused"},
     {"convert", "fusing"},
     {"__init__"},
@@ -52,6 +61,8 @@ RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in l
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
 ABOVE_OPS = {
+    "operands",
+    "shared_input",
     "functional",
     "linear",
     "linear_op",

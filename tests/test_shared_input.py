@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tritonfp8
 from tritonfp8 import convert, recipes, revert
 from tritonfp8.functional import SharedInput
-from tritonfp8.linear import Quantizer
+from tritonfp8.operands import Quantizer
 from tritonfp8.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())

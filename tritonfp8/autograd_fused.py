@@ -19,22 +19,18 @@ from tritonfp8 import ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional_fused import check_norm
 from tritonfp8.linear import (
-    NO_PAIR,
-    Operands,
-    Pair,
     Plan,
-    Quantizer,
     apply_linear,
     autocast_all,
     check_linear,
     held_for_backward,
     multiply,
     pair_of,
-    quantize_for,
     weight_pairs,
     weight_t,
 )
 from tritonfp8.linear import linear as plain_linear
+from tritonfp8.operands import NO_PAIR, WHOLE, Operands, Pair, quantize_for
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.second_derivative import first_order
@@ -389,7 +385,7 @@ def quantized_linear(
     grad = torch.is_grad_enabled()
     needs = (grad and input.handle.requires_grad, grad and cast.requires_grad)
     _check_reader(input, recipe, needs[1])
-    plan = Plan(recipe, *needs, quantized_weight is not None, Quantizer())
+    plan = Plan(recipe, *needs, quantized_weight is not None, WHOLE)
     pairs = pair_of(input.normal), pair_of(input.transposed) if needs[1] else NO_PAIR
     out = apply_linear(_folded(input.handle), pairs, cast, cast_bias, plan, quantized_weight)
     return out.reshape(*input.shape[:-1], cast.shape[0])
@@ -449,7 +445,7 @@ def swiglu(
     _check_reader(input, recipe, needs[0] or needs[1])
     needs_inputs = (needs_input, needs_input, needs_input or needs[0] or needs[1])
     plans = tuple(
-        Plan(recipe, needs_input, needs_weight, held is not None, Quantizer())
+        Plan(recipe, needs_input, needs_weight, held is not None, WHOLE)
         for needs_input, needs_weight, held in zip(needs_inputs, needs, quantized_weights, strict=True)
     )
     pairs = [weight_pairs(*each) for each in zip(weights, plans, quantized_weights, strict=True)]

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
-from tritonfp8.linear import Operands, SharedInput, linear, quantize_weight
+from tritonfp8.linear import linear, quantize_weight
+from tritonfp8.operands import Operands
 from tritonfp8.quantized import Quantized, unchecked
+from tritonfp8.shared_input import SharedInput
 from tritonfp8.specs import (
     ACCUMULATIONS,
     ACTIVATIONS,

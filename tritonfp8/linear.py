@@ -5,68 +5,22 @@ Public as :mod:`tritonfp8.functional`.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tritonfp8 import linear_op, ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.operands import NO_PAIR, WHOLE, Amaxes, Operands, Pair, Quantizer, quantize_for
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Gemm, Recipe, get, recipe_of
 from tritonfp8.second_derivative import first_order
+from tritonfp8.shared_input import SharedInput
 from tritonfp8.specs import QuantSpec
 
-Pair = tuple[Tensor | None, Tensor | None]
-NO_PAIR: Pair = (None, None)
-Amaxes = tuple[Tensor | None, Tensor | None]
-"""Of the blocks of a matrix and of those of its transpose, float32; None where each block is whole here."""
-Operands = tuple[Quantized | None, Quantized | None]
-"""A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
 _PLAIN = (Tensor, nn.Parameter, type(None))
-
-
-def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-    """``(qdata, scale)`` of ``x`` and of ``x.T``, each None where its spec is."""
-    if spec is not None and spec_t is not None:
-        qdata, scale, qdata_t, scale_t = ops.quantize_both(x, *spec.args, *spec_t.args)
-        return (qdata, scale), (qdata_t, scale_t)
-    return (
-        NO_PAIR if spec is None else ops.quantize(x, *spec.args),
-        NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True),
-    )
-
-
-@dataclass(frozen=True)
-class Quantizer:
-    """How the operands of one layer are quantized: here, each by itself. Operands that are shards need a derived one.
-
-    Compared by value: a compiled graph is guarded on it.
-    """
-
-    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
-        """What other ranks say about the blocks of ``x``, in one collective for both orientations."""
-        return None, None
-
-    # Not __call__: of an object that a graph makes and calls, torch 2.11 asks for the hash before it has its fields.
-    def quantize(
-        self,
-        operand: str,
-        x: Tensor,
-        spec: QuantSpec | None,
-        spec_t: QuantSpec | None,
-        amaxes: Amaxes | None = None,
-    ) -> tuple[Pair, Pair]:
-        """``(qdata, scale)`` of ``x`` and of ``x.T``, each ``(None, None)`` where its spec is None.
-
-        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix. ``amaxes`` are those that
-        :meth:`amaxes` found, or None to find them now.
-        """
-        return quantize_for(x, spec, spec_t)
 
 
 class QuantizedWeight:
@@ -144,6 +98,8 @@ class Plan(NamedTuple):
     weight_is_held: bool
     """Somebody keeps the quantized weight: grad_input reads that, and not the weight."""
     quantizer: Quantizer
+    casts_input_again: bool = False
+    """grad_weight's operand is cast in backward, from the input: not saved where a compiler computes that anew."""
 
 
 class _Linear(torch.autograd.Function):
@@ -210,12 +166,25 @@ class _Linear(torch.autograd.Function):
                 grad_input = ops.matmul(grad_output, weight.t())
         if plan.needs_grad_weight:
             if recipe.grad_weight.rhs is not None:
-                grad_weight = multiply(recipe.grad_weight, pair_t, (input_qdata, input_scale), None, weight_dtype)
+                input_pair = (input_qdata, input_scale)
+                if plan.casts_input_again:
+                    anew = _computed_anew(input)
+                    input_pair = plan.quantizer.quantize("input", anew, None, recipe.grad_weight.rhs)[1]
+                grad_weight = multiply(recipe.grad_weight, pair_t, input_pair, None, weight_dtype)
             else:
                 grad_weight = ops.matmul(grad_output.t(), input.t())
         if ctx.needs_grad_bias:
             grad_bias = grad_output.sum(0)
         return grad_input, grad_weight, grad_bias
+
+
+def _computed_anew(input: Tensor) -> Tensor:
+    """``input`` to the bit, as a compiler computes it anew.
+
+    Torch's partitioner saves what backward reads in an op that nothing is fused into: casting the input itself would
+    make it save the cast. The two passes are fused into what computes the input.
+    """
+    return input.neg().neg()
 
 
 def weight_t(plan: Plan, grad_output: Tensor, weight: Tensor | None, held: Pair, amax_t: Tensor | None = None) -> Pair:
@@ -229,76 +198,11 @@ def weight_t(plan: Plan, grad_output: Tensor, weight: Tensor | None, held: Pair,
     return plan.quantizer.quantize("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
 
 
-_T = TypeVar("_T")
-
-
 def held_for_backward(plan: Plan, weight_pair: Pair, held: Pair) -> Pair:
     """What to save of a weight that somebody holds, for :func:`weight_t`; nothing of any other."""
     if not plan.weight_is_held:
         return NO_PAIR
     return weight_pair if _serves_both(plan.recipe) else held
-
-
-class _Entry(NamedTuple):
-    input: weakref.ref[Tensor]
-    version: int | None
-    values: dict[object, Any]
-
-
-class SharedInput:
-    """Lets sibling layers that read one tensor quantize it once, while the module around them runs.
-
-    An entry is for the very tensor object that came before, and for its version; between :meth:`open` and
-    :meth:`close`, which are called when the parent's forward begins and ends, on the same thread. A write that torch
-    does not see (a kernel of the caller's, ``.data``) between two siblings' calls is not noticed. This does nothing in
-    a compiled graph, where torch makes equal casts one if the graph has a backward.
-    """
-
-    def __init__(self) -> None:
-        self._depth: dict[int, int] = {}
-        self._entries: dict[int, _Entry] = {}
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        # A copy of a model starts with nothing shared.
-        return SharedInput, ()
-
-    def open(self, *args: object) -> None:
-        """The parent's forward begins."""
-        if not torch.compiler.is_compiling():
-            thread = threading.get_ident()
-            self._depth[thread] = self._depth.get(thread, 0) + 1
-            self._entries.pop(thread, None)
-
-    def close(self, *args: object) -> None:
-        """The parent's forward ended, by a result or an error."""
-        if not torch.compiler.is_compiling():
-            thread = threading.get_ident()
-            self._entries.pop(thread, None)
-            depth = self._depth.pop(thread, 0)
-            if depth > 1:
-                self._depth[thread] = depth - 1
-
-    def once(self, input: Tensor, key: object, make: Callable[[], _T]) -> _T:
-        """What ``make`` returns, the same for all layers that are called with this ``input``."""
-        if torch.compiler.is_compiling():
-            return make()
-        thread = threading.get_ident()
-        if thread not in self._depth:
-            return make()
-        version = None if input.is_inference() else input._version
-        found = self._entries.get(thread)
-        if found is None or found.input() is not input or found.version != version:
-            found = self._entries[thread] = _Entry(weakref.ref(input), version, {})
-        if key not in found.values:
-            found.values[key] = make()
-        return found.values[key]
-
-    def quantize(
-        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
-    ) -> tuple[Pair, Pair]:
-        """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
-        key = (specs, rows.dtype, rows.shape, quantizer)
-        return self.once(input, key, lambda: quantizer.quantize("input", rows, *specs))
 
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
@@ -393,6 +297,16 @@ def apply_linear(
     return out
 
 
+def _casts_input_again(recipe: Recipe, weight: Tensor) -> bool:
+    """Whether grad_weight's operand is cast in backward, in a graph whose compiler chooses what to save.
+
+    What narrows comes after what widened: mostly an activation of what is saved anyway, which the compiler computes
+    anew at the price of a few passes over memory. Cast in forward, it would be M K bytes more to save, the largest of
+    a transformer's layer in 8 bits.
+    """
+    return recipe.grad_weight.rhs is not None and weight.shape[1] > weight.shape[0]
+
+
 Handler = Callable[[Tensor, Tensor, Tensor | None, Recipe, SharedInput | None], Tensor]
 _handlers: dict[type, Handler] = {}
 
@@ -413,9 +327,13 @@ def local_linear(
     *,
     quantized_weight: Operands | None = None,
     shared_input: SharedInput | None = None,
-    quantizer: Quantizer = Quantizer(),
+    quantizer: Quantizer = WHOLE,
+    in_graph: bool = False,
 ) -> Tensor:
-    """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards."""
+    """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards.
+
+    ``in_graph``: a compiler that chooses what is saved takes the graph; see :func:`_casts_input_again`.
+    """
     cast_input, cast_weight, cast_bias = autocast_all(input.device.type, input, weight, bias)
     assert cast_input is not None
     assert cast_weight is not None
@@ -423,8 +341,9 @@ def local_linear(
     rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
     grad = torch.is_grad_enabled()
     needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
-    plan = Plan(recipe, *needs, quantized_weight is not None, quantizer)
-    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
+    again = in_graph and needs[1] and _casts_input_again(recipe, cast_weight)
+    plan = Plan(recipe, *needs, quantized_weight is not None, quantizer, again)
+    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
     data = rows.detach()
     if shared_input is None:
         pairs = quantizer.quantize("input", data, *specs)
@@ -436,7 +355,7 @@ def local_linear(
 
 @linear_op.implementation
 def _linear_of_op(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, *key: object) -> Tensor:
-    return local_linear(input, weight, bias, recipe_of(recipe))
+    return local_linear(input, weight, bias, recipe_of(recipe), in_graph=True)
 
 
 def _linear_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -496,4 +415,12 @@ def linear(
         # Results of asynchronous collectives, whose type is in torch.distributed too, wait for themselves.
         if not torch.compiler.is_compiling() and type(x).__module__.startswith("torch.distributed.tensor"):
             raise TypeError(f"linear got a {type(x).__name__}: import tritonfp8.distributed, which computes with them")
-    return local_linear(input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input)
+    return local_linear(
+        input,
+        weight,
+        bias,
+        recipe,
+        quantized_weight=quantized_weight,
+        shared_input=shared_input,
+        in_graph=torch.compiler.is_compiling(),
+    )

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
 from tritonfp8.distributed.layout import DimLayout, align, local_blocks, unalign
-from tritonfp8.distributed.sharded_quantize import NO_PAIR, Pair, global_amax, quantize_shard
+from tritonfp8.distributed.sharded_quantize import global_amax, quantize_shard
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.linear import Amaxes, Quantizer
+from tritonfp8.operands import NO_PAIR, Amaxes, Pair, Quantizer
 from tritonfp8.specs import QuantSpec, empty_scale, transposed
 
 

@@ -19,9 +19,11 @@ from tritonfp8.distributed.gather import GatheringQuantizer, gathered_placeholde
 from tritonfp8.distributed.gathered_weight import GatheredWeight
 from tritonfp8.distributed.layout import align, plain_mesh, unalign, whole
 from tritonfp8.distributed.placements import Layer, cached_layer_of, largest_blocks, layer_of
-from tritonfp8.distributed.sharded_quantize import Pair, ShardedQuantizer
-from tritonfp8.linear import Quantizer, SharedInput, local_linear, register_linear
+from tritonfp8.distributed.sharded_quantize import ShardedQuantizer
+from tritonfp8.linear import local_linear, register_linear
+from tritonfp8.operands import Pair, Quantizer
 from tritonfp8.recipes import Recipe
+from tritonfp8.shared_input import SharedInput
 from tritonfp8.specs import QuantSpec
 
 

@@ -12,11 +12,8 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.layout import DimLayout, is_split, local_blocks, split_blocks
-from tritonfp8.linear import Amaxes, Quantizer
+from tritonfp8.operands import NO_PAIR, Amaxes, Pair, Quantizer
 from tritonfp8.specs import QuantSpec, transposed
-
-Pair = tuple[Tensor | None, Tensor | None]
-NO_PAIR: Pair = (None, None)
 
 
 class Grid(NamedTuple):
