@@ -94,8 +94,8 @@ def test_llama_through_inductor_on_cuda(name):
 
 
 @contextlib.contextmanager
-def recorded_casts():
-    """What every quantization on the CPU returned, compiled or not."""
+def recorded_casts(device="cpu"):
+    """What every quantization on the device returned, compiled or not; the reference runs there."""
     results = []
 
     def recording(name):
@@ -108,7 +108,7 @@ def recorded_casts():
 
     with torch.library._scoped_library("tritonfp8", "IMPL") as library:
         for name in ("quantize", "quantize_both"):
-            library.impl(name, recording(name), "CPU", allow_override=True)
+            library.impl(name, recording(name), device.upper(), allow_override=True)
         yield results
 
 
@@ -421,36 +421,41 @@ def test_a_graph_says_by_what_its_layers_compute(dtype):
     assert texts == {(dtype, linear_op.CODE)}
 
 
+@pytest.mark.parametrize("may_cast_again", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_recipe
-def test_the_op_of_a_layer_is_the_layer(name, dtype):
-    recipe, x = recipes.get(name), normal(2, 33, 70, dtype=dtype).requires_grad_()
+def test_the_op_of_a_layer_is_the_layer(name, dtype, may_cast_again):
+    # An input with a history: one that is given is not cast again.
+    recipe, x = recipes.get(name), normal(2, 33, 70, dtype=dtype).requires_grad_() * 2
     layer = Float8Linear(70, 20, recipe=recipe, dtype=dtype)
-    outs = layer(x), linear_op.call(x, layer.weight, layer.bias, *recipe.args, dtype, linear_op.CODE)
+    outs = layer(x), linear_op.call(x, layer.weight, layer.bias, *recipe.args, may_cast_again, dtype, linear_op.CODE)
     wanted = (x, layer.weight, layer.bias)
     assert_bitwise_equal(*([out, *torch.autograd.grad(out, wanted, normal(*out.shape, dtype=dtype))] for out in outs))
 
 
-class Narrowing(nn.Module):
-    """A wide activation that a linear layer reads, of what two others made."""
+class Between(nn.Module):
+    """What layers read that is made of two other layers' results: ``width`` wide, by one layer or by two."""
 
-    def __init__(self):
+    def __init__(self, width, out, readers=1):
         super().__init__()
         torch.manual_seed(0)
-        self.gate, self.up = nn.Linear(32, 128, bias=False), nn.Linear(32, 128, bias=False)
-        self.down = nn.Linear(128, 32, bias=False)
+        self.gate, self.up = nn.Linear(32, width, bias=False), nn.Linear(32, width, bias=False)
+        self.names = [f"reader_{i}" for i in range(readers)]
+        for name in self.names:
+            self.add_module(name, nn.Linear(width, out, bias=False))
 
     def forward(self, x):
         # Rounded once: compiled code and eager agree to the bit.
-        return self.down(self.gate(x) * self.up(x))
+        between = self.gate(x) * self.up(x)
+        return torch.cat([self.get_submodule(name)(between) for name in self.names])
 
 
-def saved_of_wide(function, x):
-    """Result, and how many tensors of each dtype, as large as the wide activation, are saved for its backward."""
+def saved_between(function, x, width):
+    """Result, and how many tensors of each dtype, of the size of what is read, are saved for its backward."""
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
         out = function(x)
-    return out, collections.Counter(t.dtype for t in saved.values() if t.numel() == len(x) * 128)
+    return out, collections.Counter(t.dtype for t in saved.values() if t.numel() == len(x) * width)
 
 
 # The first partitions as Inductor does, without its own passes over the graph.
@@ -460,27 +465,33 @@ each_partitioner = pytest.mark.parametrize("backend", ["aot_eager_decomp_partiti
 @cpu_and_cuda
 @each_partitioner
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_wide_activation_that_a_compiler_computes_anew_is_not_saved(device, backend, name):
-    model = Narrowing().to(device, torch.bfloat16)
+@pytest.mark.parametrize(("sizes", "is_saved"), [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)])
+def test_what_a_compiler_has_or_makes_anew_is_not_saved_in_8_bits(device, backend, name, sizes, is_saved):
+    model, width = Between(*sizes).to(device, torch.bfloat16), sizes[0]
     convert(model, name)
     x = normal(64, 32, dtype=torch.bfloat16, device=device).requires_grad_()
     results, saved = {}, {}
     for kind, function in (("eager", model), ("compiled", torch.compile(model, backend=backend, fullgraph=True))):
-        out, saved[kind] = saved_of_wide(function, x)
-        results[kind] = (out, *torch.autograd.grad(out, (x, *model.parameters()), torch.ones_like(out)))
+        out, saved[kind] = saved_between(function, x, width)
+        weights = [model.get_submodule(name).weight for name in model.names]
+        results[kind] = (out, *torch.autograd.grad(out, weights, torch.ones_like(out)))
     for actual, expected in zip(results["compiled"], results["eager"], strict=True):
         assert_bitwise_equal(actual, expected)
     # What the backward of the product reads, and grad_weight's operand.
     assert saved["eager"] == {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
-    assert saved["compiled"] == {torch.bfloat16: 2}
+    assert saved["compiled"] == {torch.bfloat16: 2, **({torch.float8_e4m3fn: 1} if is_saved else {})}
 
 
 @cpu_and_cuda
 @each_partitioner
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_wide_input_that_nobody_can_compute_anew_is_saved_in_8_bits(device, backend, name):
-    layer = nn.Linear(128, 32, bias=False).to(device, torch.bfloat16)
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_an_input_of_a_graph_is_saved_in_8_bits_and_cast_once(device, backend, name, is_leaf):
+    layer = nn.Linear(128, 160, bias=False).to(device, torch.bfloat16)
     convert(layer, name)
-    x = normal(64, 128, dtype=torch.bfloat16, device=device)
-    _, saved = saved_of_wide(torch.compile(layer, backend=backend, fullgraph=True), x)
+    x = normal(64, 128, dtype=torch.bfloat16, device=device).requires_grad_()
+    with recorded_casts(device) as casts:
+        _, saved = saved_between(torch.compile(layer, backend=backend, fullgraph=True), x if is_leaf else x + 1, 128)
     assert saved == {torch.float8_e4m3fn: 1}
+    # The input in both orientations, and the weight.
+    assert len(casts) == 2

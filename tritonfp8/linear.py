@@ -99,7 +99,7 @@ class Plan(NamedTuple):
     """Somebody keeps the quantized weight: grad_input reads that, and not the weight."""
     quantizer: Quantizer
     casts_input_again: bool = False
-    """grad_weight's operand is cast in backward, from the input: not saved where a compiler computes that anew."""
+    """grad_weight's operand is cast in backward, from the input, which a compiler may compute anew or have anyway."""
 
 
 class _Linear(torch.autograd.Function):
@@ -181,8 +181,8 @@ class _Linear(torch.autograd.Function):
 def _computed_anew(input: Tensor) -> Tensor:
     """``input`` to the bit, as a compiler computes it anew.
 
-    Torch's partitioner saves what backward reads in an op that nothing is fused into: casting the input itself would
-    make it save the cast. The two passes are fused into what computes the input.
+    Torch's partitioner saves what backward reads in an op that nothing is fused into: were the input itself cast, that
+    would be the input or its cast. The two passes are fused into what computes the input.
     """
     return input.neg().neg()
 
@@ -297,14 +297,22 @@ def apply_linear(
     return out
 
 
-def _casts_input_again(recipe: Recipe, weight: Tensor) -> bool:
-    """Whether grad_weight's operand is cast in backward, in a graph whose compiler chooses what to save.
+def _may_cast_again(weight: Tensor, shared_input: SharedInput | None) -> bool:
+    """Whether grad_weight's operand is worth a second pass over the input in backward, if that need not be saved.
 
-    What narrows comes after what widened: mostly an activation of what is saved anyway, which the compiler computes
-    anew at the price of a few passes over memory. Cast in forward, it would be M K bytes more to save, the largest of
-    a transformer's layer in 8 bits.
+    A compiled layer mostly has what makes its inputs at hand in backward: the residual stream before a norm, the result
+    of attention. Casting there is a byte less to save for each element, for two more to move. A wide input of a single
+    layer, such as the activation of an MLP, has to be written anew before it is cast: twice the price.
     """
-    return recipe.grad_weight.rhs is not None and weight.shape[1] > weight.shape[0]
+    return shared_input is not None or weight.shape[1] <= weight.shape[0]
+
+
+def _is_made_in_graph(x: Tensor) -> bool:
+    """Whether the graph that is traced makes ``x``, rather than being given it."""
+    if torch.compiler.is_dynamo_compiling():
+        return not x.is_leaf
+    # What a graph is given has no history, or one that says that it must not be used.
+    return x.grad_fn is not None and x.grad_fn.name() != "torch::autograd::Error"
 
 
 Handler = Callable[[Tensor, Tensor, Tensor | None, Recipe, SharedInput | None], Tensor]
@@ -328,11 +336,11 @@ def local_linear(
     quantized_weight: Operands | None = None,
     shared_input: SharedInput | None = None,
     quantizer: Quantizer = WHOLE,
-    in_graph: bool = False,
+    may_cast_again: bool = False,
 ) -> Tensor:
     """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards.
 
-    ``in_graph``: a compiler that chooses what is saved takes the graph; see :func:`_casts_input_again`.
+    ``may_cast_again``: in a graph, whose compiler chooses what is saved; see :func:`_may_cast_again`.
     """
     cast_input, cast_weight, cast_bias = autocast_all(input.device.type, input, weight, bias)
     assert cast_input is not None
@@ -341,7 +349,7 @@ def local_linear(
     rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
     grad = torch.is_grad_enabled()
     needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
-    again = in_graph and needs[1] and _casts_input_again(recipe, cast_weight)
+    again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(input)
     plan = Plan(recipe, *needs, quantized_weight is not None, quantizer, again)
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
     data = rows.detach()
@@ -354,18 +362,23 @@ def local_linear(
 
 
 @linear_op.implementation
-def _linear_of_op(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, *key: object) -> Tensor:
-    return local_linear(input, weight, bias, recipe_of(recipe), in_graph=True)
+def _linear_of_op(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, may_cast_again: bool, *key: object
+) -> Tensor:
+    return local_linear(input, weight, bias, recipe_of(recipe), may_cast_again=may_cast_again)
 
 
-def _linear_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+def _linear_in_graph(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, shared_input: SharedInput | None
+) -> Tensor:
     """:func:`linear` of plain tensors while Dynamo traces."""
     # What is raised inside the op comes to the caller as a RuntimeError of the compiler's.
     _check_shapes(input, weight, bias)
     dtype = _autocast_dtype(input.device.type)
     if dtype is None:
         _check_dtypes(input, weight, bias)
-    return linear_op.call(input, weight, bias, *recipe.args, dtype or input.dtype, linear_op.CODE)
+    again = _may_cast_again(weight, shared_input)
+    return linear_op.call(input, weight, bias, *recipe.args, again, dtype or input.dtype, linear_op.CODE)
 
 
 def linear(
@@ -394,7 +407,9 @@ def linear(
 
     Saved for backward, a layer: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32,
     mxfp8 M K / 32), or the input itself, 2 M K bytes in bf16, where the recipe computes grad_weight in high precision.
-    Nothing of the input is saved if the weight needs no grad. The weight is kept for grad_input as it is; where
+    Nothing of the input is saved if the weight needs no grad. In a compiled graph an input that the graph makes is cast
+    for grad_weight in backward, where the compiler has it or computes it anew, and then nothing is saved of it either;
+    not that of a single layer (no ``shared_input``) with K > N. The weight is kept for grad_input as it is; where
     autocast casts it, that is a copy of 2 N K bytes, as in ``F.linear``.
 
     Raises:
@@ -405,7 +420,7 @@ def linear(
     recipe = get(recipe)
     in_graph = torch.compiler.is_compiling() and quantized_weight is None
     if in_graph and type(input) in _PLAIN and type(weight) in _PLAIN and type(bias) in _PLAIN:
-        return _linear_in_graph(input, weight, bias, recipe)
+        return _linear_in_graph(input, weight, bias, recipe, shared_input)
     for x in (input, weight, bias):
         handler = _handlers.get(type(x))
         if handler is not None:
@@ -422,5 +437,5 @@ def linear(
         recipe,
         quantized_weight=quantized_weight,
         shared_input=shared_input,
-        in_graph=torch.compiler.is_compiling(),
+        may_cast_again=torch.compiler.is_compiling() and _may_cast_again(weight, shared_input),
     )
