@@ -421,14 +421,14 @@ def test_a_graph_says_by_what_its_layers_compute(dtype):
     assert texts == {(dtype, linear_op.CODE)}
 
 
-@pytest.mark.parametrize("may_cast_again", [False, True])
+@pytest.mark.parametrize("shares_input", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_recipe
-def test_the_op_of_a_layer_is_the_layer(name, dtype, may_cast_again):
+def test_the_op_of_a_layer_is_the_layer(name, dtype, shares_input):
     # An input with a history: one that is given is not cast again.
     recipe, x = recipes.get(name), normal(2, 33, 70, dtype=dtype).requires_grad_() * 2
     layer = Float8Linear(70, 20, recipe=recipe, dtype=dtype)
-    outs = layer(x), linear_op.call(x, layer.weight, layer.bias, *recipe.args, may_cast_again, dtype, linear_op.CODE)
+    outs = layer(x), linear_op.call(x, layer.weight, layer.bias, *recipe.args, shares_input, dtype, linear_op.CODE)
     wanted = (x, layer.weight, layer.bias)
     assert_bitwise_equal(*([out, *torch.autograd.grad(out, wanted, normal(*out.shape, dtype=dtype))] for out in outs))
 

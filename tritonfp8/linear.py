@@ -297,14 +297,14 @@ def apply_linear(
     return out
 
 
-def _may_cast_again(weight: Tensor, shared_input: SharedInput | None) -> bool:
+def _may_cast_again(weight: Tensor, shares_input: bool) -> bool:
     """Whether grad_weight's operand is worth a second pass over the input in backward, if that need not be saved.
 
     A compiled layer mostly has what makes its inputs at hand in backward: the residual stream before a norm, the result
     of attention. Casting there is a byte less to save for each element, for two more to move. A wide input of a single
     layer, such as the activation of an MLP, has to be written anew before it is cast: twice the price.
     """
-    return shared_input is not None or weight.shape[1] <= weight.shape[0]
+    return shares_input or weight.shape[1] <= weight.shape[0]
 
 
 def _is_made_in_graph(x: Tensor) -> bool:
@@ -363,9 +363,10 @@ def local_linear(
 
 @linear_op.implementation
 def _linear_of_op(
-    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, may_cast_again: bool, *key: object
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, shares_input: bool, *key: object
 ) -> Tensor:
-    return local_linear(input, weight, bias, recipe_of(recipe), may_cast_again=may_cast_again)
+    again = _may_cast_again(weight, shares_input)
+    return local_linear(input, weight, bias, recipe_of(recipe), may_cast_again=again)
 
 
 def _linear_in_graph(
@@ -377,8 +378,8 @@ def _linear_in_graph(
     dtype = _autocast_dtype(input.device.type)
     if dtype is None:
         _check_dtypes(input, weight, bias)
-    again = _may_cast_again(weight, shared_input)
-    return linear_op.call(input, weight, bias, *recipe.args, again, dtype or input.dtype, linear_op.CODE)
+    shares_input = shared_input is not None
+    return linear_op.call(input, weight, bias, *recipe.args, shares_input, dtype or input.dtype, linear_op.CODE)
 
 
 def linear(
@@ -437,5 +438,5 @@ def linear(
         recipe,
         quantized_weight=quantized_weight,
         shared_input=shared_input,
-        may_cast_again=torch.compiler.is_compiling() and _may_cast_again(weight, shared_input),
+        may_cast_again=torch.compiler.is_compiling() and _may_cast_again(weight, shared_input is not None),
     )

@@ -18,13 +18,13 @@ _library = torch.library.Library("tritonfp8", "FRAGMENT")
 # that alone: without them a graph would go on as it was after the dtype of the autocast around it, or the code of the
 # op, has changed.
 _library.define(
-    "linear(Tensor input, Tensor weight, Tensor? bias, str recipe, bool may_cast_again, ScalarType dtype, str code) "
+    "linear(Tensor input, Tensor weight, Tensor? bias, str recipe, bool shares_input, ScalarType dtype, str code) "
     "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 call = torch.ops.tritonfp8.linear.default
-"""``call(input, weight, bias, *recipe.args, may_cast_again, dtype, CODE)``, of plain tensors; computes in ``dtype``."""
+"""``call(input, weight, bias, *recipe.args, shares_input, dtype, CODE)``, of plain tensors; computes in ``dtype``."""
 
 CODE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
 """What the op consists of, in a few characters."""
