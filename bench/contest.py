@@ -17,7 +17,8 @@ from bench.gates import same_every_time
 from bench.shapes import Shape
 
 FLUSH_BYTES = 256 * 2**20
-MAX_RUNS = 200
+# At least a few in a row: what a step leaves of the GPU's power and clocks is part of the next one's time.
+MIN_RUNS, MAX_RUNS = 5, 200
 # The queue of a GPU takes about a thousand launches before the host waits for it.
 HOST_CALLS = 100
 MAX_REASON = 160
@@ -102,8 +103,9 @@ class Device:
         the GPU works on one. L2 is flushed before each.
         """
         times = self._runs(function, 1)
-        if (more := min(MAX_RUNS, int(self.effort.seconds / max(times[0], 1e-6)))) > 1:
-            times = self._runs(function, more)
+        if self.effort.seconds:
+            fit = int(self.effort.seconds / max(times[0], 1e-6))
+            times = self._runs(function, min(MAX_RUNS, max(MIN_RUNS, fit)))
         return statistics.median(times)
 
     def _runs(self, function: Function, count: int) -> list[float]:
