@@ -203,6 +203,13 @@ def test_losses_do_not_go_nan_and_are_those_of_one_process(two, name, llama):
         assert alone[-1] != alone[0]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_of_sequence_parallelism_are_the_same_bits_by_whichever_styles(two, name):
+    """What is gathered in 8 bits are the bytes that would be cast after the gather."""
+    float8, plain = (two.run(tp_model_cases.sharded_losses, name, True, float8, True) for float8 in (True, False))
+    assert float8 == plain
+
+
 @pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
 def test_compiled_module_takes_any_number_of_tokens(two, name):
     assert max(two.run(tp_model_cases.check_dynamic, name, timeout=150)) <= 2

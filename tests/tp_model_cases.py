@@ -239,12 +239,18 @@ def llama_losses(name, local, float8, sequence, compiled, steps=10):
     world = torch.distributed.get_world_size()
     # Layers are alike, and to compile a second one takes as long as the first.
     heads, layers = 4 if world > 2 else 2, 1 if compiled else 2
+    together = sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers)
+    return losses_alone(name, heads, layers, steps), together
+
+
+def sharded_losses(name, local, float8, sequence, compiled=False, steps=4, heads=2, layers=2):
+    """Losses of a Llama sharded over all ranks."""
     model = converted_llama(name, heads, layers)
     fp8 = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
     styles = fp8 if float8 else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
-    parallelize_module(model, mesh_of([world]), llama_plan(layers, styles, local, sequence))
-    call = torch.compile(model, backend="aot_eager") if compiled else None
-    return losses_alone(name, heads, layers, steps), losses(model, steps, call)
+    mesh = mesh_of([torch.distributed.get_world_size()])
+    parallelize_module(model, mesh, llama_plan(layers, styles, local, sequence))
+    return losses(model, steps, torch.compile(model, backend="aot_eager") if compiled else None)
 
 
 def check_dynamic(name):
