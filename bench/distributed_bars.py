@@ -110,7 +110,8 @@ def _apart(name: str, alone: str) -> Bar:
 def _tensor_parallel(recipe: str) -> list[Bar]:
     names = (f"{recipe}, {TP}", f"{recipe}, {TP_FLOAT8}")
     lost = [_bar(f"{name}: losses that are NaN or infinite", name, name, 0, LOST) for name in names]
-    return [*lost, *(_apart(name, f"{recipe}, {ALONE}") for name in names)]
+    same = _bar(f"{names[1]}: losses that differ from those with torch's styles", names[1], names[0], 0, DIFFERING)
+    return [*lost, same, *(_apart(name, f"{recipe}, {ALONE}") for name in names)]
 
 
 def _control(bar: Bar) -> Bar:

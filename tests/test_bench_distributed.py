@@ -238,6 +238,14 @@ def test_bars_of_tensor_parallelism(losses, lost, apart):
     assert found["rowwise, TP: largest difference from the losses of one process, 10 steps"].holds is apart
 
 
+@pytest.mark.parametrize(("moved", "holds"), [(0.0, True), (1e-7, False)])
+def test_bar_of_equal_losses_by_either_styles(moved, holds):
+    rows = row("rowwise, TP"), row("rowwise, TP, FP8 styles", losses=((3.0, 2.0), (3.5, 2.5 + moved)))
+    what = "rowwise, TP, FP8 styles: losses that differ from those with torch's styles"
+    assert verdicts(*rows, tp=2)[what].holds is holds
+    assert verdicts(*rows, tp=2, deterministic=False)[what].holds is None
+
+
 QUANTIZED = tuple(name for name in recipes.names() if recipes.get(name).output.quantized)
 REORDERED = "one process, another order of sums"
 
