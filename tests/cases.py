@@ -1,11 +1,14 @@
 """Specs and inputs that several test files share."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 import triton
 from strategies import VALID_SPECS as SPECS
 
+from tritonfp8 import reference
 from tritonfp8.specs import BLOCKS
 
 # One spec of each block shape, where format and rounding make no difference.
@@ -132,3 +135,22 @@ def llama(**config):
 
 def tokens(batch=2, length=9, seed=0, device="cpu"):
     return torch.randint(0, 128, (batch, length), generator=generator(seed)).to(device)
+
+
+@contextlib.contextmanager
+def recorded_casts(device="cpu"):
+    """What every quantization on the device returned, compiled or not; the reference runs there."""
+    results = []
+
+    def recording(name):
+        def run(*args, **kwargs):
+            out = getattr(reference, name)(*args, **kwargs)
+            results.append(out)
+            return out
+
+        return run
+
+    with torch.library._scoped_library("tritonfp8", "IMPL") as library:
+        for name in ("quantize", "quantize_both"):
+            library.impl(name, recording(name), device.upper(), allow_override=True)
+        yield results

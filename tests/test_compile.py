@@ -1,12 +1,10 @@
 """torch.compile: one graph, the same bytes as eager, and no compilation that a user would not expect."""
 
-import collections
-import contextlib
 import os
 
 import pytest
 import torch
-from cases import SPECS, banded, cpu_and_cuda, llama, normal, tokens
+from cases import SPECS, banded, cpu_and_cuda, llama, normal, recorded_casts, tokens
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -16,13 +14,12 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import tritonfp8
-from tritonfp8 import Float8Linear, convert, linear_op, ops, recipes, reference, swap_recipe
+from tritonfp8 import Float8Linear, convert, linear_op, ops, recipes, swap_recipe
 from tritonfp8.counting import count_gemms
 from tritonfp8.functional import linear
 from tritonfp8.recipes import Recipe
 from tritonfp8.testing import assert_bitwise_equal, sqnr
 
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).grad_weight.rhs is not None]
 BACKENDS = ["aot_eager", "inductor"]
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -91,25 +88,6 @@ def test_llama_through_inductor():
 @each_recipe
 def test_llama_through_inductor_on_cuda(name):
     check_llama(name, "inductor", "cuda", layers=2)
-
-
-@contextlib.contextmanager
-def recorded_casts(device="cpu"):
-    """What every quantization on the device returned, compiled or not; the reference runs there."""
-    results = []
-
-    def recording(name):
-        def run(*args, **kwargs):
-            out = getattr(reference, name)(*args, **kwargs)
-            results.append(out)
-            return out
-
-        return run
-
-    with torch.library._scoped_library("tritonfp8", "IMPL") as library:
-        for name in ("quantize", "quantize_both"):
-            library.impl(name, recording(name), device.upper(), allow_override=True)
-        yield results
 
 
 def contents(results):
@@ -431,67 +409,3 @@ def test_the_op_of_a_layer_is_the_layer(name, dtype, shares_input):
     outs = layer(x), linear_op.call(x, layer.weight, layer.bias, *recipe.args, shares_input, dtype, linear_op.CODE)
     wanted = (x, layer.weight, layer.bias)
     assert_bitwise_equal(*([out, *torch.autograd.grad(out, wanted, normal(*out.shape, dtype=dtype))] for out in outs))
-
-
-class Between(nn.Module):
-    """What layers read that is made of two other layers' results: ``width`` wide, by one layer or by two."""
-
-    def __init__(self, width, out, readers=1):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.up = nn.Linear(32, width, bias=False), nn.Linear(32, width, bias=False)
-        self.names = [f"reader_{i}" for i in range(readers)]
-        for name in self.names:
-            self.add_module(name, nn.Linear(width, out, bias=False))
-
-    def forward(self, x):
-        # Rounded once: compiled code and eager agree to the bit.
-        between = self.gate(x) * self.up(x)
-        return torch.cat([self.get_submodule(name)(between) for name in self.names])
-
-
-def saved_between(function, x, width):
-    """Result, and how many tensors of each dtype, of the size of what is read, are saved for its backward."""
-    saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
-        out = function(x)
-    return out, collections.Counter(t.dtype for t in saved.values() if t.numel() == len(x) * width)
-
-
-# The first partitions as Inductor does, without its own passes over the graph.
-each_partitioner = pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
-
-
-@cpu_and_cuda
-@each_partitioner
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize(("sizes", "is_saved"), [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)])
-def test_what_a_compiler_has_or_makes_anew_is_not_saved_in_8_bits(device, backend, name, sizes, is_saved):
-    model, width = Between(*sizes).to(device, torch.bfloat16), sizes[0]
-    convert(model, name)
-    x = normal(64, 32, dtype=torch.bfloat16, device=device).requires_grad_()
-    results, saved = {}, {}
-    for kind, function in (("eager", model), ("compiled", torch.compile(model, backend=backend, fullgraph=True))):
-        out, saved[kind] = saved_between(function, x, width)
-        weights = [model.get_submodule(name).weight for name in model.names]
-        results[kind] = (out, *torch.autograd.grad(out, weights, torch.ones_like(out)))
-    for actual, expected in zip(results["compiled"], results["eager"], strict=True):
-        assert_bitwise_equal(actual, expected)
-    # What the backward of the product reads, and grad_weight's operand.
-    assert saved["eager"] == {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
-    assert saved["compiled"] == {torch.bfloat16: 2, **({torch.float8_e4m3fn: 1} if is_saved else {})}
-
-
-@cpu_and_cuda
-@each_partitioner
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_an_input_of_a_graph_is_saved_in_8_bits_and_cast_once(device, backend, name, is_leaf):
-    layer = nn.Linear(128, 160, bias=False).to(device, torch.bfloat16)
-    convert(layer, name)
-    x = normal(64, 128, dtype=torch.bfloat16, device=device).requires_grad_()
-    with recorded_casts(device) as casts:
-        _, saved = saved_between(torch.compile(layer, backend=backend, fullgraph=True), x if is_leaf else x + 1, 128)
-    assert saved == {torch.float8_e4m3fn: 1}
-    # The input in both orientations, and the weight.
-    assert len(casts) == 2

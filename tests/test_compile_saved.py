@@ -1,0 +1,93 @@
+"""What a compiled layer saves for its backward: nothing that its graph has there anyway, or makes anew cheaply."""
+
+import collections
+import contextlib
+
+import pytest
+import torch
+from cases import cpu_and_cuda, normal, recorded_casts
+from torch import nn
+
+import tritonfp8
+from tritonfp8 import convert, recipes
+from tritonfp8.testing import assert_bitwise_equal
+
+QUANTIZED = [name for name in recipes.names() if recipes.get(name).grad_weight.rhs is not None]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Between(nn.Module):
+    """What layers read that is made of two other layers' results: ``width`` wide, by one layer or by two."""
+
+    def __init__(self, width, out, readers=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = nn.Linear(32, width, bias=False), nn.Linear(32, width, bias=False)
+        self.names = [f"reader_{i}" for i in range(readers)]
+        for name in self.names:
+            self.add_module(name, nn.Linear(width, out, bias=False))
+
+    def forward(self, x):
+        # Rounded once: compiled code and eager agree to the bit.
+        between = self.gate(x) * self.up(x)
+        return torch.cat([self.get_submodule(name)(between) for name in self.names])
+
+
+def saved_between(function, x, width):
+    """Result, and how many tensors of each dtype, of the size of what is read, are saved for its backward."""
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        out = function(x)
+    return out, collections.Counter(t.dtype for t in saved.values() if t.numel() == len(x) * width)
+
+
+# The first partitions as Inductor does, without its own passes over the graph.
+each_partitioner = pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+
+
+@cpu_and_cuda
+@each_partitioner
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("sizes", "is_saved"), [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)])
+# Dynamo follows what computes with held weights, and takes the rest as ops.
+@pytest.mark.parametrize("hold", [contextlib.nullcontext, tritonfp8.quantize_weights_once])
+def test_what_a_compiler_has_or_makes_anew_is_not_saved_in_8_bits(device, backend, name, sizes, is_saved, hold):
+    model, width = Between(*sizes).to(device, torch.bfloat16), sizes[0]
+    convert(model, name)
+    with hold(model):
+        check_saved(model, width, device, backend, is_saved)
+
+
+def check_saved(model, width, device, backend, is_saved):
+    x = normal(64, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+    results, saved = {}, {}
+    for kind, function in (("eager", model), ("compiled", torch.compile(model, backend=backend, fullgraph=True))):
+        out, saved[kind] = saved_between(function, x, width)
+        weights = [model.get_submodule(name).weight for name in model.names]
+        results[kind] = (out, *torch.autograd.grad(out, weights, torch.ones_like(out)))
+    for actual, expected in zip(results["compiled"], results["eager"], strict=True):
+        assert_bitwise_equal(actual, expected)
+    # What the backward of the product reads, and grad_weight's operand.
+    assert saved["eager"] == {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
+    assert saved["compiled"] == {torch.bfloat16: 2, **({torch.float8_e4m3fn: 1} if is_saved else {})}
+
+
+@cpu_and_cuda
+@each_partitioner
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_an_input_of_a_graph_is_saved_in_8_bits_and_cast_once(device, backend, name, is_leaf):
+    layer = nn.Linear(128, 160, bias=False).to(device, torch.bfloat16)
+    convert(layer, name)
+    x = normal(64, 128, dtype=torch.bfloat16, device=device).requires_grad_()
+    with recorded_casts(device) as casts:
+        _, saved = saved_between(torch.compile(layer, backend=backend, fullgraph=True), x if is_leaf else x + 1, 128)
+    assert saved == {torch.float8_e4m3fn: 1}
+    # The input in both orientations, and the weight.
+    assert len(casts) == 2
