@@ -47,13 +47,14 @@ def saved_between(function, x, width):
     return out, collections.Counter(t.dtype for t in saved.values() if t.numel() == len(x) * width)
 
 
-# The first partitions as Inductor does, without its own passes over the graph.
-each_partitioner = pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+# The first partitions as Inductor does, without its own passes over the graph, and without a compiler of C++.
+each_partitioner = pytest.mark.parametrize(
+    ("backend", "name"), [*(("aot_eager_decomp_partition", name) for name in QUANTIZED), ("inductor", "rowwise")]
+)
 
 
 @cpu_and_cuda
 @each_partitioner
-@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize(("sizes", "is_saved"), [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)])
 # Dynamo follows what computes with held weights, and takes the rest as ops.
 @pytest.mark.parametrize("hold", [contextlib.nullcontext, tritonfp8.quantize_weights_once])
@@ -80,7 +81,6 @@ def check_saved(model, width, device, backend, is_saved):
 
 @cpu_and_cuda
 @each_partitioner
-@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_an_input_of_a_graph_is_saved_in_8_bits_and_cast_once(device, backend, name, is_leaf):
     layer = nn.Linear(128, 160, bias=False).to(device, torch.bfloat16)
