@@ -12,6 +12,8 @@ import torch
 import torch.multiprocessing as mp
 
 START_TIMEOUT, TIMEOUT = 120, 60
+# Each process group has threads that wake up a hundred times a second for as long as the process lives.
+MAX_GROUPS = 32
 # With offloading, parameters are on the CPU.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A fork of a process that imported everything starts at once; one that has asked for the GPUs cannot be forked.
@@ -52,7 +54,7 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
             # What ran before must not count to the limit of recompilations.
             torch.compiler.reset()
             result = function(meshes[world], **kwargs) if rank < world else None
-            pipe.send((True, result))
+            pipe.send((True, (result, len(dist.distributed_c10d._world.pg_map))))
         except BaseException as error:
             pipe.send((False, f"rank {rank} of {world}: {error!r}\n{traceback.format_exc()}"))
 
@@ -62,7 +64,8 @@ class RankError(Exception):
 
 
 class Processes:
-    """``size`` processes; after an error or a time-out new ones are started, as the old may wait for each other.
+    """``size`` processes; after an error or a time-out new ones are started, as the old may wait for each other, and
+    when they have made many process groups.
 
     Args:
         size: how many.
@@ -130,7 +133,10 @@ class Processes:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((function, world, kwargs))
-        return self._collect(timeout, after_error)[:world]
+        results, groups = zip(*self._collect(timeout, after_error), strict=True)
+        if self.device == "cpu" and max(groups) > MAX_GROUPS:
+            self.stop()
+        return list(results[:world])
 
     def stop(self):
         for process in self._processes:
