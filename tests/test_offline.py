@@ -23,7 +23,7 @@ def test_this_process_cannot_compile():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_kernels_compile_without_a_gpu(tmp_path):
     # No pytest-xdist variables: the process inside is no worker of the one outside.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
