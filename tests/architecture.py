@@ -60,21 +60,7 @@ LAYERS = (
 RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
 ABOVE_THE_CORE = LAYERS[-1]
 # What lies above the ops reaches kernels through the dispatcher only.
-ABOVE_OPS = {
-    "operands",
-    "shared_input",
-    "functional",
-    "linear",
-    "linear_op",
-    "second_derivative",
-    "functional_fused",
-    "autograd_fused",
-    "modules",
-    "weights",
-    "modules_fused",
-    "fusing",
-    "convert",
-}
+ABOVE_OPS = set().union(*LAYERS[RANKS["ops"] + 1 : RANKS["__init__"]])
 BEHIND_OPS = {
     "kernels",
     "cast_tiles",
