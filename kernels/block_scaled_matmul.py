@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.numerics import decode_e8m0, scale_blocks
 from tritonfp8.kernels.tiles import load_operand, multiply, piece_of_work, store_part, store_tile, tile_index
 
@@ -30,6 +31,7 @@ def block_scaled_matmul_kernel(
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
     SWAP: tl.constexpr, SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(sum over k blocks of (a_k @ b_k.T) * a_scale_k * b_scale_k)``.
 
@@ -37,6 +39,7 @@ def block_scaled_matmul_kernel(
     The product of each block is promoted to float32 where its scales are applied, so accumulation is always precise.
     SWAP and SPLIT are those of ``scaled_matmul_kernel``.
     """
+    begin(DEPENDENT)
     tl.static_assert(BLOCK_K == SCALE_K, "one step of K has one scale")
     tl.static_assert(A_ROWS == 1 or A_ROWS % BLOCK_M == 0, "a tile of rows has one scale, or each row its own")
     tl.static_assert(B_ROWS == 1 or B_ROWS % BLOCK_N == 0, "a tile of columns has one scale, or each column its own")
@@ -108,12 +111,14 @@ def mx_matmul_kernel(
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_K: tl.constexpr, NATIVE: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a @ b.T)`` on MX operands; a scale is a biased exponent (uint8) for each SCALE_K of K.
 
     NATIVE multiplies on tensor cores that take MX operands. Others multiply in bf16, to which MX data converts exactly,
     but for magnitudes below 2^-126.
     """
+    begin(DEPENDENT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     k_blocks = tl.cdiv(K, SCALE_K)

@@ -14,6 +14,7 @@ Nothing in the arithmetic of an element can be contracted, so that every kernel 
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.numerics import (
     INFINITY_BITS,
     MANTISSA_MASK,
@@ -336,6 +337,7 @@ def quantize_tile_kernel(
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr,
     DIRECT_CAST: tl.constexpr, PRODUCER: tl.constexpr, ROUND_NORMALIZED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize what a producer makes, in either orientation or both, tile by tile.
 
@@ -345,6 +347,7 @@ def quantize_tile_kernel(
     ``size`` is M N.
     A program walks over tiles; with STAGES above 1 it reads the next ones while it works on one.
     """
+    begin(DEPENDENT)
     SQUARE: tl.constexpr = (NORMAL and ROWS == 128) or (TRANSPOSED and ROWS_T == 128 and COLS_T == 128)
     tl.static_assert(not SQUARE or (TILE_M == 128 and TILE_N == 128), "a square block is one tile")
     tl.static_assert(not SQUARE or not (NORMAL and TRANSPOSED), "ptxas crashes on the bytes that both would share")
@@ -417,8 +420,10 @@ def amax_tile_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, ROWS_T: tl.constexpr, COLS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, PRODUCER: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """amax bits of the blocks of a whole dim of what a producer makes; int32 outputs start at 0."""
+    begin(DEPENDENT)
     tiles_n = tl.cdiv(N, TILE_N)
     pid_m, pid_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     rows, cols = tile_rows(pid_m * TILE_M, 1, TILE_M, 1), tile_cols(pid_n * TILE_N, 1, TILE_N)
@@ -441,8 +446,10 @@ def silu_mul_rows_kernel(
     QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
     KEEP: tl.constexpr, DIRECT_CAST: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """SiLU-mul of whole rows, quantized by row; ``q`` and ``y [M, N]`` are contiguous."""
+    begin(DEPENDENT)
     rows, cols = tile_rows(tl.program_id(0) * TILE_M, 1, TILE_M, 1), tile_cols(0, 1, TILE_N)
     inputs = _load(
         gate_ptr, up_ptr, gate_ptr, rows, cols, M, N, stride_gm, stride_gn, stride_um, stride_un, 0, 0, "silu_mul"

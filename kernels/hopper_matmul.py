@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from tritonfp8.kernels.configs import SCALE_VECTOR as MIN_SCALES
 from tritonfp8.kernels.configs import SPECIALIZED_WAVE_ROWS
@@ -466,7 +467,7 @@ def hopper_matmul_kernel(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
     PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
-    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``.
 
@@ -516,6 +517,9 @@ def hopper_matmul_kernel(
     pointers = (a_scale, b_scale, bias_ptr, residual_ptr)
     sizes = (M, N, tiles_m, tiles_n, steps)
     strides = (stride_rm, stride_rn, stride_am, stride_ak, stride_bn, stride_bk)
+    # As `begin` does for the other kernels; nothing above reads or writes what others do.
+    if DEPENDENT:
+        gdc_wait()
     gl.warp_specialize(
         [
             (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS, B_ROWS,

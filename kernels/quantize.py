@@ -11,6 +11,7 @@ index ``i`` of a spread tile of ``R * L`` rows is row ``i % L * R + i // L``. Wh
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.numerics import (
     amax_bits,
     block_amax,
@@ -146,8 +147,10 @@ def _spread_scale(x, enc, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexp
 def amax_kernel(
     x_ptr, amax_ptr, M, N, stride_xm, stride_xn, groups_m, groups_n, stride_am, stride_an,
     ROWS: tl.constexpr, COLS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """amax bits of the blocks of ``x [M, N]``, each of which lies in one tile; int32."""
+    begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
@@ -163,6 +166,7 @@ def partial_amax_kernel(
     x_ptr, row_ptr, col_ptr, whole_ptr, M, N, stride_xm, stride_xn, chunks,
     ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Maxima, over parts of a dim, of what has a whole dim in its block; as magnitudes, whose maxima are the amax.
 
@@ -173,6 +177,7 @@ def partial_amax_kernel(
         col_ptr    [chunks, N]                maxima of columns over the rows of a program
         whole_ptr  [chunks * cdiv(N, TILE_N)] maxima over all that a program sees
     """
+    begin(DEPENDENT)
     tiles_n = tl.cdiv(N, TILE_N)
     chunk = tl.program_id(0) // tiles_n
     strip = tl.program_id(0) % tiles_n
@@ -287,6 +292,7 @@ def quantize_kernel(
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize ``x [M, N]``, its transpose, or both, reading ``x`` once.
 
@@ -294,6 +300,7 @@ def quantize_kernel(
     not fit in a tile takes its amax from ``amax_ptr``. Tiles come last first, so that what a pass over ``x`` for the
     amax has left in the cache is read before it is gone.
     """
+    begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     rows = spread_rows(pid_m, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
@@ -331,8 +338,10 @@ def _load_tile(x_ptr, rows, cols, M, N, stride_m, stride_n):
 def dequantize_kernel(
     q_ptr, s_ptr, out_ptr, M, N, stride_qm, stride_qn, stride_sm, stride_sn,
     ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = float32(q) * float32(scale)``, the scale of the block each element lies in; ``out`` contiguous."""
+    begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
@@ -351,8 +360,10 @@ def dequantize_kernel(
 def transpose_kernel(
     q_ptr, out_ptr, M, N, stride_qm, stride_qn,
     EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``out [N, M]``, contiguous, the transpose of ``q [M, N]``; uint8."""
+    begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     rows = spread_rows(pid_m, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)

@@ -6,6 +6,7 @@ The transposed result is written by the tile kernel of ``fused.py``, which compu
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.fused import normalized_rows, offsets, quantize_rows, tile_cols, tile_rows
 from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
 
@@ -43,12 +44,14 @@ def rms_norm_rows_kernel(
     EPS: tl.constexpr, ROUND_NORMALIZED: tl.constexpr, NORMAL: tl.constexpr, KEEP: tl.constexpr,
     COLUMN_AMAX: tl.constexpr, TENSOR_AMAX: tl.constexpr, DIRECT_CAST: tl.constexpr, PREFETCH: tl.constexpr,
     HOLD_WEIGHT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of whole rows: rstd; with NORMAL the rows quantized in blocks of 1 x COLS; amax bits of all columns.
 
     A program walks over rows so that it meets each column many times and writes its amax once. ``rstd [M]``, ``q`` and
     ``y [M, N]`` are contiguous; ``columns [N]`` and ``tensor [1]`` int32 start at 0.
     """
+    begin(DEPENDENT)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     BLOCK_N: tl.constexpr = COLS if NORMAL and COLS > 0 else TILE_N
     H: tl.constexpr = TILE_N // BLOCK_N
@@ -103,11 +106,13 @@ def rms_norm_backward_kernel(
     M, N, stride_gm, stride_gn, stride_xm, stride_xn, stride_w, stride_rm, stride_rn,
     ROUND_NORMALIZED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GRAD_WEIGHT: tl.constexpr, PREFETCH: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Gradient of x, ``out [M, N]`` contiguous, and this program's share of that of weight, ``partial [programs, N]``.
 
     Programs walk over rows in a fixed order: sums come out the same each time.
     """
+    begin(DEPENDENT)
     # A second read, from the cache and told apart by its policy, where rows would take too many registers.
     RELOAD: tl.constexpr = TILE_N > 8192
     cols = tile_cols(0, 1, TILE_N)
@@ -154,9 +159,11 @@ def rms_norm_backward_kernel(
 
 @triton.jit
 def sum_partials_kernel(
-    partial_ptr, out_ptr, P, N, TILE_P: tl.constexpr, TILE_N: tl.constexpr
+    partial_ptr, out_ptr, P, N, TILE_P: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``out [N]`` = the sum over ``partial [P, N]`` float32, in a fixed order."""
+    begin(DEPENDENT)
     cols = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[None, :]
     total = tl.zeros((TILE_P, TILE_N), tl.float32)
     for start in range(0, P, TILE_P):

@@ -5,8 +5,8 @@ Also the sum of the parts of a product of any family whose K was split.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
+from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.tiles import load_operand, multiply, piece_of_work, store_part, store_tile
 
 
@@ -27,6 +27,7 @@ def scaled_matmul_kernel(
     PROMOTE_EVERY: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
     SWAP: tl.constexpr, SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue((a [M, K] @ b [N, K].T) * a_scale * b_scale)``; each program walks over output tiles.
 
@@ -35,6 +36,7 @@ def scaled_matmul_kernel(
     float32 (None: all of them). SWAP multiplies ``b`` by ``a.T``, for products of few rows. SPLIT makes ``split_k``
     programs share the K of a tile: ``out`` is then a float32 workspace of as many parts of whole tiles, unscaled.
     """
+    begin(DEPENDENT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for piece in tl.range(tl.program_id(0), tiles_m * tiles_n * split_k, tl.num_programs(0), flatten=FLATTEN):
@@ -67,17 +69,15 @@ def reduce_parts_kernel(
 ):  # fmt: skip
     """``out [M, N] = epilogue(sum of SPLIT_K parts)``, each ``rows`` rows of the float32 workspace, in their order.
 
-    The order is fixed, and so are the bits of the sum. SCALED applies the scales of ``scaled_matmul_kernel``. DEPENDENT
-    says that the launch may overlap the end of the product's: the parts are there only after the wait.
+    The order is fixed, and so are the bits of the sum. SCALED applies the scales of ``scaled_matmul_kernel``.
     """
+    begin(DEPENDENT)
     tiles_n = tl.cdiv(N, BLOCK_N)
     row = tl.program_id(0) // tiles_n * BLOCK_M
     col = tl.program_id(0) % tiles_n * BLOCK_N
     offs_row = row + tl.arange(0, BLOCK_M)
     offs_col = col + tl.arange(0, BLOCK_N)
     mask = (offs_row < M)[:, None] & (offs_col < N)[None, :]
-    if DEPENDENT:
-        gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for part in tl.static_range(SPLIT_K):
         offsets = (part * rows + offs_row).to(tl.int64)[:, None] * stride_parts + offs_col[None, :]

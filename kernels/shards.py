@@ -16,6 +16,7 @@ Where blocks have several rows and columns, they begin and end where tiles do.
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.numerics import encode_fp32, magnitude_bits, reduce_max, round_to_format, saturate
 from tritonfp8.kernels.quantize import spread_rows, transpose_tile
 
@@ -58,8 +59,10 @@ def amax_of_shards_kernel(
     table_ptr, owners_ptr, like_ptr, amax_ptr,
     ROWS_0: tl.constexpr, COLS_0: tl.constexpr, ROWS_1: tl.constexpr, COLS_1: tl.constexpr, FORMS: tl.constexpr,
     ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Raise ``amax_ptr`` (int32 bits of amaxes, zeros at first) to those of one or two forms of each shard."""
+    begin(DEPENDENT)
     row, x_ptr, M, N, first_row, first_col = _find(table_ptr, owners_ptr, like_ptr, ALIGNED, TILE_M, TILE_N)
     rows = first_row + tl.arange(0, TILE_M)
     cols = first_col + tl.arange(0, TILE_N)
@@ -76,10 +79,12 @@ def quantize_shards_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, MANTISSA_BITS: tl.constexpr,
     EMIN: tl.constexpr, POW2: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr,
     ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize each shard, rounded to the type of ``rounded_ptr`` first, by the amaxes of its first form; as it lies,
     or transposed.
     """
+    begin(DEPENDENT)
     row, x_ptr, M, N, first_row, first_col = _find(table_ptr, owners_ptr, like_ptr, ALIGNED, TILE_M, TILE_N)
     to, stride = tl.load(row + 5), tl.load(row + 6)
     if ALIGNED:

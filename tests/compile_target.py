@@ -23,6 +23,8 @@ POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5", torch.uint8: "*u8",
     torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
+WAIT = "griddepcontrol.wait"
+WAIT_OR_ACCESS = re.compile(rf"{re.escape(WAIT)}|\b(ld|st|red|atom|prefetch)\.global|\bcp\.(async|reduce)")
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,23 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
         signature: name -> type of each argument that is passed at run time: ``"*fp8e4nv"`` a pointer, ``"i32"``, a host
             TMA descriptor as :func:`descriptor` writes it.
         constexprs: name -> value of every other argument, also of what the launcher specializes: None, the integer 1.
+            DEPENDENT is chosen as the launcher does.
         cc: 89, 90, 100, ...
         divisible_by_16: names of pointers and integers that the launcher would specialize as divisible by 16.
         options: what else a launch may set, such as ``maxnreg``.
 
     Raises:
         ValueError: the names do not add up to those of ``fn``.
-        RuntimeError: kernels are interpreted in this process.
+        RuntimeError: kernels are interpreted in this process; or the kernel, which may start while the one before it
+            still runs, reads or writes memory before it waits for that one.
         triton.CompilationError and others: what the compiler raises.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("triton interprets in this process: run it as TRITON_INTERPRET=0 pytest tests/offline")
     index = {name: i for i, name in enumerate(fn.arg_names)}
+    if "DEPENDENT" in index:
+        signature = {name: kind for name, kind in signature.items() if name != "DEPENDENT"}
+        constexprs = {**constexprs, "DEPENDENT": cc >= 90}
     if set(signature) & set(constexprs) or set(signature) | set(constexprs) != set(index):
         raise ValueError(
             f"signature and constexprs must name each of {sorted(index)} once; "
@@ -95,7 +102,15 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
         triton.knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(io.StringIO()) as captured:
             kernel = triton.compile(source, target=GPUTarget("cuda", cc, WARP_SIZE), options=options)
+    if constexprs.get("DEPENDENT") and not waits_first(kernel.asm["ptx"]):
+        raise RuntimeError(f"{fn.__name__} reads or writes memory before it waits for the kernel before it")
     return read_report(kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue())
+
+
+def waits_first(ptx):
+    """Whether a kernel waits for what was launched before it, and that before its text first turns to memory."""
+    first = WAIT_OR_ACCESS.search(ptx)
+    return first is not None and first[0] == WAIT
 
 
 def note_launches(monkeypatch, module, cc):

@@ -1,11 +1,13 @@
 """Launching what was compiled before; and CUDA graphs, which can hold nothing else."""
 
+import dataclasses
+
 import pytest
 import torch
 from cases import normal
 from torch import nn
 
-from tritonfp8 import compiled, convert, recipes
+from tritonfp8 import compiled, convert, hardware, recipes
 from tritonfp8.testing import assert_bitwise_equal
 
 
@@ -25,8 +27,15 @@ class Kernel:
         return launch
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "dependent"])
+def dependent(request):
+    return request.param
+
+
 @pytest.fixture
-def kernel(monkeypatch):
+def kernel(monkeypatch, dependent):
+    device = dataclasses.replace(hardware.CPU, has_dependent_launch=dependent)
+    monkeypatch.setattr(hardware, "abilities", lambda index: device)
     monkeypatch.setattr(compiled, "INTERPRETING", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -39,10 +48,11 @@ def run(kernel, x, integers=(3, 5), constants=None, programs=7):
     return kernel.launches[-1]
 
 
-def test_the_second_launch_compiles_nothing(kernel):
+def test_the_second_launch_compiles_nothing(kernel, dependent):
     x = torch.zeros(8)
-    assert run(kernel, x) == ("compiled", 7, (x, None, 3, 5), {"BLOCK": 64, "num_warps": 4})
-    assert run(kernel, x, programs=9) == ("found", 9, (x, None, 3, 5, 64), {})
+    options = {"BLOCK": 64, "num_warps": 4, "DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    assert run(kernel, x) == ("compiled", 7, (x, None, 3, 5), options)
+    assert run(kernel, x, programs=9) == ("found", 9, (x, None, 3, 5, 64, dependent), {})
 
 
 @pytest.mark.parametrize(

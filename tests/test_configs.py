@@ -14,6 +14,7 @@ H200 = Abilities(
     has_fp8_mma=True,
     has_direct_cast=True,
     has_tma=True,
+    has_dependent_launch=True,
     has_warpgroup_mma=True,
     has_native_mx=False,
     num_sms=132,

@@ -8,7 +8,7 @@ from tritonfp8.tuning_measure import products
 from tritonfp8.tuning_store import Entry, Key, Kind, read_user
 from tritonfp8.warmup_ops import record_linear
 
-H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, False, 132, 232448)
+H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
 MACHINE = "nvidia-h200-sm90-132"
 CPU_MACHINE = machine_key(CPU)
 ROWWISE = Kind("epilogue", "precise", 0, 0, 2, True, True)

@@ -15,6 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+from tritonfp8 import hardware
+
 ALIGNMENT = 16
 MAX_ENTRIES = 2**14
 # What the kernels of this process are was decided when they were decorated.
@@ -64,7 +66,8 @@ def run(
     """Launch ``kernel`` on the current device.
 
     Args:
-        kernel: a ``triton.jit`` or ``gluon.jit`` function of pointers, integers and constants, in this order.
+        kernel: a ``triton.jit`` or ``gluon.jit`` function of pointers, integers, constants and DEPENDENT, in this
+            order. DEPENDENT says that it may start early, and has to wait (:mod:`tritonfp8.kernels.dependent`).
         programs: how many programs.
         pointers: tensors, TMA descriptors or None.
         integers: sizes and strides.
@@ -76,12 +79,14 @@ def run(
         RuntimeError: a CUDA graph is being captured, and this launch is the first of its kind.
     """
     if INTERPRETING:
-        kernel[programs,](*pointers, *integers, **constants, **options)
+        kernel[programs,](*pointers, *integers, **constants, DEPENDENT=False, **options)
         return
+    device = torch.cuda.current_device()
+    dependent = hardware.abilities(device).has_dependent_launch
     # Integers by value: finer than what Triton distinguishes (1, divisible by 16, wider than 32 bits), and exact.
     key = (
         kernel,
-        torch.cuda.current_device(),
+        device,
         tuple(integers),
         tuple(constants.values()),
         tuple(options.values()),
@@ -89,11 +94,12 @@ def run(
     )
     found = _compiled.get(key)
     if found is not None:
-        found[programs, 1, 1](*pointers, *integers, *constants.values())
+        found[programs, 1, 1](*pointers, *integers, *constants.values(), dependent)
     else:
-        found = _compile_and_launch(key, kernel, programs, pointers, integers, constants, options)
+        more = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+        found = _compile_and_launch(key, kernel, programs, pointers, integers, {**constants, **more}, options)
     if (launches := getattr(_local, "launches", None)) is not None:
-        launches.append(Launched(found, programs, pointers, integers, tuple(constants.values())))
+        launches.append(Launched(found, programs, pointers, integers, (*constants.values(), dependent)))
 
 
 def _compile_and_launch(

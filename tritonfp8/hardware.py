@@ -20,6 +20,7 @@ class Abilities:
         has_fp8_mma: FP8 tensor cores and FP8 conversions (sm_89 and later). Without them the reference runs.
         has_direct_cast: conversions from float32 to FP8 that round once (sm_90 and later, as Triton compiles them).
         has_tma: the bulk tensor copy engine (sm_90 and later).
+        has_dependent_launch: kernels that start while the one before ends (sm_90 and later).
         has_warpgroup_mma: the asynchronous tensor cores of Hopper (sm_90 alone).
         has_native_mx: tensor cores whose MX instruction Triton uses (sm_100 and sm_103).
         num_sms: streaming multiprocessors.
@@ -31,6 +32,7 @@ class Abilities:
     has_fp8_mma: bool
     has_direct_cast: bool
     has_tma: bool
+    has_dependent_launch: bool
     has_warpgroup_mma: bool
     has_native_mx: bool
     num_sms: int
@@ -49,7 +51,7 @@ def machine_key(abilities: Abilities) -> str:
 
 
 # A few programs and the shared memory of a Hopper block: what Triton's interpreter runs as on a CPU.
-CPU = Abilities("cpu", None, False, True, False, False, False, 4, 232448)
+CPU = Abilities("cpu", None, False, True, False, False, False, False, 4, 232448)
 
 
 def abilities(device: torch.device | str | int) -> Abilities:
@@ -76,6 +78,7 @@ def _cuda_abilities(index: int) -> Abilities:
         has_fp8_mma=capability >= (8, 9),
         has_direct_cast=capability >= (9, 0),
         has_tma=capability >= (9, 0),
+        has_dependent_launch=capability >= (9, 0),
         has_warpgroup_mma=capability[0] == 9,
         has_native_mx=capability[0] == 10,
         num_sms=properties.multi_processor_count,

@@ -227,16 +227,13 @@ def _launch_reduce(p: _Product, family: str, config: MatmulConfig, workspace: Te
     tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
     scaled = family == "epilogue"
     scale_strides = p.scale_strides() if scaled else (0, 0)
-    # A launch that overlaps the end of the one before came with the copy engine.
-    dependent = hardware.abilities(p.a.device).has_tma
     run(
         matmul_kernels.reduce_parts_kernel,
         tiles,
         (workspace, p.out, *p.pointers()),
         (m, n, rows, workspace.stride(0), p.out.stride(0), *p.residual_strides(), *scale_strides),
-        {**REDUCE_TILE, "SPLIT_K": config.split_k, "SCALED": scaled, **p.epilogue(), "DEPENDENT": dependent},
+        {**REDUCE_TILE, "SPLIT_K": config.split_k, "SCALED": scaled, **p.epilogue()},
         num_warps=4,
-        **({"launch_pdl": True} if dependent else {}),
     )
 
 

@@ -25,7 +25,7 @@ compiler.CUDABackend.make_cubin = lambda *args: b"no machine code"
 from tritonfp8 import compiled, hardware, launch, launch_fused, recipes, reference, replay
 from tritonfp8.specs import BLOCKS, QuantSpec
 
-HOPPER = hardware.Abilities("stub", (9, 0), True, True, True, True, False, 132, 232448)
+HOPPER = hardware.Abilities("stub", (9, 0), True, True, True, True, True, False, 132, 232448)
 hardware.abilities = lambda device: HOPPER
 BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u64": 8}
 SCRATCH = 2

@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tritonfp8.kernels.dependent import begin
+
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
 
 
@@ -29,6 +31,14 @@ def descriptor_matmul_kernel(
 def cast_kernel(x_ptr, q_ptr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(q_ptr + offsets, tl.load(x_ptr + offsets).to(q_ptr.dtype.element_ty))
+
+
+@triton.jit
+def dependent_kernel(x_ptr, out_ptr, EARLY: tl.constexpr, WAITS: tl.constexpr, DEPENDENT: tl.constexpr):
+    offsets = tl.arange(0, 128)
+    early = tl.load(x_ptr + offsets) if EARLY else 0
+    begin(DEPENDENT and WAITS)
+    tl.store(out_ptr + offsets, early + tl.load(x_ptr + offsets))
 
 
 @gluon.jit
@@ -133,6 +143,21 @@ def test_casts_saturate_in_hardware(cc, pointer, instruction):
     source = "f16x2" if cc == 89 else "f32"
     assert f"cvt.rn.satfinite.{instruction}.{source}" in report.ptx
     assert report.spill_bytes == 0
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_kernel_that_does_not_wait_first_is_an_error_where_it_may_start_early(cc, early, waits):
+    def ptx():
+        signature, constexprs = {"x_ptr": "*i32", "out_ptr": "*i32"}, {"EARLY": early, "WAITS": waits}
+        return compile_kernel(dependent_kernel, {**signature, "DEPENDENT": "i32"}, constexprs, cc).ptx
+
+    if cc == 89 or (waits and not early):
+        assert ("griddepcontrol.wait" in ptx()) == (cc > 89)
+    else:
+        with pytest.raises(RuntimeError, match="dependent_kernel reads or writes memory before it waits"):
+            ptx()
 
 
 def test_divisibility_turns_into_wide_loads():

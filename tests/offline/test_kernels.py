@@ -224,7 +224,7 @@ def test_the_largest_tile_has_room_for_an_epilogue():
 def test_the_sum_of_parts_compiles_for_every_target(cc, scaled):
     types, constants = epilogue_types(FULL_EPILOGUE)
     types |= {"parts": "*fp32", "out": "*bf16", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
-    constants |= {**REDUCE_TILE, "SPLIT_K": 4, "SCALED": scaled, "DEPENDENT": cc >= 90}
+    constants |= {**REDUCE_TILE, "SPLIT_K": 4, "SCALED": scaled}
     signature, constants = split_arguments(reduce_parts_kernel, types, constants)
     divisible = aligned(signature, "N", "parts", "out", "stride_parts", "stride_out", "stride_rm")
     report = compile_kernel(reduce_parts_kernel, signature, constants, cc, divisible_by_16=divisible)
