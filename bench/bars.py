@@ -198,7 +198,7 @@ def _casts() -> list[Bar]:
     return [
         Bar(
             f"cast {case}, each tensor of 64 MB or more: share of copy speed",
-            "cast", "quantize", case, "tritonfp8", "copy", bar, ("large",), quantity="share of copy speed",
+            "cast", "quantize", case, "tritonfp8", cases.COPY, bar, ("large",), quantity="share of copy speed",
         )
         for case, bar in _COPY_SHARES.items()
     ]  # fmt: skip

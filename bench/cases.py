@@ -20,6 +20,8 @@ from tritonfp8.testing import sqnr
 
 Tensors = tuple[torch.Tensor, ...]
 EPS = 1e-5
+# Contenders that the casts are compared with.
+COPY, ALIKE_COPY = "copy", "copy of as many bytes"
 # Rounded to bfloat16 once: 55.6 dB.
 FUSED_SQNR = 53.0
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from bench.cases import ALIKE_COPY, COPY
 from bench.tables import over_peer, size_name, with_peers
 
 Row = Mapping[str, Any]
 MARKERS = "osD^vP*X<>"
-COPY = "copy"
 
 
 def _measured(rows: Iterable[Row], suite: str) -> list[Row]:
@@ -53,7 +53,7 @@ def _copy_speed(rows: Iterable[Row]) -> float | None:
 
 def casts(rows: list[Row]) -> Figure | None:
     """Speed of the casts by the size of the tensor, under the speed of a copy."""
-    found = [row for row in _measured(rows, "quantize") if row["contender"] != COPY]
+    found = [row for row in _measured(rows, "quantize") if row["contender"] not in (COPY, ALIKE_COPY)]
     if not found:
         return None
     axes = _axes(9, 7)

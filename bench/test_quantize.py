@@ -5,7 +5,7 @@ import functools
 import torch
 
 from bench import gates
-from bench.cases import CASTS, FUSED
+from bench.cases import ALIKE_COPY, CASTS, COPY, FUSED
 from bench.contest import Contender, measures
 from bench.peers import compiled
 from bench.shapes import SMOKE, select
@@ -34,16 +34,21 @@ def test_quantize(benchmark, contest, case, shape):
     inputs = case.inputs(x)
     expected = case.expected(*inputs)
     moved = {"bytes": case.moved_bytes(shape.size, x.element_size())}
+    alike = [buffer[: moved["bytes"] // 2] for buffer in (source, target)]
     contenders = [
         Contender(
             "tritonfp8",
             lambda: lambda: case.run(*inputs),
             gates.same_bytes(expected),
             own=True,
-            peer="copy",
+            peer=COPY,
             fields=moved,
         ),
-        Contender("copy", lambda: lambda: target.copy_(source), fields={"bytes": 2 * size}),
+        Contender(COPY, lambda: lambda: target.copy_(source), fields={"bytes": 2 * size}),
+        # What a tensor of this size leaves of that speed: a launch takes its time whatever it moves.
+        Contender(
+            ALIKE_COPY, lambda: lambda: alike[1].copy_(alike[0]), peer=COPY, fields={"bytes": 2 * alike[0].numel()}
+        ),
     ]
     if is_compiled_for(case, shape, contest):
         plain = compiled(lambda: case.plain(*inputs), contest.smoke)
