@@ -205,7 +205,8 @@ def test_constants_are_in_the_order_of_the_kernels(monkeypatch):
     seen = {}
 
     def record(kernel, programs, pointers, integers, constants, **options):
-        names = kernel.arg_names
+        *names, last = kernel.arg_names
+        assert last == "DEPENDENT"
         assert len(names) == len(pointers) + len(integers) + len(constants)
         assert names[-len(constants) :] == list(constants)
         assert all(name.endswith("_ptr") for name in names[: len(pointers)])
