@@ -17,6 +17,7 @@ from tritonfp8.specs import (
     ACCUMULATIONS,
     ACTIVATIONS,
     BLOCKS,
+    SPECS,
     QuantSpec,
     check_floating,
     matmul_family,
@@ -80,8 +81,7 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
         spec: format, block and scale of the result.
         transpose: quantize ``x.T`` instead, contiguous: K-major for a contraction over the rows of ``x``.
         amax: float32, one value for each block of the result, used in place of the block's own (of the whole tensor
-        where
-            ``x`` is a shard of it, say). What lies beyond saturates.
+            where ``x`` is a shard of it, say). What lies beyond saturates.
 
     Returns:
         A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It carries no gradient: gradients flow through
@@ -146,6 +146,10 @@ def _check_quantized(name: str, q: object) -> None:
 _ACTIVATIONS = (None, *ACTIVATIONS)
 # activation, out_dtype, accumulation.
 _DEFAULT_OPTIONS = (None, torch.bfloat16, "precise")
+# Pairs of specs that have a kernel, as texts.
+_MULTIPLIED = frozenset(
+    (a, b) for a in SPECS for b in SPECS if BLOCKS[SPECS[a].block].family == BLOCKS[SPECS[b].block].family
+)
 
 
 def _check_options(activation: object, accumulation: object, out_dtype: object) -> None:
@@ -188,9 +192,8 @@ def scaled_matmul(
         residual: ``[M, N]``, floating, added after the activation.
         out_dtype: bfloat16, float16 or float32.
         accumulation: ``"precise"`` promotes the tensor core's sums to float32 at least every 128 of K; ``"fast"``
-        leaves
-            the whole K to the tensor core, which loses precision with K and much of it on data of one sign. Operands
-            scaled along K are always promoted.
+            leaves the whole K to the tensor core, which loses precision with K and much of it on data of one sign.
+            Operands scaled along K are always promoted.
 
     Returns:
         ``[M, N]`` in ``out_dtype``. The same shapes give the same bits on every run. Up to M of 256 the parts of K that
@@ -199,16 +202,18 @@ def scaled_matmul(
     Raises:
         TypeError: an operand is not Quantized.
         ValueError: shapes, devices or specs that do not go together, an unknown option, or a ``bias`` or ``residual``
-        that
-            requires grad (this function is not differentiable).
+            that requires grad (this function is not differentiable).
     """
-    _check_quantized("a", a)
-    _check_quantized("b", b)
-    _check_options(activation, accumulation, out_dtype)
-    # Each look at an attribute counts: all of this is host time of an eager call.
-    lhs, rhs, a_spec, b_spec = a.qdata, b.qdata, a.spec, b.spec
-    if a_spec.block != b_spec.block:
-        matmul_family(a_spec.block, b_spec.block)
+    # Each call and each look at an attribute counts: all of this is host time of an eager call.
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
+        _check_quantized("a", a)
+        _check_quantized("b", b)
+    plain = bias is None and residual is None and (activation, out_dtype, accumulation) == _DEFAULT_OPTIONS
+    if not plain:
+        _check_options(activation, accumulation, out_dtype)
+    lhs, rhs, (a_spec,), (b_spec,) = a.qdata, b.qdata, a.spec.args, b.spec.args
+    if (a_spec, b_spec) not in _MULTIPLIED:
+        matmul_family(a.spec.block, b.spec.block)
     a_shape, b_shape, device = lhs.shape, rhs.shape, lhs.device
     if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
         raise ValueError(f"scaled_matmul needs a [M, K] and b [N, K]; got {tuple(a_shape)} and {tuple(b_shape)}")
@@ -218,11 +223,9 @@ def scaled_matmul(
         _check_operand("bias", bias, (b_shape[0],), device)
     if residual is not None:
         _check_operand("residual", residual, (a_shape[0], b_shape[0]), device)
-    options = (activation, out_dtype, accumulation)
-    if bias is None and residual is None and options == _DEFAULT_OPTIONS:
+    if plain:
         # The dispatcher takes time for each argument that it is given.
-        return ops.scaled_matmul(lhs, a.scale, *a_spec.args, rhs, b.scale, *b_spec.args)
+        return ops.scaled_matmul(lhs, a.scale, a_spec, rhs, b.scale, b_spec)
     return ops.scaled_matmul(
-        lhs, a.scale, *a_spec.args, rhs, b.scale, *b_spec.args,
-        bias, activation, residual, out_dtype, accumulation,
-    )  # fmt: skip
+        lhs, a.scale, a_spec, rhs, b.scale, b_spec, bias, activation, residual, out_dtype, accumulation
+    )
