@@ -45,7 +45,7 @@ def test_quantize(benchmark, contest, case, shape):
             fields=moved,
         ),
         Contender(COPY, lambda: lambda: target.copy_(source), fields={"bytes": 2 * size}),
-        # What a tensor of this size leaves of that speed: a launch takes its time whatever it moves.
+        # What a tensor of this size leaves of that speed: a launch takes its time whatever it moves. At most all of it.
         Contender(
             ALIKE_COPY, lambda: lambda: alike[1].copy_(alike[0]), peer=COPY, fields={"bytes": 2 * alike[0].numel()}
         ),

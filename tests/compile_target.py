@@ -24,7 +24,7 @@ POINTERS = {
     torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 WAIT = "griddepcontrol.wait"
-WAIT_OR_ACCESS = re.compile(rf"{re.escape(WAIT)}|\b(ld|st|red|atom|prefetch)\.global|\bcp\.(async|reduce)")
+WAIT_OR_ACCESS = re.compile(rf"{re.escape(WAIT)}|\b(ld|st|red|atom|prefetch)(\.\w+)*?\.global|\bcp\.(async|reduce)")
 
 
 @dataclass(frozen=True)

@@ -146,10 +146,8 @@ def _check_quantized(name: str, q: object) -> None:
 _ACTIVATIONS = (None, *ACTIVATIONS)
 # activation, out_dtype, accumulation.
 _DEFAULT_OPTIONS = (None, torch.bfloat16, "precise")
-# Pairs of specs that have a kernel, as texts.
-_MULTIPLIED = frozenset(
-    (a, b) for a in SPECS for b in SPECS if BLOCKS[SPECS[a].block].family == BLOCKS[SPECS[b].block].family
-)
+# By spec, as text.
+_FAMILIES = {text: BLOCKS[spec.block].family for text, spec in SPECS.items()}
 
 
 def _check_options(activation: object, accumulation: object, out_dtype: object) -> None:
@@ -212,7 +210,7 @@ def scaled_matmul(
     if not plain:
         _check_options(activation, accumulation, out_dtype)
     lhs, rhs, (a_spec,), (b_spec,) = a.qdata, b.qdata, a.spec.args, b.spec.args
-    if (a_spec, b_spec) not in _MULTIPLIED:
+    if _FAMILIES[a_spec] != _FAMILIES[b_spec]:
         matmul_family(a.spec.block, b.spec.block)
     a_shape, b_shape, device = lhs.shape, rhs.shape, lhs.device
     if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
