@@ -21,6 +21,8 @@ from tritonfp8.kernels.numerics import (
     encode_e8m0,
     encode_fp32,
     magnitude_bits,
+    magnitudes,
+    reduce_max,
     round_to_format,
     saturate,
 )
@@ -402,42 +404,50 @@ def quantize_tile_kernel(
 
 
 @triton.jit
-def _raise_amax(bits, amax_ptr, rows, cols, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Atomic maximum over the rows of a tile, its columns, or all: ROWS or COLS is -1, the other 1 or -1."""
-    zero = tl.zeros((1, 1, 1, 1), tl.int32)
-    if ROWS == 1:
-        tl.atomic_max(amax_ptr + rows, tl.max(bits, 3, keep_dims=True), mask=rows < M, sem="relaxed")
-    elif COLS == 1:
-        tl.atomic_max(amax_ptr + cols, tl.max(bits, 1, keep_dims=True), mask=cols < N, sem="relaxed")
-    else:
-        tl.atomic_max(amax_ptr + zero, _maximum_of_all(bits), sem="relaxed")
-
-
-@triton.jit
-def amax_tile_kernel(
-    a_ptr, b_ptr, c_ptr, amax_ptr, amax_t_ptr, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
-    stride_ao, stride_ato,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ROWS_T: tl.constexpr, COLS_T: tl.constexpr,
-    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, PRODUCER: tl.constexpr,
+def partial_amax_of_result_kernel(
+    a_ptr, b_ptr, c_ptr, row_ptr, col_ptr, whole_ptr, M, N,
+    stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn, chunks, stride_part,
+    ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, PRODUCER: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """amax bits of the blocks of a whole dim of what a producer makes; int32 outputs start at 0."""
+    """Maxima, over parts of a dim, of what a producer makes: as ``partial_amax_kernel`` in ``quantize.py``, but for O.
+
+    Groups of one result follow those of the other: ``row [parts, O, M]``, ``col [parts, O, N]``, ``whole [parts, O]``.
+    """
     begin(DEPENDENT)
+    RESULTS: tl.constexpr = 2 if PRODUCER == "silu_mul_backward" else 1
+    DTYPE: tl.constexpr = a_ptr.dtype.element_ty
     tiles_n = tl.cdiv(N, TILE_N)
-    pid_m, pid_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
-    rows, cols = tile_rows(pid_m * TILE_M, 1, TILE_M, 1), tile_cols(pid_n * TILE_N, 1, TILE_N)
-    inputs = _load(
-        a_ptr, b_ptr, c_ptr, rows, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
-        PRODUCER,
-    )  # fmt: skip
-    for result in tl.static_range(2 if PRODUCER == "silu_mul_backward" else 1):
-        y = _value(inputs, a_ptr.dtype.element_ty, PRODUCER, False, result)
-        bits = magnitude_bits(y.to(tl.float32))
-        if NORMAL:
-            _raise_amax(bits, amax_ptr + result * stride_ao, rows, cols, M, N, ROWS, COLS)
-        if TRANSPOSED:
-            _raise_amax(bits, amax_t_ptr + result * stride_ato, rows, cols, M, N, ROWS_T, COLS_T)
+    chunk = tl.program_id(0) // tiles_n
+    strip = tl.program_id(0) % tiles_n
+    cols = tile_cols(strip * TILE_N, 1, TILE_N)
+    # A zero of the type of the magnitudes.
+    first = tl.zeros((1, TILE_M, 1, TILE_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
+    second = first
+    for tile in tl.range(chunk, tl.cdiv(M, TILE_M), chunks):
+        rows = tile_rows(tile * TILE_M, 1, TILE_M, 1)
+        inputs = _load(
+            a_ptr, b_ptr, c_ptr, rows, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
+            PRODUCER,
+        )  # fmt: skip
+        for result in tl.static_range(RESULTS):
+            values = magnitudes(_value(inputs, DTYPE, PRODUCER, False, result))
+            if ROW:
+                out = row_ptr + offsets(strip, result * M + rows, stride_part, 1)
+                tl.store(out, reduce_max(values, 3, True), mask=rows < M)
+            if COL or WHOLE:
+                if result == 0:
+                    first = tl.maximum(first, values)
+                else:
+                    second = tl.maximum(second, values)
+    for result in tl.static_range(RESULTS):
+        highest = reduce_max(second if result else first, 1, True)
+        if COL:
+            tl.store(col_ptr + offsets(chunk, result * N + cols, stride_part, 1), highest, mask=cols < N)
+        if WHOLE:
+            out = whole_ptr + tl.program_id(0) * RESULTS + result
+            tl.store(out, reduce_max(tl.reshape(highest, (TILE_N,)), 0))
 
 
 @triton.jit

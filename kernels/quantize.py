@@ -163,7 +163,7 @@ def amax_kernel(
 
 @triton.jit
 def partial_amax_kernel(
-    x_ptr, row_ptr, col_ptr, whole_ptr, M, N, stride_xm, stride_xn, chunks,
+    x_ptr, row_ptr, col_ptr, whole_ptr, M, N, stride_xm, stride_xn, chunks, stride_part,
     ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -191,13 +191,35 @@ def partial_amax_kernel(
         offsets = rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
         values = magnitudes(_load(x_ptr + offsets, mask, EVEN))
         if ROW:
-            tl.store(row_ptr + strip.to(tl.int64) * M + rows, reduce_max(values, 1), mask=rows < M)
+            tl.store(row_ptr + strip.to(tl.int64) * stride_part + rows, reduce_max(values, 1), mask=rows < M)
         if COL or WHOLE:
             highest = tl.maximum(highest, reduce_max(tl.reshape(values, (R, L, TILE_N)), 0) if R > 1 else values)
     if COL:
-        tl.store(col_ptr + chunk.to(tl.int64) * N + cols, reduce_max(highest, 0), mask=cols < N)
+        tl.store(col_ptr + chunk.to(tl.int64) * stride_part + cols, reduce_max(highest, 0), mask=cols < N)
     if WHOLE:
         tl.store(whole_ptr + tl.program_id(0), reduce_max(reduce_max(highest, 1), 0))
+
+
+@triton.jit
+def maxima_kernel(
+    parts_ptr, amax_ptr, G, split, parts_before, parts_after, TILE_P: tl.constexpr, TILE_G: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``amax [G]``, int32 bits of float32: maxima over the parts of each group, ``parts [*, G]`` of a floating dtype.
+
+    Groups before ``split`` have ``parts_before`` parts, the others ``parts_after``.
+    """
+    begin(DEPENDENT)
+    DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
+    groups = tl.program_id(0) * TILE_G + tl.arange(0, TILE_G)
+    parts = tl.where(groups < G, tl.where(groups < split, parts_before, parts_after), 0)
+    highest = tl.zeros((TILE_P, TILE_G), magnitudes(tl.zeros((1,), DTYPE)).dtype)
+    for first in range(0, tl.max(parts, 0), TILE_P):
+        part = first + tl.arange(0, TILE_P)
+        pointers = parts_ptr + part.to(tl.int64)[:, None] * G + groups[None, :]
+        values = tl.load(pointers, mask=part[:, None] < parts[None, :], other=0.0)
+        highest = tl.maximum(highest, magnitudes(values))
+    tl.store(amax_ptr + groups, amax_bits(reduce_max(highest, 0), DTYPE), mask=groups < G)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.fused import normalized_rows, offsets, quantize_rows, tile_cols, tile_rows
-from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
+from tritonfp8.kernels.numerics import magnitudes, reduce_max
 
 NO_POLICY: tl.constexpr = tl.constexpr("")
 
@@ -46,10 +46,10 @@ def rms_norm_rows_kernel(
     HOLD_WEIGHT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of whole rows: rstd; with NORMAL the rows quantized in blocks of 1 x COLS; amax bits of all columns.
+    """RMSNorm of whole rows: rstd; with NORMAL the rows quantized in blocks of 1 x COLS; maxima of columns, and of all.
 
-    A program walks over rows so that it meets each column many times and writes its amax once. ``rstd [M]``, ``q`` and
-    ``y [M, N]`` are contiguous; ``columns [N]`` and ``tensor [1]`` int32 start at 0.
+    A program walks over rows so that it meets each column many times and writes its part of the maximum once, as
+    magnitudes: ``columns [programs, N]``, ``tensor [programs]``. ``rstd [M]``, ``q`` and ``y [M, N]`` are contiguous.
     """
     begin(DEPENDENT)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -95,9 +95,10 @@ def rms_norm_rows_kernel(
         if PREFETCH:
             x = following
     if COLUMN_AMAX:
-        tl.atomic_max(columns_ptr + cols, amax_bits(found, DTYPE), mask=cols < N, sem="relaxed")
+        tl.store(columns_ptr + offsets(tl.program_id(0), cols, N, 1), found, mask=cols < N)
     if TENSOR_AMAX:
-        tl.atomic_max(tensor_ptr, tl.max(tl.where(cols < N, amax_bits(found, DTYPE), 0)), sem="relaxed")
+        inside = tl.reshape(tl.where(cols < N, found, 0).to(found.dtype), (TILE_N,))
+        tl.store(tensor_ptr + tl.program_id(0), reduce_max(inside, 0))
 
 
 @triton.jit

@@ -113,8 +113,8 @@ def waits_first(ptx):
     return first is not None and first[0] == WAIT
 
 
-def note_launches(monkeypatch, module, cc):
-    """Have ``module`` launch for a device of compute capability ``cc`` from now on, and note what it would launch.
+def note_launches(monkeypatch, cc, *modules):
+    """Have ``modules`` launch for a device of compute capability ``cc`` from now on, and note what they would launch.
 
     Returns:
         A list, filled by and by, of ``(kernel, arguments of run after the number of programs, options)``.
@@ -122,9 +122,12 @@ def note_launches(monkeypatch, module, cc):
     found = []
     abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
     monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
-    monkeypatch.setattr(
-        module, "run", lambda kernel, programs, *arguments, **options: found.append((kernel, arguments, options))
-    )
+
+    def note(kernel, programs, *arguments, **options):
+        found.append((kernel, arguments, options))
+
+    for module in modules:
+        monkeypatch.setattr(module, "run", note)
     return found
 
 

@@ -26,7 +26,7 @@ from cases import (
     with_specials,
 )
 
-from tritonfp8 import cast_tiles, launch, reference
+from tritonfp8 import cast_tiles, launch, launch_amax, reference
 from tritonfp8.cast_tiles import MAX_ROW_IN_TILE, CastTile
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
@@ -286,7 +286,9 @@ def test_amax_of_whole_dims_in_parts(device, dtype, monkeypatch):
         pytest.skip("the interpreter takes long; parts are integers of two widths")
     monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX", CastTile(16, 32, 4))
     monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX_PROGRAMS", 64)
-    monkeypatch.setattr(launch, "PARTS_OF_ONE_BLOCK_AT_ONCE", 8)
+    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX_OF_WHOLE", CastTile(16, 32, 4))
+    for module in (launch, launch_amax):
+        monkeypatch.setattr(module, "MOST_PARTS_AT_ONCE", 4)
     for x in (banded(192, 160), with_specials(banded(165, 135))):
         x = x.to(device, dtype)
         for spec in SPEC_OF_BLOCK:

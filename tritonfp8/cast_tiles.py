@@ -79,7 +79,7 @@ TRANSPOSED = {
     BLOCK_1X32: CastTile(128, 128, 4, group=8),
 }
 BOTH = {
-    TENSORWISE: CastTile(128, 128, 8, group=8),
+    TENSORWISE: CastTile(64, 64, 4, group=16),
     ROWWISE: CastTile(128, 128, 4),
     BLOCK_1X128: CastTile(128, 128, 4),
     BLOCK_128X128: CastTile(128, 128, 8, group=8),
@@ -97,7 +97,9 @@ ROW_TILES = {
     16384: CastTile(1, 16384, 8),
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
+# Of the pass that finds maxima over parts of rows and columns, and where only those of the whole tensor are wanted.
 PARTIAL_AMAX = CastTile(16, 512, 4)
+PARTIAL_AMAX_OF_WHOLE = CastTile(8, 1024, 4)
 PARTIAL_AMAX_PROGRAMS = 8  # a multiprocessor
 PARTIAL_AMAX_STAGES = 1
 TRANSPOSE = CastTile(128, 128, 4, group=8)

@@ -20,15 +20,15 @@ from tritonfp8.cast_tiles import VECTOR_BYTES, CastTile
 from tritonfp8.compiled import run
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels import quantize as quantize_kernels
+from tritonfp8.launch_amax import Parts, magnitude_dtype
 from tritonfp8.launch_matmul import product_kind
 from tritonfp8.launch_matmul import scaled_matmul as _scaled_matmul
 from tritonfp8.replay import replayed
-from tritonfp8.specs import TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
+from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
 
 __all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul", "transpose"]
 
-PARTS_AT_ONCE = 16
-PARTS_OF_ONE_BLOCK_AT_ONCE = 1024
+MOST_PARTS_AT_ONCE = 1024
 
 Block = Sequence[int]
 # Spec, block in the coordinates of x, parts of the amax at once.
@@ -47,36 +47,36 @@ def _is_folded(x: Tensor, block: Block) -> bool:
     return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
 
 
-def _magnitude_dtype(x: Tensor) -> torch.dtype:
-    """Of what the kernels call magnitudes: integers that order as the magnitudes of ``x``."""
-    return torch.int16 if x.element_size() == 2 else torch.int32
-
-
-def _partial_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cast_tiles.Block, Tensor]:
-    """Magnitudes ``[parts, groups_m, groups_n]`` for each block: their maxima over the parts are the amax.
+def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cast_tiles.Block, Tensor]:
+    """``[parts, groups_m, groups_n]`` for each block, magnitudes or amax bits: the amax is the maximum over parts.
 
     ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1).
     """
     m, n = x.shape
-    tile = cast_tiles.PARTIAL_AMAX
+    row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
+    tile = cast_tiles.PARTIAL_AMAX if row or col else cast_tiles.PARTIAL_AMAX_OF_WHOLE
     strips = -(-n // tile.n)
     programs = cast_tiles.PARTIAL_AMAX_PROGRAMS * hardware.abilities(x.device).num_sms
     chunks = min(max(1, programs // strips), -(-m // tile.m))
-    shapes = {(1, -1): (strips, m, 1), (-1, 1): (chunks, 1, n), (-1, -1): (chunks * strips, 1, 1)}
-    parts = {b: torch.empty(shapes[b], dtype=_magnitude_dtype(x), device=x.device) for b in shapes if b in blocks}
+    lines = Parts.of(x, m if row else 0, n if col else 0, strips, chunks) if row or col else None
+    of_whole = torch.empty((chunks * strips, 1, 1), dtype=magnitude_dtype(x), device=x.device) if whole else None
     run(
         quantize_kernels.partial_amax_kernel,
         chunks * strips,
-        (x, *(parts.get(block, x) for block in shapes)),
-        (m, n, *x.stride(), chunks),
+        (x, *((x, x) if lines is None else lines.pointers()), x if of_whole is None else of_whole),
+        (m, n, *x.stride(), chunks, 0 if lines is None else lines.groups),
         {
-            **dict(zip(("ROW", "COL", "WHOLE"), (block in parts for block in shapes), strict=True)),
-            "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m, "TILE_N": tile.n,
-            "R": tile.rows_a_thread(VECTOR_BYTES // x.element_size()), "STAGES": cast_tiles.PARTIAL_AMAX_STAGES,
+            "ROW": row, "COL": col, "WHOLE": whole, "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m,
+            "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // x.element_size()),
+            "STAGES": cast_tiles.PARTIAL_AMAX_STAGES,
         },
         **tile.options(),
     )  # fmt: skip
-    return parts
+    found = {} if of_whole is None else {TENSORWISE: of_whole}
+    if lines is not None:
+        rows, columns = lines.amax()
+        found |= {ROWWISE: rows.view(1, -1, 1), COLUMNWISE: columns.view(1, 1, -1)}
+    return found
 
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -104,7 +104,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return torch.stack([amax(matrix, block) for matrix in x])
     matrix, block = _rows(x), (block[0], block[1])
     if -1 in block:
-        found = _partial_amax(matrix, [block])[block].amax(0)
+        found = _whole_dim_amax(matrix, [block])[block].amax(0)
         found = found.view(x.dtype if found.dtype == torch.int16 else torch.float32).float()
     else:
         found = _block_amax(matrix, block).view(torch.float32)
@@ -139,8 +139,7 @@ class _Side(NamedTuple):
         """How many parts of the amax the kernel reduces in one step; 0 where it finds the amax itself."""
         if self.amax is None or self.amax.shape[0] == 1:
             return 0 if self.amax is None else 1
-        most = PARTS_OF_ONE_BLOCK_AT_ONCE if self.block == TENSORWISE else PARTS_AT_ONCE
-        return min(triton.next_power_of_2(self.amax.shape[0]), most)
+        return min(triton.next_power_of_2(self.amax.shape[0]), MOST_PARTS_AT_ONCE)
 
     def numerics(self) -> Numerics:
         """What decides the compile-time arguments of this side."""
@@ -196,7 +195,7 @@ def _with_amax(x: Tensor, tile: CastTile, sides: Sequence[_Side | None]) -> list
     missing = [s is not None and s.amax is None and not tile.fits(s.block, *x.shape) for s in sides]
     if not any(missing):
         return list(sides)
-    parts = _partial_amax(x, {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None})
+    parts = _whole_dim_amax(x, {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None})
     return [
         s._replace(amax=parts[s.block]) if lacks and s is not None else s
         for s, lacks in zip(sides, missing, strict=True)

@@ -11,6 +11,7 @@ Passes over memory, in bytes an element of a 16-bit dtype (N of the normal resul
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,10 @@ from tritonfp8.compiled import run
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels import fused as kernels
 from tritonfp8.kernels import rms_norm as rms_norm_kernels
+from tritonfp8.launch_amax import Parts
 from tritonfp8.reference_fused import empty_results
 from tritonfp8.replay import replayed
-from tritonfp8.specs import BLOCK_128X128, ORIENTATIONS, ROWWISE, TENSORWISE, QuantSpec, spec_of, transposed
+from tritonfp8.specs import BLOCK_128X128, COLUMNWISE, ORIENTATIONS, ROWWISE, TENSORWISE, QuantSpec, spec_of, transposed
 
 __all__ = ["rms_norm_backward", "rms_norm_quantize", "silu_mul_backward_quantize", "silu_mul_quantize"]
 
@@ -39,6 +41,7 @@ class Rows(NamedTuple):
     """How a rows kernel runs: rows a step, warps, programs a multiprocessor, whether the next step is prefetched.
 
     ``hold``: whether a program keeps the weight in registers, in place of reading it from the cache for each row.
+    ``writing_parts``: programs a multiprocessor, at most, where each of them also writes a maximum of each column.
     """
 
     rows: int
@@ -46,6 +49,7 @@ class Rows(NamedTuple):
     per_sm: int
     prefetch: bool
     hold: bool = False
+    writing_parts: int = 4
 
 
 class Tiles(NamedTuple):
@@ -65,7 +69,7 @@ class Tiles(NamedTuple):
 RMS_NORM = {
     1024: Rows(4, 4, 4, False),
     2048: Rows(1, 4, 8, True, hold=True),
-    4096: Rows(1, 4, 4, True, hold=True),
+    4096: Rows(1, 4, 4, True, hold=True, writing_parts=3),
     8192: Rows(1, 8, 2, True, hold=True),
     MAX_ROW: Rows(1, 8, 2, True, hold=True),
 }
@@ -85,7 +89,7 @@ SILU_MUL_ROWS = {
 # is given, both where a tile holds the blocks.
 QUANTIZE_TILES = {
     ("rms_norm", "normal"): Tiles(128, 128, 8),
-    ("rms_norm", "transposed"): Tiles(128, 64, 8),
+    ("rms_norm", "transposed"): Tiles(128, 32, 4),
     ("rms_norm", "both"): Tiles(128, 64, 4),
     ("silu_mul", "normal"): Tiles(32, 128, 4),
     ("silu_mul", "transposed"): Tiles(128, 32, 4),
@@ -93,14 +97,14 @@ QUANTIZE_TILES = {
     ("silu_mul", "both in blocks"): Tiles(32, 128, 4),
     ("silu_mul_backward", "normal"): Tiles(64, 128, 8),
     ("silu_mul_backward", "transposed"): Tiles(128, 32, 4),
-    ("silu_mul_backward", "both"): Tiles(64, 64, 4),
+    ("silu_mul_backward", "both"): Tiles(32, 64, 2),
     ("silu_mul_backward", "both in blocks"): Tiles(32, 64, 2),
 }
 SQUARE_TILES = Tiles(128, 128, 16)
 # Of the pass that finds amax values.
 AMAX_TILES = {
-    "silu_mul": Tiles(16, 128, 2),
-    "silu_mul_backward": Tiles(16, 128, 2),
+    "silu_mul": Tiles(8, 256, 2, 16),
+    "silu_mul_backward": Tiles(8, 256, 2, 16),
 }
 SUM_TILES = Tiles(32, 32, 4)
 MIN_ROW_TILE = 128
@@ -192,40 +196,34 @@ def _tiles(producer: str, side: _Side | None, side_t: _Side | None) -> Tiles:
 
 def _find_amax(inputs: _Inputs, side: _Side | None, side_t: _Side | None) -> tuple[_Side | None, _Side | None]:
     """The sides with the amax of their whole-dim blocks, in one more pass over the inputs."""
-    whole, whole_t = (s if s is not None and s.whole else None for s in (side, side_t))
-    if whole is None and whole_t is None:
+    blocks = {s.block for s in (side, side_t) if s is not None and s.whole}
+    if not blocks:
         return side, side_t
     m, n = inputs.shape
-    count = 2 if inputs.producer == "silu_mul_backward" else 1
-    # Both sides of one tensor with one scale share it.
-    same = whole is not None and whole_t is not None and whole.block == whole_t.block
-    sizes = [
-        0 if s is None or (s is whole_t and same) else count * (m if s.block[0] == 1 else n if s.block[1] == 1 else 1)
-        for s in (whole, whole_t)
-    ]
-    # One buffer: one launch fills it with zeros.
-    bits = inputs.tensors[0].new_zeros(sum(sizes), dtype=torch.int32)
-    amax, amax_t = bits[: sizes[0]], bits[sizes[0] :]
+    x = inputs.tensors[0]
+    results = 2 if inputs.producer == "silu_mul_backward" else 1
+    row, col, all_of_it = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
     tiles = AMAX_TILES[inputs.producer]
-    rows, cols = whole.block if whole is not None else (1, -1)
-    rows_t, cols_t = whole_t.block if whole_t is not None else (1, -1)
+    strips = -(-n // tiles.n)
+    chunks = min(max(1, hardware.abilities(x.device).num_sms * tiles.per_sm // strips), -(-m // tiles.m))
+    lines = Parts.of(x, results * m if row else 0, results * n if col else 0, strips, chunks) if row or col else None
+    totals = Parts.of(x, 0, results, 0, chunks * strips) if all_of_it else None
     run(
-        kernels.amax_tile_kernel,
-        _programs(tiles, m, n, inputs.tensors[0].device),
-        (*inputs.tensors, amax, amax_t),
-        (m, n, *inputs.strides, sizes[0] // count, sizes[1] // count),
+        kernels.partial_amax_of_result_kernel,
+        chunks * strips,
+        (*inputs.tensors, *((x, x) if lines is None else lines.pointers()), x if totals is None else totals.buffer),
+        (m, n, *inputs.strides, chunks, 0 if lines is None else lines.groups),
         {
-            "ROWS": rows, "COLS": cols, "ROWS_T": rows_t, "COLS_T": cols_t,
-            "NORMAL": whole is not None, "TRANSPOSED": whole_t is not None and not same,
+            "ROW": row, "COL": col, "WHOLE": all_of_it,
             "PRODUCER": inputs.producer, "TILE_M": tiles.m, "TILE_N": tiles.n,
         },
         num_warps=tiles.warps,
     )  # fmt: skip
-    if side is not None and whole is not None:
-        side = side._replace(amax=amax)
-    if side_t is not None and whole_t is not None:
-        side_t = side_t._replace(amax=amax if same else amax_t)
-    return side, side_t
+    found = {} if totals is None else {TENSORWISE: totals.amax()[1]}
+    if lines is not None:
+        found |= dict(zip((ROWWISE, COLUMNWISE), lines.amax(), strict=True))
+    given = [s._replace(amax=found[s.block]) if s is not None and s.whole else s for s in (side, side_t)]
+    return given[0], given[1]
 
 
 def _side_strides(side: _Side) -> list[int]:
@@ -291,11 +289,17 @@ def _row_programs(config: Rows, m: int, device: torch.device) -> int:
 
 def _rms_norm_rows(
     x: Tensor, weight: Tensor, rstd: Tensor, eps: float, round_normalized: bool, side: _Side | None,
-    kept: Tensor | None, columns: Tensor | None, tensor: Tensor | None,
-) -> None:  # fmt: skip
-    """rstd; the rows quantized by ``side``; ``y`` kept; amax bits of all columns and of the tensor."""
+    kept: Tensor | None, blocks: Collection[tuple[int, int]],
+) -> dict[tuple[int, int], Tensor]:  # fmt: skip
+    """rstd; the rows quantized by ``side``; ``y`` kept. Returns the amax of ``blocks`` that take in whole columns."""
     m, n = x.shape
     config, width = _rows_config(RMS_NORM, n)
+    sizes = {COLUMNWISE: n, TENSORWISE: 1}
+    if COLUMNWISE in blocks:
+        config = config._replace(per_sm=min(config.per_sm, config.writing_parts))
+    programs = _row_programs(config, m, x.device)
+    parts = {block: Parts.of(x, 0, size, 0, programs) for block, size in sizes.items() if block in blocks}
+    columns, tensor = (parts[block].buffer if block in parts else rstd for block in sizes)
     unused = _constants("", ROWWISE, QuantSpec("e4m3", ROWWISE, "fp32", "pow2"))
     constants, pointers, strides = unused, [x, x], [0, 0]
     if side is not None:
@@ -303,11 +307,8 @@ def _rms_norm_rows(
         pointers, strides = side.pointers()[:2], _side_strides(side)[1:]
     run(
         rms_norm_kernels.rms_norm_rows_kernel,
-        _row_programs(config, m, x.device),
-        (
-            x, weight, rstd, x if kept is None else kept, *pointers,
-            rstd if columns is None else columns, rstd if tensor is None else tensor,
-        ),
+        programs,
+        (x, weight, rstd, x if kept is None else kept, *pointers, columns, tensor),
         (m, n, *x.stride(), weight.stride(0), *strides),
         {
             **{name: value for name, value in constants.items() if name != "ROWS"},
@@ -315,8 +316,8 @@ def _rms_norm_rows(
             "ROUND_NORMALIZED": round_normalized,
             "NORMAL": side is not None,
             "KEEP": kept is not None,
-            "COLUMN_AMAX": columns is not None,
-            "TENSOR_AMAX": tensor is not None,
+            "COLUMN_AMAX": COLUMNWISE in parts,
+            "TENSOR_AMAX": TENSORWISE in parts,
             "DIRECT_CAST": hardware.abilities(x.device).has_direct_cast,
             "PREFETCH": config.prefetch,
             "HOLD_WEIGHT": config.hold,
@@ -324,7 +325,8 @@ def _rms_norm_rows(
             "TILE_N": width,
         },
         num_warps=config.warps,
-    )  # fmt: skip
+    )
+    return {block: of_block.amax()[1] for block, of_block in parts.items()}
 
 
 @replayed
@@ -345,17 +347,11 @@ def rms_norm_quantize(
     by_rows = side if side is not None and side.block[0] == 1 else None
     by_tiles = side if by_rows is None else None
     blocks = {s.block for s in (by_tiles, side_t) if s is not None}
-    columns = tensor = None
-    if (-1, 1) in blocks or TENSORWISE in blocks:
-        sizes = [n if (-1, 1) in blocks else 0, 1 if TENSORWISE in blocks else 0]
-        bits = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device)
-        columns, tensor = (part if len(part) else None for part in bits.split(sizes))
-    _rms_norm_rows(x, weight, rstd, eps, rounding == "normalized", by_rows, y, columns, tensor)
+    found = _rms_norm_rows(x, weight, rstd, eps, rounding == "normalized", by_rows, y, blocks)
     if by_tiles is not None or side_t is not None:
         inputs = _Inputs(
             "rms_norm", (x, rstd, weight), (*x.stride(), 1, 1, 1, weight.stride(0)), (m, n), rounding == "normalized"
         )
-        found = {(-1, 1): columns, TENSORWISE: tensor}
         by_tiles, side_t = (None if s is None else s._replace(amax=found.get(s.block)) for s in (by_tiles, side_t))
         _quantize_tiles(inputs, by_tiles, side_t, None)
     return [*results, rstd, *([] if y is None else [y])]

@@ -13,6 +13,8 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS
 
 TENSORWISE = (-1, -1)
 ROWWISE = (1, -1)
+COLUMNWISE = (-1, 1)
+"""Rowwise blocks of a transposed result, in the coordinates of its input: of no spec."""
 BLOCK_1X128 = (1, 128)
 BLOCK_128X128 = (128, 128)
 BLOCK_1X32 = (1, 32)

@@ -4,7 +4,7 @@ import pytest
 from compile_target import compile_kernel
 
 from tritonfp8 import launch_fused
-from tritonfp8.kernels.fused import amax_tile_kernel, quantize_tile_kernel, silu_mul_rows_kernel
+from tritonfp8.kernels.fused import partial_amax_of_result_kernel, quantize_tile_kernel, silu_mul_rows_kernel
 from tritonfp8.kernels.rms_norm import rms_norm_backward_kernel, rms_norm_rows_kernel, sum_partials_kernel
 from tritonfp8.launch_fused import (
     AMAX_TILES,
@@ -138,7 +138,7 @@ def test_rows_of_one_row_or_column():
     constants |= {"TILE_M": 4, "TILE_N": 128, "HAS_RESIDUAL": True, "GRAD_WEIGHT": True}
     types = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr", "grad_ptr", "residual_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("s_ptr", "rstd_ptr", "partial_ptr"), "*fp32")
-    types |= {"columns_ptr": "*i32", "tensor_ptr": "*i32", "q_ptr": "*fp8e4nv", "gate_ptr": "*bf16", "up_ptr": "*bf16"}
+    types |= {"columns_ptr": "*i16", "tensor_ptr": "*i16", "q_ptr": "*fp8e4nv", "gate_ptr": "*bf16", "up_ptr": "*bf16"}
     for kernel in (rms_norm_rows_kernel, rms_norm_backward_kernel, silu_mul_rows_kernel):
         for one in ({"M": 1}, {"N": 1}):
             compile_for(kernel, types, {**constants, **one}, 90, 4)
@@ -149,14 +149,13 @@ def test_rows_of_one_row_or_column():
 @pytest.mark.parametrize("block", [TENSORWISE, ROWWISE])
 def test_amax(producer, block, cc):
     tiles = AMAX_TILES[producer]
-    constants = {"ROWS": block[0], "COLS": block[1], "ROWS_T": block[1], "COLS_T": block[0], "NORMAL": True}
-    constants |= {"TRANSPOSED": block == ROWWISE, "PRODUCER": producer, "TILE_M": tiles.m, "TILE_N": tiles.n}
-    constants |= {"stride_an": 1, "stride_bn": 1, "stride_cn": 1}
-    types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "amax_ptr": "*i32", "amax_t_ptr": "*i32"}
-    aligned = ("M", "N", "stride_am", "stride_bm", "stride_cm")
-    report = compile_for(amax_tile_kernel, types, constants, cc, tiles.warps, aligned)
+    constants = {"ROW": block == ROWWISE, "COL": block == ROWWISE, "WHOLE": block == TENSORWISE, "PRODUCER": producer}
+    constants |= {"TILE_M": tiles.m, "TILE_N": tiles.n, "stride_an": 1, "stride_bn": 1, "stride_cn": 1}
+    types = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16")
+    types |= dict.fromkeys(("row_ptr", "col_ptr", "whole_ptr"), "*i16")
+    aligned = ("M", "N", "stride_am", "stride_bm", "stride_cm", "stride_part")
+    report = compile_for(partial_amax_of_result_kernel, types, constants, cc, tiles.warps, aligned)
     assert "ld.global.v4.b32" in report.ptx
-    assert "atom" in report.ptx or "red." in report.ptx
 
 
 @pytest.mark.parametrize(("limit", "cc"), on_hopper_and_one_elsewhere(*RMS_NORM))
@@ -168,7 +167,7 @@ def test_rms_norm_rows(limit, block, cc):
     constants |= {"PREFETCH": config.prefetch, "HOLD_WEIGHT": config.hold, "TILE_M": config.rows, "TILE_N": limit}
     constants |= {"stride_xn": 1, "stride_w": 1}
     types = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "y_ptr": "*bf16", "rstd_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
-    types |= {"s_ptr": scale_type(block), "columns_ptr": "*i32", "tensor_ptr": "*i32"}
+    types |= {"s_ptr": scale_type(block), "columns_ptr": "*i16", "tensor_ptr": "*i16"}
     report = compile_for(rms_norm_rows_kernel, types, constants, cc, config.warps, ("N", "stride_xm"))
     assert "ld.global.v4.b32" in report.ptx
 

@@ -17,7 +17,7 @@ def compiled(monkeypatch):
     """What would be launched on a device of compute capability ``cc``: its report, of a function of a table."""
 
     def compile_(cc, cast, dtype=torch.float32):
-        found = note_launches(monkeypatch, launch_shards, cc)
+        found = note_launches(monkeypatch, cc, launch_shards)
         fields, owners, like = (torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.int32, dtype))
         cast(launch_shards.Table(fields, owners, like, aligned=True))
         [(kernel, arguments, options)] = found
