@@ -15,13 +15,18 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def training_step(layer, x, grad_output, smoke):
-    """What is timed: output, grad_input and grad_weight, none of them added to what was there."""
+    """What is timed: output, grad_input and grad_weight, none of them added to what was there.
+
+    Backward runs on the thread that calls it. By default autograd hands it to a thread of its own, which on some hosts
+    wakes up more slowly than a small layer takes, now and then: a model pays that once a step, and not once a layer.
+    """
     weight = next(layer.parameters())
     forward = compiled(layer, smoke)
 
     def step():
-        out = forward(x)
-        return out, *torch.autograd.grad(out, (x, weight), grad_output)
+        with torch.autograd.set_multithreading_enabled(False):
+            out = forward(x)
+            return out, *torch.autograd.grad(out, (x, weight), grad_output)
 
     return step
 
