@@ -70,9 +70,9 @@ def home(tmp_path, monkeypatch):
     tuning.reload()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks():
-    """Up to four processes on gloo, for all test files that do not start their own.
+    """Up to four processes on gloo, for the test files that do not start their own; ended with each file.
 
     Torch names groups by their number, so a function that makes a mesh must run on all four.
     """

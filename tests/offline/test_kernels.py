@@ -237,8 +237,9 @@ def test_the_sum_of_parts_compiles_for_every_target(cc, scaled):
 def test_every_config_holds_its_epilogue(family, accumulation, config, rows):
     if config.split_k > 1:
         pytest.skip("parts have no epilogue")
-    if config.max_m and rows == ROWS["blockwise"][1]:
-        pytest.skip("compiled with the scales of a weight")
+    # An epilogue comes after the scales of blocks: one kind of them will do, that which takes most memory.
+    if family == "blockwise" and rows != ROWS["blockwise"][0 if config.max_m else 1]:
+        pytest.skip("compiled with vectors of scales")
     if config.bare:
         report = compile_shipped(family, accumulation, config, rows, epilogue={**NO_EPILOGUE, "HAS_BIAS": True})
     else:
