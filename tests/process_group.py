@@ -12,8 +12,8 @@ import torch
 import torch.multiprocessing as mp
 
 START_TIMEOUT, TIMEOUT = 120, 60
-# Each process group has threads that wake up a hundred times a second for as long as the process lives: thirty groups
-# of four ranks take an eighth of two cores for nothing, and new processes a tenth of a second.
+# Each process group has threads that wake up a hundred times a second for as long as the process lives, for nothing;
+# new processes are forked quickly.
 MAX_GROUPS = 12
 # With offloading, parameters are on the CPU.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}

@@ -297,6 +297,20 @@ def test_amax_of_whole_dims_in_parts(device, dtype, monkeypatch):
                 check_both(x, spec, spec)
 
 
+@each_device
+def test_amax_of_narrow_tensors_takes_little_memory(device, monkeypatch):
+    """Many rows of few columns, which many programs could share: their parts of all rows would be larger than x."""
+    allocated = []
+    of = launch_amax.Parts.of
+    monkeypatch.setattr(launch.Parts, "of", lambda *args: allocated.append(of(*args)) or allocated[-1])
+    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX_PROGRAMS", 10**4)
+    x = banded(2500, 520).to(device, torch.bfloat16)
+    (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
+    check_both(x, spec, spec)
+    assert allocated
+    assert all(parts.buffer.nbytes <= x.nbytes // 4 for parts in allocated)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("transpose", [False, True], ids=["normal", "transposed"])
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.format == "e4m3" and s.scale_rounding == "pow2"], ids=str)

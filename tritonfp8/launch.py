@@ -20,7 +20,7 @@ from tritonfp8.cast_tiles import VECTOR_BYTES, CastTile
 from tritonfp8.compiled import run
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels import quantize as quantize_kernels
-from tritonfp8.launch_amax import Parts, magnitude_dtype
+from tritonfp8.launch_amax import Parts, magnitude_dtype, row_chunks
 from tritonfp8.launch_matmul import product_kind
 from tritonfp8.launch_matmul import scaled_matmul as _scaled_matmul
 from tritonfp8.replay import replayed
@@ -57,8 +57,9 @@ def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cas
     tile = cast_tiles.PARTIAL_AMAX if row or col else cast_tiles.PARTIAL_AMAX_OF_WHOLE
     strips = -(-n // tile.n)
     programs = cast_tiles.PARTIAL_AMAX_PROGRAMS * hardware.abilities(x.device).num_sms
-    chunks = min(max(1, programs // strips), -(-m // tile.m))
-    lines = Parts.of(x, m if row else 0, n if col else 0, strips, chunks) if row or col else None
+    rows, columns = m if row else 0, n if col else 0
+    chunks = row_chunks((m, n), tile.m, strips, programs, rows + columns)
+    lines = Parts.of(x, rows, columns, strips, chunks) if row or col else None
     of_whole = torch.empty((chunks * strips, 1, 1), dtype=magnitude_dtype(x), device=x.device) if whole else None
     run(
         quantize_kernels.partial_amax_kernel,
@@ -74,8 +75,8 @@ def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cas
     )  # fmt: skip
     found = {} if of_whole is None else {TENSORWISE: of_whole}
     if lines is not None:
-        rows, columns = lines.amax()
-        found |= {ROWWISE: rows.view(1, -1, 1), COLUMNWISE: columns.view(1, 1, -1)}
+        of_rows, of_columns = lines.amax()
+        found |= {ROWWISE: of_rows.view(1, -1, 1), COLUMNWISE: of_columns.view(1, 1, -1)}
     return found
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from tritonfp8.compiled import run
 from tritonfp8.kernels.quantize import maxima_kernel
 
+# The parts of the rows and columns of x take one such share of its memory at most.
+WORKSPACE_SHARE = 4
 TILE_ELEMENTS = 2048
 MOST_PARTS_AT_ONCE = 256
 WARPS = 4
@@ -22,6 +24,17 @@ WARPS = 4
 def magnitude_dtype(x: Tensor) -> torch.dtype:
     """Of what the kernels call magnitudes: integers that order as the magnitudes of ``x``."""
     return torch.int16 if x.element_size() == 2 else torch.int32
+
+
+def row_chunks(shape: tuple[int, int], tile_rows: int, strips: int, programs: int, lines: int) -> int:
+    """Into how many parts the rows of ``x [m, n]`` are split.
+
+    One for each program of a strip of columns; no more than there are tiles; and so few that the parts of ``lines``
+    rows and columns take a quarter of the memory of ``x``, which decides where ``x`` is narrow.
+    """
+    m, n = shape
+    fit = m * n // (WORKSPACE_SHARE * max(1, lines))
+    return max(1, min(programs // strips, -(-m // tile_rows), fit))
 
 
 class Parts(NamedTuple):

@@ -23,7 +23,7 @@ from tritonfp8.compiled import run
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels import fused as kernels
 from tritonfp8.kernels import rms_norm as rms_norm_kernels
-from tritonfp8.launch_amax import Parts
+from tritonfp8.launch_amax import Parts, row_chunks
 from tritonfp8.reference_fused import empty_results
 from tritonfp8.replay import replayed
 from tritonfp8.specs import BLOCK_128X128, COLUMNWISE, ORIENTATIONS, ROWWISE, TENSORWISE, QuantSpec, spec_of, transposed
@@ -205,8 +205,10 @@ def _find_amax(inputs: _Inputs, side: _Side | None, side_t: _Side | None) -> tup
     row, col, all_of_it = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
     tiles = AMAX_TILES[inputs.producer]
     strips = -(-n // tiles.n)
-    chunks = min(max(1, hardware.abilities(x.device).num_sms * tiles.per_sm // strips), -(-m // tiles.m))
-    lines = Parts.of(x, results * m if row else 0, results * n if col else 0, strips, chunks) if row or col else None
+    programs = hardware.abilities(x.device).num_sms * tiles.per_sm
+    rows, columns = m if row else 0, n if col else 0
+    chunks = row_chunks((m, n), tiles.m, strips, programs, rows + columns)
+    lines = Parts.of(x, results * rows, results * columns, strips, chunks) if row or col else None
     totals = Parts.of(x, 0, results, 0, chunks * strips) if all_of_it else None
     run(
         kernels.partial_amax_of_result_kernel,
