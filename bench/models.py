@@ -14,7 +14,27 @@ POSITIONS = 8192
 WEIGHT_GAIN = 0.32
 
 
-def llama(shape: Shape, device: torch.device) -> nn.Module:
+class Layers(nn.Module):
+    """The decoder layers of a Llama, one after the other, causal.
+
+    ``LlamaModel`` around them looks at its positions on the host before each step, to choose a mask: the GPU would be
+    waited for, then wait for the host, and the time of a step would be that of the host in part.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.rotary_emb = model.layers, model.rotary_emb
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [batch, sequence, hidden]``."""
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        embeddings = self.rotary_emb(x, position_ids=positions)
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=embeddings)
+        return x
+
+
+def llama(shape: Shape, device: torch.device) -> Layers:
     """Llama layers of a shape of the kind ``model``, bf16, the same weights at every call."""
     from transformers import LlamaConfig, LlamaModel
 
@@ -31,4 +51,4 @@ def llama(shape: Shape, device: torch.device) -> nn.Module:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        return LlamaModel._from_config(config, dtype=torch.bfloat16)
+        return Layers(LlamaModel._from_config(config, dtype=torch.bfloat16))

@@ -26,7 +26,7 @@ def training_step(model, x, grad_output):
     parameters = {name: p for name, p in model.layers.named_parameters() if p.requires_grad}
 
     def step():
-        out = model(inputs_embeds=x, use_cache=False).last_hidden_state
+        out = model(x)
         grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
         return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
 
