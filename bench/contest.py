@@ -18,7 +18,7 @@ from bench.shapes import Shape
 
 FLUSH_BYTES = 256 * 2**20
 # At least a few in a row: what a step leaves of the GPU's power and clocks is part of the next one's time.
-MIN_RUNS, MAX_RUNS = 5, 200
+MIN_RUNS, MAX_RUNS, MAX_SETTLING_RUNS = 5, 200, 500
 # The queue of a GPU takes about a thousand launches before the host waits for it.
 HOST_CALLS = 100
 MAX_REASON = 160
@@ -64,14 +64,22 @@ class Contender:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured: rounds, and seconds of each contender in a round. Before: runs that give the same bits."""
+    """How long is measured.
+
+    Attributes:
+        rounds: in each of which every contender has a turn.
+        seconds: that a contender is timed in a round.
+        runs: that must give the same bits before anything is timed.
+        settle: seconds that a contender runs before it is timed, where its own power decides how fast it is.
+    """
 
     rounds: int
     seconds: float
     runs: int
+    settle: float
 
 
-FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04, 100), Effort(3, 0.015, 10), Effort(2, 0.0, 2)
+FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04, 100, 0.5), Effort(2, 0.02, 10, 0.3), Effort(2, 0.0, 2, 0.0)
 
 
 class Stopwatch:
@@ -102,10 +110,22 @@ class Device:
         """Median time of a run, as many as fit into the effort, as in training: the host works on the next runs while
         the GPU works on one. L2 is flushed before each.
         """
+        return self._median(function, 0.0)
+
+    def settled_seconds(self, function: Function) -> float:
+        """As :meth:`gpu_seconds`, after as many runs as the GPU takes to settle.
+
+        Matrix products take a GPU to its power limit, and its clocks follow what ran in the last tenths of a second: a
+        short turn is timed at the clocks that the contender before it left, not at those that it would train at.
+        """
+        return self._median(function, self.effort.settle)
+
+    def _median(self, function: Function, settle: float) -> float:
         times = self._runs(function, 1)
         if self.effort.seconds:
-            fit = int(self.effort.seconds / max(times[0], 1e-6))
-            times = self._runs(function, min(MAX_RUNS, max(MIN_RUNS, fit)))
+            before, fit = (int(seconds / max(times[0], 1e-6)) for seconds in (settle, self.effort.seconds))
+            timed = min(MAX_RUNS, max(MIN_RUNS, fit))
+            times = self._runs(function, min(MAX_SETTLING_RUNS, before) + timed)[-timed:]
         return statistics.median(times)
 
     def _runs(self, function: Function, count: int) -> list[float]:

@@ -72,4 +72,4 @@ def test_linear(benchmark, contest, case, shape):
         Contender(f"torchao {recipe}", lambda recipe=recipe: make(torchao(recipe)), peer="bf16", fields=work)
         for recipe in TORCHAO_RECIPES
     ]
-    contest(benchmark, case, shape, contenders, breakdown=True)
+    contest(benchmark, case, shape, contenders, contest.device.settled_seconds, breakdown=True)

@@ -76,4 +76,4 @@ def test_model(benchmark, contest, case, shape):
         )
         for recipe in TORCHAO_RECIPES
     ]
-    contest(benchmark, case, shape, contenders)
+    contest(benchmark, case, shape, contenders, contest.device.settled_seconds)

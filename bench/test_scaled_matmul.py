@@ -38,4 +38,4 @@ def test_scaled_matmul(benchmark, contest, case, shape):
         for contender in contenders_of(case, accumulation, qa, qb, expected, work)
     ]
     bf16 = Contender("bf16", lambda: lambda: a @ b.t(), fields={"flops": work["flops"]})
-    contest(benchmark, case, shape, [*contenders, bf16])
+    contest(benchmark, case, shape, [*contenders, bf16], contest.device.settled_seconds)

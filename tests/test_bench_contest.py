@@ -42,7 +42,7 @@ class Fight:
         self.stopwatch = Stopwatch()
         self.benchmark = FakeBenchmark(self.stopwatch)
         self.path = tmp_path / "rows.jsonl"
-        device = Device(torch.device("cpu"), Effort(rounds, 0.0, runs))
+        device = Device(torch.device("cpu"), Effort(rounds, 0.0, runs, 0.0))
         self.contest = Contest("suite", device, self.stopwatch, self.path, smoke=True, quick=False)
         self.order = []
 
@@ -178,12 +178,28 @@ def test_reasons_are_short(fight):
 
 
 def test_clocks_take_the_time_of_a_function():
-    device = Device(torch.device("cpu"), Effort(1, 0.001, 1))
+    device = Device(torch.device("cpu"), Effort(1, 0.001, 1, 0.0))
     calls = []
     for clock, least in ((device.gpu_seconds, 2), (device.host_seconds, contests.HOST_CALLS)):
         calls.clear()
         assert 0 < clock(lambda: calls.append(0)) < 0.01
         assert len(calls) >= least
+
+
+def test_settled_seconds_are_those_after_the_runs_that_a_gpu_takes_to_settle(monkeypatch):
+    device, calls = Device(torch.device("cpu"), Effort(1, 0.3, 1, 0.2)), []
+    # What the contender before it left makes the first runs fast: one that tells how many fit, then two to settle.
+    seconds = iter([0.1, *[0.1] * 2, *[0.25] * 5])
+    monkeypatch.setattr(contests, "_wall_seconds", lambda function: function() or next(seconds))
+    assert device.settled_seconds(lambda: calls.append(0)) == 0.25
+    assert len(calls) == 1 + 2 + contests.MIN_RUNS
+
+
+def test_runs_to_settle_have_an_end(monkeypatch):
+    device, calls = Device(torch.device("cpu"), Effort(1, 0.001, 1, 1e3)), []
+    monkeypatch.setattr(contests, "_wall_seconds", lambda function: function() or 1e-3)
+    device.settled_seconds(lambda: calls.append(0))
+    assert len(calls) == 1 + contests.MAX_SETTLING_RUNS + contests.MIN_RUNS
 
 
 def test_kernels_are_told_apart_by_their_names():
