@@ -18,7 +18,7 @@ from bench.shapes import Shape
 
 FLUSH_BYTES = 256 * 2**20
 # At least a few in a row: what a step leaves of the GPU's power and clocks is part of the next one's time.
-MIN_RUNS, MAX_RUNS, MAX_SETTLING_RUNS = 5, 200, 500
+MIN_RUNS, MAX_RUNS, MAX_SETTLING_RUNS = 5, 200, 300
 # The queue of a GPU takes about a thousand launches before the host waits for it.
 HOST_CALLS = 100
 MAX_REASON = 160
@@ -79,7 +79,7 @@ class Effort:
     settle: float
 
 
-FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04, 100, 0.5), Effort(2, 0.02, 10, 0.3), Effort(2, 0.0, 2, 0.0)
+FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04, 100, 0.5), Effort(3, 0.02, 10, 0.2), Effort(2, 0.0, 2, 0.0)
 
 
 class Stopwatch:

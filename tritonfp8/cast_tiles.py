@@ -79,7 +79,7 @@ TRANSPOSED = {
     BLOCK_1X32: CastTile(128, 128, 4, group=8),
 }
 BOTH = {
-    TENSORWISE: CastTile(64, 64, 4, group=16),
+    TENSORWISE: CastTile(64, 128, 4, group=8),
     ROWWISE: CastTile(128, 128, 4),
     BLOCK_1X128: CastTile(128, 128, 4),
     BLOCK_128X128: CastTile(128, 128, 8, group=8),

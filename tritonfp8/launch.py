@@ -20,7 +20,7 @@ from tritonfp8.cast_tiles import VECTOR_BYTES, CastTile
 from tritonfp8.compiled import run
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels import quantize as quantize_kernels
-from tritonfp8.launch_amax import Parts, magnitude_dtype, row_chunks
+from tritonfp8.launch_amax import Parts, row_chunks
 from tritonfp8.launch_matmul import product_kind
 from tritonfp8.launch_matmul import scaled_matmul as _scaled_matmul
 from tritonfp8.replay import replayed
@@ -47,10 +47,11 @@ def _is_folded(x: Tensor, block: Block) -> bool:
     return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
 
 
-def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cast_tiles.Block, Tensor]:
+def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block], joined: bool) -> dict[cast_tiles.Block, Tensor]:
     """``[parts, groups_m, groups_n]`` for each block, magnitudes or amax bits: the amax is the maximum over parts.
 
-    ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1).
+    ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1). The last
+    has many parts, unless they are to be ``joined``, which takes a launch more.
     """
     m, n = x.shape
     row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
@@ -60,11 +61,11 @@ def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cas
     rows, columns = m if row else 0, n if col else 0
     chunks = row_chunks((m, n), tile.m, strips, programs, rows + columns)
     lines = Parts.of(x, rows, columns, strips, chunks) if row or col else None
-    of_whole = torch.empty((chunks * strips, 1, 1), dtype=magnitude_dtype(x), device=x.device) if whole else None
+    of_whole = Parts.of(x, 0, 1, 0, chunks * strips) if whole else None
     run(
         quantize_kernels.partial_amax_kernel,
         chunks * strips,
-        (x, *((x, x) if lines is None else lines.pointers()), x if of_whole is None else of_whole),
+        (x, *((x, x) if lines is None else lines.pointers()), x if of_whole is None else of_whole.buffer),
         (m, n, *x.stride(), chunks, 0 if lines is None else lines.groups),
         {
             "ROW": row, "COL": col, "WHOLE": whole, "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m,
@@ -73,7 +74,9 @@ def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block]) -> dict[cas
         },
         **tile.options(),
     )  # fmt: skip
-    found = {} if of_whole is None else {TENSORWISE: of_whole}
+    found = {}
+    if of_whole is not None:
+        found[TENSORWISE] = (of_whole.amax()[1] if joined else of_whole.buffer).view(-1, 1, 1)
     if lines is not None:
         of_rows, of_columns = lines.amax()
         found |= {ROWWISE: of_rows.view(1, -1, 1), COLUMNWISE: of_columns.view(1, 1, -1)}
@@ -105,7 +108,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return torch.stack([amax(matrix, block) for matrix in x])
     matrix, block = _rows(x), (block[0], block[1])
     if -1 in block:
-        found = _whole_dim_amax(matrix, [block])[block].amax(0)
+        found = _whole_dim_amax(matrix, [block], joined=False)[block].amax(0)
         found = found.view(x.dtype if found.dtype == torch.int16 else torch.float32).float()
     else:
         found = _block_amax(matrix, block).view(torch.float32)
@@ -196,7 +199,9 @@ def _with_amax(x: Tensor, tile: CastTile, sides: Sequence[_Side | None]) -> list
     missing = [s is not None and s.amax is None and not tile.fits(s.block, *x.shape) for s in sides]
     if not any(missing):
         return list(sides)
-    parts = _whole_dim_amax(x, {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None})
+    blocks = {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None}
+    # A transposing cast waits for what it reads; one that does not hides it, and ends before a launch more would.
+    parts = _whole_dim_amax(x, blocks, joined=sides[1] is not None)
     return [
         s._replace(amax=parts[s.block]) if lacks and s is not None else s
         for s, lacks in zip(sides, missing, strict=True)

@@ -75,8 +75,9 @@ class Parts(NamedTuple):
         """amax bits, int32, of rows ``[rows]`` and of columns ``[columns]``."""
         parts, groups = len(self.buffer), self.groups
         out = torch.empty(groups, dtype=torch.int32, device=self.buffer.device)
-        at_once = min(triton.next_power_of_2(parts), MOST_PARTS_AT_ONCE)
-        tile = min(TILE_ELEMENTS // at_once, triton.next_power_of_2(groups))
+        side_by_side = triton.next_power_of_2(groups)
+        at_once = min(triton.next_power_of_2(parts), max(MOST_PARTS_AT_ONCE, TILE_ELEMENTS // side_by_side))
+        tile = min(TILE_ELEMENTS // at_once, side_by_side)
         run(
             maxima_kernel,
             -(-groups // tile),
