@@ -7,7 +7,7 @@ import torch
 from cases import normal
 from torch import nn
 
-from tritonfp8 import compiled, convert, hardware, recipes
+from tritonfp8 import compiled, convert, hardware, recipes, replay
 from tritonfp8.testing import assert_bitwise_equal
 
 
@@ -118,7 +118,9 @@ def test_a_graph_of_forward_and_backward_replays_the_same_bits(name):
 def test_capture_without_a_step_before_says_so():
     model, x = model_and_input()
     convert(model, "rowwise")
+    # As in a process that has launched nothing yet, neither these kernels nor these calls.
     compiled._compiled.clear()
+    replay.forget()
     with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         model(x)
     torch.cuda.synchronize()
