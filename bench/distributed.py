@@ -22,7 +22,7 @@ from bench import tables
 from bench.bars import Verdict
 from bench.distributed_bars import differing_losses, gathered_ratio, judge, loss_difference, mean_losses
 from bench.distributed_contest import Row, Settings, as_json, compare, untimed_steps
-from bench.distributed_models import ALONE, GATHER, REORDERED, TP, TP_FLOAT8
+from bench.distributed_models import ALONE, GATHER, REORDERED, TP_WAYS
 from bench.machine import command_line, results_folder, write_results
 from bench.ranks import AllFailedError, RankError, joined
 from tritonfp8 import recipes
@@ -197,7 +197,7 @@ def compare_losses(rows: list[Row]) -> None:
         if row["own"] and how == GATHER:
             differing = differing_losses(row, found[recipe])
             row["losses_equal_without"] = None if differing is None else differing == 0
-        elif how in (TP, TP_FLOAT8, REORDERED) and (alone := found.get(f"{recipe}, {ALONE}")):
+        elif how in (*TP_WAYS, REORDERED) and (alone := found.get(f"{recipe}, {ALONE}")):
             row["loss_difference"] = None if (apart := loss_difference(row, alone)) is None else as_json(apart)
 
 

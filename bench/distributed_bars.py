@@ -17,18 +17,19 @@ from bench.distributed_models import (
     TORCHAO_GATHER,
     TORCHAO_ROWWISE,
     TP,
-    TP_FLOAT8,
+    TP_WAYS,
 )
 from tritonfp8 import recipes
 
 GATHERED = "all_gather"
 # The order of sums has little effect by then.
 EARLY_STEPS = 10
-SPEED, BYTES, DIFFERING, APART, LOST = (
+SPEED, BYTES, DIFFERING, APART, AFTER, LOST = (
     "speed-up",
     "all-gather ratio",
     "differing losses",
     "loss difference",
+    "later loss difference",
     "lost losses",
 )
 
@@ -58,6 +59,15 @@ def loss_difference(row: Row, over: Row) -> float | None:
     return max((abs(x - y) if math.isfinite(x - y) else math.inf for x, y in pairs), default=None)
 
 
+def later_loss_difference(row: Row, over: Row) -> float | None:
+    """How far apart the losses are that follow the first steps, each the mean of all ranks; infinite from NaN."""
+    losses, others = mean_losses(row), mean_losses(over)
+    if min(len(losses), len(others)) <= EARLY_STEPS:
+        return None
+    apart = abs(losses[EARLY_STEPS] - others[EARLY_STEPS])
+    return apart if math.isfinite(apart) else math.inf
+
+
 def lost_losses(row: Row, over: Row) -> float | None:
     """How many losses are NaN or infinite."""
     losses = [float(x) for rank in row["losses"] for x in rank]
@@ -74,6 +84,7 @@ QUANTITIES: dict[str, Callable[[Row, Row], float | None]] = {
     BYTES: gathered_ratio,
     DIFFERING: differing_losses,
     APART: loss_difference,
+    AFTER: later_loss_difference,
     LOST: lost_losses,
 }
 _RECIPES = [name for name in recipes.names() if recipes.get(name).output.quantized]
@@ -107,11 +118,17 @@ def _apart(name: str, alone: str) -> Bar:
     return _bar(what, name, alone, _LOSS_BAR, APART)
 
 
+def _after(name: str, alone: str) -> Bar:
+    what = f"{name}: difference from the loss of one process after {EARLY_STEPS} steps"
+    return _bar(what, name, alone, _LOSS_BAR, AFTER)
+
+
 def _tensor_parallel(recipe: str) -> list[Bar]:
-    names = (f"{recipe}, {TP}", f"{recipe}, {TP_FLOAT8}")
+    first, *others = names = [f"{recipe}, {how}" for how in TP_WAYS]
     lost = [_bar(f"{name}: losses that are NaN or infinite", name, name, 0, LOST) for name in names]
-    same = _bar(f"{names[1]}: losses that differ from those with torch's styles", names[1], names[0], 0, DIFFERING)
-    return [*lost, same, *(_apart(name, f"{recipe}, {ALONE}") for name in names)]
+    same = [_bar(f"{name}: losses that differ from those of {first}", name, first, 0, DIFFERING) for name in others]
+    alone = f"{recipe}, {ALONE}"
+    return [*lost, *same, *(_apart(name, alone) for name in names), *(_after(name, alone) for name in names)]
 
 
 def _control(bar: Bar) -> Bar:

@@ -29,7 +29,8 @@ from tritonfp8.distributed import (
 )
 
 BASELINE = "bf16"
-GATHER, TP, TP_FLOAT8, ALONE, AGAIN = "FP8 all-gather", "TP", "TP, FP8 styles", "one process", "again"
+GATHER, TP, ALONE, AGAIN = "FP8 all-gather", "TP", "one process", "again"
+TP_WAYS = (TP, f"{TP}, DTensors between layers", f"{TP}, FP8 styles")
 OTHER_ORDER = "another order of sums"
 REORDERED = f"{ALONE}, {OTHER_ORDER}"
 ORDER_SEED = 0
@@ -74,6 +75,7 @@ class Contestant:
         own: whether it is of this package.
         after_step: what its users do after an optimizer step.
         styles: of tensor parallelism, or None without it.
+        dtensors: whether the MLP's first layers return DTensors (``use_local_output=False``).
         alone: whether each rank trains on the whole batch for itself.
         obstacle: why it cannot take part, or None.
     """
@@ -84,6 +86,7 @@ class Contestant:
     own: bool = False
     after_step: Callable[[nn.Module], Any] = lambda model: None
     styles: Styles | None = None
+    dtensors: bool = False
     alone: bool = False
     obstacle: str | None = None
 
@@ -184,16 +187,18 @@ def torchao_contestants() -> list[Contestant]:
 
 
 def tp_contestants(recipes: tuple[str, ...], alone: bool) -> list[Contestant]:
-    """bf16 and each recipe under torch's styles, and under those that send FP8.
+    """bf16; each recipe under torch's styles, with local tensors and DTensors, and under those that send FP8.
 
     ``alone``: and in one process, and there with sums in another order, as a control.
     """
     baseline = f"{BASELINE}, {TP}"
     found = [Contestant(baseline, _leave, baseline, styles=TORCH_STYLES)]
     for recipe in recipes:
-        convert = _converter(recipe)
-        found.append(Contestant(f"{recipe}, {TP}", convert, baseline, own=True, styles=TORCH_STYLES))
-        found.append(Contestant(f"{recipe}, {TP_FLOAT8}", convert, baseline, own=True, styles=FLOAT8_STYLES))
+        ways = zip(TP_WAYS, (TORCH_STYLES, TORCH_STYLES, FLOAT8_STYLES), (False, True, False), strict=True)
+        found += [
+            Contestant(f"{recipe}, {way}", _converter(recipe), baseline, own=True, styles=styles, dtensors=dtensors)
+            for way, styles, dtensors in ways
+        ]
     if alone:
         found += _alone(BASELINE, _leave, own=False)
         for recipe in recipes:
@@ -224,7 +229,8 @@ def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bo
     """Shard a converted Llama, in place: tensor parallelism, decoder layers compiled, FSDP2 on each and on the root."""
     if contestant.styles is not None:
         assert meshes.tp is not None
-        parallelize_module(model, meshes.tp, llama_plan(len(model.model.layers), contestant.styles))
+        plan = llama_plan(len(model.model.layers), contestant.styles, contestant.dtensors)
+        parallelize_module(model, meshes.tp, plan)
     mesh = meshes.alone if contestant.alone else meshes.dp
     for name, layer in list(model.model.layers.named_children()):
         if compile:
@@ -240,7 +246,7 @@ def compiled(layer: nn.Module, device_type: str) -> nn.Module:
     return torch.compile(layer, backend="inductor" if device_type == "cuda" else "aot_eager", dynamic=False)
 
 
-def llama_plan(layers: int, styles: Styles) -> dict[str, Any]:
+def llama_plan(layers: int, styles: Styles, dtensors: bool) -> dict[str, Any]:
     """Tensor and sequence parallelism of a transformers Llama, whose logits are whole on each rank."""
     colwise, rowwise, prepare = styles
     whole, tokens = Replicate(), Shard(1)
@@ -262,5 +268,5 @@ def llama_plan(layers: int, styles: Styles) -> dict[str, Any]:
             f"{at}.mlp.down_proj": rowwise(output_layouts=tokens),
         }
         plan |= {f"{at}.self_attn.{name}": colwise() for name in ("q_proj", "k_proj", "v_proj")}
-        plan |= {f"{at}.mlp.{name}": colwise() for name in ("gate_proj", "up_proj")}
+        plan |= {f"{at}.mlp.{name}": colwise(use_local_output=not dtensors) for name in ("gate_proj", "up_proj")}
     return plan

@@ -239,9 +239,10 @@ def test_bars_of_tensor_parallelism(losses, lost, apart):
 
 
 @pytest.mark.parametrize(("moved", "holds"), [(0.0, True), (1e-7, False)])
-def test_bar_of_equal_losses_by_either_styles(moved, holds):
-    rows = row("rowwise, TP"), row("rowwise, TP, FP8 styles", losses=((3.0, 2.0), (3.5, 2.5 + moved)))
-    what = "rowwise, TP, FP8 styles: losses that differ from those with torch's styles"
+@pytest.mark.parametrize("way", ["FP8 styles", "DTensors between layers"])
+def test_bar_of_equal_losses_in_every_way(way, moved, holds):
+    rows = row("rowwise, TP"), row(f"rowwise, TP, {way}", losses=((3.0, 2.0), (3.5, 2.5 + moved)))
+    what = f"rowwise, TP, {way}: losses that differ from those of rowwise, TP"
     assert verdicts(*rows, tp=2)[what].holds is holds
     assert verdicts(*rows, tp=2, deterministic=False)[what].holds is None
 
@@ -280,6 +281,15 @@ def test_later_steps_may_drift_apart():
     early = [3.0] * distributed_bars.EARLY_STEPS
     rows = row("rowwise, TP", losses=[[*early, 9.0]]), row("rowwise, one process", losses=[[*early, 3.0]])
     assert distributed_bars.loss_difference(*rows) == 0
+
+
+@pytest.mark.parametrize(("after", "holds"), [(3.0005, True), (3.002, False), (math.nan, False), (None, None)])
+def test_bar_of_the_loss_after_the_first_steps(after, holds):
+    """Of the step that follows them, whatever the first ones were; one run of ten steps has no such loss."""
+    losses = [9.0] * distributed_bars.EARLY_STEPS + ([] if after is None else [after, 5.0])
+    alone = [3.0] * len(losses)
+    found = verdicts(row("rowwise, TP", losses=[losses]), row("rowwise, one process", losses=[alone]), tp=2)
+    assert found["rowwise, TP: difference from the loss of one process after 10 steps"].holds is holds
 
 
 # Sums in another order.
@@ -492,6 +502,6 @@ def test_speeds_are_not_noted_where_losses_are_compared(losses):
 def test_contestants_of_tensor_parallelism():
     settings = Settings("tiny", ("rowwise",), 2, 1, 16, dp=1, tp=2, losses=True)
     assert [c.name for c in settings.contestants()] == [
-        "bf16, TP", "rowwise, TP", "rowwise, TP, FP8 styles",
+        "bf16, TP", "rowwise, TP", "rowwise, TP, DTensors between layers", "rowwise, TP, FP8 styles",
         "bf16, one process", f"bf16, {REORDERED}", "rowwise, one process", f"rowwise, {REORDERED}",
     ]  # fmt: skip
