@@ -18,7 +18,9 @@ from bench.shapes import Shape
 
 FLUSH_BYTES = 256 * 2**20
 # At least a few in a row: what a step leaves of the GPU's power and clocks is part of the next one's time.
-MIN_RUNS, MAX_RUNS, MAX_SETTLING_RUNS = 5, 200, 300
+MIN_RUNS, MAX_RUNS = 5, 200
+# What is so short that more would fit leaves the GPU to the flushes between: these take little power.
+MAX_SETTLING_RUNS = 300
 # The queue of a GPU takes about a thousand launches before the host waits for it.
 HOST_CALLS = 100
 MAX_REASON = 160

@@ -17,8 +17,8 @@ WEIGHT_GAIN = 0.32
 class Layers(nn.Module):
     """The decoder layers of a Llama, one after the other, causal.
 
-    ``LlamaModel`` around them looks at its positions on the host before each step, to choose a mask: the GPU would be
-    waited for, then wait for the host, and the time of a step would be that of the host in part.
+    Nothing of the model around them is timed: neither its norm, which is not compiled, nor its choice of a mask, for
+    which the host waits for the GPU in every step. (``distributed_models.attend_causally`` spares a whole model that.)
     """
 
     def __init__(self, model: nn.Module) -> None:

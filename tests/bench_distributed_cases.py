@@ -1,4 +1,4 @@
-"""What the tests of ``bench.distributed`` run on each rank."""
+"""What the tests of ``bench.distributed`` train, and what they run on each rank."""
 
 from pathlib import Path
 from unittest import mock
@@ -10,8 +10,16 @@ from bench import distributed, distributed_models
 from bench.distributed_contest import Settings, compare
 from bench.distributed_models import Contestant
 from bench.ranks import Ranks
+from tritonfp8 import recipes
 
 BROKEN = "broken on all ranks"
+QUANTIZED = tuple(name for name in recipes.names() if recipes.get(name).output.quantized)
+HIDDEN, FFN, LAYERS, VOCABULARY = 64, 1536, 2, 256
+CONFIG = {
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def _fail(model):

@@ -6,7 +6,7 @@ import time
 import bench_distributed_cases
 import pytest
 import torch.distributed as dist
-from bench_distributed_cases import BROKEN
+from bench_distributed_cases import BROKEN, CONFIG, FFN, HIDDEN, LAYERS, QUANTIZED, VOCABULARY
 from process_group import Processes
 from rich.console import Console
 from typer.testing import CliRunner
@@ -15,14 +15,7 @@ from bench import distributed, distributed_bars, distributed_contest, distribute
 from bench.distributed_bars import FSDP_BARS, TP_BARS, judge
 from bench.distributed_contest import Measured, Settings
 from bench.ranks import AllFailedError, RankError, Ranks
-from tritonfp8 import recipes
 
-HIDDEN, FFN, LAYERS, VOCABULARY = 64, 1536, 2, 256
-CONFIG = {
-    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}  # fmt: skip
 LINEAR = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * FFN) + HIDDEN * VOCABULARY
 OTHER = HIDDEN * VOCABULARY + (2 * LAYERS + 1) * HIDDEN
 STEPS, WORLD = 2, 2
@@ -243,7 +236,6 @@ def test_bar_of_equal_losses_in_every_way(way, moved, holds):
     assert verdicts(*rows, tp=2, deterministic=False)[what].holds is None
 
 
-QUANTIZED = tuple(name for name in recipes.names() if recipes.get(name).output.quantized)
 REORDERED = "one process, another order of sums"
 
 

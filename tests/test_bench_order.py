@@ -6,25 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_distributed_cases import CONFIG, FFN, QUANTIZED
 
 from bench import distributed_models
 from tritonfp8 import recipes, reference
 from tritonfp8.training_models import build_model
-
-FFN = 1536
-CONFIG = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": FFN, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-    "mlp_bias": True,
-}  # fmt: skip
-QUANTIZED = tuple(name for name in recipes.names() if recipes.get(name).output.quantized)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """With biases, and magnitudes that differ along the hidden dim of the MLPs: scales depend on who shares them."""
     config = tmp_path_factory.mktemp("llama") / "config.json"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps({**CONFIG, "mlp_bias": True}))
     model = build_model(str(config), 16, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -21,7 +21,7 @@ MOST_PARTS_AT_ONCE = 256
 WARPS = 4
 
 
-def magnitude_dtype(x: Tensor) -> torch.dtype:
+def _magnitude_dtype(x: Tensor) -> torch.dtype:
     """Of what the kernels call magnitudes: integers that order as the magnitudes of ``x``."""
     return torch.int16 if x.element_size() == 2 else torch.int32
 
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
     def of(cls, x: Tensor, rows: int, columns: int, row_parts: int, column_parts: int) -> Parts:
         """Unset, for ``rows`` and ``columns`` (0: not wanted) of values of the dtype of ``x``."""
         parts = max(row_parts if rows else 0, column_parts if columns else 0)
-        buffer = torch.empty((parts, rows + columns), dtype=magnitude_dtype(x), device=x.device)
+        buffer = torch.empty((parts, rows + columns), dtype=_magnitude_dtype(x), device=x.device)
         # float64 is cast by way of float32.
         return cls(buffer, rows, row_parts, column_parts, x.dtype if x.element_size() == 2 else torch.float32)
 
