@@ -61,6 +61,7 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
     processes: Annotated[int | None, typer.Option(help="How many to start, without torchrun.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the choice of text.")] = 0,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate. [default: the model's]")] = None,
     data: Annotated[Path | None, typer.Option(help="Text. [default: Python's standard library]")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder. [default: bench/results/<gpu>/distributed-...]")] = None,
 ) -> None:
@@ -88,6 +89,7 @@ def main(
             losses=losses,
             seed=seed,
             data=None if data is None else str(data),
+            lr=lr,
             rounds=rounds,
         )
     except ValueError as error:
@@ -142,7 +144,12 @@ def default_folder(settings: Settings, kind: str) -> Path:
     if kind == "cpu":
         return CPU_FOLDER
     ranks = f"tp{settings.tp}-dp{settings.dp}" if settings.tp > 1 else f"x{settings.dp}"
-    parts = ["distributed", Path(settings.model).stem, ranks, *(["losses"] if settings.losses else [])]
+    others = {
+        "losses": settings.losses,
+        "eager": not settings.compile,
+        f"lr{settings.lr}": settings.lr is not None,
+    }
+    parts = ["distributed", Path(settings.model).stem, ranks, *(name for name, there in others.items() if there)]
     return results_folder() / "-".join(parts)
 
 

@@ -38,6 +38,7 @@ class Settings:
         model: a name of :data:`tritonfp8.training_models.MODELS`, or the path of the config of a Llama.
         recipes: of our own, those that quantize.
         steps: optimizer steps of each contestant.
+        lr: peak learning rate of AdamW, or None for the model's.
         rounds: how often all take part, one after the other; what is kept of each is its faster round. Where the host
             has to keep up, the rest of what it does at the time shows.
         batch_size: sequences a step for each part of the batch.
@@ -62,10 +63,13 @@ class Settings:
     losses: bool = False
     seed: int = 0
     data: str | None = None
+    lr: float | None = None
     rounds: int = 1
 
     def __post_init__(self) -> None:
         default_lr(self.model)
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite; got {self.lr}")
         if self.losses and self.rounds != 1:
             raise ValueError(f"rounds are for speeds, and losses are the same in each; got {self.rounds} rounds")
         for name in self.recipes:
@@ -132,7 +136,8 @@ class Training:
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=default_lr(settings.model), betas=(0.9, 0.95), fused=True)
+        lr = default_lr(settings.model) if settings.lr is None else settings.lr
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@ import json
 import math
 import threading
 import time
+from pathlib import Path
+from unittest import mock
 
 import bench_distributed_cases
 import pytest
@@ -385,3 +387,22 @@ def test_contestants_of_tensor_parallelism():
         "bf16, TP", "rowwise, TP", "rowwise, TP, DTensors between layers", "rowwise, TP, FP8 styles",
         "bf16, one process", f"bf16, {REORDERED}", "rowwise, one process", f"rowwise, {REORDERED}",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ({}, "distributed-160m-x2-losses-eager"),
+    ({"compile": True}, "distributed-160m-x2-losses"),
+    ({"compile": True, "losses": False, "dp": 1, "tp": 2}, "distributed-160m-tp2-dp1"),
+    ({"compile": True, "lr": 3e-5}, "distributed-160m-x2-losses-lr3e-05"),
+])  # fmt: skip
+def test_runs_of_other_settings_have_other_folders(given, name):
+    settings = Settings(**{"model": "160m", "recipes": ("rowwise",), "steps": 3, "batch_size": 1, "seq_len": 16,
+                           "dp": 2, "losses": True, **given})  # fmt: skip
+    with mock.patch.object(distributed, "results_folder", return_value=Path("results")):
+        assert distributed.default_folder(settings, "cuda") == Path("results") / name
+
+
+@pytest.mark.parametrize("lr", [0.0, -1e-4, math.inf, math.nan])
+def test_a_learning_rate_is_positive_and_finite(lr):
+    with pytest.raises(ValueError, match=f"lr must be positive and finite; got {lr}"):
+        Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, lr=lr)
