@@ -255,4 +255,5 @@ CALLS = tuple(
     for case in cases
     if case.name in _CALLED
 )
-WHOLE = LAYER, MODEL, FIRST_STEP = Case("layer"), Case("model"), Case("first step")
+# The kernels of a layer: what the GPU's time goes to.
+WHOLE = LAYER, LAYER_KERNELS, MODEL, FIRST_STEP = tuple(map(Case, ("layer", "layer kernels", "model", "first step")))

@@ -168,14 +168,20 @@ class Device:
         return {"peak_bytes": torch.cuda.max_memory_allocated(self.device) - since}
 
     def breakdown(self, function: Function) -> Row:
-        """GPU time of a run in matrix products and in everything else, as fields; none on a CPU."""
+        """GPU time of a run in matrix products and in everything else, as fields: the mean of as many runs as the GPU
+        takes to settle. None on a CPU.
+
+        What is timed after it has a slower host: the profiler's library stays in the way of each launch.
+        """
         if self.device.type != "cuda":
             return {}
+        runs = max(MIN_RUNS, min(MAX_SETTLING_RUNS, int(self.effort.settle / max(self._runs(function, 1)[0], 1e-6))))
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            function()
+            for _ in range(runs):
+                function()
             self.synchronize()
         return kernel_seconds(
-            (event.key, event.self_device_time_total / 1e6)
+            (event.key, event.self_device_time_total / 1e6 / runs)
             for event in profiler.key_averages()
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         )
@@ -237,7 +243,6 @@ class Contest:
         contenders: Sequence[Contender],
         clock: Callable[[Function], float] | None = None,
         rounds: int | None = None,
-        breakdown: bool = False,
     ) -> None:
         """Gate, measure, note. The first contender of our own is the benchmark's own figure.
 
@@ -248,13 +253,38 @@ class Contest:
             contenders: who takes part, in the order of a round.
             clock: seconds of a function; by default those of the GPU.
             rounds: instead of the effort's.
-            breakdown: note what the GPU's time went to as well.
 
         Raises:
             AssertionError: a result of our own was wrong; it has no time. The others were noted before.
             Exception: whatever else one of our own raised, likewise.
         """
         clock = clock or self.device.gpu_seconds
+        rows, functions, failure = self._prepare_all(case, shape, contenders)
+        times = self._rounds(benchmark, contenders, functions, clock, rounds or self.device.effort.rounds)
+        for name, samples in times.items():
+            median = statistics.median(samples)
+            rows[name] |= {"seconds": rounded(median), "spread": rounded((max(samples) - min(samples)) / median)}
+        benchmark.extra_info["rows"] = list(rows.values())
+        self._finish(rows, functions, failure)
+
+    def break_down(self, case: Case, shape: Shape, contenders: Sequence[Contender]) -> None:
+        """Gate, and note what the GPU's time of a run goes to, and the sum as its seconds. To be called once everything
+        else is timed (:meth:`Device.breakdown`).
+
+        Raises:
+            AssertionError, Exception: as a call.
+        """
+        rows, functions, failure = self._prepare_all(case, shape, contenders)
+        for name, function in functions.items():
+            parts = self.device.breakdown(function)
+            seconds = {"seconds": rounded(sum(parts.values())), **parts}
+            rows[name] |= seconds if parts else {"reason": "no kernels of a GPU to look at"}
+        self._finish(rows, functions, failure)
+
+    def _prepare_all(
+        self, case: Case, shape: Shape, contenders: Sequence[Contender]
+    ) -> tuple[dict[str, Row], dict[str, Function], Exception | None]:
+        """Rows of all contenders, what of them can be timed, and what one of our own raised."""
         rows = {c.name: self._row(case, shape, c) for c in contenders}
         functions: dict[str, Function] = {}
         failure: Exception | None = None
@@ -265,12 +295,12 @@ class Contest:
             except Exception as error:
                 rows[contender.name]["reason"] = describe(error)
                 failure = failure or (error if contender.own else None)
-        times = self._rounds(benchmark, contenders, functions, clock, rounds or self.device.effort.rounds)
-        for name, samples in times.items():
-            median = statistics.median(samples)
-            rows[name] |= {"seconds": rounded(median), "spread": rounded((max(samples) - min(samples)) / median)}
-            rows[name] |= self.device.breakdown(functions[name]) if breakdown else {}
-        self._note(benchmark, list(rows.values()))
+        return rows, functions, failure
+
+    def _finish(self, rows: dict[str, Row], functions: dict[str, Function], failure: Exception | None) -> None:
+        if self._rows is not None:
+            with self._rows.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows.values())
         functions.clear()
         self.device.release()
         if failure is not None:
@@ -336,9 +366,3 @@ class Contest:
         else:
             benchmark.skipped = True
         return times
-
-    def _note(self, benchmark: Any, rows: list[Row]) -> None:
-        benchmark.extra_info["rows"] = rows
-        if self._rows is not None:
-            with self._rows.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)

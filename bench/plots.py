@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.cases import ALIKE_COPY, COPY
+from bench.cases import ALIKE_COPY, COPY, LAYER
 from bench.tables import over_peer, size_name, with_peers
 
 Row = Mapping[str, Any]
@@ -107,12 +107,17 @@ def product_speed_ups(rows: list[Row]) -> Figure | None:
 
 def layer_speed_ups(rows: list[Row]) -> Figure | None:
     """A linear layer over bf16, by shape."""
-    return _speed_ups(rows, "linear", "Linear layer, forward + backward, over bf16 (M x K x N)")
+    layers = [row for row in rows if row["case"] == LAYER.name]
+    return _speed_ups(layers, "linear", "Linear layer, forward + backward, over bf16 (M x K x N)")
 
 
 def model_speed_ups(rows: list[Row]) -> Figure | None:
     """Llama layers over bf16, by shape."""
     return _speed_ups(rows, "model", "Llama layers, forward + backward, over bf16")
+
+
+def _who(row: Row) -> tuple[object, ...]:
+    return tuple(row["shape"]), row["contender"]
 
 
 def layer_breakdown(rows: list[Row]) -> Figure | None:
@@ -122,7 +127,8 @@ def layer_breakdown(rows: list[Row]) -> Figure | None:
         return None
     axes = _axes(9, 2 + 0.25 * len(found))
     left = [0.0] * len(found)
-    gaps = [max(0.0, row["seconds"] - row["gemm_seconds"] - row["other_seconds"]) for row in found]
+    whole = {_who(row): row["seconds"] for row in _measured(rows, "linear") if row["case"] == LAYER.name}
+    gaps = [max(0.0, whole.get(_who(row), 0.0) - row["gemm_seconds"] - row["other_seconds"]) for row in found]
     for label, parts in (
         ("matrix products", [row["gemm_seconds"] for row in found]),
         ("casts and the rest", [row["other_seconds"] for row in found]),

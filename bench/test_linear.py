@@ -6,7 +6,7 @@ from torch import nn
 
 import tritonfp8
 from bench import gates
-from bench.cases import LAYER, LAYER_RECIPES, gemm_flops, recipe_variants
+from bench.cases import LAYER, LAYER_KERNELS, LAYER_RECIPES, gemm_flops, recipe_variants
 from bench.contest import Contender, measures
 from bench.peers import TORCHAO_RECIPES, compiled, torchao_layers
 
@@ -31,8 +31,7 @@ def training_step(layer, x, grad_output, smoke):
     return step
 
 
-@measures("layer", (LAYER,))
-def test_linear(benchmark, contest, case, shape):
+def contenders_on(contest, shape):
     m, k, n = shape.size
     options = {"device": contest.device.device, "dtype": torch.bfloat16}
     x = torch.randn(m, k, **options).requires_grad_()
@@ -72,4 +71,15 @@ def test_linear(benchmark, contest, case, shape):
         Contender(f"torchao {recipe}", lambda recipe=recipe: make(torchao(recipe)), peer="bf16", fields=work)
         for recipe in TORCHAO_RECIPES
     ]
-    contest(benchmark, case, shape, contenders, contest.device.settled_seconds, breakdown=True)
+    return contenders
+
+
+@measures("layer", (LAYER,))
+def test_linear(benchmark, contest, case, shape):
+    contest(benchmark, case, shape, contenders_on(contest, shape), contest.device.settled_seconds)
+
+
+# After all that is timed: a profiler was here.
+@measures("layer", (LAYER_KERNELS,))
+def test_kernels(contest, case, shape):
+    contest.break_down(case, shape, contenders_on(contest, shape))

@@ -1,9 +1,11 @@
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import platform
 import sys
+import types
 
 import pytest
 import torch
@@ -207,6 +209,54 @@ def test_kernels_are_told_apart_by_their_names():
     others = [("quantize_kernel", 8.0), ("triton_red_fused_amax", 16.0), ("Memset (Device)", 32.0)]
     assert contests.kernel_seconds([*kernels, *others]) == {"gemm_seconds": 7.0, "other_seconds": 56.0}
     assert contests.kernel_seconds([]) == {}
+
+
+def profiled(monkeypatch, runs):
+    """A device on which each run is one product of 2 s and one cast of 1 s, and the profiler counts them."""
+    events = [
+        types.SimpleNamespace(
+            key=key,
+            self_device_time_total=runs * seconds * 1e6,
+            device_type=torch.autograd.DeviceType.CUDA,
+            is_user_annotation=annotation,
+        )
+        for key, seconds, annotation in (("a_matmul", 2.0, False), ("quantize", 1.0, False), ("a step", 9.0, True))
+    ]
+    profiler = types.SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(contests, "profile", lambda activities: contextlib.nullcontext(profiler))
+    device = Device(torch.device("cpu"), Effort(1, 0.0, 1, 0.03))
+    monkeypatch.setattr(device, "_runs", lambda function, count: [0.01 / (runs / 3)] * count)
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+    device.device = types.SimpleNamespace(type="cuda")
+    return device
+
+
+@pytest.mark.parametrize("runs", [6, 12])
+def test_the_parts_of_a_run_are_the_mean_of_those_that_settle(monkeypatch, runs):
+    calls = []
+    found = profiled(monkeypatch, runs).breakdown(lambda: calls.append(0))
+    assert len(calls) == runs
+    assert found == pytest.approx({"gemm_seconds": 2.0, "other_seconds": 1.0})
+
+
+def test_kernels_of_contenders_are_noted_with_their_sum(fight, monkeypatch):
+    parts = iter([{"gemm_seconds": 2.0, "other_seconds": 1.0}, {"gemm_seconds": 4.0, "other_seconds": 0.5}])
+    monkeypatch.setattr(fight.contest.device, "breakdown", lambda function: next(parts))
+    broken = Contender("broken", lambda: 1 / 0)
+    own = fight.contender("own", [9] * 3, own=True, peer="bf16")
+    fight.contest.break_down(CASE, SHAPE, [own, broken, fight.contender("bf16", [9] * 3)])
+    found = {name: (row["seconds"], row.get("gemm_seconds")) for name, row in fight.rows.items()}
+    assert found == {"own": (3.0, 2.0), "broken": (None, None), "bf16": (4.5, 4.0)}
+    assert fight.rows["broken"]["reason"] == "ZeroDivisionError: division by zero"
+
+
+def test_kernels_without_a_gpu_have_a_reason_and_what_is_wrong_is_raised(fight):
+    with pytest.raises(AssertionError, match="is wrong"):
+        fight.contest.break_down(
+            CASE, SHAPE, [fight.contender("own", [9] * 3), fight.contender("wrong", [9], own=True, check=wrong)]
+        )
+    assert fight.rows["own"]["reason"] == "no kernels of a GPU to look at"
+    assert fight.rows["wrong"]["reason"] == "AssertionError: is wrong"
 
 
 def test_the_machine_is_described_without_its_name():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from bench import cases, report, shapes, tables
 from bench.bars import BARS, HIGHEST, LOWEST, MEAN, QUANTITIES, Bar, judge
-from bench.plots import PLOTS
+from bench.plots import PLOTS, layer_breakdown
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "bench" / "results" / "nvidia-h200"
@@ -51,15 +51,18 @@ def synthetic_rows():
         for shape in filter(lambda s: case.serves(s.set), shapes.select("gemm")):
             for accumulation in case.accumulations:
                 rows += product_rows(shape, 2.0, 3.0, case.name, accumulation)
-    for suite, names, times in (
-        ("linear", cases.recipe_variants(cases.LAYER_RECIPES), {"gemm_seconds": 1.5, "other_seconds": 0.25}),
-        ("model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
+    layers = cases.recipe_variants(cases.LAYER_RECIPES)
+    for case, kind, names, fields in (
+        (cases.LAYER, "layer", layers, {}),
+        (cases.LAYER_KERNELS, "layer", layers, {"gemm_seconds": 1.25, "other_seconds": 0.25}),
+        (cases.MODEL, "model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
     ):
-        kind = {"linear": "layer"}.get(suite, suite)
+        suite = {"layer": "linear"}.get(kind, kind)
         for shape in shapes.select(kind):
             contenders = [*names, "torchao tensorwise"]
-            rows += [row(suite, kind, shape, name, 2.0, True, "bf16", **times) for name in contenders[:-1]]
-            rows += [row(suite, kind, shape, name, 3.0, **times) for name in (contenders[-1], "bf16")]
+            own = [row(suite, case.name, shape, name, 2.0, True, "bf16", **fields) for name in contenders[:-1]]
+            peers = [row(suite, case.name, shape, name, 3.0, **fields) for name in (contenders[-1], "bf16")]
+            rows += [*own, *peers]
     for case in cases.CALLS:
         for shape in shapes.select("launch"):
             rows += [
@@ -101,6 +104,13 @@ def test_a_whole_run_is_shown_in_tables_and_plots(rendered):
         content = (folder / name).read_bytes()
         assert content.startswith(PNG)
         assert len(content) > 10_000
+
+
+def test_the_rest_of_a_layer_is_time_without_a_kernel():
+    figure = layer_breakdown(synthetic_rows())
+    products, others, none = figure.axes[0].containers
+    for parts, milliseconds in ((products, 1250), (others, 250), (none, 500)):
+        assert parts[-1].get_width() == pytest.approx(milliseconds)
 
 
 def test_every_row_is_in_the_tables(rendered):
@@ -314,7 +324,8 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     done = bench("pytest", "bench", *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
     rows = by_suite([json.loads(line) for line in noted.read_text().splitlines()])
-    assert [r["contender"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None] == []
+    untimed = {r["case"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None}
+    assert untimed == ({cases.LAYER_KERNELS.name} if not torch.cuda.is_available() else set())
     assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
     assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in cases.PRODUCTS}
     assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), "first step"}
