@@ -50,8 +50,9 @@ class Collected(NamedTuple):
 YES = "yes"
 _LLAMA = "tests/test_tensor_parallel.py::test_losses_do_not_go_nan_and_are_those_of_one_process"
 _CONTEXT = "tests/test_context_parallel.py"
-# What FSDP2 does with weights that no GEMM reads in 8 bits; enable_float8_all_gather says so.
-_BF16 = {"bf16": ("in bf16", "tests/test_fsdp_prepare.py::test_report_names_every_converted_layer")}
+# What enable_float8_all_gather says of weights that no GEMM reads in 8 bits, and what FSDP2 does with them.
+_REPORTED = {"bf16": ("in bf16", "tests/test_fsdp_prepare.py::test_report_names_every_converted_layer")}
+_BF16 = {"bf16": ("in bf16", "tests/test_fsdp.py::test_weights_that_no_gemm_reads_in_8_bits")}
 
 COLUMNS = (
     Column("TP colwise", ("tests/test_parallelism.py::test_colwise",)),
@@ -63,8 +64,8 @@ COLUMNS = (
         otherwise=_BF16,
     ),
     Column("HSDP, FP8 all-gather", ("tests/test_parallelism.py::test_hsdp",), otherwise=_BF16),
-    Column("TP x FSDP2", ("tests/test_fsdp_tp.py::test_tp_by_fsdp2",), otherwise=_BF16),
-    Column("HSDP x TP", ("tests/test_fsdp_tp.py::test_tp_by_hsdp",), otherwise=_BF16),
+    Column("TP x FSDP2", ("tests/test_fsdp_tp.py::test_tp_by_fsdp2",), otherwise=_REPORTED),
+    Column("HSDP x TP", ("tests/test_fsdp_tp.py::test_tp_by_hsdp",), otherwise=_REPORTED),
     Column("Pipeline", ("tests/test_pipeline.py::test_two_stages",)),
     Column(
         "Context parallel",

@@ -104,6 +104,7 @@ class Setup:
     compile: str = ""
     reverse: bool = False
     sizes: tuple = ()
+    last: bool = False
 
 
 def build(mesh, setup):
@@ -116,7 +117,8 @@ def build(mesh, setup):
         initialize(model).to(setup.dtype)
         if not setup.offload:
             model.to(mesh.device_type)
-    tritonfp8.convert(model, setup.recipe)
+    if not setup.last:
+        tritonfp8.convert(model, setup.recipe)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not setup.frozen or setup.frozen not in name)
     for layer in model.layers:
@@ -134,6 +136,8 @@ def build(mesh, setup):
             model.layers.register_module(name, layer)
         fully_shard(layer, reshard_after_forward=setup.reshard, **options)
     fully_shard(model, reshard_after_forward=setup.root_reshard, **options)
+    if setup.last:
+        tritonfp8.convert(model, setup.recipe)
     if setup.meta:
         model.to_empty(device=mesh.device_type)
         full = initialize(Llama(*setup.sizes, tied=setup.tied).to(setup.dtype)).state_dict()
@@ -236,6 +240,13 @@ def train(mesh, setup, steps=10):
     optimizer = torch.optim.AdamW(trained, lr=1e-2, **OPTIMIZERS[setup.optimizer])
     losses = [loss for _ in range(steps) for loss in step_of(model, optimizer, setup)]
     return losses, digest(model)
+
+
+def first_loss_alone(mesh, setup):
+    """Of this rank's tokens, by a model that is not sharded."""
+    model = initialize(Llama()).to(setup.param_dtype)
+    tritonfp8.convert(model, setup.recipe)
+    return model(tokens_of(0)).item()
 
 
 def traffic(mesh, setup):
@@ -400,16 +411,23 @@ def load(mesh, folder, setup):
 
 
 def load_plain(mesh, folder):
-    """Into an ordinary bf16 model; and with ``weights_only`` from a file of full tensors."""
+    """Into an ordinary model, and into one in bf16: a digest of the first; the names of parameters of the second that
+    are not its rounding; and the loss of the second.
+    """
     import torch.distributed.checkpoint as dcp
 
-    model = Llama().to(torch.bfloat16)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    model.load_state_dict(state["model"], strict=True)
-    wide = Llama()
-    wide.load_state_dict({k: v.float() for k, v in model.state_dict().items()}, strict=True)
-    return digest(model), wide(tokens_of(0)).item()
+    models = Llama(), Llama().to(torch.bfloat16)
+    for model in models:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        model.load_state_dict(state["model"], strict=True)
+    wide, narrow = models
+    pairs = zip(wide.named_parameters(), narrow.parameters(), strict=True)
+    different = [name for (name, p), q in pairs if not torch.equal(p.bfloat16(), q)]
+    return digest(wide), different, narrow(tokens_of(0)).item()
 
 
 def saved_with_torch(mesh, path, setup):

@@ -1,15 +1,27 @@
 """FSDP2 with FP8 all-gather on top of tensor parallelism: the scales of the whole weight, the losses without it."""
 
+import math
+
 import fsdp_cases
 import fsdp_tp_cases
 import pytest
+from process_group import Processes
 
 from tritonfp8 import recipes
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
-TWO_BY_TWO, HYBRID = (2, 2), (2, 1, 2)
+TWO_BY_TWO = (2, 2)
+# Replicas, ranks of FSDP2, of tensor parallelism.
+HYBRID, HYBRID_OF_FOUR = (2, 2, 2), (2, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    processes = Processes(8)
+    yield processes
+    processes.stop()
 
 
 @pytest.fixture
@@ -20,10 +32,8 @@ def four_gpus(gpus):
 
 
 def check_equal_to_off(ranks, sizes, recipe, steps=3, **options):
-    on, off = (
-        ranks.run(4, fsdp_tp_cases.train, sizes=sizes, recipe=recipe, enabled=enabled, steps=steps, **options)
-        for enabled in (True, False)
-    )
+    options |= {"sizes": sizes, "recipe": recipe, "steps": steps}
+    on, off = (ranks.run(math.prod(sizes), fsdp_tp_cases.train, enabled=e, **options) for e in (True, False))
     layers = 7 * fsdp_tp_cases.LAYERS + 1
     for (losses, digest, gathered), (expected, expected_digest, _) in zip(on, off, strict=True):
         assert gathered == layers
@@ -38,8 +48,8 @@ def test_tp_by_fsdp2(ranks, recipe):
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_tp_by_hsdp(ranks, recipe):
-    check_equal_to_off(ranks, HYBRID, recipe)
+def test_tp_by_hsdp(eight, recipe):
+    check_equal_to_off(eight, HYBRID, recipe)
 
 
 OPTIONS = {
@@ -94,7 +104,7 @@ def test_scales_are_those_of_one_process(ranks, recipe, sizes):
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("recipe", QUANTIZED)
-@pytest.mark.parametrize("sizes", [TWO_BY_TWO, HYBRID], ids=str)
+@pytest.mark.parametrize("sizes", [TWO_BY_TWO, HYBRID_OF_FOUR], ids=str)
 def test_tp_by_fsdp2_on_gpus(four_gpus, recipe, sizes):
     check_equal_to_off(four_gpus, sizes, recipe, steps=10, timeout=240)
 

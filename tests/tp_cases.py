@@ -205,14 +205,6 @@ def gather_bytes(name, needs_grad):
     return [(op, str(dtype), n) for op, dtype, n in seen.sent]
 
 
-def raise_on_rank_one():
-    if torch.distributed.get_rank() == 1:
-        raise ValueError("rank one gives up")
-    mesh = mesh_of([2])
-    x, w = on_mesh(normal(8, 64), mesh, [R]), on_mesh(normal(32, 64), mesh, [Shard(0)])
-    linear(x, w, None, "rowwise").redistribute(placements=[R]).sum().backward()
-
-
 def collectives_of_a_layer(name, placements, lead=(5,), n=140, k=150):
     """Number of elements in each collective of forward, then in each of backward."""
     mesh = mesh_of([2])

@@ -1,6 +1,7 @@
 """What the ranks run for the tests of sharded modules and models. Each function returns plain data or raises."""
 
 import functools
+import os
 
 import torch
 from cases import llama, normal, tokens
@@ -174,6 +175,23 @@ def check_sequence_mlp_with_counts(names, counts):
             assert a.numel() == 0 or sqnr(a, e) > SAME_BUT_FOR_ORDER, sqnr(a, e)
 
 
+def fail_on_rank_1(mesh, how):
+    """A step of sequence parallelism in which rank 1 does not do what rank 0 does."""
+    model = Mlp()
+    tritonfp8.convert(model, "rowwise")
+    parallelize_module(model, mesh, sequence_plan_mlp())
+    x = normal(32, 64).chunk(2)[mesh.get_local_rank()].requires_grad_()
+    model(x).sum().backward()
+    if mesh.get_local_rank() == 1:
+        if how == "raise":
+            raise ValueError("bad batch")
+        if how == "kill":
+            os._exit(1)
+        if how == "skip":
+            return 0.0
+    return model(x).sum().item()
+
+
 def llama_plan(layers, styles, local, sequence):
     """As torch's own tutorial shards a Llama; attention reads local heads, so its projections return local tensors."""
     colwise, rowwise, prepare = styles
@@ -229,16 +247,17 @@ def losses_alone(name, heads, layers, steps):
 
 
 def converted_llama(name, heads, layers):
-    model = llama(num_attention_heads=4, num_key_value_heads=heads, num_hidden_layers=layers).to(device())
+    sizes = {"hidden_size": 96, "intermediate_size": 171, "num_attention_heads": 6} if heads == 3 else {}
+    model = llama(**{"num_key_value_heads": heads, "num_hidden_layers": layers, **sizes}).to(device())
     tritonfp8.convert(model, name)
     return model
 
 
-def llama_losses(name, local, float8, sequence, compiled, steps=10):
+def llama_losses(name, local, float8, sequence, compiled=False, steps=10):
     """Losses of a Llama alone and sharded over all ranks."""
     world = torch.distributed.get_world_size()
     # Layers are alike, and to compile a second one takes as long as the first.
-    heads, layers = 4 if world > 2 else 2, 1 if compiled else 2
+    heads, layers = world, 1 if compiled else 2
     together = sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers)
     return losses_alone(name, heads, layers, steps), together
 
@@ -336,6 +355,11 @@ def error_of(case):
     def nothing_inside():
         parallelize_module(Mlp(), mesh, PrepareFloat8ModuleInput(input_layouts=R, desired_input_layouts=R))(x)
 
+    def chunks():
+        rows = (3, 5)[mesh.get_local_rank()]
+        x = DTensor.from_local(normal(rows, 64), mesh, [Shard(0)], run_check=False, shape=(8, 64), stride=(64, 1))
+        linear(x, w)
+
     def counts():
         module = parallelize_module(nn.Linear(64, 32), mesh, Float8ColwiseParallel(input_layouts=Shard(0)))
         tritonfp8.convert(module, "rowwise")
@@ -348,6 +372,7 @@ def error_of(case):
         "embedding": lambda: parallelize_module(nn.Embedding(4, 4), mesh, Float8ColwiseParallel()),
         "not converted": not_converted,
         "nothing inside": nothing_inside,
+        "chunks": chunks,
         "counts": counts,
         "features": lambda: linear(on_mesh(normal(8, 65), mesh, [Shard(1)]), on_mesh(normal(8, 64), mesh, [Shard(1)])),
     }
