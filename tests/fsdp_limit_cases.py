@@ -31,6 +31,23 @@ def train_with_empty_batch(mesh, enabled, recipe):
     return digest(model)
 
 
+def train_tied(mesh, enabled, recipe):
+    """Two layers with one weight between them, and gradients from both."""
+    model = initialize(Linears([(131, 64), (131, 64), (40, 64)]))
+    tritonfp8.convert(model, recipe, filter=lambda module, name: True)
+    model.layers[1].weight = model.layers[0].weight
+    gathered = len(enable_float8_all_gather(model).converted) if enabled else None
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        loss = model(torch.arange(192.0).reshape(3, 64).sin() + step).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return (losses, digest(model)), gathered
+
+
 def fail_on_rank_1(mesh, how):
     """A step in which rank 1 does not do what rank 0 does."""
     model, _ = build(mesh, Setup())

@@ -47,6 +47,7 @@ OPTIONS = {
     "hybrid": Setup(hybrid=True),
     "hybrid_blockwise": Setup("blockwise", hybrid=True),
     "float32_compute": Setup(param_dtype=None),
+    "float16_compute": Setup(param_dtype=torch.float16),
     "bf16_parameters": Setup(dtype=torch.bfloat16),
     "fused": Setup(optimizer="fused"),
     "loop": Setup(optimizer="loop"),

@@ -24,6 +24,17 @@ def test_empty_batch_and_empty_shards_on_some_ranks(ranks, recipe):
     assert on == off
 
 
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_layers_that_share_a_weight(ranks, recipe):
+    (on, gathered), (off, _) = (
+        ranks.run(3, fsdp_limit_cases.train_tied, enabled=e, recipe=recipe)[0] for e in (True, False)
+    )
+    assert on == off
+    # Weights, not layers.
+    assert gathered == 2
+    assert len(set(on[0])) == 3
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_reshard_that_changes_between_micro_batches(ranks, recipe):
     on, off = (ranks.run(2, fsdp_limit_cases.toggle_reshard, enabled=e, recipe=recipe) for e in (True, False))

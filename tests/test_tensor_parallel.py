@@ -123,8 +123,9 @@ def test_tokens_in_any_numbers(two, counts):
     two.run(tp_cases.check_uneven, NAMES, list(counts), torch.float32, True)
 
 
-def test_tokens_in_any_numbers_over_four_ranks(four):
-    four.run(tp_cases.check_uneven, NAMES, [1, 127, 129, 192], torch.bfloat16, True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tokens_in_any_numbers_over_four_ranks(four, dtype):
+    four.run(tp_cases.check_uneven, NAMES, [1, 127, 129, 192], dtype, True)
 
 
 def test_tokens_of_a_non_contiguous_input(two):
