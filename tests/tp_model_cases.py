@@ -259,7 +259,10 @@ def llama_losses(name, local, float8, sequence, compiled=False, steps=10):
     # Layers are alike, and to compile a second one takes as long as the first.
     heads, layers = world, 1 if compiled else 2
     together = sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers)
-    return losses_alone(name, heads, layers, steps), together
+    # One rank is enough: the others would take the cores of its machine from it.
+    alone = [losses_alone(name, heads, layers, steps) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(alone, src=0)
+    return alone[0], together
 
 
 def sharded_losses(name, local, float8, sequence, compiled=False, steps=4, heads=2, layers=2):
