@@ -236,7 +236,7 @@ def test_loss_parallel(two, float8):
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("name", ["rowwise", "tensorwise", "rowwise_hp_grad_weight"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_scales_of_a_step_are_those_of_one_process(two, name, sequence):
     assert min(two.run(tp_model_cases.scales_of_a_step, name, sequence)) >= 6
 
