@@ -1,6 +1,7 @@
 """Specs and inputs that several test files share."""
 
 import contextlib
+import os
 
 import numpy as np
 import pytest
@@ -135,6 +136,14 @@ def llama(**config):
 
 def tokens(batch=2, length=9, seed=0, device="cpu"):
     return torch.randint(0, 128, (batch, length), generator=generator(seed)).to(device)
+
+
+def give_up(how):
+    """End this process, or this call, where ``how`` says so."""
+    if how == "raise":
+        raise ValueError("bad batch")
+    if how == "kill":
+        os._exit(1)
 
 
 @contextlib.contextmanager
