@@ -125,9 +125,8 @@ class Device:
     def _median(self, function: Function, settle: float) -> float:
         times = self._runs(function, 1)
         if self.effort.seconds:
-            before, fit = (int(seconds / max(times[0], 1e-6)) for seconds in (settle, self.effort.seconds))
-            timed = min(MAX_RUNS, max(MIN_RUNS, fit))
-            times = self._runs(function, min(MAX_SETTLING_RUNS, before) + timed)[-timed:]
+            timed = min(MAX_RUNS, max(MIN_RUNS, _fitting_runs(self.effort.seconds, times[0])))
+            times = self._runs(function, _settling_runs(settle, times[0]) + timed)[-timed:]
         return statistics.median(times)
 
     def _runs(self, function: Function, count: int) -> list[float]:
@@ -171,11 +170,11 @@ class Device:
         """GPU time of a run in matrix products and in everything else, as fields: the mean of as many runs as the GPU
         takes to settle. None on a CPU.
 
-        What is timed after it has a slower host: the profiler's library stays in the way of each launch.
+        What is timed after it may have a slower host: the profiler's library stays in the way of each launch.
         """
         if self.device.type != "cuda":
             return {}
-        runs = max(MIN_RUNS, min(MAX_SETTLING_RUNS, int(self.effort.settle / max(self._runs(function, 1)[0], 1e-6))))
+        runs = max(MIN_RUNS, _settling_runs(self.effort.settle, self._runs(function, 1)[0]))
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(runs):
                 function()
@@ -192,6 +191,15 @@ class Device:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _fitting_runs(seconds: float, run: float) -> int:
+    """How many runs, each of ``run`` seconds, fit."""
+    return int(seconds / max(run, 1e-6))
+
+
+def _settling_runs(seconds: float, run: float) -> int:
+    return min(MAX_SETTLING_RUNS, _fitting_runs(seconds, run))
 
 
 def _wall_seconds(function: Function) -> float:

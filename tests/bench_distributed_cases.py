@@ -10,10 +10,8 @@ from bench import distributed, distributed_models
 from bench.distributed_contest import Settings, compare
 from bench.distributed_models import Contestant
 from bench.ranks import Ranks
-from tritonfp8 import recipes
 
 BROKEN = "broken on all ranks"
-QUANTIZED = tuple(name for name in recipes.names() if recipes.get(name).output.quantized)
 HIDDEN, FFN, LAYERS, VOCABULARY = 64, 1536, 2, 256
 CONFIG = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN,

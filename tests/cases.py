@@ -9,9 +9,11 @@ import torch
 import triton
 from strategies import VALID_SPECS as SPECS
 
-from tritonfp8 import reference
+from tritonfp8 import recipes, reference
 from tritonfp8.specs import BLOCKS
 
+# The names of recipes that quantize.
+QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 # One spec of each block shape, where format and rounding make no difference.
 SPEC_OF_BLOCK = [next(spec for spec in SPECS if spec.block == block) for block in BLOCKS]
 

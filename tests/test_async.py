@@ -2,13 +2,13 @@
 
 import async_cases
 import pytest
+from cases import QUANTIZED
 
 from tritonfp8 import recipes
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 NAMES = recipes.names()
-QUANTIZED = [name for name in NAMES if recipes.get(name).output.quantized]
 ALL, MLP = async_cases.LINEARS, async_cases.MLP
 
 

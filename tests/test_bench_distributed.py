@@ -8,7 +8,8 @@ from unittest import mock
 import bench_distributed_cases
 import pytest
 import torch.distributed as dist
-from bench_distributed_cases import BROKEN, CONFIG, FFN, HIDDEN, LAYERS, QUANTIZED, VOCABULARY
+from bench_distributed_cases import BROKEN, CONFIG, FFN, HIDDEN, LAYERS, VOCABULARY
+from cases import QUANTIZED
 from process_group import Processes
 from rich.console import Console
 from typer.testing import CliRunner

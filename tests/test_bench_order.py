@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_distributed_cases import CONFIG, FFN, QUANTIZED
+from bench_distributed_cases import CONFIG, FFN
+from cases import QUANTIZED
 
 from bench import distributed_models
 from tritonfp8 import recipes, reference

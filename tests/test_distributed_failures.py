@@ -7,6 +7,7 @@ import failure_cases
 import fsdp_cases
 import pytest
 import torch
+from cases import QUANTIZED
 from fsdp_cases import Setup
 from torch import nn
 
@@ -16,8 +17,6 @@ from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.distributed.gathered_weight import ShardedWeight
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

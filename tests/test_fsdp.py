@@ -5,6 +5,7 @@ from dataclasses import replace
 import fsdp_cases
 import pytest
 import torch
+from cases import QUANTIZED
 from fsdp_cases import Setup
 from process_group import Processes
 
@@ -12,8 +13,6 @@ from tritonfp8 import recipes
 from tritonfp8.distributed.wire import forms
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,10 @@
 
 import fsdp_limit_cases
 import pytest
+from cases import QUANTIZED
 from process_group import Processes
 
-from tritonfp8 import recipes
-
 pytestmark = pytest.mark.xdist_group("ranks")
-
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ import math
 import fsdp_cases
 import fsdp_tp_cases
 import pytest
+from cases import QUANTIZED
 from process_group import Processes
-
-from tritonfp8 import recipes
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 TWO_BY_TWO = (2, 2)
 # Replicas, ranks of FSDP2, of tensor parallelism.
 HYBRID, HYBRID_OF_FOUR = (2, 2, 2), (2, 1, 2)

@@ -3,6 +3,7 @@
 import fsdp_cases
 import pytest
 import tp_cases
+from cases import QUANTIZED
 from fsdp_cases import Setup
 from torch.distributed.tensor import Replicate, Shard
 
@@ -31,7 +32,7 @@ def test_rowwise(ranks, recipe):
     ranks.run(2, check_layer, recipe=recipe, placements=ROWWISE)
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipes.names() if recipes.get(name).output.quantized])
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_hsdp(ranks, recipe):
     on, off = (ranks.run(4, fsdp_cases.train, setup=Setup(recipe, enabled, hybrid=True), steps=2)
                for enabled in (True, False))  # fmt: skip

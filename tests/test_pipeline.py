@@ -4,12 +4,12 @@ import functools
 
 import pipeline_cases
 import pytest
+from cases import QUANTIZED
 
 from tritonfp8 import recipes
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 SCHEDULES = list(pipeline_cases.SCHEDULES)
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from cases import llama, normal, tokens
+from cases import QUANTIZED, llama, normal, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,6 @@ from tritonfp8.operands import Quantizer
 from tritonfp8.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
 
 
 class Heads(nn.Module):

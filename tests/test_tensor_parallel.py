@@ -6,7 +6,7 @@ import pytest
 import torch
 import tp_cases
 import tp_model_cases
-from cases import normal
+from cases import QUANTIZED, normal
 from process_group import Ranks
 from torch.distributed.tensor import Replicate, Shard
 
@@ -19,7 +19,6 @@ from tritonfp8.testing import assert_bitwise_equal, sqnr
 pytestmark = pytest.mark.xdist_group("tensor parallel")
 
 NAMES = recipes.names()
-QUANTIZED = [name for name in NAMES if recipes.get(name).output.quantized]
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 WAYS = {
     "replicated": ([R], [R], [R]),

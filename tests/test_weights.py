@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import llama, normal, tokens
+from cases import QUANTIZED, llama, normal, tokens
 from test_shared_input import casts_of
 from torch import nn
 
@@ -62,7 +62,7 @@ def test_same_bits(name, dtype):
     assert_bitwise_equal(accumulate(module, xs), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.get(name).output.quantized])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_no_pass_quantizes_a_weight(name):
     module, xs = layer(name), inputs()
     assert weight_casts(lambda: accumulate(module, xs)) == 2 * 2 * STEPS
