@@ -220,8 +220,21 @@ class TestTune:
         assert_matmul_close(out, expected, torch.bfloat16)
 
 
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
+    """Workers are told which one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert hardware.with_index("cuda") == torch.device("cuda", 3)
+    assert hardware.with_index("cuda:1") == torch.device("cuda", 1)
+    assert hardware.with_index("cpu") == CPU
+
+
 @pytest.mark.gpu
 class TestOnGpu:
+    def test_workers_compile_for_the_current_gpu(self):
+        tuned = tune(record_linear((16, 384, 512), "rowwise", "bfloat16"), workers=2)
+        assert tuned.failed == ()
+        assert len(tuned.entries) == 3
+
     def test_times_are_of_the_functions(self):
         x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
         small, large = tuning_measure.cuda_seconds([lambda: x[:512] @ x, lambda: x @ x], rounds=5)

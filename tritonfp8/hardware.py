@@ -62,6 +62,14 @@ def abilities(device: torch.device | str | int) -> Abilities:
     return _cuda_abilities(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def with_index(device: torch.device | str) -> torch.device:
+    """``device``, and of GPUs without an index the current one: what another process can be told."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 @functools.cache
 def _cuda_abilities(index: int) -> Abilities:
     properties = torch.cuda.get_device_properties(index)

@@ -208,13 +208,13 @@ def tune(
         RuntimeError: a CUDA graph is being captured.
         ValueError: a device other than a GPU, without a ``timer``.
     """
-    device = torch.device(device)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "tuning cannot run while a CUDA graph is captured: tune before, with tritonfp8 warmup --tune"
         )
-    if timer is None and device.type != "cuda":
+    if timer is None and torch.device(device).type != "cuda":
         raise ValueError(f"tuning times kernels and needs a CUDA GPU, or a timer; got device {str(device)!r}")
+    device = hardware.with_index(device)
     machine = hardware.machine_key(hardware.abilities(device))
     wanted = products(calls, device)
     pending = [product for product in wanted if force or not _is_tuned(product.key, machine)]
