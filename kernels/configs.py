@@ -19,9 +19,9 @@ WIDENED_BYTES = 2
 NATIVE_MX_ROWS = 128
 PARTIAL_BYTES = 4
 RATE_UNIT = 1e15
-# Of an H200, bytes a second and seconds: a copy's reads and writes, reads from L2 by all SMs; how long a load takes
-# while the memory is busy, what a dependent launch adds.
-COPY_BANDWIDTH, L2_BANDWIDTH = 4.27e12, 1.0e13
+# Of an H200, bytes a second and seconds: a copy's reads and writes, reads from L2 by all SMs and by one; how long a
+# load takes while the memory is busy, what a dependent launch adds.
+COPY_BANDWIDTH, L2_BANDWIDTH, SM_BANDWIDTH = 4.27e12, 1.0e13, 8.0e10
 LOAD_LATENCY, LAUNCH_LATENCY = 1.5e-6, 2.0e-6
 # The part of the shorter of two overlapping times that adds to the longer one.
 OVERHANG = 0.1
@@ -38,11 +38,12 @@ class MatmulConfig:
     become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
     their float32 parts are added up in their order by a second launch. ``max_m`` is the largest M that this serves.
 
-    ``specialized`` is the warp-specialized Hopper kernel. ``bare`` says that its registers hold no activation or
-    residual besides the product, ``column_scales`` that they hold scales of every column along K. ``stagger`` keeps its
-    two groups of warps half a step apart; ``tight`` lets them promote before they start the next product, in fewer
-    registers; ``overlap`` lets them start it before, that many steps in a row, where a group has only one product a
-    step.
+    ``specialized`` is the warp-specialized Hopper kernel, whose two groups of warps each multiply 64 rows at a time; a
+    tile of 64 rows, of the transposed operands if swapped, has one group. ``bare`` says that its registers hold no
+    activation or residual besides the product, ``column_scales`` that they hold scales of every column along K.
+    ``stagger`` keeps the groups half a step apart; ``tight`` lets them promote before they start the next product, in
+    fewer registers; ``overlap`` lets them start it before, that many steps in a row, where a group has only one product
+    a step.
     """
 
     block_m: int
@@ -90,16 +91,26 @@ class MatmulConfig:
         return "-".join(parts)
 
 
-def _few_rows(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:
+def _few_rows(
+    splits: tuple[int, ...], *tiles: tuple[int, int, float], block_n: int = 128, **options: int
+) -> tuple[MatmulConfig, ...]:
     """Each tile ``(block_m, num_stages, rate)`` in each number of parts of K."""
     return tuple(
-        MatmulConfig(block_m, 128, 128, 4, stages, rate, swap=True, split_k=split, max_m=SMALL_M, **options)
+        MatmulConfig(block_m, block_n, 128, 4, stages, rate, swap=True, split_k=split, max_m=SMALL_M, **options)
         for block_m, stages, rate in tiles
         for split in splits
     )
 
 
+def _half_tiles(*tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:
+    """Tiles of 64 rows of the weight: twice as many programs read it, and no part of a sum has to be added up."""
+    return _few_rows((1,), *tiles, block_n=SPECIALIZED_WAVE_ROWS, specialized=True, **options)
+
+
 FEW_ROWS_HOPPER = _few_rows((1, 2, 4, 8), (16, 8, 0.30), (32, 8, 0.55), (64, 6, 0.80), (128, 4, 1.10), specialized=True)
+HALF_TILES_FAST = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.80), (128, 8, 1.00))
+# More registers than there are, with 128 columns' products in flight besides the sum, if those have scales.
+HALF_TILES_PROMOTED = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.75), overlap=4)
 FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
 
 SPACES = {
@@ -112,6 +123,7 @@ SPACES = {
             MatmulConfig(128, 128, 128, 8, 4, 1.20),
             MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
+            *HALF_TILES_FAST,
             *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
@@ -122,6 +134,8 @@ SPACES = {
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
             MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
+            *HALF_TILES_PROMOTED,
+            HALF_TILES_FAST[-1],
             *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
@@ -148,6 +162,7 @@ SPACES = {
             MatmulConfig(128, 128, 128, 8, 4, 0.82),
             MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
+            *HALF_TILES_PROMOTED,
             *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
@@ -172,10 +187,11 @@ def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     out = config.block_m * config.block_n
     vectors = 0
     if config.specialized:
-        columns = config.block_m if config.swap else config.block_n
-        out = 2 * SPECIALIZED_WAVE_ROWS * columns
+        rows, columns = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
+        groups = min(2, rows // SPECIALIZED_WAVE_ROWS)
+        out = groups * SPECIALIZED_WAVE_ROWS * columns
         # Each group's scales or bias of the columns, on their way between layouts.
-        vectors = 2 * SCALE_BYTES * columns
+        vectors = groups * SCALE_BYTES * columns
     out *= PARTIAL_BYTES if config.split_k > 1 else out_itemsize
     return operands + widened + out // (2 if config.halves else 1) + vectors + BARRIER_BYTES
 
@@ -215,8 +231,8 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
     Whole waves of tiles are paid for, however few of the last one are used, each as long as its area over the rate. To
     that the bytes of the matrices over the bandwidth are added, as if neither hid any of the other: they are the same
     for every configuration. Of few rows (SMALL_M) they take longest, and the configuration decides how they are read:
-    what the programs have in flight must make up for the memory's latency, tiles read operands again from L2, and parts
-    of K have to be written and added up.
+    what the programs have in flight must make up for the memory's latency, tiles read operands again from L2, one SM
+    can read only so much, and parts of K have to be written and added up.
 
     Args:
         config: the configuration.
@@ -236,6 +252,7 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
     in_flight = min(pieces, slots) * config.num_stages * rows * config.block_k
     share = min(1.0, in_flight / (LOAD_LATENCY * COPY_BANDWIDTH))
     read = max(bytes_moved / COPY_BANDWIDTH, tiles * rows * k / L2_BANDWIDTH) / share
+    read = max(read, -(-pieces // slots) * rows * k / config.split_k / SM_BANDWIDTH)
     seconds = max(multiply, read) + OVERHANG * min(multiply, read)
     if config.split_k > 1:
         seconds += LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_BANDWIDTH

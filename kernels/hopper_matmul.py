@@ -4,7 +4,8 @@ Plain Triton lets the tensor cores idle while a block adds a partial product to 
 warps each own half of the rows of a tile: while one promotes, the other multiplies. A warp of its own keeps the copy
 engine ahead of both. The same kernel serves scales in the epilogue and scales along K, and without promotion also fast
 accumulation. Products of few tokens swap the operands (weights are the rows, of which an instruction takes 64, tokens
-the columns, of which it takes as few as 8) and split K over programs, so that all of the device reads the weight.
+the columns, of which it takes as few as 8). So that all of the device reads the weight, they split K over programs, or
+take tiles of 64 rows, with one group and more stages.
 
 The shape of the kernel follows CUTLASS's warp-specialized "cooperative" kernels and DeepSeek-AI's DeepGEMM.
 """
@@ -51,6 +52,16 @@ def _stage_before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _pieces(sizes, split_k, SPLIT: gl.constexpr):
+    """How many pieces of work there are: tiles, or parts of their K."""
+    _, _, tiles_m, tiles_n, _ = sizes
+    if SPLIT:
+        return tiles_m * tiles_n * split_k
+    else:
+        return tiles_m * tiles_n
+
+
+@gluon.jit
 def _piece(
     piece, sizes, split_k, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
 ):
@@ -74,13 +85,12 @@ def _load(
 ):  # fmt: skip
     """The producer: fills stage after stage, through all pieces of this program."""
     a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, empty, _ = shared
-    _, _, tiles_m, tiles_n, _ = sizes
     _, _, _, stride_ak, _, stride_bk = strides
     A_SCALES: gl.constexpr = a_scale_bufs.shape[1] if A_ROWS == 1 else 0
     B_SCALES: gl.constexpr = b_scale_bufs.shape[1] if B_ROWS == 1 else 0
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for piece in range(gl.program_id(0), tiles_m * tiles_n * split_k, gl.num_programs(0)):
+    for piece in range(gl.program_id(0), _pieces(sizes, split_k, SPLIT), gl.num_programs(0)):
         row, col, _, first, last = _piece(piece, sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
         for step in range(first, last):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -400,7 +410,7 @@ def _multiply(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     tile_phase = gl.to_tensor(0)
-    for piece in range(gl.program_id(0), tiles_m * tiles_n * split_k, gl.num_programs(0)):
+    for piece in range(gl.program_id(0), _pieces(sizes, split_k, SPLIT), gl.num_programs(0)):
         row, col, part, first, last = _piece(piece, sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
         row += GROUP * WAVES * WAVE_ROWS
         # Read before the product, so that the memory's latency is hidden.
@@ -482,12 +492,13 @@ def hopper_matmul_kernel(
     where each row has its own for every step of K, it is a descriptor of the flat scale, a step's rows side by side,
     with blocks of a tile's rows, at least 32.
 
-    How it is done, not what: STAGGER keeps the two groups of warps half a step apart, TIGHT promotes before the next
-    product is started, in fewer registers, OVERLAP starts it before, that many steps in a row, and HALVES stores half
-    of the columns at a time.
+    A tile of BLOCK_M = 64 has one group of warps, any other two. How it is done, not what: STAGGER keeps the groups
+    half a step apart, TIGHT promotes before the next product is started, in fewer registers, OVERLAP starts it before,
+    that many steps in a row, and HALVES stores half of the columns at a time.
     """
-    WAVES: gl.constexpr = BLOCK_M // (2 * WAVE_ROWS)
-    gl.static_assert(not SWAP or (WAVES == 1 and not HALVES), "swapped tiles are of 128 rows, stored whole")
+    GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
+    WAVES: gl.constexpr = BLOCK_M // (GROUPS * WAVE_ROWS)
+    gl.static_assert(not SWAP or (WAVES == 1 and not HALVES), "swapped tiles are of 64 or 128 rows, stored whole")
     gl.static_assert(OVERLAP == 1 or WAVES == 1, "two products a step leave no registers for one more")
     OUT_ROWS: gl.constexpr = BLOCK_N if SWAP else WAVE_ROWS
     OUT_COLS: gl.constexpr = WAVE_ROWS if SWAP else BLOCK_N // (2 if HALVES else 1)
@@ -498,13 +509,13 @@ def hopper_matmul_kernel(
     steps = gl.cdiv(K, BLOCK_K)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2, OUT_ROWS, OUT_COLS], out_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, OUT_ROWS, OUT_COLS], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=GROUPS)
     # A barrier lives as long as the kernel, or is none: the memory of one that nothing waits for goes to a buffer, and
     # an H200 on which processes took turns now and then put the barrier back over what the buffer held.
     if STAGGER:
@@ -520,17 +531,30 @@ def hopper_matmul_kernel(
     # As `begin` does for the other kernels; nothing above reads or writes what others do.
     if DEPENDENT:
         gdc_wait()
-    gl.warp_specialize(
-        [
-            (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS, B_ROWS,
-                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES, OVERLAP,
-                         BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
-            (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(1), WAVES, A_ROWS, B_ROWS,
-                         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES, OVERLAP,
-                         BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
-            (_load, (a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, A_ROWS, B_ROWS, SPLIT,
-                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS,
+                             B_ROWS, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                             OVERLAP, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, A_ROWS, B_ROWS, SPLIT,
+                         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS,
+                             B_ROWS, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                             OVERLAP, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
+                (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(1), WAVES, A_ROWS,
+                             B_ROWS, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                             OVERLAP, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, A_ROWS, B_ROWS, SPLIT,
+                         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

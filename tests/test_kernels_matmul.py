@@ -300,8 +300,33 @@ def test_split_sums_in_a_cuda_graph(name):
         for _ in range(20):
             captured.fill_(math.nan)
             graph.replay()
-            other.run(config=config)
+            other.run(out_dtype=torch.bfloat16, config=config)
             assert_bitwise_equal(captured, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
+def test_split_sums_on_several_streams_at_once(name):
+    """Parts of one launch never meet those of another."""
+    pair = PAIRS[name]
+    product = Product.of(normal, pair, (64, 4096, 7168), "cuda")
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    for config in split_configs(family(pair)):
+        if not runs(config, pair, "cuda", out_dtype=torch.bfloat16):
+            continue
+        alone = product.run(out_dtype=torch.bfloat16, config=config)
+        arguments = (product.a, product.a_scale, *pair[0].args, product.b, product.b_scale, *pair[1].args)
+        torch.cuda.synchronize()
+        results = []
+        for _ in range(25):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(
+                        launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", config=config)
+                    )
+        torch.cuda.synchronize()
+        for result in results:
+            assert_bitwise_equal(result, alone)
 
 
 SMALL_SIZES = (1, 17, 129)
