@@ -11,77 +11,18 @@ import math
 import pytest
 import torch
 from cases import CUDA, INTERPRETER, each_device, generator, normal, surrounded
+from matmul_cases import EPILOGUES, OTHER_PAIRS, PAIRS, Product, family, integers, runs
 
-from tritonfp8 import hardware, launch, launch_matmul, reference, tuning
+from tritonfp8 import launch, launch_matmul, tuning
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
-from tritonfp8.kernels.configs import supports
-from tritonfp8.specs import (
-    ACCUMULATIONS,
-    ACTIVATIONS,
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_128X128,
-    ROWWISE,
-    QuantSpec,
-    matmul_family,
-    scale_shape,
-)
+from tritonfp8.specs import ACCUMULATIONS, ACTIVATIONS, scale_shape
 from tritonfp8.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr
 
-TENSOR = QuantSpec("e4m3")
-TENSOR_E5M2 = QuantSpec("e5m2")
-ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
-ROW_E5M2 = QuantSpec("e5m2", ROWWISE, "fp32", "none")
-VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
-VECTOR_E5M2 = QuantSpec("e5m2", BLOCK_1X128, "fp32", "none")
-SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
-MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
-MX_E5M2 = QuantSpec("e5m2", BLOCK_1X32, "e8m0", "floor")
-
-PAIRS = {
-    "rowwise": (ROW, ROW),
-    "e5m2 tensorwise x e4m3 tensorwise": (TENSOR_E5M2, TENSOR),
-    "1x128 x 128x128": (VECTOR, SQUARE),
-    "1x128 x 1x128": (VECTOR, VECTOR),
-    "128x128 x 128x128": (SQUARE, SQUARE),
-    "mx": (MX, MX),
-}
-OTHER_PAIRS = {
-    "tensorwise": (TENSOR, TENSOR),
-    "rowwise x tensorwise": (ROW, TENSOR),
-    "tensorwise x rowwise": (TENSOR, ROW),
-    "e5m2 rowwise x rowwise": (ROW_E5M2, ROW),
-    "128x128 x 1x128": (SQUARE, VECTOR),
-    "e5m2 1x128 x 128x128": (VECTOR_E5M2, SQUARE),
-    "e5m2 mx x mx": (MX_E5M2, MX),
-}
-
-GUARD = 64
-GUARD_VALUE = 12345.0
 FEWEST_ROWS = 16
-
-
-def family(pair):
-    return matmul_family(pair[0].block, pair[1].block)
-
-
-def integers(*shape, seed):
-    """Small enough for every partial sum to be exact in the tensor core's own accumulator."""
-    return torch.randint(-2, 3, shape, generator=generator(seed)).float()
 
 
 def positive(*shape, seed):
     return torch.rand(*shape, generator=generator(seed))
-
-
-def quantize_exactly(x, spec):
-    """Integers keep their values under scales that differ by powers of two from block to block."""
-    shape = scale_shape(x.shape, spec.block)
-    exponents = torch.arange(math.prod(shape), device=x.device).view(shape) % 3 - 1
-    amax = exponents.float().exp2() * FORMATS[spec.format].qmax
-    q = reference.quantize(x, *spec.args, amax=amax)
-    assert torch.equal(reference.dequantize(*q, *spec.args, torch.float32), x)
-    return q
 
 
 def launch_exactly(x, spec):
@@ -98,53 +39,6 @@ def padded_rows(x):
 def assert_equal(actual, expected):
     """Equal values, in the actual dtype. The sign of a zero is that of the order of the additions."""
     assert_bitwise_equal(actual + 0, expected.to(actual.dtype) + 0)
-
-
-class Product:
-    """Two quantized operands, and what multiplying them must give."""
-
-    def __init__(self, pair, a, b, device, quantize=lambda x, spec: reference.quantize(x, *spec.args)):
-        self.specs = pair
-        (self.a, self.a_scale), (self.b, self.b_scale) = (
-            quantize(x.to(device), spec) for x, spec in zip((a, b), pair, strict=True)
-        )
-
-    @classmethod
-    def of(cls, data, pair, shape, device):
-        m, n, k = shape
-        quantize = {"quantize": quantize_exactly} if data is integers else {}
-        return cls(pair, data(m, k, seed=1), data(n, k, seed=2), device, **quantize)
-
-    def expected(self, bias=None, activation=None, residual=None):
-        a, b = (
-            reference.dequantize(q, scale, *spec.args, torch.float32).double()
-            for q, scale, spec in zip((self.a, self.b), (self.a_scale, self.b_scale), self.specs, strict=True)
-        )
-        y = a @ b.t()
-        if bias is not None:
-            y = y + bias.double()
-        if activation:
-            # Of fp64; erf and exp are those of torch.
-            y = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[activation](y)
-        return y if residual is None else y + residual.double()
-
-    def run(self, accumulation="precise", out_dtype=torch.float32, epilogue=(None, None, None), **kwargs):
-        m, n = self.a.shape[0], self.b.shape[0]
-        buffer = torch.full((GUARD + m * n + GUARD,), math.nan, dtype=out_dtype, device=self.a.device)
-        guards = buffer[:GUARD], buffer[GUARD + m * n :]
-        for guard in guards:
-            guard.fill_(GUARD_VALUE)
-        out = launch.scaled_matmul(
-            self.a, self.a_scale, *self.specs[0].args, self.b, self.b_scale, *self.specs[1].args,
-            *epilogue, out_dtype, accumulation, out=buffer[GUARD : GUARD + m * n].view(m, n), **kwargs,
-        )  # fmt: skip
-        for guard in guards:
-            assert (guard == torch.tensor(GUARD_VALUE, dtype=out_dtype)).all(), "wrote beyond the output"
-        return out
-
-    def with_layout(self, layout):
-        self.a, self.b = layout(self.a), layout(self.b)
-        return self
 
 
 def check(pair, shape, device, accumulation="precise", layout=lambda x: x, pooled=None, **options):
@@ -195,12 +89,6 @@ def sweep():
                     )
 
 
-def runs(config, pair, device, tma=True, out_dtype=torch.float32, bare=True):
-    abilities = hardware.abilities(device)
-    specialized = tma and abilities.has_warpgroup_mma
-    return supports(config, family(pair), out_dtype.itemsize, bare, specialized, abilities.max_shared_bytes)
-
-
 def best_and_smallest(pair, device, **product):
     """The first and the last configuration that can run; for the interpreter, the last."""
     configs = [config for config in tuning.space(family(pair), "precise") if runs(config, pair, device, **product)]
@@ -245,90 +133,6 @@ def test_every_configuration(device, pair, accumulation, config, tma):
         check_pool(pooled, dtypes[0])
 
 
-def split_configs(family):
-    return [config for config in tuning.space(family, "precise") if config.split_k > 1]
-
-
-@each_device
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
-def test_a_split_sum_always_has_the_same_bits(device, name):
-    """Parts are added up in their order, whichever program ends first."""
-    pair = PAIRS[name]
-    shape, repeats = ((17, 130, 700), 2) if device == "cpu" else ((64, 4096, 7168), 100)
-    product = Product.of(normal, pair, shape, device)
-    configs = [config for config in split_configs(family(pair)) if runs(config, pair, device)]
-    assert configs
-    for config in configs[:1] if device == "cpu" else configs:
-        first = product.run(config=config)
-        assert_matmul_close(first, product.expected(), torch.float32)
-        for _ in range(repeats):
-            assert_bitwise_equal(product.run(config=config), first)
-
-
-@each_device
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
-def test_the_epilogue_of_a_split_sum(device, name):
-    """It comes once, after the parts are added up, and in any output dtype."""
-    pair = PAIRS[name]
-    m, n, k = (9, 140, 520) if device == "cpu" else (200, 1000, 4096)
-    product = Product.of(normal, pair, (m, n, k), device)
-    config = next(config for config in split_configs(family(pair)) if runs(config, pair, device))
-    for bias, activation, residual, out_dtype in EPILOGUES:
-        bias_value = None if bias is None else normal(n, seed=3, dtype=torch.bfloat16, device=device) * 10
-        residual_value = None if residual is None else normal(m, n, seed=4, dtype=out_dtype, device=device) * 10
-        epilogue = bias_value, activation, residual_value
-        actual = product.run(out_dtype=out_dtype, epilogue=epilogue, config=config)
-        assert_matmul_close(actual, product.expected(*epilogue), out_dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
-def test_split_sums_in_a_cuda_graph(name):
-    """Each replay gives the bits of the launch, also where another product ran in between."""
-    pair = PAIRS[name]
-    product, other = (Product.of(normal, pair, (m, 4096, 4096), "cuda") for m in (16, 48))
-    for config in split_configs(family(pair)):
-        if not runs(config, pair, "cuda", out_dtype=torch.bfloat16):
-            continue
-        eager = product.run(out_dtype=torch.bfloat16, config=config)
-        arguments = (product.a, product.a_scale, *pair[0].args, product.b, product.b_scale, *pair[1].args)
-        options = {"config": config}
-        launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", **options)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", **options)
-        for _ in range(20):
-            captured.fill_(math.nan)
-            graph.replay()
-            other.run(out_dtype=torch.bfloat16, config=config)
-            assert_bitwise_equal(captured, eager)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
-def test_split_sums_on_several_streams_at_once(name):
-    """Parts of one launch never meet those of another."""
-    pair = PAIRS[name]
-    product = Product.of(normal, pair, (64, 4096, 7168), "cuda")
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    for config in split_configs(family(pair)):
-        if not runs(config, pair, "cuda", out_dtype=torch.bfloat16):
-            continue
-        alone = product.run(out_dtype=torch.bfloat16, config=config)
-        arguments = (product.a, product.a_scale, *pair[0].args, product.b, product.b_scale, *pair[1].args)
-        torch.cuda.synchronize()
-        results = []
-        for _ in range(25):
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    results.append(
-                        launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", config=config)
-                    )
-        torch.cuda.synchronize()
-        for result in results:
-            assert_bitwise_equal(result, alone)
-
-
 SMALL_SIZES = (1, 17, 129)
 SIZES = (1, 7, 17, 127, 129, 1000)
 
@@ -362,19 +166,6 @@ def test_chosen_configuration(device, name):
         shapes += [(1024, 2048, 512), (2048, 1000, 1000)]
     for shape in shapes:
         check(pair, shape, device)
-
-
-# Each option with each of the others at least once.
-EPILOGUES = [
-    ("bias", None, "residual", torch.float32),
-    (None, None, "residual", torch.bfloat16),
-    ("bias", "relu", None, torch.float16),
-    ("bias", "gelu", "residual", torch.bfloat16),
-    (None, "gelu", None, torch.float32),
-    ("bias", "silu", None, torch.bfloat16),
-    (None, "silu", "residual", torch.float16),
-    (None, "relu", "residual", torch.float32),
-]
 
 
 def test_epilogues_are_all_there():
