@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bench import cases, gates, shapes
+from bench import cases, gates, shapes, tune
 from tritonfp8 import recipes, reference
 from tritonfp8.recipes import GEMMS
 from tritonfp8.specs import BLOCKS
@@ -51,6 +51,26 @@ def test_all_is_everything_but_smoke():
 def test_an_unknown_set_is_refused_with_the_names_of_all():
     with pytest.raises(ValueError, match=r"no set of shapes is named llama; sets: square, llama-8b, .*or all"):
         shapes.select("gemm", ["llama"])
+
+
+def test_forward_products_are_tuned_in_both_accumulations():
+    (shape,) = gemms(shapes.SMOKE)
+    given = [call.named() for call in tune.calls_of([shapes.SMOKE])]
+    assert {(*g["a"].shape, g["b"].shape[0]) for g in given} == {(shape.size[0], shape.size[2], shape.size[1])}
+    assert sorted((g["a_spec"].split(":")[1], g["accumulation"]) for g in given) == [
+        ("1x128", "precise"),
+        ("rowwise", "fast"),
+        ("rowwise", "precise"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [([], "of square.*none"), (["launch"], "got launch"), (["llama"], "no set")]
+)
+def test_what_to_tune_has_to_be_said(monkeypatch, names, message):
+    monkeypatch.setattr("sys.argv", ["bench.tune", *names])
+    with pytest.raises(SystemExit, match=message):
+        tune.main()
 
 
 def test_large_casts_are_large():

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tritonfp8 import ops
 from tritonfp8.convert import convert
 from tritonfp8.modules import Float8Linear
+from tritonfp8.recipes import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -147,10 +148,10 @@ def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def record_linear(mnk: tuple[int, int, int], recipe: str, dtype: str) -> list[Call]:
+def record_linear(mnk: tuple[int, ...], recipe: str | Recipe, dtype: str) -> list[Call]:
     """What forward and backward of one linear layer call: ``[m, k]`` tokens, ``n`` out features.
 
-    ``dtype`` as for :func:`record_model`.
+    ``recipe`` is a name or a :class:`~tritonfp8.Recipe`; ``dtype`` as for :func:`record_model`.
     """
     m, n, k = mnk
     with torch.random.fork_rng(devices=[]), _without_data("the layer"), Recorder() as recorder:
