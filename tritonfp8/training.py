@@ -247,7 +247,7 @@ def choose_device(requested: str | None) -> tuple[torch.device, str | None]:
     if requested is None:
         if not torch.cuda.is_available():
             return torch.device("cpu"), f"No CUDA GPU here, so {meaning}."
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = hardware.with_index("cuda")
         lacking = _lacks_fp8(device)
         return (torch.device("cpu"), f"{lacking}, so {meaning}.") if lacking else (device, None)
     try:
@@ -259,8 +259,8 @@ def choose_device(requested: str | None) -> tuple[torch.device, str | None]:
     if device.type != "cuda":
         raise ValueError(f"the device must be 'cpu' or 'cuda', or 'cuda:N'; got {requested!r}")
     count = torch.cuda.device_count()
-    if device.index is None and count:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if count:
+        device = hardware.with_index(device)
     if (device.index or 0) >= count:
         raise ValueError(f"device {requested!r} was asked for; torch {torch.__version__} sees {count} CUDA GPUs here")
     if lacking := _lacks_fp8(device):
