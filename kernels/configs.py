@@ -108,9 +108,10 @@ def _half_tiles(*tiles: tuple[int, int, float], **options: int) -> tuple[MatmulC
 
 
 FEW_ROWS_HOPPER = _few_rows((1, 2, 4, 8), (16, 8, 0.30), (32, 8, 0.55), (64, 6, 0.80), (128, 4, 1.10), specialized=True)
-HALF_TILES_FAST = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.80), (128, 8, 1.00))
-# More registers than there are, with 128 columns' products in flight besides the sum, if those have scales.
-HALF_TILES_PROMOTED = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.75), overlap=4)
+HALF_TILES = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.80))
+HALF_TILES_OVERLAPPED = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.75), overlap=4)
+# Products of 128 tokens with scales, in flight besides their sum, would take more registers than there are.
+HALF_TILES_128 = _half_tiles((128, 8, 1.00))
 FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
 
 SPACES = {
@@ -123,7 +124,8 @@ SPACES = {
             MatmulConfig(128, 128, 128, 8, 4, 1.20),
             MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
-            *HALF_TILES_FAST,
+            *HALF_TILES,
+            *HALF_TILES_128,
             *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
@@ -134,8 +136,8 @@ SPACES = {
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
             MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
-            *HALF_TILES_PROMOTED,
-            HALF_TILES_FAST[-1],
+            *HALF_TILES_OVERLAPPED,
+            *HALF_TILES_128,
             *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
@@ -162,7 +164,7 @@ SPACES = {
             MatmulConfig(128, 128, 128, 8, 4, 0.82),
             MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
-            *HALF_TILES_PROMOTED,
+            *HALF_TILES_OVERLAPPED,
             *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),

@@ -116,13 +116,18 @@ class Product:
         guards = buffer[:GUARD], buffer[GUARD + m * n :]
         for guard in guards:
             guard.fill_(GUARD_VALUE)
-        out = launch.scaled_matmul(
-            self.a, self.a_scale, *self.specs[0].args, self.b, self.b_scale, *self.specs[1].args,
-            *epilogue, out_dtype, accumulation, out=buffer[GUARD : GUARD + m * n].view(m, n), **kwargs,
-        )  # fmt: skip
+        out = buffer[GUARD : GUARD + m * n].view(m, n)
+        self.launch(accumulation, out_dtype, epilogue, out=out, **kwargs)
         for guard in guards:
             assert (guard == torch.tensor(GUARD_VALUE, dtype=out_dtype)).all(), "wrote beyond the output"
         return out
+
+    def launch(self, accumulation="precise", out_dtype=torch.bfloat16, epilogue=(None, None, None), **kwargs):
+        """As a user's product is: into memory of its own, and nothing is waited for."""
+        return launch.scaled_matmul(
+            self.a, self.a_scale, *self.specs[0].args, self.b, self.b_scale, *self.specs[1].args,
+            *epilogue, out_dtype, accumulation, **kwargs,
+        )  # fmt: skip
 
     def with_layout(self, layout):
         self.a, self.b = layout(self.a), layout(self.b)

@@ -7,7 +7,7 @@ import torch
 from cases import each_device, normal
 from matmul_cases import EPILOGUES, PAIRS, Product, family, runs
 
-from tritonfp8 import launch, tuning
+from tritonfp8 import tuning
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
 
 
@@ -57,12 +57,10 @@ def test_split_sums_in_a_cuda_graph(name):
         if not runs(config, pair, "cuda", out_dtype=torch.bfloat16):
             continue
         eager = product.run(out_dtype=torch.bfloat16, config=config)
-        arguments = (product.a, product.a_scale, *pair[0].args, product.b, product.b_scale, *pair[1].args)
-        options = {"config": config}
-        launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", **options)
+        product.launch(config=config)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", **options)
+            captured = product.launch(config=config)
         for _ in range(20):
             captured.fill_(math.nan)
             graph.replay()
@@ -81,15 +79,12 @@ def test_split_sums_on_several_streams_at_once(name):
         if not runs(config, pair, "cuda", out_dtype=torch.bfloat16):
             continue
         alone = product.run(out_dtype=torch.bfloat16, config=config)
-        arguments = (product.a, product.a_scale, *pair[0].args, product.b, product.b_scale, *pair[1].args)
         torch.cuda.synchronize()
         results = []
         for _ in range(25):
             for stream in streams:
                 with torch.cuda.stream(stream):
-                    results.append(
-                        launch.scaled_matmul(*arguments, None, None, None, torch.bfloat16, "precise", config=config)
-                    )
+                    results.append(product.launch(config=config))
         torch.cuda.synchronize()
         for result in results:
             assert_bitwise_equal(result, alone)
