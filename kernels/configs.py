@@ -2,7 +2,8 @@
 
 ``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
 predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
-the 64 x 64 ones outside MX, and the ones for products of few rows, which are estimates.
+the 64 x 64 ones outside MX, the specialized 256 x 128 one with scales in the epilogue, and the ones for products of few
+rows, which are estimates.
 
 A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
 :class:`MatmulConfig`.
@@ -102,16 +103,20 @@ def _few_rows(
     )
 
 
-def _half_tiles(*tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:
-    """Tiles of 64 rows of the weight: twice as many programs read it, and no part of a sum has to be added up."""
-    return _few_rows((1,), *tiles, block_n=SPECIALIZED_WAVE_ROWS, specialized=True, **options)
+def _half_tiles(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: int) -> tuple[MatmulConfig, ...]:
+    """Tiles of 64 rows of the weight: twice as many programs read it, and fewer parts of sums have to be added up."""
+    return _few_rows(splits, *tiles, block_n=SPECIALIZED_WAVE_ROWS, specialized=True, **options)
 
 
 FEW_ROWS_HOPPER = _few_rows((1, 2, 4, 8), (16, 8, 0.30), (32, 8, 0.55), (64, 6, 0.80), (128, 4, 1.10), specialized=True)
-HALF_TILES = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.80))
-HALF_TILES_OVERLAPPED = _half_tiles((16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.75), overlap=4)
-# Products of 128 tokens with scales, in flight besides their sum, would take more registers than there are.
-HALF_TILES_128 = _half_tiles((128, 8, 1.00))
+HALF_TILES = _half_tiles((1,), (8, 16, 0.15), (16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.80))
+HALF_TILES_OVERLAPPED = _half_tiles((1,), (8, 16, 0.15), (16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.75), overlap=4)
+# With scales along K, what 128 tokens keep in flight besides their sum would take more registers than there are.
+HALF_TILES_128 = _half_tiles((1, 2), (128, 8, 1.00))
+HALF_TILES_128_OVERLAPPED = _half_tiles((1, 2), (128, 8, 1.00), overlap=4)
+LARGEST_PROMOTED = MatmulConfig(
+    256, 128, 128, 4, 4, 1.20, halves=True, group_m=16, specialized=True, bare=True, stagger=True, tight=True
+)
 FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
 
 SPACES = {
@@ -131,13 +136,14 @@ SPACES = {
         ),
         "precise": (
             MatmulConfig(128, 128, 128, 4, 5, 1.39, group_m=16, specialized=True, overlap=2),
+            LARGEST_PROMOTED,
             MatmulConfig(256, 64, 128, 4, 5, 1.20, specialized=True, stagger=True),
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
             MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
             *HALF_TILES_OVERLAPPED,
-            *HALF_TILES_128,
+            *HALF_TILES_128_OVERLAPPED,
             *FEW_ROWS,
             MatmulConfig(64, 64, 128, 4, 3, 0.50),
         ),
@@ -145,20 +151,7 @@ SPACES = {
     "blockwise": {
         "precise": (
             MatmulConfig(128, 128, 128, 4, 5, 1.33, group_m=16, specialized=True, overlap=4, column_scales=False),
-            MatmulConfig(
-                256,
-                128,
-                128,
-                4,
-                4,
-                1.20,
-                halves=True,
-                group_m=16,
-                specialized=True,
-                bare=True,
-                stagger=True,
-                tight=True,
-            ),
+            LARGEST_PROMOTED,
             MatmulConfig(256, 64, 128, 4, 5, 1.06, specialized=True, stagger=True),
             MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.82),

@@ -98,11 +98,11 @@ class TestCostModel:
 
 
 def test_buckets_are_half_octaves():
-    assert [tuning.bucket(m) for m in (1, 16, 17, 24, 25, 33, 49, 4096, 4097, 6145)] == [
-        16, 16, 24, 24, 32, 48, 64, 4096, 6144, 8192,
+    assert [tuning.bucket(m) for m in (1, 9, 16, 17, 24, 25, 33, 49, 4096, 4097, 6145)] == [
+        8, 12, 16, 24, 24, 32, 48, 64, 4096, 6144, 8192,
     ]  # fmt: skip
     for m in range(1, 3000):
-        assert m <= tuning.bucket(m) <= max(16, 1.5 * m)
+        assert m <= tuning.bucket(m) <= max(8, 1.5 * m)
         assert tuning.bucket(tuning.bucket(m)) == tuning.bucket(m)
 
 

@@ -20,7 +20,7 @@ from tritonfp8.tuning_store import Entries, Entry, Key, Kind
 
 __all__ = ["candidates", "choose", "install", "key", "reload", "space", "table"]
 
-MIN_BUCKET = 16
+MIN_BUCKET = 8
 # In octaves (factors of two): of M where N and K are the same, and of the Euclidean distance of (M, N, K) where not.
 MAX_M_OCTAVES = 2.0
 MAX_OCTAVES = 1.0
@@ -31,7 +31,7 @@ _lock = threading.RLock()
 
 
 def bucket(m: int) -> int:
-    """The least of 16, 24, 32, 48, 64, 96, ... that is at least ``m``: sizes of M that share a tuned configuration."""
+    """The least of 8, 12, 16, 24, 32, 48, ... that is at least ``m``: sizes of M that share a tuned configuration."""
     power = max(MIN_BUCKET, 1 << (m - 1).bit_length())
     between = power * 3 // 4
     return between if m <= between and between > MIN_BUCKET else power
