@@ -1,8 +1,8 @@
 """The shapes that the suites run, as named sets of plain data; ``--shapes SET`` chooses sets by name.
 
 ``python -m bench.shapes square llama-8b`` prints the products of these sets as ``tritonfp8 warmup --shapes`` reads
-them. The configurations that ship with the package were tuned so, for what it prints by default; those of fast
-accumulation by ``python -m bench.tune decode``.
+them. The configurations that ship with the package were tuned so, for what it prints by default; those of few rows and
+of fast accumulation are those of ``bench.tune``.
 
 ``size`` is, by kind:
 

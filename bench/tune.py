@@ -1,7 +1,7 @@
 """Tune the forward products of sets of shapes, precise and fast, for this user: ``python -m bench.tune decode``.
 
-``tritonfp8 warmup --tune`` tunes what training in the built-in recipes calls, and these are precise. What ships with
-the package for fast accumulation was tuned so.
+``tritonfp8 warmup --tune`` tunes what training in the built-in recipes calls, and these are precise. This measures anew
+what ships with the package for few rows and for fast accumulation.
 """
 
 import sys

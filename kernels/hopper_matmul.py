@@ -28,7 +28,7 @@ WAVE_ROWS: gl.constexpr = gl.constexpr(SPECIALIZED_WAVE_ROWS)
 SCALE_VECTOR: gl.constexpr = gl.constexpr(MIN_SCALES)
 WARP_SIZE: gl.constexpr = gl.constexpr(32)
 GROUP_WARPS: gl.constexpr = gl.constexpr(4)
-# Steps whose copies start before the groups of warps do, which takes those 0.3 us on an H200: few rows feel it.
+# Steps whose copies start before the groups of warps do: products of few rows take hardly longer than that start.
 EARLY_STEPS: gl.constexpr = gl.constexpr(4)
 
 
@@ -106,7 +106,7 @@ def _load(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer: fills stage after stage, through all pieces of this program; ``filled`` of the first are so."""
+    """The producer: fills stage after stage, through all pieces of this program, after the ``filled`` first steps."""
     empty = shared[6]
     stage = filled % STAGES
     phase = filled // STAGES
@@ -534,7 +534,7 @@ def hopper_matmul_kernel(
     EARLY: gl.constexpr = EARLY_STEPS if EARLY_STEPS < STAGES else STAGES
     for stage in gl.static_range(EARLY):
         mbarrier.init(full.index(stage), count=1)
-    # The copy engine counts at these before the warps meet.
+    # The copy engine counts at these next: it has to see them.
     fence_async_shared()
     # Scales along K come with the operands; others are read from memory.
     scale_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -554,7 +554,7 @@ def hopper_matmul_kernel(
             a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, first + stage, stage,
             A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    # While those are on their way: after each of these, the warps meet.
+    # Prepared while those are on their way, as Triton lets the warps meet after each.
     for stage in gl.static_range(STAGES):
         if stage >= EARLY:
             mbarrier.init(full.index(stage), count=1)
