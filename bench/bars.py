@@ -12,6 +12,8 @@ from typing import Any
 from bench import cases, shapes
 from bench.shapes import LARGE_GEMMS
 
+# "No measurable time": rounds of one product differ by more.
+EPILOGUE_SHARE = 0.98
 Row = Mapping[str, Any]
 MEAN, LOWEST, HIGHEST = "geometric mean", "lowest", "highest"
 _REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
@@ -147,7 +149,9 @@ def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
 
 def known_cases() -> set[str]:
     """The names of all cases that a suite has."""
-    return {case.name for case in (*cases.CASTS, *cases.FUSED, *cases.PRODUCTS, *cases.CALLS, *cases.WHOLE)}
+    return {
+        case.name for case in (*cases.CASTS, *cases.FUSED, *cases.PRODUCTS, cases.EPILOGUE, *cases.CALLS, *cases.WHOLE)
+    }
 
 
 def _products() -> list[Bar]:
@@ -177,6 +181,15 @@ def _products() -> list[Bar]:
         Bar(
             "blockwise grad_weight GEMM (1x128 by 1x128) over F.scaled_mm, large shapes",
             "gemm", "scaled_matmul", "blockwise grad_weight", own, peer, 1.05, LARGE_GEMMS, reduce=MEAN,
+        ),
+        *(
+            Bar(
+                f"rowwise GEMM with an epilogue of {name}, precise, over the one without",
+                "gemm", "scaled_matmul", cases.EPILOGUE.name, name, cases.BARE_PRODUCT, EPILOGUE_SHARE,
+                cases.EPILOGUE.sets, reduce=MEAN,
+            )
+            for name in cases.EPILOGUES
+            if name != cases.BARE_PRODUCT
         ),
     ]  # fmt: skip
 

@@ -212,6 +212,15 @@ PRODUCTS = (
     Product("mxfp8", ("square", "llama-8b"), gemm=recipes.get("mxfp8").output),
 )
 
+# What is fused into a product against the product alone.
+BARE_PRODUCT = "no epilogue"
+EPILOGUES: dict[str, tuple[bool, str | None]] = {
+    BARE_PRODUCT: (False, None),
+    "bias": (True, None),
+    "bias, silu": (True, "silu"),
+}
+EPILOGUE = Product("rowwise epilogue", ("square", "llama-8b"), gemm=recipes.get("rowwise").output)
+
 
 def gemm_flops(m: int, n: int, k: int) -> int:
     """Multiplications and additions of ``[M, K] @ [K, N]``."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.cases import ALIKE_COPY, COPY, LAYER
+from bench.cases import ALIKE_COPY, COPY, EPILOGUE, LAYER
 from bench.tables import over_peer, size_name, with_peers
 
 Row = Mapping[str, Any]
@@ -102,7 +102,8 @@ def _speed_ups(rows: list[Row], suite: str, title: str) -> Figure | None:
 
 def product_speed_ups(rows: list[Row]) -> Figure | None:
     """Products over torch's of the same accumulation, by shape."""
-    return _speed_ups(rows, "scaled_matmul", "Matrix products over torch's (M x N x K)")
+    over_torch = [row for row in rows if row["case"] != EPILOGUE.name]
+    return _speed_ups(over_torch, "scaled_matmul", "Matrix products over torch's (M x N x K)")
 
 
 def layer_speed_ups(rows: list[Row]) -> Figure | None:

@@ -51,6 +51,11 @@ def synthetic_rows():
         for shape in filter(lambda s: case.serves(s.set), shapes.select("gemm")):
             for accumulation in case.accumulations:
                 rows += product_rows(shape, 2.0, 3.0, case.name, accumulation)
+    for shape in filter(lambda s: cases.EPILOGUE.serves(s.set), shapes.select("gemm")):
+        for name in cases.EPILOGUES:
+            alone = name == cases.BARE_PRODUCT
+            seconds, peer = (3.0, None) if alone else (2.0, cases.BARE_PRODUCT)
+            rows.append(row("scaled_matmul", cases.EPILOGUE.name, shape, name, seconds, True, peer))
     layers = cases.recipe_variants(cases.LAYER_RECIPES)
     for case, kind, names, fields in (
         (cases.LAYER, "layer", layers, {}),
@@ -327,7 +332,7 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     untimed = {r["case"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None}
     assert untimed == ({cases.LAYER_KERNELS.name} if not torch.cuda.is_available() else set())
     assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
-    assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in cases.PRODUCTS}
+    assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.PRODUCTS, cases.EPILOGUE)}
     assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), "first step"}
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
     assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
@@ -353,7 +358,7 @@ def test_the_report_keeps_what_a_suite_measured(tmp_path):
     assert data["outcome"] == "complete"
     assert data["command"] == "python -m bench.report --only scaled_matmul --shapes smoke"
     assert str(tmp_path) not in json.dumps(data)
-    assert {r["case"] for r in data["rows"]} == {case.name for case in cases.PRODUCTS}
+    assert {r["case"] for r in data["rows"]} == {case.name for case in (*cases.PRODUCTS, cases.EPILOGUE)}
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"scaled_matmul.json", "tables.md", "bars.md", "products.png", "product_speed_ups.png"}
 
