@@ -346,7 +346,7 @@ class Contest:
         contender.check(result)
         if not (contender.own and contender.same_bits):
             return {}
-        same_every_time(function, result, self.device.effort.runs)
+        same_every_time(function, result, self.device.effort.runs, self.device.flush.zero_)
         return {"same_bits_runs": self.device.effort.runs}
 
     def _rounds(

@@ -37,9 +37,16 @@ def nearly_same_bytes(expected: torch.Tensor) -> Check:
     return check
 
 
-def same_every_time(function: Callable[[], Any], first: Any, runs: int) -> None:
-    """Assert that ``runs`` runs of a function in all give the same bits, ``first`` being what one of them gave."""
+def same_every_time(
+    function: Callable[[], Any], first: Any, runs: int, chill: Callable[[], object] = lambda: None
+) -> None:
+    """Assert that ``runs`` runs of a function in all give the same bits, ``first`` being what one of them gave.
+
+    ``chill`` empties caches before every second of them.
+    """
     for run in range(2, runs + 1):
+        if run % 2 == 0:
+            chill()
         try:
             assert_bitwise_equal(function(), first)
         except AssertionError as error:

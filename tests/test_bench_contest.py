@@ -139,6 +139,13 @@ def test_a_peer_with_a_wrong_result_has_no_time(fight):
     assert fight.rows["peer"]["seconds"] is None
 
 
+def test_every_second_run_finds_empty_caches():
+    events = []
+    value = torch.ones(1)
+    gates.same_every_time(lambda: events.append("run") or value, value, 5, lambda: events.append("chill"))
+    assert events == ["chill", "run", "run", "chill", "run", "run"]
+
+
 @pytest.mark.parametrize(
     ("bits", "options", "said"),
     [

@@ -27,7 +27,7 @@ from cases import (
 )
 
 from tritonfp8 import cast_tiles, launch, launch_amax, reference
-from tritonfp8.cast_tiles import MAX_ROW_IN_TILE, CastTile
+from tritonfp8.cast_tiles import MAX_ROW_IN_TILE, AmaxPass, CastTile
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
 from tritonfp8.testing import assert_bitwise_equal
@@ -280,13 +280,13 @@ def test_every_tile_gives_the_same(device, spec, tile, shape, monkeypatch):
 
 @each_device
 @pytest.mark.parametrize("dtype", [*HIGH_PRECISION_DTYPES, torch.float64], ids=str)
-def test_amax_of_whole_dims_in_parts(device, dtype, monkeypatch):
+@pytest.mark.parametrize("most_parts", [1, 64], ids=["joined", "joined by the cast"])
+def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
     """Rows, columns and all, with several parts of each, also more than one program takes in one step."""
     if device == "cpu" and dtype in (torch.float16, torch.float64):
         pytest.skip("the interpreter takes long; parts are integers of two widths")
-    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX", CastTile(16, 32, 4))
-    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX_PROGRAMS", 64)
-    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX_OF_WHOLE", CastTile(16, 32, 4))
+    monkeypatch.setattr(cast_tiles, "amax_pass", lambda *args: AmaxPass(CastTile(16, 32, 4), 64))
+    monkeypatch.setattr(launch, "MOST_PARTS_IN_A_CAST", most_parts)
     for module in (launch, launch_amax):
         monkeypatch.setattr(module, "MOST_PARTS_AT_ONCE", 4)
     for x in (banded(192, 160), with_specials(banded(165, 135))):
@@ -295,6 +295,23 @@ def test_amax_of_whole_dims_in_parts(device, dtype, monkeypatch):
             if -1 in spec.block:
                 assert_bitwise_equal(launch.amax(x, spec.block), reference.amax(x, spec.block))
                 check_both(x, spec, spec)
+                check_quantize(x, spec, transpose=True)
+
+
+@pytest.mark.parametrize(("parts", "both", "launches"), [(3, False, 0), (4, False, 1), (3, True, 1)])
+def test_a_cast_joins_few_parts_of_columns_itself(parts, both, launches, monkeypatch):
+    """A launch that joins them takes longer than reading them, unless rows are to be read too."""
+    seen = []
+    run = launch_amax.run
+    monkeypatch.setattr(launch_amax, "run", lambda *args, **options: seen.append(args[0]) or run(*args, **options))
+    monkeypatch.setattr(launch, "MOST_PARTS_IN_A_CAST", 3)
+    x = banded(cast_tiles.AMAX_OF_COLUMNS.tile.m * parts, 160).bfloat16()
+    (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
+    if both:
+        check_both(x, spec, spec)
+    else:
+        check_quantize(x, spec, transpose=True)
+    assert len(seen) == launches
 
 
 @each_device
@@ -303,7 +320,7 @@ def test_amax_of_narrow_tensors_takes_little_memory(device, monkeypatch):
     allocated = []
     of = launch_amax.Parts.of
     monkeypatch.setattr(launch.Parts, "of", lambda *args: allocated.append(of(*args)) or allocated[-1])
-    monkeypatch.setattr(cast_tiles, "PARTIAL_AMAX_PROGRAMS", 10**4)
+    monkeypatch.setattr(cast_tiles, "amax_pass", lambda *args: AmaxPass(CastTile(16, 512, 4), 10**4))
     x = banded(2500, 520).to(device, torch.bfloat16)
     (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
     check_both(x, spec, spec)

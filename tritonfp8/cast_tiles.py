@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, COLUMNWISE, ROWWISE, TENSORWISE
 
 VECTOR_BYTES = 16
 WARP_SIZE = 32
@@ -61,6 +62,18 @@ class CastTile(NamedTuple):
         return min(max(1, self.m // rows_at_once), VECTOR_BYTES)
 
 
+class AmaxPass(NamedTuple):
+    """How the maxima over parts of rows and columns are found, in one pass over ``x``.
+
+    Attributes:
+        tile: what a program takes at a time.
+        programs: the most of them a multiprocessor.
+    """
+
+    tile: CastTile
+    programs: int
+
+
 UNALIGNED_WARPS = 16
 
 # By the block in the coordinates of what is stored.
@@ -97,10 +110,12 @@ ROW_TILES = {
     16384: CastTile(1, 16384, 8),
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
-# Of the pass that finds maxima over parts of rows and columns, and where only those of the whole tensor are wanted.
-PARTIAL_AMAX = CastTile(16, 512, 4)
-PARTIAL_AMAX_OF_WHOLE = CastTile(8, 1024, 4)
-PARTIAL_AMAX_PROGRAMS = 8  # a multiprocessor
+# Of maxima over parts of rows, or of rows and columns; of columns alone; of all.
+AMAX_OF_LINES = AmaxPass(CastTile(16, 512, 4), 8)
+AMAX_OF_SHORT_ROWS = AmaxPass(CastTile(32, 512, 8), 2)
+AMAX_OF_COLUMNS = AmaxPass(CastTile(64, 128, 4), 8)
+AMAX_OF_WHOLE = AmaxPass(CastTile(8, 1024, 4), 8)
+LONGEST_SHORT_ROW = 2048
 PARTIAL_AMAX_STAGES = 1
 TRANSPOSE = CastTile(128, 128, 4, group=8)
 
@@ -111,6 +126,13 @@ DEMAND = (TENSORWISE, ROWWISE, BLOCK_128X128, BLOCK_1X32, BLOCK_1X128)
 def row_tile(n: int) -> CastTile:
     """A tile of whole rows of ``n`` elements, at most :data:`MAX_ROW_IN_TILE`."""
     return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
+
+
+def amax_pass(n: int, blocks: Collection[Block]) -> AmaxPass:
+    """The pass that finds the amaxes of ``blocks`` of ``x [m, n]``, in its coordinates, each whole in a dim."""
+    if ROWWISE in blocks:
+        return AMAX_OF_SHORT_ROWS if n <= LONGEST_SHORT_ROW else AMAX_OF_LINES
+    return AMAX_OF_COLUMNS if COLUMNWISE in blocks else AMAX_OF_WHOLE
 
 
 def holding(block: Block) -> CastTile:

@@ -29,6 +29,7 @@ from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_sc
 __all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul", "transpose"]
 
 MOST_PARTS_AT_ONCE = 1024
+MOST_PARTS_IN_A_CAST = 32
 
 Block = Sequence[int]
 # Spec, block in the coordinates of x, parts of the amax at once.
@@ -47,19 +48,31 @@ def _is_folded(x: Tensor, block: Block) -> bool:
     return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
 
 
-def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block], joined: bool) -> dict[cast_tiles.Block, Tensor]:
+def _joins(parts: int, block: cast_tiles.Block, normal: bool, transposes: bool) -> bool:
+    """Whether a launch joins the parts of an amax, or the cast into one or two results does: what took less time.
+
+    A transposing cast waits for what it reads; one that does not hides it, and ends before a launch more would. Few
+    parts of columns are read in less time than a launch takes.
+    """
+    if normal and transposes:
+        return True
+    return transposes if block == TENSORWISE else parts > MOST_PARTS_IN_A_CAST
+
+
+def _whole_dim_amax(
+    x: Tensor, blocks: Collection[cast_tiles.Block], normal: bool = True, transposes: bool = False
+) -> dict[cast_tiles.Block, Tensor]:
     """``[parts, groups_m, groups_n]`` for each block, magnitudes or amax bits: the amax is the maximum over parts.
 
-    ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1). The last
-    has many parts, unless they are to be ``joined``, which takes a launch more.
+    ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1). They are
+    for results that are ``normal``, transposed, or both.
     """
     m, n = x.shape
     row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
-    tile = cast_tiles.PARTIAL_AMAX if row or col else cast_tiles.PARTIAL_AMAX_OF_WHOLE
+    tile, programs = cast_tiles.amax_pass(n, blocks)
     strips = -(-n // tile.n)
-    programs = cast_tiles.PARTIAL_AMAX_PROGRAMS * hardware.abilities(x.device).num_sms
     rows, columns = m if row else 0, n if col else 0
-    chunks = row_chunks((m, n), tile.m, strips, programs, rows + columns)
+    chunks = row_chunks((m, n), tile.m, strips, programs * hardware.abilities(x.device).num_sms, rows + columns)
     lines = Parts.of(x, rows, columns, strips, chunks) if row or col else None
     of_whole = Parts.of(x, 0, 1, 0, chunks * strips) if whole else None
     run(
@@ -74,12 +87,12 @@ def _whole_dim_amax(x: Tensor, blocks: Collection[cast_tiles.Block], joined: boo
         },
         **tile.options(),
     )  # fmt: skip
-    found = {}
-    if of_whole is not None:
-        found[TENSORWISE] = (of_whole.amax()[1] if joined else of_whole.buffer).view(-1, 1, 1)
-    if lines is not None:
-        of_rows, of_columns = lines.amax()
-        found |= {ROWWISE: of_rows.view(1, -1, 1), COLUMNWISE: of_columns.view(1, 1, -1)}
+    found: dict[cast_tiles.Block, Tensor] = {}
+    for block, parts in ((TENSORWISE, of_whole), (COLUMNWISE, lines)):
+        if parts is not None:
+            joined = _joins(len(parts.buffer), block, normal, transposes)
+            of_rows, of_columns = parts.amax() if joined else parts.unjoined()
+            found |= {ROWWISE: of_rows.unsqueeze(2), block: of_columns.unsqueeze(1)}
     return found
 
 
@@ -108,7 +121,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return torch.stack([amax(matrix, block) for matrix in x])
     matrix, block = _rows(x), (block[0], block[1])
     if -1 in block:
-        found = _whole_dim_amax(matrix, [block], joined=False)[block].amax(0)
+        found = _whole_dim_amax(matrix, [block])[block].amax(0)
         found = found.view(x.dtype if found.dtype == torch.int16 else torch.float32).float()
     else:
         found = _block_amax(matrix, block).view(torch.float32)
@@ -200,8 +213,7 @@ def _with_amax(x: Tensor, tile: CastTile, sides: Sequence[_Side | None]) -> list
     if not any(missing):
         return list(sides)
     blocks = {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None}
-    # A transposing cast waits for what it reads; one that does not hides it, and ends before a launch more would.
-    parts = _whole_dim_amax(x, blocks, joined=sides[1] is not None)
+    parts = _whole_dim_amax(x, blocks, *(side is not None for side in sides))
     return [
         s._replace(amax=parts[s.block]) if lacks and s is not None else s
         for s, lacks in zip(sides, missing, strict=True)

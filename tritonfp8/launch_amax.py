@@ -71,8 +71,13 @@ class Parts(NamedTuple):
         """Where the parts of rows begin, and those of columns."""
         return self.buffer, self.buffer[:, self.rows :] if self.rows < self.groups else self.buffer
 
+    def unjoined(self) -> tuple[Tensor, Tensor]:
+        """Magnitudes of rows ``[row_parts, rows]`` and of columns ``[column_parts, columns]``."""
+        rows, columns = self.buffer.split([self.rows, self.groups - self.rows], 1)
+        return rows[: self.row_parts], columns[: self.column_parts]
+
     def amax(self) -> tuple[Tensor, Tensor]:
-        """amax bits, int32, of rows ``[rows]`` and of columns ``[columns]``."""
+        """amax bits, int32, of rows ``[1, rows]`` and of columns ``[1, columns]``."""
         parts, groups = len(self.buffer), self.groups
         out = torch.empty(groups, dtype=torch.int32, device=self.buffer.device)
         side_by_side = triton.next_power_of_2(groups)
@@ -86,5 +91,5 @@ class Parts(NamedTuple):
             {"TILE_P": at_once, "TILE_G": tile},
             num_warps=WARPS,
         )
-        rows, columns = out.split([self.rows, groups - self.rows])
+        rows, columns = out.view(1, groups).split([self.rows, groups - self.rows], 1)
         return rows, columns

@@ -11,11 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
 import typing
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import triton
@@ -26,7 +25,6 @@ from tritonfp8 import compiled
 from tritonfp8.compiled import ALIGNMENT, MAX_ENTRIES, Launched, recorded_launches
 
 MAX_TENSOR_MAPS = 1024
-MAX_STREAMS = 128
 
 _aten = torch.ops.aten
 _ALLOCATORS = {
@@ -45,16 +43,10 @@ _VIEWS = {
     _aten.split_with_sizes.default,
     _aten.t.default,
     _aten.transpose.int,
+    _aten.unsqueeze.default,
     _aten.view.default,
     _aten.view.dtype,
 }
-
-
-class _Buffer(NamedTuple):
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    zeroed: bool
 
 
 class _Watch(TorchDispatchMode):
@@ -90,112 +82,94 @@ class _Unknown(Exception):
     """What was launched cannot be repeated from here."""
 
 
-class _Launch:
-    """One launch of a compiled kernel, with the places in its arguments where addresses go."""
+class _TensorMaps:
+    """The tensor maps that a launch gets for one argument, by the address of what they describe."""
 
-    def __init__(self, launched: Launched, slots: int, slot_of: Callable[[int], tuple[int, int]]) -> None:
-        launcher = launched.compiled.run
-        names = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-        if any(not hasattr(launcher, name) for name in names):
-            raise _Unknown(f"Triton's launcher lacks one of {', '.join(names)}")
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise _Unknown("the kernel needs scratch memory")
-        self.raw, self._describe, metadata = _raw_launch(launcher.launch)
-        parts: list[tuple[int, int]] = []
-        self.maps: list[tuple[int, Any, Any, dict[int, Any]]] = []
-        # What each argument is: a slot, a part of one, a tensor map, or (None) what it was.
-        sources: list[tuple[str, int] | None] = []
-        arguments: list[Any] = []
-        for pointer in launched.pointers:
-            if pointer is None or (isinstance(pointer, Tensor) and not pointer.data_ptr()):
-                arguments.append(None)
-            elif isinstance(pointer, Tensor):
-                slot, offset = slot_of(pointer.data_ptr())
-                sources += [None] * (len(arguments) - len(sources))
-                sources.append(("part", len(parts)) if offset else ("slot", slot))
-                parts += [(slot, offset)] if offset else []
-                arguments.append(None)
-            else:
-                descriptor, meta = copy.copy(pointer), metadata[len(self.maps)]
-                if meta is None:
-                    raise _Unknown("a descriptor that is no tensor map")
-                slot, offset = slot_of(pointer.base.data_ptr())
-                if offset:
-                    raise _Unknown("a descriptor of a part of a buffer")
-                descriptor.base = _Address(pointer.base.data_ptr())
-                sources += [None] * (len(arguments) - len(sources))
-                sources.append(("map", len(self.maps)))
-                self.maps.append((slot, descriptor, meta, {}))
-                arguments.extend(self._describe(descriptor, meta))
-        arguments += [*launched.integers, *launched.constants]
-        self._arrange(slots, parts, sources, arguments)
-        self._heads: dict[int, tuple[Any, ...]] = {}
-        compiled = launched.compiled
-        self._grid = (launched.programs, 1, 1)
-        flags = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        self.flat = not hasattr(launcher, "arg_annotations")
-        tail: tuple[Any, ...] = (None, None, compiled.packed_metadata, None, None, None)
-        if not self.flat:
-            tail = (
-                compiled.packed_metadata, None, None, None, None, None, launcher.arg_annotations,
-                launcher.kernel_signature,
-            )  # fmt: skip
-        self._tail = (*flags, *tail)
+    def __init__(self, descriptor: Any, meta: Any, describe: Callable[[Any, Any], Sequence[Any]]) -> None:
+        self._descriptor, self._meta, self._describe = copy.copy(descriptor), meta, describe
+        self._descriptor.base = _Address(descriptor.base.data_ptr())
+        self.known: dict[int, Any] = {}
+        # Sizes and strides, which follow the map among the arguments.
+        self.rest = tuple(describe(self._descriptor, meta))[1:]
 
-    def _arrange(
-        self,
-        slots: int,
-        parts: list[tuple[int, int]],
-        sources: list[tuple[str, int] | None],
-        arguments: list[Any],
-    ) -> None:
-        """How to make the arguments of a launch in few steps: pick from addresses, parts, maps and what stays.
-
-        ``pick`` takes the arguments up to the last that changes, ``rest`` are those after it.
-        """
-        # itemgetter of one index returns no tuple.
-        sources += [None] * (2 - len(sources))
-        self.parts = parts
-        self.fixed = arguments[: len(sources)] if None in sources else []
-        begins = {"slot": 0, "part": slots, "map": slots + len(parts)}
-        fixed = slots + len(parts) + len(self.maps)
-        self.pick = operator.itemgetter(
-            *(fixed + i if source is None else begins[source[0]] + source[1] for i, source in enumerate(sources))
-        )
-        self.rest = tuple(arguments[len(sources) :])
-        self.only_slots = not (self.parts or self.maps or self.fixed)
-
-    def _head(self, stream: int) -> tuple[Any, ...]:
-        if len(self._heads) >= MAX_STREAMS:
-            self._heads.clear()
-        head = self._heads[stream] = (*self._grid, stream, *self._tail)
-        return head
-
-    def _map(self, address: int, descriptor: Any, meta: Any, known: dict[int, Any]) -> Any:
-        if len(known) >= MAX_TENSOR_MAPS:
-            known.clear()
-        twin = copy.copy(descriptor)
+    def make(self, address: int) -> Any:
+        """The map of ``address``, which was not known."""
+        if len(self.known) >= MAX_TENSOR_MAPS:
+            self.known.clear()
+        twin = copy.copy(self._descriptor)
         twin.base = _Address(address)
-        found = known[address] = self._describe(twin, meta)[0]
+        found = self.known[address] = self._describe(twin, self._meta)[0]
         return found
 
-    def _values(self, addresses: list[int]) -> list[Any]:
-        values: list[Any] = addresses.copy()
-        for slot, offset in self.parts:
-            values.append(addresses[slot] + offset)
-        for slot, descriptor, meta, known in self.maps:
-            address = addresses[slot]
-            values.append(known.get(address) or self._map(address, descriptor, meta, known))
-        values += self.fixed
-        return values
 
-    def __call__(self, stream: int, addresses: list[int]) -> None:
-        values = addresses if self.only_slots else self._values(addresses)
-        head = self._heads.get(stream) or self._head(stream)
-        if self.flat:
-            self.raw(*head, *self.pick(values), *self.rest)
+class _Source:
+    """Lines of a function, and what the names in them stand for."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, object] = {}
+
+    def text(self, value: object) -> str:
+        """``value`` as an expression."""
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def texts(self, values: Iterable[object]) -> list[str]:
+        """Each of ``values`` as an expression."""
+        return [self.text(value) for value in values]
+
+    def function(self, parameters: Sequence[str]) -> Callable[..., Any]:
+        """The function of these parameters."""
+        text = "\n    ".join([f"def planned({', '.join(parameters)}):", *self.lines])
+        exec(text, self.names)
+        return cast(Callable[..., Any], self.names["planned"])
+
+
+# Index of a tensor among inputs and buffers, and how far in an address lies.
+_Place = tuple[int, int]
+
+
+def _launch_line(source: _Source, launched: Launched, place_of: Callable[[int], _Place]) -> str:
+    """The launch of a compiled kernel, with addresses where its arguments are tensors."""
+    launcher = launched.compiled.run
+    names = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    if any(not hasattr(launcher, name) for name in names):
+        raise _Unknown(f"Triton's launcher lacks one of {', '.join(names)}")
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        raise _Unknown("the kernel needs scratch memory")
+    raw, describe, metadata = _raw_launch(launcher.launch)
+    maps = iter(metadata)
+    arguments: list[str] = []
+    for pointer in launched.pointers:
+        if pointer is None or (isinstance(pointer, Tensor) and not pointer.data_ptr()):
+            arguments.append("None")
+        elif isinstance(pointer, Tensor):
+            index, offset = place_of(pointer.data_ptr())
+            arguments.append(f"p{index} + {offset}" if offset else f"p{index}")
         else:
-            self.raw(*head, (*self.pick(values), *self.rest))
+            meta = next(maps)
+            if meta is None:
+                raise _Unknown("a descriptor that is no tensor map")
+            index, offset = place_of(pointer.base.data_ptr())
+            if offset:
+                raise _Unknown("a descriptor of a part of a buffer")
+            tensor_maps = _TensorMaps(pointer, meta, describe)
+            known, make = source.texts((tensor_maps.known.get, tensor_maps.make))
+            arguments += [f"{known}(p{index}) or {make}(p{index})", *source.texts(tensor_maps.rest)]
+    arguments += source.texts((*launched.integers, *launched.constants))
+    compiled = launched.compiled
+    flags = source.texts((compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl))
+    packed = source.text(compiled.packed_metadata)
+    nones = ["None"] * 3
+    if hasattr(launcher, "arg_annotations"):
+        more = source.texts((launcher.arg_annotations, launcher.kernel_signature))
+        tail = [packed, *nones, "None", "None", *more, f"({''.join(f'{a}, ' for a in arguments)})"]
+    else:
+        tail = ["None", "None", packed, *nones, *arguments]
+    return f"{source.text(raw)}({', '.join([str(launched.programs), '1, 1', 'stream', *flags, *tail])})"
 
 
 def _raw_launch(launch: Any) -> tuple[Any, Any, Sequence[Any]]:
@@ -218,77 +192,77 @@ def _allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], Tensor
     return quick or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
-class _Output(NamedTuple):
-    buffer: int
-    view: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None
+def _places(inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> Callable[[int], _Place]:
+    """What tells where an address lies."""
+    starts = {tensor.data_ptr(): i for i, tensor in enumerate((*inputs, *buffers))}
+
+    def place_of(address: int) -> _Place:
+        if address in starts:
+            return starts[address], 0
+        # Buffers are aligned wherever they come to lie, and so their parts always are alike.
+        for tensor in buffers:
+            offset = address - tensor.data_ptr()
+            if 0 < offset < tensor.untyped_storage().nbytes():
+                return starts[tensor.data_ptr()], offset
+        raise _Unknown("a pointer into the middle of an input")
+
+    return place_of
 
 
-class _Plan:
-    """What a call did, ready to be done again for other tensors of the same kind."""
-
-    def __init__(
-        self, inputs: Sequence[Tensor], watch: _Watch, launches: Sequence[Launched], result: Any, device: torch.device
-    ) -> None:
-        allocated = [tensor for tensor, _ in watch.buffers]
-        slots = {tensor.data_ptr(): i for i, tensor in enumerate((*inputs, *allocated))}
-
-        def slot_of(address: int) -> tuple[int, int]:
-            """The tensor that an address lies in, and how far in."""
-            if address in slots:
-                return slots[address], 0
-            # Buffers are aligned wherever they come to lie, and so their parts always are alike.
-            for tensor in allocated:
-                offset = address - tensor.data_ptr()
-                if 0 < offset < tensor.untyped_storage().nbytes():
-                    return slots[tensor.data_ptr()], offset
-            raise _Unknown("a pointer into the middle of an input")
-
-        self.index = device.index or 0
-        self.allocate = _allocator(device)
-        self.buffers = [_Buffer(tuple(t.shape), t.stride(), t.dtype, zeroed) for t, zeroed in watch.buffers]
-        self.launches = [_Launch(launched, len(inputs) + len(allocated), slot_of) for launched in launches]
-        self.collect = type(result) if isinstance(result, (tuple, list)) else None
-        self.outputs = [
-            self._output(t, *slot_of(t.data_ptr()), len(inputs)) for t in (result if self.collect else (result,))
-        ]
-        # The first buffers in their order, as they are: the usual case.
-        in_order = [(i, None) for i in range(len(self.outputs))]
-        self.plain_outputs = len(self.outputs) if [tuple(output) for output in self.outputs] == in_order else None
-        self.stream_of = triton.runtime.driver.active.get_current_stream
-
-    def _output(self, tensor: Tensor, slot: int, offset: int, inputs: int) -> _Output:
-        buffer = slot - inputs
-        if buffer < 0:
-            raise _Unknown("an input is returned")
-        if offset:
-            raise _Unknown("a part of a buffer is returned")
-        spec = self.buffers[buffer]
-        if (tuple(tensor.shape), tensor.stride(), tensor.dtype) == (spec.size, spec.stride, spec.dtype):
-            return _Output(buffer, None)
-        return _Output(buffer, (tensor.dtype, tuple(tensor.shape), tensor.stride()))
-
-    def run(self, addresses: list[int]) -> Any:
-        """Do it again for inputs at these addresses; the list is used up."""
-        allocate, buffers = self.allocate, []
-        for size, stride, dtype, zeroed in self.buffers:
-            buffer = allocate(size, stride, dtype)
-            if zeroed:
-                buffer.zero_()
-            buffers.append(buffer)
-            addresses.append(buffer.data_ptr())
-        stream = self.stream_of(self.index)
-        for launch in self.launches:
-            launch(stream, addresses)
-        if self.plain_outputs is not None:
-            return self.collect(buffers[: self.plain_outputs]) if self.collect else buffers[0]
-        results = [
-            buffers[i] if view is None else buffers[i].view(view[0]).as_strided(view[1], view[2])
-            for i, view in self.outputs
-        ]
-        return self.collect(results) if self.collect else results[0]
+def _output(source: _Source, tensor: Tensor, place: _Place, inputs: int, buffers: Sequence[Tensor]) -> str:
+    """The expression of a result."""
+    index, offset = place[0] - inputs, place[1]
+    if index < 0:
+        raise _Unknown("an input is returned")
+    if offset:
+        raise _Unknown("a part of a buffer is returned")
+    buffer = buffers[index]
+    layout = tuple(tensor.shape), tensor.stride()
+    if (*layout, tensor.dtype) == (tuple(buffer.shape), buffer.stride(), buffer.dtype):
+        return f"b{index}"
+    return f"b{index}.view({source.text(tensor.dtype)}).as_strided({layout[0]}, {layout[1]})"
 
 
-_plans: dict[tuple[object, ...], _Plan | None] = {}
+def _planned(
+    present: Sequence[bool], inputs: Sequence[Tensor], watch: _Watch, launches: Sequence[Launched], result: Any
+) -> Callable[..., Any]:
+    """A function that does what a call did, given the addresses of other tensors of the same kind.
+
+    Its source is written for this call: what a loop over its buffers, launches and arguments would look up is constant.
+
+    Args:
+        present: for each tensor that the call may get, whether it got it; those are ``inputs``. The function takes the
+            address of each, or None.
+        inputs: the tensors of the call.
+        watch: what it allocated.
+        launches: what it launched.
+        result: what it returned.
+    """
+    buffers = [tensor for tensor, _ in watch.buffers]
+    place_of = _places(inputs, buffers)
+    device = inputs[0].device
+    source = _Source()
+    allocate = source.text(_allocator(device))
+    for i, (buffer, zeroed) in enumerate(watch.buffers):
+        layout = f"{tuple(buffer.shape)}, {buffer.stride()}, {source.text(buffer.dtype)}"
+        source.lines.append(f"b{i} = {allocate}({layout})")
+        source.lines += [f"b{i}.zero_()"] if zeroed else []
+        source.lines.append(f"p{len(inputs) + i} = b{i}.data_ptr()")
+    stream_of = source.text(triton.runtime.driver.active.get_current_stream)
+    source.lines.append(f"stream = {stream_of}({device.index or 0})")
+    source.lines += [_launch_line(source, launched, place_of) for launched in launches]
+    several = isinstance(result, (tuple, list))
+    outputs = [
+        _output(source, tensor, place_of(tensor.data_ptr()), len(inputs), buffers)
+        for tensor in (result if several else (result,))
+    ]
+    opening, closing = ("[", "]") if isinstance(result, list) else ("(", ",)") if several else ("", "")
+    source.lines.append(f"return {opening}{', '.join(outputs)}{closing}")
+    numbers = iter(range(len(inputs)))
+    return source.function([f"p{next(numbers)}" if there else f"absent{i}" for i, there in enumerate(present)])
+
+
+_plans: dict[tuple[object, ...], Callable[..., Any] | None] = {}
 _UNSEEN: Any = object()
 _warned: set[str] = set()
 
@@ -306,9 +280,11 @@ def _is_unusual() -> bool:
     return compiled.INTERPRETING or bool(watched)
 
 
-def _call_again(key: tuple[object, ...], function: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _call_again(
+    key: tuple[object, ...], function: Callable[..., Any], args: Sequence[Any], tensors: Sequence[Tensor | None]
+) -> Any:
     """The call, with a plan of it noted if this is the first."""
-    inputs = [arg for arg in args if isinstance(arg, Tensor)]
+    inputs = [x for x in tensors if x is not None]
     # One address for two arguments: which of them a kernel got cannot be told.
     if key in _plans or len({x.data_ptr() for x in inputs}) < len(inputs):
         return function(*args)
@@ -317,7 +293,7 @@ def _call_again(key: tuple[object, ...], function: Callable[..., Any], args: Seq
     plan = None
     if watch.only_launched and launches:
         try:
-            plan = _Plan(inputs, watch, launches, result, inputs[0].device)
+            plan = _planned([x is not None for x in tensors], inputs, watch, launches, result)
         except _Unknown as error:
             if str(error) not in _warned:
                 _warned.add(str(error))
@@ -338,9 +314,8 @@ def decorate(function):
         key = ({key},)
         plan = _plans.get(key)
         if plan is None:
-            return _call_again(key, function, ({names},))
-        {collected}
-        return plan.run(addresses)
+            return _call_again(key, function, ({names},), ({tensors},))
+        return plan({addresses})
     return call
 """
 _LAYOUT = "{0}.shape, {0}.stride(), {0}.dtype, {0}.get_device()"
@@ -356,8 +331,7 @@ def _source(function: Callable[..., Any]) -> str:
     maybe = [name for name in names if hints[name] == Tensor | None]
     sequences = [name for name in names if hints[name] == Sequence[int]]
     others = [name for name in names if name not in (*tensors, *maybe, *sequences)]
-    # The order in which a plan knows them.
-    assert tensors == [name for name in names if name in (*tensors, *maybe)][: len(tensors)] != []
+    assert tensors
     found = [f"{name}_address" for name in tensors]
     misaligned = [f"{address} % {ALIGNMENT}" for address in found]
     key = [
@@ -370,8 +344,7 @@ def _source(function: Callable[..., Any]) -> str:
         *(f"{name} is not None and ({_LAYOUT.format(name)}, {name}.data_ptr() % {ALIGNMENT})" for name in maybe),
     ]
     signature = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in plain]
-    collected = [f"addresses = [{', '.join(found)}]"]
-    collected += [f"if {name} is not None: addresses.append({name}.data_ptr())" for name in maybe]
+    addresses = [*found, *(f"None if {name} is None else {name}.data_ptr()" for name in maybe)]
     return _CALL.format(
         signature=", ".join([*signature, *(["*"] if options else []), *(f"{name}=None" for name in options)]),
         unusual="".join(f"{name} is not None or " for name in options),
@@ -379,7 +352,8 @@ def _source(function: Callable[..., Any]) -> str:
         assigned="; ".join(f"{address} = {name}.data_ptr()" for address, name in zip(found, tensors, strict=True)),
         key=", ".join(key),
         names=", ".join(names),
-        collected=f"\n{8 * ' '}".join(collected),
+        tensors=", ".join([*tensors, *maybe]),
+        addresses=", ".join(addresses),
     )
 
 
@@ -387,8 +361,8 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a launch function; calls with keyword-only options are never repeated.
 
     Args:
-        function: its parameters are annotated: ``Tensor``, one at least; after those ``Tensor | None``; anywhere
-            ``Sequence[int]`` and what can be hashed. Keyword-only ones are None by default.
+        function: its parameters are annotated: ``Tensor``, one at least, ``Tensor | None``, ``Sequence[int]`` and what
+            can be hashed. Keyword-only ones are None by default.
     """
     namespace: dict[str, Any] = {}
     exec(_source(function), globals(), namespace)
