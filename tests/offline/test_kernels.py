@@ -453,8 +453,18 @@ def test_transposes_move_as_vectors(launches, cc):
 @pytest.mark.parametrize("cc", [89, 90, 100])
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32), (1, -1), (-1, -1)], ids=str)
 def test_amax_compiles_for_every_target(launches, block, cc):
-    found = launches(cc, lambda: launch.amax(matrix(4096, 4096), block))
+    # Rows of so many parts that a launch of their own joins them.
+    found = launches(cc, lambda: launch.amax(matrix(512, 32768), block))
     assert len(found) == (2 if block == ROWWISE else 1)
+    for launched in found:
+        assert launched.compile(cc).spill_bytes == 0
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+def test_a_cast_that_joins_parts_of_columns_compiles_for_every_target(launches, cc):
+    (spec,) = (spec for spec in CASTS if spec.block == ROWWISE)
+    found = launches(cc, lambda: launch.quantize(matrix(2048, 2048), *spec.args, True))
+    assert len(found) == 2
     for launched in found:
         assert launched.compile(cc).spill_bytes == 0
 
