@@ -102,7 +102,7 @@ class _TensorMaps:
         return found
 
 
-class _Source:
+class _Code:
     """Lines of a function, and what the names in them stand for."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _Source:
 _Place = tuple[int, int]
 
 
-def _launch_line(source: _Source, launched: Launched, place_of: Callable[[int], _Place]) -> str:
+def _launch_line(code: _Code, launched: Launched, place_of: Callable[[int], _Place]) -> str:
     """The launch of a compiled kernel, with addresses where its arguments are tensors."""
     launcher = launched.compiled.run
     names = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -157,19 +157,19 @@ def _launch_line(source: _Source, launched: Launched, place_of: Callable[[int], 
             if offset:
                 raise _Unknown("a descriptor of a part of a buffer")
             tensor_maps = _TensorMaps(pointer, meta, describe)
-            known, make = source.texts((tensor_maps.known.get, tensor_maps.make))
-            arguments += [f"{known}(p{index}) or {make}(p{index})", *source.texts(tensor_maps.rest)]
-    arguments += source.texts((*launched.integers, *launched.constants))
+            known, make = code.texts((tensor_maps.known.get, tensor_maps.make))
+            arguments += [f"{known}(p{index}) or {make}(p{index})", *code.texts(tensor_maps.rest)]
+    arguments += code.texts((*launched.integers, *launched.constants))
     compiled = launched.compiled
-    flags = source.texts((compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl))
-    packed = source.text(compiled.packed_metadata)
+    flags = code.texts((compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl))
+    packed = code.text(compiled.packed_metadata)
     nones = ["None"] * 3
     if hasattr(launcher, "arg_annotations"):
-        more = source.texts((launcher.arg_annotations, launcher.kernel_signature))
+        more = code.texts((launcher.arg_annotations, launcher.kernel_signature))
         tail = [packed, *nones, "None", "None", *more, f"({''.join(f'{a}, ' for a in arguments)})"]
     else:
         tail = ["None", "None", packed, *nones, *arguments]
-    return f"{source.text(raw)}({', '.join([str(launched.programs), '1, 1', 'stream', *flags, *tail])})"
+    return f"{code.text(raw)}({', '.join([str(launched.programs), '1, 1', 'stream', *flags, *tail])})"
 
 
 def _raw_launch(launch: Any) -> tuple[Any, Any, Sequence[Any]]:
@@ -209,7 +209,7 @@ def _places(inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> Callable[[in
     return place_of
 
 
-def _output(source: _Source, tensor: Tensor, place: _Place, inputs: int, buffers: Sequence[Tensor]) -> str:
+def _output(code: _Code, tensor: Tensor, place: _Place, inputs: int, buffers: Sequence[Tensor]) -> str:
     """The expression of a result."""
     index, offset = place[0] - inputs, place[1]
     if index < 0:
@@ -220,7 +220,7 @@ def _output(source: _Source, tensor: Tensor, place: _Place, inputs: int, buffers
     layout = tuple(tensor.shape), tensor.stride()
     if (*layout, tensor.dtype) == (tuple(buffer.shape), buffer.stride(), buffer.dtype):
         return f"b{index}"
-    return f"b{index}.view({source.text(tensor.dtype)}).as_strided({layout[0]}, {layout[1]})"
+    return f"b{index}.view({code.text(tensor.dtype)}).as_strided({layout[0]}, {layout[1]})"
 
 
 def _planned(
@@ -241,29 +241,28 @@ def _planned(
     buffers = [tensor for tensor, _ in watch.buffers]
     place_of = _places(inputs, buffers)
     device = inputs[0].device
-    source = _Source()
-    allocate = source.text(_allocator(device))
+    code = _Code()
+    allocate = code.text(_allocator(device))
     for i, (buffer, zeroed) in enumerate(watch.buffers):
-        layout = f"{tuple(buffer.shape)}, {buffer.stride()}, {source.text(buffer.dtype)}"
-        source.lines.append(f"b{i} = {allocate}({layout})")
-        source.lines += [f"b{i}.zero_()"] if zeroed else []
-        source.lines.append(f"p{len(inputs) + i} = b{i}.data_ptr()")
-    stream_of = source.text(triton.runtime.driver.active.get_current_stream)
-    source.lines.append(f"stream = {stream_of}({device.index or 0})")
-    source.lines += [_launch_line(source, launched, place_of) for launched in launches]
+        layout = f"{tuple(buffer.shape)}, {buffer.stride()}, {code.text(buffer.dtype)}"
+        code.lines.append(f"b{i} = {allocate}({layout})")
+        code.lines += [f"b{i}.zero_()"] if zeroed else []
+        code.lines.append(f"p{len(inputs) + i} = b{i}.data_ptr()")
+    stream_of = code.text(triton.runtime.driver.active.get_current_stream)
+    code.lines.append(f"stream = {stream_of}({device.index or 0})")
+    code.lines += [_launch_line(code, launched, place_of) for launched in launches]
     several = isinstance(result, (tuple, list))
     outputs = [
-        _output(source, tensor, place_of(tensor.data_ptr()), len(inputs), buffers)
+        _output(code, tensor, place_of(tensor.data_ptr()), len(inputs), buffers)
         for tensor in (result if several else (result,))
     ]
     opening, closing = ("[", "]") if isinstance(result, list) else ("(", ",)") if several else ("", "")
-    source.lines.append(f"return {opening}{', '.join(outputs)}{closing}")
+    code.lines.append(f"return {opening}{', '.join(outputs)}{closing}")
     numbers = iter(range(len(inputs)))
-    return source.function([f"p{next(numbers)}" if there else f"absent{i}" for i, there in enumerate(present)])
+    return code.function([f"p{next(numbers)}" if there else f"absent{i}" for i, there in enumerate(present)])
 
 
 _plans: dict[tuple[object, ...], Callable[..., Any] | None] = {}
-_UNSEEN: Any = object()
 _warned: set[str] = set()
 
 
