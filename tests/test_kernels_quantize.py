@@ -298,14 +298,15 @@ def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
                 check_quantize(x, spec, transpose=True)
 
 
+@pytest.mark.parametrize("device", [INTERPRETER])
 @pytest.mark.parametrize(("parts", "both", "launches"), [(3, False, 0), (4, False, 1), (3, True, 1)])
-def test_a_cast_joins_few_parts_of_columns_itself(parts, both, launches, monkeypatch):
+def test_a_cast_joins_few_parts_of_columns_itself(device, parts, both, launches, monkeypatch):
     """A launch that joins them takes longer than reading them, unless rows are to be read too."""
     seen = []
     run = launch_amax.run
     monkeypatch.setattr(launch_amax, "run", lambda *args, **options: seen.append(args[0]) or run(*args, **options))
     monkeypatch.setattr(launch, "MOST_PARTS_IN_A_CAST", 3)
-    x = banded(cast_tiles.AMAX_OF_COLUMNS.tile.m * parts, 160).bfloat16()
+    x = banded(cast_tiles.AMAX_OF_COLUMNS.tile.m * parts, 160).to(device, torch.bfloat16)
     (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
     if both:
         check_both(x, spec, spec)

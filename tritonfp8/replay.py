@@ -128,7 +128,7 @@ class _Code:
         return cast(Callable[..., Any], self.names["planned"])
 
 
-# Index of a tensor among inputs and buffers, and how far in an address lies.
+# Index of a tensor among those of the call and buffers, and how far in an address lies.
 _Place = tuple[int, int]
 
 
@@ -163,12 +163,11 @@ def _launch_line(code: _Code, launched: Launched, place_of: Callable[[int], _Pla
     compiled = launched.compiled
     flags = code.texts((compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl))
     packed = code.text(compiled.packed_metadata)
-    nones = ["None"] * 3
     if hasattr(launcher, "arg_annotations"):
         more = code.texts((launcher.arg_annotations, launcher.kernel_signature))
-        tail = [packed, *nones, "None", "None", *more, f"({''.join(f'{a}, ' for a in arguments)})"]
+        tail = [packed, *["None"] * 5, *more, f"({''.join(f'{a}, ' for a in arguments)})"]
     else:
-        tail = ["None", "None", packed, *nones, *arguments]
+        tail = ["None", "None", packed, *["None"] * 3, *arguments]
     return f"{code.text(raw)}({', '.join([str(launched.programs), '1, 1', 'stream', *flags, *tail])})"
 
 
@@ -192,9 +191,9 @@ def _allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], Tensor
     return quick or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
-def _places(inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> Callable[[int], _Place]:
+def _places(tensors: Sequence[Tensor | None], buffers: Sequence[Tensor]) -> Callable[[int], _Place]:
     """What tells where an address lies."""
-    starts = {tensor.data_ptr(): i for i, tensor in enumerate((*inputs, *buffers))}
+    starts = {tensor.data_ptr(): i for i, tensor in enumerate((*tensors, *buffers)) if tensor is not None}
 
     def place_of(address: int) -> _Place:
         if address in starts:
@@ -209,9 +208,9 @@ def _places(inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> Callable[[in
     return place_of
 
 
-def _output(code: _Code, tensor: Tensor, place: _Place, inputs: int, buffers: Sequence[Tensor]) -> str:
-    """The expression of a result."""
-    index, offset = place[0] - inputs, place[1]
+def _output(code: _Code, tensor: Tensor, place: _Place, first: int, buffers: Sequence[Tensor]) -> str:
+    """The expression of a result; ``first`` is the index of the first buffer."""
+    index, offset = place[0] - first, place[1]
     if index < 0:
         raise _Unknown("an input is returned")
     if offset:
@@ -224,42 +223,39 @@ def _output(code: _Code, tensor: Tensor, place: _Place, inputs: int, buffers: Se
 
 
 def _planned(
-    present: Sequence[bool], inputs: Sequence[Tensor], watch: _Watch, launches: Sequence[Launched], result: Any
+    tensors: Sequence[Tensor | None], watch: _Watch, launches: Sequence[Launched], result: Any, device: torch.device
 ) -> Callable[..., Any]:
     """A function that does what a call did, given the addresses of other tensors of the same kind.
 
     Its source is written for this call: what a loop over its buffers, launches and arguments would look up is constant.
 
     Args:
-        present: for each tensor that the call may get, whether it got it; those are ``inputs``. The function takes the
-            address of each, or None.
-        inputs: the tensors of the call.
+        tensors: those of the call, None where there may be one. The function takes the address of each, or None.
         watch: what it allocated.
         launches: what it launched.
         result: what it returned.
+        device: on which that was.
     """
     buffers = [tensor for tensor, _ in watch.buffers]
-    place_of = _places(inputs, buffers)
-    device = inputs[0].device
+    place_of = _places(tensors, buffers)
     code = _Code()
     allocate = code.text(_allocator(device))
     for i, (buffer, zeroed) in enumerate(watch.buffers):
         layout = f"{tuple(buffer.shape)}, {buffer.stride()}, {code.text(buffer.dtype)}"
         code.lines.append(f"b{i} = {allocate}({layout})")
         code.lines += [f"b{i}.zero_()"] if zeroed else []
-        code.lines.append(f"p{len(inputs) + i} = b{i}.data_ptr()")
+        code.lines.append(f"p{len(tensors) + i} = b{i}.data_ptr()")
     stream_of = code.text(triton.runtime.driver.active.get_current_stream)
     code.lines.append(f"stream = {stream_of}({device.index or 0})")
     code.lines += [_launch_line(code, launched, place_of) for launched in launches]
     several = isinstance(result, (tuple, list))
     outputs = [
-        _output(code, tensor, place_of(tensor.data_ptr()), len(inputs), buffers)
+        _output(code, tensor, place_of(tensor.data_ptr()), len(tensors), buffers)
         for tensor in (result if several else (result,))
     ]
     opening, closing = ("[", "]") if isinstance(result, list) else ("(", ",)") if several else ("", "")
     code.lines.append(f"return {opening}{', '.join(outputs)}{closing}")
-    numbers = iter(range(len(inputs)))
-    return code.function([f"p{next(numbers)}" if there else f"absent{i}" for i, there in enumerate(present)])
+    return code.function([f"p{i}" for i in range(len(tensors))])
 
 
 _plans: dict[tuple[object, ...], Callable[..., Any] | None] = {}
@@ -292,7 +288,7 @@ def _call_again(
     plan = None
     if watch.only_launched and launches:
         try:
-            plan = _planned([x is not None for x in tensors], inputs, watch, launches, result)
+            plan = _planned(tensors, watch, launches, result, inputs[0].device)
         except _Unknown as error:
             if str(error) not in _warned:
                 _warned.add(str(error))
