@@ -72,6 +72,8 @@ def after_gather(mesh, recipe):
     tritonfp8.convert(model, recipe)
     enable_float8_all_gather(model)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    # The first forward tells FSDP of the hooks.
+    model(torch.ones(1, 64))
     model.unshard()
     weight, same = model[0].weight.data, []
     for view in (weight.as_strided((32, 64), (64, 1), 0), weight.view(32, 64), weight.detach()):

@@ -105,6 +105,7 @@ class Setup:
     reverse: bool = False
     sizes: tuple = ()
     last: bool = False
+    enable_last: bool = False
 
 
 def build(mesh, setup):
@@ -124,7 +125,7 @@ def build(mesh, setup):
     for layer in model.layers:
         layer.recompute = setup.recompute
     model.recompute = setup.recompute_with_hooks
-    report = enable_float8_all_gather(model, setup.cast) if setup.enabled else None
+    report = enable_float8_all_gather(model, setup.cast) if setup.enabled and not setup.enable_last else None
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=setup.param_dtype, reduce_dtype=torch.float32),
@@ -138,6 +139,8 @@ def build(mesh, setup):
     fully_shard(model, reshard_after_forward=setup.root_reshard, **options)
     if setup.last:
         tritonfp8.convert(model, setup.recipe)
+    if setup.enable_last and setup.enabled:
+        report = enable_float8_all_gather(model, setup.cast)
     if setup.meta:
         model.to_empty(device=mesh.device_type)
         full = initialize(Llama(*setup.sizes, tied=setup.tied).to(setup.dtype)).state_dict()
@@ -444,7 +447,7 @@ def saved_with_torch(mesh, path, setup):
 
 
 def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
-    """What one step of one layer carries."""
+    """What one step of one layer carries, after a first forward, in which FSDP learns of the hooks."""
     from tritonfp8.distributed import count_collective_bytes
 
     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, device=mesh.device_type))
@@ -455,6 +458,9 @@ def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # In the dtype that FSDP would cast to: torch 2.11 does not where forward is recomputed.
     x = torch.ones(2, shape[1], dtype=policy.param_dtype, requires_grad=True)
+    with torch.no_grad():
+        model(x)
+    model.reshard()
     with count_collective_bytes() as counted:
         recomputed(model, x, recompute).sum().backward()
     return dict(counted.bytes), dict(counted.calls)

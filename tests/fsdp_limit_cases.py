@@ -1,10 +1,11 @@
 """What the tests of the limits of the FP8 all-gather run on each rank."""
 
+from dataclasses import replace
+
 import torch
 from cases import give_up
-from fsdp_cases import Linears, Setup, build, digest, initialize, tokens_of
+from fsdp_cases import Linears, Llama, Setup, build, digest, initialize, tokens_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -61,13 +62,105 @@ def fail_on_rank_1(mesh, how):
 def raise_inside_forward(mesh):
     """Whether scales are found anew after a forward of the model that did not end."""
     model, _ = build(mesh, Setup())
-    source = model.layers[0].up.weight._local_tensor.source
+    source = model.layers[0].up.on_revert.__self__
     model.layers[1].o.register_forward_pre_hook(lambda module, args: 1 / 0)
     try:
         model(tokens_of(0))
     except ZeroDivisionError:
         return not source._in_forward
     return None
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt: torch runs no hook when it ends a forward."""
+
+
+def interrupt_inside_forward(mesh, enabled, recipe):
+    """What a layer computes after a forward of the model was interrupted and its weights grew fifteen-fold."""
+    model, _ = build(mesh, Setup(recipe, enabled))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(tokens_of(0)).backward()
+    optimizer.zero_grad()
+
+    def stop(module, args):
+        raise Interrupted
+
+    handle = model.layers[1].register_forward_pre_hook(stop)
+    try:
+        model(tokens_of(0))
+    except Interrupted:
+        handle.remove()
+    # Those of the optimizer are the sharded ones, whatever the interrupted forward left gathered.
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(15)
+    x = torch.ones(1, 3, 42).cumsum(1)
+    outs = [model.layers[0](x), model.layers[1](x)]
+    with torch.no_grad():
+        outs += [model(tokens_of(1))]
+    return [out.detach().float().flatten().tolist() for out in outs]
+
+
+def inference_first(mesh, enabled, recipe, reshard):
+    """Train after a forward in inference mode, which makes the memory that FSDP gathers into.
+
+    Without the gather in 8 bits FSDP refuses to write there later, so that run evaluates in no_grad.
+    """
+    evaluation = torch.inference_mode if enabled else torch.no_grad
+    model, _ = build(mesh, Setup(recipe, enabled, reshard=reshard))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    with evaluation():
+        losses.append(model(tokens_of(0)).item())
+    for _ in range(2):
+        loss = model(tokens_of(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        with evaluation():
+            losses.append(model(tokens_of(1)).item())
+    return losses, digest(model)
+
+
+def in_autocast(mesh, enabled, recipe, reshard):
+    """Train inside autocast without a MixedPrecisionPolicy, evaluate outside of it."""
+    model, _ = build(mesh, Setup(recipe, enabled, reshard=reshard, param_dtype=None))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for micro in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens_of(micro))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model(tokens_of(micro)).item())
+    return losses, digest(model)
+
+
+def disagree(mesh, how):
+    """What ranks are told that gather by different recipes of one size."""
+    spec = tritonfp8.recipes.get("tensorwise").output.rhs
+    other = {
+        "rounding": replace(spec, scale_rounding="pow2"),
+        "format": replace(spec, format="e5m2"),
+    }.get(how, spec)
+    base = tritonfp8.recipes.get("tensorwise")
+    mine = replace(base, output=replace(base.output, rhs=other), grad_input=replace(base.grad_input, rhs=other))
+    rank = mesh.get_local_rank()
+    recipe = {"layers.1.up": mine if rank == 1 else base, "*": base}
+    model = initialize(Llama())
+    tritonfp8.convert(model, recipe)
+    enable_float8_all_gather(model)
+    fully_shard(model, mesh=mesh)
+    if how == "swapped later":
+        model(tokens_of(0))
+        name = "rowwise" if rank == 1 else "blockwise"
+        tritonfp8.swap_recipe(model, {"layers.0.q": name, "*": "tensorwise"})
+    try:
+        return model(tokens_of(0)).item()
+    except RuntimeError as error:
+        return str(error)
 
 
 def toggle_reshard(mesh, enabled, recipe):
@@ -124,13 +217,6 @@ def order_errors(mesh):
     """What callers are told who do things in another order, by what they did."""
     told, tell = _teller()
 
-    def late():
-        model = tritonfp8.Float8Linear(64, 32)
-        fully_shard(model, mesh=mesh)
-        enable_float8_all_gather(model)
-
-    tell("late", late)
-
     def twice():
         model = nn.Sequential(tritonfp8.Float8Linear(64, 32), tritonfp8.Float8Linear(32, 32))
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
@@ -138,16 +224,6 @@ def order_errors(mesh):
         enable_float8_all_gather(model)
 
     tell("tensor parallel twice", twice)
-
-    def tensor_parallel_last():
-        model = nn.Sequential(tritonfp8.Float8Linear(64, 32))
-        enable_float8_all_gather(model)
-        grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), grid["tp"], [Shard(0)]))
-        fully_shard(model, mesh=grid["dp"])
-        model(torch.ones(1, 64))
-
-    tell("tensor parallel last", tensor_parallel_last)
     return told
 
 
@@ -156,6 +232,7 @@ def errors(mesh):
     told, tell = _teller()
 
     model, _ = build(mesh, Setup())
+    model(tokens_of(0))
     tell("once", lambda: tritonfp8.quantize_weights_once(model).__enter__())
     model.layers[0].unshard()
     weight = model.layers[0].up.weight
@@ -166,8 +243,10 @@ def errors(mesh):
 
     def autocast():
         model, _ = build(mesh, Setup(param_dtype=None))
-        with torch.autocast("cpu", torch.bfloat16):
-            model(tokens_of(0))
+        layer = model.layers[0]
+        forward = layer.forward
+        layer.forward = lambda x: torch.autocast("cpu", torch.bfloat16)(forward)(x)
+        model(tokens_of(0))
 
     tell("autocast", autocast)
 

@@ -30,17 +30,30 @@ def plan(local):
     return found
 
 
-def build(world_mesh, sizes, recipe, enabled, local=True, reshard=True, compiled=0, first=True, recompute=None):
+def build(
+    world_mesh,
+    sizes,
+    recipe,
+    enabled,
+    local=True,
+    reshard=True,
+    compiled=0,
+    first=True,
+    recompute=None,
+    enable="after_parallel",
+):
     """A Llama of sizes that do not divide where torch allows it, sharded by both, its first layers compiled."""
     dp, tp = mesh_of(world_mesh, sizes)
     # Local outputs do not say how many features there are in all.
     model = initialize(Llama(10 * HEADS, HEADS, 132 if local else 131, LAYERS)).to(world_mesh.device_type)
     if first:
         tritonfp8.convert(model, recipe)
+    report = enable_float8_all_gather(model) if enabled and enable == "before_parallel" else None
     parallelize_module(model, tp, plan(local))
     if not first:
         tritonfp8.convert(model, recipe)
-    report = enable_float8_all_gather(model) if enabled else None
+    if enabled and enable == "after_parallel":
+        report = enable_float8_all_gather(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for name, layer in model.layers.named_children():
         layer.recompute = recompute
@@ -49,6 +62,8 @@ def build(world_mesh, sizes, recipe, enabled, local=True, reshard=True, compiled
             model.layers.register_module(name, layer)
         fully_shard(layer, mesh=dp, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=dp, mp_policy=policy)
+    if enabled and enable == "last":
+        report = enable_float8_all_gather(model)
     return model, report, dp
 
 
@@ -57,7 +72,6 @@ def digest(model):
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
         value = parameter.to_local()
-        value = getattr(value, "_data", value)
         found.update(name.encode() + value.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 

@@ -63,6 +63,8 @@ OPTIONS = {
     "accumulate": Setup(accumulate=2),
     "clip": Setup(clip=True),
     "tied": Setup(tied=True),
+    "enable_last": Setup(enable_last=True),
+    "enable_last_meta": Setup("tensorwise", enable_last=True, meta=True, root_reshard=True),
     "compile_block": Setup(compile="block"),
     "compile_block_tensorwise": Setup("tensorwise", compile="block"),
     "compile_block_recompute": Setup(compile="block", recompute="yes"),

@@ -47,6 +47,41 @@ def test_error_inside_forward(ranks):
     assert ranks.run(2, fsdp_limit_cases.raise_inside_forward) == [True] * 2
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_scales_of_an_interrupted_forward_are_not_used_for_weights_that_changed(ranks, recipe):
+    on, off = (ranks.run(2, fsdp_limit_cases.interrupt_inside_forward, enabled=e, recipe=recipe) for e in (True, False))
+    assert on == off
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_training_after_a_first_forward_in_inference_mode(ranks, recipe, reshard):
+    options = {"recipe": recipe, "reshard": reshard}
+    on, off = (ranks.run(2, fsdp_limit_cases.inference_first, enabled=e, **options) for e in (True, False))
+    assert on == off
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_autocast_without_a_mixed_precision_policy(ranks, recipe, reshard):
+    options = {"recipe": recipe, "reshard": reshard}
+    on, off = (ranks.run(2, fsdp_limit_cases.in_autocast, enabled=e, **options) for e in (True, False))
+    assert on == off
+
+
+@pytest.mark.parametrize("how", ["rounding", "format", "swapped later"])
+def test_ranks_that_disagree_on_a_recipe_are_told_which_and_where(ranks, how):
+    told = ranks.run(3, fsdp_limit_cases.disagree, how=how)
+    assert told[0] == told[1] == told[2]
+    layer, others = ("layers.0.q", "blockwise") if how == "swapped later" else ("layers.1.up", "tensorwise")
+    line = next(line for line in told[0].splitlines() if layer in line)
+    assert "ranks disagree" in told[0]
+    assert "on ranks 0, 2" in line
+    assert "on ranks 1" in line
+    assert others in line
+    assert len(told[0].splitlines()) == 2
+
+
 def test_revert_of_a_sharded_model(ranks):
     assert ranks.run(2, fsdp_limit_cases.revert_sharded) == [(True, True)] * 2
 
@@ -63,12 +98,10 @@ def test_errors_say_what_to_do(ranks):
         "once": ("TypeError", "Sharded"),
         "float": ("TypeError", "values of a weight that FSDP gathered in 8 bits"),
         "decay": ("TypeError", "model.reshard()"),
-        "autocast": ("TypeError", "param_dtype"),
+        "autocast": ("TypeError", "around the call of the model"),
         "columns": ("ValueError", "dim 0"),
         "above": ("RuntimeError", "outermost"),
-        "late": ("ValueError", "before fully_shard"),
         "tensor parallel twice": ("ValueError", "enable_float8_all_gather once"),
-        "tensor parallel last": ("ValueError", "parallelize_module before"),
         "repr": ("GatheredWeight", "bfloat16"),
     }.items():
         assert all(word in told[what] for word in words), told[what]

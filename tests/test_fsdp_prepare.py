@@ -10,7 +10,6 @@ from torch import nn
 import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.distributed import enable_float8_all_gather
-from tritonfp8.distributed.gathered_weight import ShardedWeight
 
 
 def model_of(recipe="rowwise"):
@@ -41,8 +40,7 @@ def test_layers_that_read_the_values_are_skipped():
     model = model_of({"0": "bf16", "2": "rowwise"})
     report = enable_float8_all_gather(model)
     assert report.skipped == {"0": "recipe 'bf16' reads it in high precision"}
-    assert not isinstance(model[0].weight, ShardedWeight)
-    assert isinstance(model[2].weight, ShardedWeight)
+    assert list(report.converted) == ["2"]
 
 
 def test_a_weight_shared_with_an_embedding_is_skipped():
@@ -88,66 +86,81 @@ def test_state_dict_is_that_of_the_model_before():
     assert torch.equal(model.state_dict()["0.weight"], bf16["0.weight"].float())
 
 
-def test_assign_keeps_the_weight_prepared():
-    model = model_of()
-    enable_float8_all_gather(model)
-    state = model_of().state_dict()
-    model.load_state_dict(state, assign=True)
-    assert isinstance(model[0].weight, ShardedWeight)
-    assert isinstance(model[0].weight, nn.Parameter)
-
-
-def test_meta_and_dtype_changes_keep_the_weight_prepared():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 48))
-    tritonfp8.convert(model, "rowwise")
-    enable_float8_all_gather(model)
-    model.to_empty(device="cpu").to(torch.bfloat16)
-    assert isinstance(model[0].weight, ShardedWeight)
-    assert model[0].weight.dtype == torch.bfloat16
-    assert model[0].weight.device.type == "cpu"
-
-
 def test_deepcopy_is_a_model_of_its_own():
     model = model_of()
     model[2].weight.requires_grad_(False)
     enable_float8_all_gather(model)
     other = copy.deepcopy(model)
-    assert other[0].weight.source is other[2].weight.source
-    assert other[0].weight.source is not model[0].weight.source
-    assert other[0].weight.source.model is other
-    assert isinstance(other[0].weight, nn.Parameter)
+    sources = [layer.on_revert.__self__ for layer in (other[0], other[2], model[0])]
+    assert sources[0] is sources[1]
+    assert sources[0] is not sources[2]
+    assert sources[0].model is other
+    assert sources[0].layers == {"0": [other[0]], "2": [other[2]]}
     assert [p.requires_grad for p in other.parameters()] == [True, True, False]
-    with torch.no_grad():
-        other[0].weight.zero_()
-    assert model[0].weight.abs().max() > 0
 
 
-def test_revert_gives_plain_parameters():
+def test_revert_gives_the_model_before():
     model = model_of()
-    weight = model[0].weight.detach().clone()
+    before = dict(model.named_parameters())
     model[2].weight.requires_grad_(False)
     enable_float8_all_gather(model)
     tritonfp8.revert(model)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(p is before[name] for name, p in model.named_parameters())
     assert [p.requires_grad for p in model.parameters()] == [True, True, False]
-    assert torch.equal(model[0].weight, weight)
     tritonfp8.convert(model, "rowwise")
     assert list(enable_float8_all_gather(model).converted) == ["0", "2"]
 
 
-def test_optimizers_work_on_prepared_weights():
-    plain, model = model_of(), model_of()
+def test_every_parameter_stays_the_object_that_it_was():
+    """Whoever holds it (an optimizer, an EMA, a client that finds parameters by pointer) goes on with the same one."""
+    model = model_of()
+    before = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    hooks = [p.register_hook(lambda grad: None) for p in model.parameters()]
     enable_float8_all_gather(model)
+    assert len(hooks) == len(before)
+    for name, p in model.named_parameters():
+        assert p is before[name][0]
+        assert type(p) is nn.Parameter
+        assert p.data_ptr() == before[name][1] == p.untyped_storage().data_ptr()
+    assert len({p.data_ptr() for p in model.parameters()}) == len(before)
+
+
+def test_an_optimizer_made_before_steps_the_weights_of_the_model():
+    plain, model = model_of(), model_of()
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        digests = []
+        states = []
         for each in (plain, model):
             optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, **options)
+            if each is model and options.get("foreach"):
+                enable_float8_all_gather(model)
+            before = [p.detach().clone() for p in each.parameters()]
             loss_of(each)
             optimizer.step()
-            digests.append([value.clone() for value in each.state_dict().values()])
-        assert all(torch.equal(a, b) for a, b in zip(*digests, strict=True))
-        assert not any(isinstance(x, ShardedWeight) for s in optimizer.state.values() for x in s.values())
+            assert not any(torch.equal(p, old) for p, old in zip(each.parameters(), before, strict=True))
+            states.append([p.detach().clone() for p in each.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_memory_is_that_of_a_plain_parameter(tmp_path):
+    """What dlpack, safetensors, sharing between processes and torch.save look at."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = model_of()
+    enable_float8_all_gather(model)
+    weight = model[0].weight
+    shared = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach()))
+    assert shared.data_ptr() == weight.data_ptr()
+    safetensors.save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
+    loaded = safetensors.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[name], p) for name, p in model.named_parameters())
+    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.save(copies, tmp_path / "ema.pt")
+    assert torch.load(tmp_path / "ema.pt", weights_only=True).keys() == copies.keys()
+    assert not weight.is_shared()
+    model.share_memory()
+    assert weight.is_shared()
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16)
+    assert model(torch.ones(3, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_errors_say_what_to_do():
@@ -159,19 +172,3 @@ def test_errors_say_what_to_do():
     enable_float8_all_gather(model)
     with pytest.raises(ValueError, match="once"):
         enable_float8_all_gather(model)
-    with pytest.raises(TypeError, match="state_dict"):
-        pickle.dumps(model)
-    with pytest.raises(TypeError, match="plain tensor"), tritonfp8.quantize_weights_once(model):
-        pass
-
-
-def test_copies_of_a_weight_keep_its_type_and_results_do_not():
-    model = model_of()
-    enable_float8_all_gather(model)
-    weight = model[0].weight
-    for same in (weight.detach(), weight.clone(), weight[:3], weight.bfloat16(), torch.empty_like(weight)):
-        assert type(same) is ShardedWeight
-    for plain in (weight + 1, weight.view(-1), torch.zeros_like(weight), weight.sum(), weight.t()):
-        assert type(plain) is torch.Tensor
-    assert weight.untyped_storage().data_ptr() == weight.view(-1).untyped_storage().data_ptr()
-    assert "ShardedWeight(" in repr(weight)

@@ -40,6 +40,11 @@ def check_equal_to_off(ranks, sizes, recipe, steps=3, **options):
         assert losses[-1] != losses[0]
 
 
+@pytest.mark.parametrize("enable", ["before_parallel", "last"])
+def test_it_is_enabled_before_tensor_parallelism_or_after_everything(ranks, enable):
+    check_equal_to_off(ranks, TWO_BY_TWO, "blockwise", steps=2, enable=enable)
+
+
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_tp_by_fsdp2(ranks, recipe):
     check_equal_to_off(ranks, TWO_BY_TWO, recipe, steps=10)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tritonfp8.distributed.fsdp_internals import Managed, managed_parameters
-from tritonfp8.distributed.gathered_weight import GatheredWeight, ShardedWeight, read_form, register_source
+from tritonfp8.distributed.agreement import check_agreement
+from tritonfp8.distributed.fsdp_internals import Managed, forget_inference_memory, managed_above, managed_parameters
+from tritonfp8.distributed.gathered_weight import GatheredWeight, ShardToGather, read_form, register_source
 from tritonfp8.distributed.grouped import fill_amaxes, pieces
 from tritonfp8.distributed.layout import DimLayout, Mesh, aligned_to, flattened, plain_mesh
 from tritonfp8.distributed.placements import largest_blocks
@@ -38,8 +42,26 @@ class _Sent(NamedTuple):
     """Which one form the bytes are, or None for all."""
 
 
+class _How(NamedTuple):
+    """What decides how a weight is gathered."""
+
+    recipe: Recipe
+    together: bool
+    compute_dtype: torch.dtype | None
+
+    def description(self, cast: bool) -> str:
+        """In words that are equal on ranks that gather alike."""
+        read = ", ".join(str(form.spec) for form in forms(self.recipe)) or "in high precision"
+        source = self.compute_dtype if cast and self.compute_dtype is not None else "the master weight"
+        detail = hashlib.sha256(self.recipe.args[0].encode()).hexdigest()[:8]
+        return f"recipe {self.recipe.name!r} ({detail}), weight {read}, from {source}"
+
+
 class Float8AllGather:
     """The weights of one model that are gathered in 8 bits.
+
+    Nothing is done to a parameter, before ``fully_shard`` or after: the first forward finds the weights that FSDP
+    manages, and has FSDP ask this object what to gather for them.
 
     Args:
         model: the module whose forward begins a step.
@@ -52,9 +74,8 @@ class Float8AllGather:
         self.layers = layers
         self.cast = cast
         self._names = list(layers)
-        self._tensor_parallel: set[str] = set()
         self._found: dict[str, Managed] = {}
-        self._how: dict[str, tuple[Recipe, bool]] = {}
+        self._how: dict[str, _How] = {}
         self._gathers: dict[str, tuple[Recipe, bool]] = {}
         self._plans: dict[str, Plan] = {}
         self._batches: list[Batch] = []
@@ -64,10 +85,18 @@ class Float8AllGather:
         self._fresh: set[str] = set()
         self._reduced: torch.cuda.Event | None = None
         self._in_forward = False
+        self._was_in_inference_mode = False
         self._key = 0
         self._hook_id = model.register_forward_pre_hook(self._before_forward, prepend=True).id
         model.register_forward_hook(self._after_forward, always_call=True)
-        model.register_load_state_dict_post_hook(self._after_load)
+        self._first_hooks = {
+            module: module.register_forward_pre_hook(self._before_first_forward).id for module in self._parents()
+        }
+
+    def _parents(self) -> set[nn.Module]:
+        """The modules below the model that ``fully_shard`` may be applied to."""
+        layers = {layer for tied in self.layers.values() for layer in tied}
+        return {m for m in self.model.modules() if m is not self.model and not layers.isdisjoint(m.modules())}
 
     # The forward of the model.
 
@@ -77,62 +106,53 @@ class Float8AllGather:
         if next(iter(hooks)) != self._hook_id:
             # fully_shard put its hook, which gathers, before this one.
             hooks.move_to_end(self._hook_id, last=False)  # type: ignore[attr-defined]
-        self._plan()
+        self._remove_first_hooks()
+        if torch.is_inference_mode_enabled():
+            self._was_in_inference_mode = True
+        elif self._was_in_inference_mode:
+            self._was_in_inference_mode = False
+            forget_inference_memory(self.model)
+        in_values = self._plan()
         self._pieces.clear()
         for batch in self._batches:
             self._reduce(batch)
         if self._batches and torch.cuda.is_available():
             self._reduced = torch.cuda.current_stream().record_event()
         self._in_forward = bool(self._batches)
+        for managed in in_values:
+            managed.gather_again()
+
+    @_disable_dynamo  # type: ignore[untyped-decorator]
+    def _before_first_forward(self, module: nn.Module, args: Any) -> None:
+        """The first forward does not go through the model: FSDP must know of the hooks here, too."""
+        if self._managed():
+            self._remove_first_hooks()
+            for managed in self._plan():
+                managed.gather_again()
+
+    def _remove_first_hooks(self) -> None:
+        for module, hook in self._first_hooks.items():
+            module._forward_pre_hooks.pop(hook, None)
+        self._first_hooks.clear()
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def _after_forward(self, *args: Any) -> None:
         self._in_forward = False
         self._fresh.clear()
 
-    def _after_load(self, module: nn.Module, keys: Any) -> None:
-        """``load_state_dict(assign=True)`` put plain tensors in the place of ours."""
-        for name in self.layers:
-            managed = self._managed().get(name)
-            if managed is None:
-                self.prepare(name)
-            else:
-                _wrap_local(managed, self, name)
-
-    def prepare(self, name: str) -> None:
-        """Put a weight that is gathered in 8 bits in the place of a plain one, not sharded yet."""
-        layers = self.layers[name]
-        weight = layers[0].weight
-        if is_prepared(weight):
-            return
-        data = weight.data
-        new: Tensor
-        if isinstance(data, DTensor):
-            new = _of_local(data, ShardedWeight(data._local_tensor, self, name))
-            self._tensor_parallel.add(name)
-        else:
-            new = ShardedWeight(data, self, name)
-        parameter = nn.Parameter(new, weight.requires_grad)
-        for layer in layers:
-            layer.weight = parameter
-
     def release(self, layer: Float8Linear) -> None:
-        """Put the plain weight back: what :func:`tritonfp8.revert` does first."""
+        """Gather the plain weight again: what :func:`tritonfp8.revert` does first."""
         name = next((name for name, layers in self.layers.items() if layer in layers), None)
         if name is None:
             # Tied, and released with another layer.
             return
-        managed, layers = self._managed().get(name), self.layers.pop(name)
+        managed = self._managed().get(name)
+        del self.layers[name]
         for known in (self._found, self._how, self._gathers, self._plans, self._known):
             known.pop(name, None)
         self._batches = self._batches_of(self._plans)
         if managed is not None:
-            managed.forget_gathered()
-            managed.param.sharded_param._local_tensor = plain(managed.local)
-            return
-        weight = nn.Parameter(plain(layer.weight), layer.weight.requires_grad)
-        for tied in layers:
-            tied.weight = weight
+            managed.gather_values()
 
     # What is gathered how.
 
@@ -141,60 +161,93 @@ class Float8AllGather:
             found = managed_parameters(self.model)
             modules = {name: (layers[0], "weight") for name, layers in self.layers.items()}
             self._found = {name: found[module] for name, module in modules.items() if module in found}
+            missing = [name for name in self.layers if name not in self._found]
+            if above := managed_above([self.layers[name][0] for name in missing]):
+                names = [name for name in missing if self.layers[name][0] in above]
+                raise RuntimeError(
+                    f"{', '.join(f'{name}.weight' for name in names)} is sharded by a fully_shard above the model that "
+                    "enable_float8_all_gather was given: give it the outermost module that fully_shard is applied to"
+                )
         return self._found
 
-    def _plan(self) -> None:
-        """Find out how each sharded weight is gathered; where that changed, have FSDP start over with it."""
+    def _plan(self) -> list[Managed]:
+        """Find out how each sharded weight is gathered; where that changed, have FSDP start over with it.
+
+        Returns:
+            Of each group whose values FSDP had gathered before it knew of the hooks, one weight: the group is to be
+            gathered again.
+        """
         plans: dict[str, Plan] = {}
+        changed: set[str] = set()
+        gathered: dict[int, Managed] = {}
         for name, managed in self._managed().items():
-            how = self.layers[name][0].recipe, not managed.gathers_again
+            how = _How(self.layers[name][0].recipe, not managed.gathers_again, self._compute_dtype(managed))
             before = self._how.get(name)
             # Bytes that are gathered already stay, where they only hold fewer forms or more than they now would.
-            if before == how or (before is not None and before[0] == how[0] and not managed.is_sharded):
+            keeps_bytes = before is not None and before._replace(together=how.together) == how
+            if before == how or (keeps_bytes and not managed.is_sharded):
                 plan = self._plans.get(name)
             else:
-                plan = self._plan_of(name, managed, *how)
+                plan = self._plan_of(name, managed, how)
                 if before is not None:
                     managed.forget_gathered()
                 self._how[name] = how
+                changed.add(name)
             if plan is not None:
-                _wrap_local(managed, self, name)
                 plans[name] = plan
+                hooks_of = functools.partial(ShardToGather, self, name)
+                if not managed.gathers_by_hooks and managed.gather_by_hooks(hooks_of):
+                    gathered[id(managed.group)] = managed
+        if changed:
+            self._check_agreement()
         if plans != self._plans:
             self._key = register_source(self, self._key)
             self._plans = plans
             self._batches = self._batches_of(plans)
+        return list(gathered.values())
 
-    def _plan_of(self, name: str, managed: Managed, recipe: Recipe, together: bool) -> Plan | None:
+    def _check_agreement(self) -> None:
+        by_mesh: dict[DeviceMesh, dict[str, str]] = {}
+        for name, managed in self._managed().items():
+            mesh = managed.param.sharded_param.device_mesh
+            by_mesh.setdefault(mesh, {})[name] = self._how[name].description(self.cast)
+        for mesh, described in by_mesh.items():
+            check_agreement(described, mesh, next(iter(self._managed().values())).device)
+
+    def _compute_dtype(self, managed: Managed) -> torch.dtype | None:
+        """The dtype in which layers compute with a weight, where that is not the parameter's own."""
+        if managed.param_dtype is not None:
+            return managed.param_dtype
+        device = managed.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def _plan_of(self, name: str, managed: Managed, how: _How) -> Plan | None:
         weight = managed.param.sharded_param
+        recipe = how.recipe
         if not forms(recipe):
             return None
-        within = _within(managed, recipe)
-        if within is not None and name not in self._tensor_parallel:
-            raise ValueError(
-                f"{name}.weight became a DTensor before fully_shard: call parallelize_module before "
-                "enable_float8_all_gather, and that before fully_shard"
-            )
         if managed.shard_dim != 0:
             raise ValueError(
                 f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}: have "
                 "shard_placement_fn return None for it"
             )
-        layout = Layout(*managed.size, managed.shards, forms(recipe), together, within)
-        dtype = managed.param_dtype or weight.dtype
-        quantized = dtype if self.cast else weight.dtype
+        layout = Layout(*managed.size, managed.shards, forms(recipe), how.together, _within(managed, recipe))
+        quantized = how.compute_dtype if self.cast and how.compute_dtype is not None else weight.dtype
         grids = tuple((len(layout.reduced(form)), layout.grid(form)[1]) for form in layout.forms)
         split = tuple(i for i, f in enumerate(layout.forms) if layout.is_split(f, 0) or layout.is_split(f, 1))
-        return Plan(managed, layout, dtype, quantized, grids, split)
+        return Plan(
+            managed,
+            layout,
+            dtype=managed.param_dtype or weight.dtype,
+            quantized_dtype=quantized,
+            rounded=quantized if self.cast else None,
+            grids=grids,
+            split=split,
+        )
 
     def _plan_for(self, name: str) -> Plan:
         if name not in self._plans:
             self._plan()
-        if name not in self._plans:
-            raise RuntimeError(
-                f"{name}.weight is sharded by a fully_shard above the model that enable_float8_all_gather was given: "
-                "give it the outermost module that fully_shard is applied to"
-            )
         return self._plans[name]
 
     # Scales.
@@ -230,9 +283,9 @@ class Float8AllGather:
                 None if form.sends_scales else scale_of_form(found[dtype, kind_of(form)][name][i], plan.layout, form)
                 for i, form in enumerate(plan.layout.forms)
             ]
-            self._known[name] = Known(batch, rounded[dtype], tuple(reduced[dtype][name]), tuple(held))
+            self._known[name] = Known(batch, plan.stamp, rounded[dtype], tuple(reduced[dtype][name]), tuple(held))
 
-    # What ShardedWeight asks.
+    # What ShardToGather asks.
 
     def can_gather(self, name: str) -> bool:
         """See :class:`~tritonfp8.distributed.gathered_weight.Source`."""
@@ -258,8 +311,9 @@ class Float8AllGather:
         """See :class:`~tritonfp8.distributed.gathered_weight.Source`."""
         plan = self._plan_for(name)
         backward = plan.managed.in_backward
-        if name not in self._known or not (backward or self._in_forward or name in self._fresh):
-            # A forward that did not come through the model: its groups find their scales one by one.
+        if not (self._is_current(name, plan) and (backward or self._in_forward or name in self._fresh)):
+            # A forward that did not come through the model, or a weight that changed since the model's forward began,
+            # which may have been interrupted: its groups find their scales one by one.
             group = {k: other for k, other in self._plans.items() if other.managed.group is plan.managed.group}
             self._reduce(Batch(group))
             self._fresh.update(group)
@@ -282,6 +336,10 @@ class Float8AllGather:
             return self._pieces.pop(name)[2], _Sent(plan, known, content)
         return _piece(plan, known, shard, [plan.layout.forms[i] for i in wanted]), _Sent(plan, known, content)
 
+    def _is_current(self, name: str, plan: Plan) -> bool:
+        known = self._known.get(name)
+        return known is not None and known.stamp == plan.stamp
+
     def receive(self, name: str, buffer: Tensor | None, sent: _Sent | None, out: Tensor | None) -> Tensor | None:
         """See :class:`~tritonfp8.distributed.gathered_weight.Source`."""
         if isinstance(out, DTensor):
@@ -303,7 +361,7 @@ class Float8AllGather:
                 if sent.content is None
                 else torch.tensor([self._key, self._index(name), sent.content], device="cpu")
             )
-            return GatheredWeight(buffer, *held, tag, layout, sent.plan.dtype)
+            return GatheredWeight(buffer, *held, tag, layout, sent.plan.dtype, rounded=sent.plan.rounded)
         assert isinstance(out, GatheredWeight)
         out.refill(buffer, *held, layout)
         if out._tag is not None:
@@ -379,30 +437,3 @@ def _piece(plan: Plan, known: Known, shard: Tensor, wanted: Sequence[Form]) -> T
     for part in parts:
         write_piece(piece, layout, *part)
     return piece
-
-
-def _wrap_local(managed: Managed, source: Float8AllGather, name: str) -> None:
-    local = managed.local
-    if not isinstance(local, ShardedWeight):
-        managed.param.sharded_param._local_tensor = ShardedWeight(local, source, name)
-
-
-def plain(x: Tensor) -> Tensor:
-    """A weight of ours, or a DTensor of one, as plain tensors over the same memory."""
-    if isinstance(x, ShardedWeight):
-        return x._data
-    if isinstance(x, DTensor) and isinstance(x._local_tensor, ShardedWeight):
-        return _of_local(x, x._local_tensor._data)
-    return x
-
-
-def is_prepared(weight: Tensor) -> bool:
-    """Whether it is gathered in 8 bits, or will be."""
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight
-    return isinstance(local, ShardedWeight | GatheredWeight)
-
-
-def _of_local(like: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

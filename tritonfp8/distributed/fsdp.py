@@ -21,25 +21,16 @@ others waiting in a collective until the process group's timeout.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
 from tritonfp8.convert import ConversionReport
-from tritonfp8.distributed.all_gather import Float8AllGather, is_prepared, plain
+from tritonfp8.distributed.all_gather import Float8AllGather
 from tritonfp8.distributed.private_names import FSDP, require_names
 from tritonfp8.distributed.wire import forms
 from tritonfp8.modules import Float8Linear
 from tritonfp8.specs import require
 
 CASTS = ("param_dtype", "master")
-
-
-def _plain_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    weight = state_dict.get(f"{prefix}weight")
-    if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
-        state_dict[f"{prefix}weight"] = plain(weight)
 
 
 def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
@@ -55,14 +46,9 @@ def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
     return None
 
 
-def _check_order(model: nn.Module) -> None:
+def _check_once(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"fully_shard was applied to {name or 'the model'} already: call enable_float8_all_gather after "
-                "convert and before fully_shard"
-            )
-        if isinstance(module, Float8Linear) and is_prepared(module.weight):
+        if isinstance(module, Float8Linear) and module.on_revert is not None:
             raise ValueError(
                 f"the weight of {name or 'the model'} is gathered in 8 bits already: call enable_float8_all_gather once"
             )
@@ -91,8 +77,9 @@ def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, 
 def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> ConversionReport:
     """Gather the weights of converted layers in 8 bits under FSDP2: half the bytes of bf16, and the same losses.
 
-    Call it after :func:`tritonfp8.convert` and, where there is one, ``parallelize_module``, and before ``fully_shard``,
-    on the outermost module that ``fully_shard`` will be applied to::
+    Call it after :func:`tritonfp8.convert`, on the outermost module that ``fully_shard`` is applied to. It may come
+    before or after ``parallelize_module``, ``fully_shard``, ``torch.compile`` and the optimizer: no parameter is
+    touched, the first forward has FSDP gather the weights in 8 bits::
 
         tritonfp8.convert(model, "rowwise")
         enable_float8_all_gather(model)
@@ -104,15 +91,16 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
     What is sent when, and what ranks must do alike: :mod:`tritonfp8.distributed.fsdp`.
 
     Works with tensor parallelism, HSDP, mixed precision policies, CPU offload, meta-device init, frozen weights,
-    gradient accumulation and ``torch.compile``. The state_dict has the keys of the model before, and plain tensors or
-    DTensors of such. :func:`tritonfp8.revert` undoes it, before ``fully_shard`` and after.
+    gradient accumulation, ``torch.compile`` and autocast around the model's call. Parameters, their state_dict and
+    gradients are those of ``fully_shard`` without this. :func:`tritonfp8.revert` undoes it, before ``fully_shard`` and
+    after.
 
     Args:
-        model: a converted model, not sharded yet. Each weight that is gathered in 8 bits becomes a new
-            ``nn.Parameter``, as ``fully_shard`` makes again: make the optimizer after both. Tied layers stay tied.
-        cast: what is quantized. ``"param_dtype"``: the shard rounded to the dtype that the layer computes in, which is
-            what the layer would see without this, so the losses are those without it, bit for bit. ``"master"``: the
-            shard as it is; one rounding less, and losses that differ.
+        model: a converted model, sharded or not. Tied layers stay tied.
+        cast: what is quantized. ``"param_dtype"``: the shard rounded to the dtype that the layer computes in (the
+            ``param_dtype`` of ``MixedPrecisionPolicy``, else autocast's where it is on around the model's call), which
+            is what the layer would see without this, so the losses are those without it, bit for bit. ``"master"``:
+            the shard as it is; one rounding less, and losses that differ.
 
     Returns:
         A :class:`~tritonfp8.ConversionReport`: the recipe of each weight that is gathered in 8 bits, and why that of
@@ -120,22 +108,20 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
         does.
 
     Raises:
-        ValueError: nothing to gather in 8 bits, a call after ``fully_shard``, a second one, or an unknown cast. In
-            forward: a weight that FSDP shards along another dim than 0, or that ``parallelize_module`` sharded since.
+        ValueError: nothing to gather in 8 bits, a second call, or an unknown cast. In forward: a weight that FSDP
+            shards along another dim than 0.
         RuntimeError: this torch lacks a private name that is needed. In forward: ``fully_shard`` was applied above
-            ``model``.
+            ``model``, or ranks disagree on how a weight is gathered.
     """
     require_names("enable_float8_all_gather", FSDP)
     require("cast", cast, CASTS)
-    _check_order(model)
+    _check_once(model)
     enabled, skipped = _choose(model)
     report = ConversionReport({name: layers[0].recipe for name, layers in enabled.items()}, skipped)
     if not enabled:
         raise ValueError(f"no weight can be gathered in 8 bits: {report if skipped else 'convert the model first'}")
     source = Float8AllGather(model, enabled, cast == "param_dtype")
-    for name, layers in enabled.items():
-        source.prepare(name)
+    for layers in enabled.values():
         for layer in layers:
             layer.on_revert = source.release
-            layer.register_state_dict_post_hook(_plain_state_dict)  # type: ignore[no-untyped-call]
     return report

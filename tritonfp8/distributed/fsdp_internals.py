@@ -5,12 +5,39 @@ Its private names: :mod:`tritonfp8.distributed.private_names`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
+
+
+class _GathersByHooks:
+    """Mixin of FSDP's parameter: what it gathers is asked for by hooks, though its shard is a plain tensor.
+
+    FSDP looks for the hooks of its all-gather extension on the local shard, which would have to be a tensor subclass.
+    Optimizers, checkpoints and clients that replace ``param.data`` or compare ``data_ptr()`` would then meet it, too.
+    """
+
+    hooks_of: Callable[[torch.Tensor], Any]
+
+    @property
+    def _sharded_local_tensor(self) -> Any:
+        param: Any = self
+        return self.hooks_of(param.sharded_param._local_tensor)
+
+
+@functools.cache
+def _by_hooks(owner: Any) -> type:
+    return type(owner.__name__, (_GathersByHooks, owner), {})
+
+
+def _version(x: torch.Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 class Managed(NamedTuple):
@@ -91,6 +118,46 @@ class Managed(NamedTuple):
         post_forward = self.group.post_forward_mesh_info
         return post_forward is not None and post_forward == self.group.mesh_info
 
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Changes with every write to the shard that torch counts, on the DTensor or on its local tensor."""
+        param = self.param.sharded_param
+        local = param._local_tensor
+        return local.data_ptr(), _version(param), _version(local)
+
+    @property
+    def gathers_by_hooks(self) -> bool:
+        """Whether FSDP asks our hooks for what to gather."""
+        return isinstance(self.param, _GathersByHooks)
+
+    def gather_by_hooks(self, hooks_of: Callable[[torch.Tensor], Any]) -> bool:
+        """Have FSDP ask ``hooks_of(local shard)`` for the hooks of its all-gather extension.
+
+        Returns:
+            Whether the values were gathered already: then :meth:`gather_again` must follow.
+        """
+        # A gather that was begun ahead (prefetched) must end before it is dropped.
+        self.group.wait_for_unshard()
+        gathered = not self.is_sharded
+        self.forget_gathered()
+        self.param.hooks_of = hooks_of
+        owner: Any = type(self.param)
+        self.param.__class__ = _by_hooks(owner)
+        self.param._init_extensions()
+        return gathered
+
+    def gather_values(self) -> None:
+        """Undo :meth:`gather_by_hooks`."""
+        self.forget_gathered()
+        if self.gathers_by_hooks:
+            self.param.__class__ = type(self.param).__mro__[2]
+            del self.param.hooks_of
+
+    def gather_again(self) -> None:
+        """Gather the whole group, as it was before :meth:`gather_by_hooks`."""
+        self.group.unshard()
+        self.group.wait_for_unshard()
+
     def forget_gathered(self) -> None:
         """Make FSDP take new memory for the next gather, whose size or type is another. Gradients stay."""
         self.group._to_sharded()
@@ -122,20 +189,48 @@ class Managed(NamedTuple):
         self.param._sharded_post_forward_param_data = self.param._sharded_post_forward_param_data.view(torch.uint8)
 
 
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+def _owners(group: Any) -> Iterator[tuple[tuple[nn.Module, str], Managed]]:
+    for param in group.fsdp_params:
+        info = param._module_info
+        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        for owner in zip(modules, names, strict=True):
+            yield owner, Managed(group, param)
+
+
 def managed_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], Managed]:
     """Every parameter that FSDP manages in ``model``, by the module that owns it and its name there."""
     found: dict[tuple[nn.Module, str], Managed] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-            for group in groups:
-                for param in group.fsdp_params:
-                    info = param._module_info
-                    owners = zip(
-                        (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True
-                    )
-                    found.update(dict.fromkeys(owners, Managed(group, param)))
+            for group in _groups(module._get_fsdp_state()):
+                found.update(_owners(group))
     return found
+
+
+def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:
+    """Those of the layers, none of them managed from inside their model, that FSDP manages from a module above it."""
+    found: set[nn.Module] = set()
+    if layers:
+        for module in list(_module_state_mapping):
+            if isinstance(module, FSDPModule):
+                for group in _groups(module._get_fsdp_state()):
+                    found.update(owner for (owner, _), _ in _owners(group) if owner in layers)
+    return found
+
+
+def forget_inference_memory(model: nn.Module) -> None:
+    """Have FSDP take new memory where it gathered into tensors of inference mode, which training may not write to.
+
+    FSDP keeps what the first forward made, so without this a model whose first forward is an evaluation in
+    ``torch.inference_mode()`` cannot be trained.
+    """
+    for managed in managed_parameters(model).values():
+        if any(x.is_inference() for x in managed.param.all_gather_outputs):
+            managed.forget_gathered()

@@ -1,8 +1,7 @@
-"""The Tensor subclasses of the FP8 all-gather: a weight that FSDP shards, and that weight gathered in 8 bits."""
+"""What FSDP2 and layers see of the FP8 all-gather: the hooks that gather a shard, and the weight gathered in 8 bits."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -10,8 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from tritonfp8.distributed.wire import Form, Layout, read_pieces
 from tritonfp8.formats import FORMATS
@@ -45,87 +43,26 @@ class Source(Protocol):
         """The layout of the gathered bytes of the weight of this index."""
 
 
-def _rewrapped(x: Any, like: ShardedWeight) -> Any:
-    return ShardedWeight(x, like.source, like.fqn) if isinstance(x, Tensor) and x.ndim == 2 else x
+class ShardToGather:
+    """The local shard of a weight as FSDP2 sees it when it gathers: the two hooks of its all-gather extension.
 
+    FSDP reads the hooks from here; the sharded parameter itself stays a plain DTensor of a plain tensor, so optimizers,
+    checkpoints and whatever looks at memory or identity see nothing of the 8-bit gather.
 
-class ShardedWeight(Tensor):
-    """A weight, or the shard of one, that FSDP2 gathers in 8 bits; to everything else the plain tensor inside it.
-
-    Views and copies of it with two dims are such weights too, which is how it gets through ``fully_shard``,
-    ``to_empty`` and ``Module.to``. All other results are plain tensors.
+    Args:
+        source: which knows how the weight is gathered.
+        fqn: the name of its layer.
+        data: the local shard.
     """
 
-    _data: Tensor
-    source: Source
-    fqn: str
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, data: Tensor, source: Source, fqn: str) -> ShardedWeight:
-        """A tensor of this type, without data of its own."""
-        return Tensor._make_wrapper_subclass(
-            cls,
-            data.shape,
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=data.dtype,
-            layout=data.layout,
-            device=data.device,
-            requires_grad=data.requires_grad,
-        )
-
-    def __init__(self, data: Tensor, source: Source, fqn: str) -> None:
-        self._data = data.detach()
+    def __init__(self, source: Source, fqn: str, data: Tensor) -> None:
         self.source = source
         self.fqn = fqn
+        self.data = data
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Source, str]]:
-        return ["_data"], (self.source, self.fqn)
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> ShardedWeight:
-        return cls(inner["_data"], *context)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedWeight({self._data})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        data = copy.deepcopy(self._data, memo)
-        new: Tensor = ShardedWeight(data, copy.deepcopy(self.source, memo), self.fqn)
-        if isinstance(self, nn.Parameter):
-            new = nn.Parameter(new, self.requires_grad)
-        memo[id(self)] = new
-        return new
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a weight prepared for the FP8 all-gather cannot be pickled: save model.state_dict(), whose tensors are "
-            "plain, or use torch.distributed.checkpoint"
-        )
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the plain tensor inside."""
-        return self._data.untyped_storage()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        wrapped: list[ShardedWeight] = []
-
-        def unwrap(x: ShardedWeight) -> Tensor:
-            wrapped.append(x)
-            return x._data
-
-        inner_args, inner_kwargs = pytree.tree_map_only(ShardedWeight, unwrap, (args, kwargs or {}))
-        out = func(*inner_args, **inner_kwargs)
-        if func in _KEEP:
-            return pytree.tree_map(lambda x: _rewrapped(x, wrapped[0]), out)
-        if func._schema.is_mutable and not isinstance(out, list | tuple | None):
-            # In place: the caller gets the object it passed.
-            return next((a for a, i in zip(args, inner_args, strict=True) if i is out), out)
-        return out
+    def to(self, *args: Any, **kwargs: Any) -> ShardToGather:
+        """The shard on another device: with CPU offload FSDP moves it before it gathers."""
+        return ShardToGather(self.source, self.fqn, self.data.to(*args, **kwargs))
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[[Any], Any]:
@@ -154,27 +91,21 @@ class _PreAllGather:
 
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
-    def __init__(self, weight: ShardedWeight) -> None:
-        self.weight = weight
+    def __init__(self, shard: ShardToGather) -> None:
+        self.shard = shard
 
     def __call__(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
-        weight = self.weight
-        piece, sent = weight.source.pieces_to_send(weight.fqn, weight._data, mesh)
+        shard = self.shard
+        piece, sent = shard.source.pieces_to_send(shard.fqn, shard.data, mesh)
         return (piece,), sent
-
-
-_KEEP = {
-    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
-    aten.split.Tensor, aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default,
-    aten.empty_like.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default,
-}  # fmt: skip
 
 
 class GatheredWeight(QuantizedWeight, Tensor):
     """A weight ``[N, K]`` whose bytes were gathered in 8 bits, in place of its values: for the GEMMs of one recipe.
 
-    It has the dtype that the layer computes in, and a gradient of that dtype. It has no values in high precision: an
-    op that would need them raises TypeError.
+    It has the dtype in which FSDP hands it to the layer, and a gradient of that dtype. It has no values in high
+    precision: an op that would need them raises TypeError. The one cast it takes is the one that its values had before
+    they were quantized, which is what autocast asks for.
 
     Of a weight that tensor parallelism shards, it is this rank's part, before which zeros can be put (``F.pad``).
     """
@@ -185,6 +116,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
     _tag: Tensor | None
     _wire: Layout
     _gaps: tuple[int, int]
+    _rounded: torch.dtype | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -197,6 +129,7 @@ class GatheredWeight(QuantizedWeight, Tensor):
         wire: Layout,
         dtype: torch.dtype,
         gaps: tuple[int, int] = (0, 0),
+        rounded: torch.dtype | None = None,
     ) -> GatheredWeight:
         """A tensor of this type, without data of its own."""
         shape = (gaps[0] + wire.rows, gaps[1] + wire.cols)
@@ -211,9 +144,11 @@ class GatheredWeight(QuantizedWeight, Tensor):
         wire: Layout,
         dtype: torch.dtype,
         gaps: tuple[int, int] = (0, 0),
+        rounded: torch.dtype | None = None,
     ) -> None:
         self._tag = tag
         self._gaps = gaps
+        self._rounded = rounded
         self.refill(buffer, scale, scale_t, wire)
 
     def refill(self, buffer: Tensor, scale: Tensor | None, scale_t: Tensor | None, wire: Layout) -> None:
@@ -226,9 +161,9 @@ class GatheredWeight(QuantizedWeight, Tensor):
         """
         self._buffer, self._scale, self._scale_t, self._wire = buffer, scale, scale_t, wire
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, torch.dtype, tuple[int, int]]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _INNER if getattr(self, name) is not None]
-        return names, (self._wire, self.dtype, self._gaps)
+        return names, (self._wire, self.dtype, self._gaps, self._rounded)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
@@ -249,9 +184,16 @@ class GatheredWeight(QuantizedWeight, Tensor):
             qdata, scale = weight._operand(spec, transposed)
         return Quantized(qdata, scale, spec)
 
-    def _moved(self, gaps: tuple[int, int]) -> GatheredWeight:
-        """The same bytes with zeros before them."""
-        return GatheredWeight(self._buffer, self._scale, self._scale_t, self._tag, self._wire, self.dtype, gaps)
+    def _same(self, gaps: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> GatheredWeight:
+        """The same bytes, with zeros before them or for a layer that computes in another dtype."""
+        inner = (self._buffer, self._scale, self._scale_t, self._tag, self._wire)
+        return GatheredWeight(*inner, dtype or self.dtype, gaps or self._gaps, self._rounded)
+
+    def _takes_cast(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a cast asks for what the values were rounded to before they were quantized."""
+        asked = {name for name, value in kwargs.items() if value is not None and value is not False}
+        # Quantized from the master weight, the bytes serve a layer of any dtype.
+        return asked == {"dtype"} and (self._rounded is None or kwargs["dtype"] == self._rounded)
 
     def _operand(
         self, spec: QuantSpec, transposed: bool, in_graph: bool = False, grad_output: Tensor | None = None
@@ -308,10 +250,12 @@ class GatheredWeight(QuantizedWeight, Tensor):
         if isinstance(weight, GatheredWeight):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
             if same or func in (aten.detach.default, aten.alias.default):
-                return weight._moved(weight._gaps)
+                return weight._same()
+            if func is aten._to_copy.default and weight._takes_cast(kwargs or {}):
+                return weight._same(dtype=kwargs["dtype"])
             if func is aten.constant_pad_nd.default and _is_before(args[1], *args[2:]):
                 left, above = args[1][0], args[1][2] if len(args[1]) > 2 else 0
-                return weight._moved((weight._gaps[0] + above, weight._gaps[1] + left))
+                return weight._same((weight._gaps[0] + above, weight._gaps[1] + left))
             if func in _FACTORIES:
                 given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
@@ -319,9 +263,9 @@ class GatheredWeight(QuantizedWeight, Tensor):
                 return weight._operand(spec_of(args[1]), args[2], True, *args[3:])
         raise TypeError(
             f"{func} needs the values of a weight that FSDP gathered in 8 bits for one recipe's GEMMs, and only those "
-            "are there. Outside the layer work on the sharded parameters (model.reshard()); under autocast give "
-            "fully_shard a MixedPrecisionPolicy whose param_dtype is autocast's dtype; or leave the layer out of "
-            "convert by its filter."
+            "are there. Outside the layer work on the sharded parameters (model.reshard()). If autocast begins inside "
+            "the model's forward, put it around the call of the model, or give fully_shard a MixedPrecisionPolicy "
+            "whose param_dtype is autocast's dtype. Or leave the layer out of convert by its filter."
         )
 
 

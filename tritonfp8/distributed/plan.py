@@ -13,7 +13,6 @@ from torch import Tensor
 from tritonfp8 import launch_shards
 from tritonfp8.compiled import ALIGNMENT
 from tritonfp8.distributed.fsdp_internals import Managed
-from tritonfp8.distributed.gathered_weight import ShardedWeight
 from tritonfp8.distributed.wire import Form, Layout
 from tritonfp8.launch_shards import ShardForm, Table
 
@@ -25,8 +24,9 @@ class Plan:
     Attributes:
         managed: the weight, as FSDP has it.
         layout: of the bytes.
-        dtype: in which the layers compute.
+        dtype: of the gathered weight, in which FSDP hands it to the layer.
         quantized_dtype: from which the weight is quantized.
+        rounded: the dtype that the values are rounded to before they are quantized; None if they are not.
         grids: shape of the amaxes to reduce, a form.
         split: the forms with a block that several ranks of tensor parallelism share.
     """
@@ -35,6 +35,7 @@ class Plan:
     layout: Layout
     dtype: torch.dtype
     quantized_dtype: torch.dtype
+    rounded: torch.dtype | None
     grids: tuple[tuple[int, int], ...]
     split: tuple[int, ...]
 
@@ -56,8 +57,12 @@ class Plan:
 
     def local(self) -> Tensor:
         """The rows that lie here, where they are kept."""
-        local = self.managed.local
-        return local._data if isinstance(local, ShardedWeight) else local
+        return self.managed.local
+
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Changes when the shard does, as far as torch counts writes."""
+        return self.managed.stamp
 
     def shard(self) -> Tensor:
         """The rows that lie here, on the device that computes."""
@@ -152,6 +157,7 @@ class Known(NamedTuple):
 
     Attributes:
         batch: with whose other weights.
+        stamp: of the shard that was read.
         amaxes: reduced, flat, of all weights of the batch that are quantized from this one's dtype, in the places of
             all.
         reduced: amaxes, a form.
@@ -159,6 +165,7 @@ class Known(NamedTuple):
     """
 
     batch: Batch
+    stamp: tuple[object, ...]
     amaxes: Tensor
     reduced: tuple[Tensor, ...]
     scales: tuple[Tensor | None, ...]

@@ -36,6 +36,7 @@ TENSOR_PARALLEL: Mapping[str, tuple[str, ...]] = {
 
 FSDP: Mapping[str, tuple[str, ...]] = {
     "torch.nn:Module": ("_forward_pre_hooks", "_parameters"),
+    "torch.distributed._composable_state:": ("_module_state_mapping",),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     f"{_FSDP}._fsdp_state:FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
     f"{_FSDP}._fsdp_common:TrainingState": ("PRE_BACKWARD",),
@@ -43,13 +44,13 @@ FSDP: Mapping[str, tuple[str, ...]] = {
     f"{_FSDP}._fsdp_param:ShardedState": ("SHARDED_POST_FORWARD",),
     f"{_FSDP}._fsdp_param:ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
     f"{_FSDP}._fsdp_param:FSDPParam": (
-        "_module_info", "_orig_size", "_sharded_post_forward_param_data", "_unsharded_dtensor_spec|_tp_spec",
-        "_unsharded_param", "all_gather_outputs", "fsdp_placement", "is_dtensor", "param_dtype", "sharded_param",
-        "sharded_state", "unsharded_accumulated_grad",
+        "_init_extensions", "_module_info", "_orig_size", "_sharded_local_tensor", "_sharded_post_forward_param_data",
+        "_unsharded_dtensor_spec|_tp_spec", "_unsharded_param", "all_gather_outputs", "fsdp_placement", "is_dtensor",
+        "param_dtype", "sharded_param", "sharded_state", "unsharded_accumulated_grad",
     ),
     f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (
-        "_to_sharded", "_training_state", "device", "fsdp_params", "is_sharded", "mesh_info", "mp_policy",
-        "post_forward_mesh_info",
+        "_all_gather_result", "_to_sharded", "_training_state", "device", "fsdp_params", "is_sharded", "mesh_info",
+        "mp_policy", "post_forward_mesh_info", "unshard", "wait_for_unshard",
     ),
 }  # fmt: skip
 """What :func:`~tritonfp8.distributed.enable_float8_all_gather` needs besides."""
