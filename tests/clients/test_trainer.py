@@ -1,0 +1,59 @@
+"""Hugging Face's Trainer and accelerate with FSDP2 and weights gathered in 8 bits: all train, to the same bits."""
+
+import pytest
+import trainer_cases
+from process_group import Processes
+
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
+
+# Each pair of an option, a dtype and a recipe stands for a way in which weights did not train.
+PROGRAMS = {
+    "plain": {"recipe": "rowwise", "dtype": "float32"},
+    "ram_efficient": {"recipe": "tensorwise", "ram_efficient": True},
+    "ram_efficient_float32_recomputed": {
+        "recipe": "blockwise", "dtype": "float32", "ram_efficient": True, "checkpointing": True,
+    },
+    "compiled_before": {"recipe": "blockwise", "compiled": "before"},
+    "compiled_by_argument_float32": {"recipe": "tensorwise", "dtype": "float32", "compiled": "argument"},
+    "compiled_both_ram_efficient": {"recipe": "rowwise", "compiled": "both", "ram_efficient": True},
+    "recomputed": {"recipe": "mxfp8", "checkpointing": True},
+    "tied_float32": {"recipe": "rowwise_hp_grad_weight", "dtype": "float32", "tied": True},
+    "tied_ram_efficient": {"recipe": "mxfp8", "tied": True, "ram_efficient": True},
+    "resumed": {"recipe": "rowwise_hp_grad_weight", "resume": True},
+    "resumed_float32": {"recipe": "rowwise", "dtype": "float32", "resume": True, "ram_efficient": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = Processes(2)
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_trainer(ranks, name):
+    program = PROGRAMS[name]
+    for row in ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, **program):
+        # All linear layers, but for a head that shares the embedding's weight.
+        assert row["on"]["gathered"] == 7 * trainer_cases.SMALL["layers"] + (not program.get("tied", False))
+        assert row["on"]["stuck"] == row["off"]["stuck"] == []
+        assert row["on"]["losses"] == row["off"]["losses"]
+        assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"]
+        assert row["ok"]
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "optimizer last"])
+def test_accelerate_with_an_optimizer_made_before(ranks, order):
+    on, off = (ranks.run(2, trainer_cases.accelerate_loop, gather=gather, order=order) for gather in (True, False))
+    assert on == off
+    for losses, stuck in on:
+        assert stuck == []
+        assert len(set(losses)) == 3
+
+
+def test_a_parameter_that_does_not_move_fails_the_comparison(ranks):
+    """The gate of the tests above: with a learning rate of zero every parameter is named."""
+    (row, _) = ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, learning_rate=0.0)
+    assert not row["ok"]
+    assert len(row["on"]["stuck"]) == len(row["off"]["stuck"]) > 20
