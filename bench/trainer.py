@@ -10,7 +10,6 @@ must be equal to the bit.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tritonfp8
-from bench.machine import command_line
+from bench.machine import write_results
 from tritonfp8 import recipes
 from tritonfp8.distributed import enable_float8_all_gather
 
@@ -197,9 +196,9 @@ def compare(program: Program) -> dict[str, Any]:
     return {"program": asdict(program), "on": on, "off": off, "ok": ok}
 
 
-def programs(names: list[str], variants: bool, use_cpu: bool) -> list[Program]:
+def programs(names: list[str], variants: bool) -> list[Program]:
     """The program in which most weights did not train once, in every recipe; then others, one change each."""
-    first = Program(ram_efficient=True, compiled="both", use_cpu=use_cpu)
+    first = Program(ram_efficient=True, compiled="both")
     options: list[dict[str, Any]] = [
         {"compiled": ""},
         {"compiled": "", "dtype": "float32"},
@@ -228,17 +227,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = QUANTIZED,
     variants: Annotated[bool, typer.Option(help="Also the programs with one change each.")] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
     out: Annotated[Path | None, typer.Option(help="Folder for trainer.json.")] = None,
 ) -> None:
-    use_cpu = device == "cpu"
-    dist.init_process_group("gloo" if use_cpu else "cpu:gloo,cuda:nccl")
-    if not use_cpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    name = "cpu" if use_cpu else torch.cuda.get_device_name()
-    machine = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__}
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rows: list[dict[str, Any]] = []
-    for program in programs(names.split(","), variants, use_cpu):
+    for program in programs(names.split(","), variants):
         try:
             row = compare(program)
         except Exception:
@@ -247,9 +241,7 @@ def main(
         if dist.get_rank() == 0:
             print(_shown(row), row.get("error", ""), flush=True)
             if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                data = {"command": command_line(), "machine": machine, "rows": rows}
-                (out / "trainer.json").write_text(json.dumps(data, indent=1) + "\n")
+                write_results(out / "trainer.json", {"ranks": dist.get_world_size(), "rows": rows})
         if "error" in row:
             break
     dist.destroy_process_group()
