@@ -6,7 +6,6 @@ stay, so optimizers, tied weights and hooks made before go on working.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,9 +18,6 @@ from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 
 MIN_FEATURES = 16
-# Torch's own number of a hook is another in each module. A compiled layer is guarded by that of a hook that is always
-# called: with one number for all, layers that are alike share what was compiled for one of them.
-_CLOSE_HOOK = -1
 
 Recipes = str | Recipe | Mapping[str, str | Recipe]
 Filter = Callable[[nn.Module, str], bool]
@@ -113,31 +109,21 @@ class _Choice:
 
 
 def _share_inputs(model: nn.Module, layers: Collection[nn.Module]) -> None:
-    """Let layers with one parent and as many in features quantize once what they read in one pass of the parent.
-
-    The parent's hooks open and close the scope in which they may.
-    """
+    """Let layers with one parent and as many in features quantize once what they all read."""
     for parent in model.modules():
-        children = {child for child in parent.children() if child in layers}
-        widths = Counter(child.in_features for child in children)
-        siblings = [child for child in children if widths[child.in_features] > 1]
-        if siblings:
-            shared = SharedInput()
-            parent.register_forward_pre_hook(shared.open)
-            close = parent.register_forward_hook(shared.close, always_call=True)
-            parent._forward_hooks[_CLOSE_HOOK] = parent._forward_hooks.pop(close.id)
-            parent._forward_hooks_always_called[_CLOSE_HOOK] = parent._forward_hooks_always_called.pop(close.id)
-            for child in siblings:
-                child.shared_input = shared  # type: ignore[assignment]
+        groups: dict[int, list[nn.Module]] = {}
+        for child in parent.children():
+            if child in layers:
+                groups.setdefault(child.in_features, []).append(child)  # type: ignore[arg-type]
+        for siblings in groups.values():
+            if len(siblings) > 1:
+                for child, shared in zip(siblings, SharedInput.group(len(siblings)), strict=True):
+                    child.shared_input = shared  # type: ignore[assignment]
 
 
 def _unshare_inputs(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop("shared_input", None)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), SharedInput)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
 
 
 def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fuse: bool = False) -> ConversionReport:

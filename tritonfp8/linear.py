@@ -17,7 +17,7 @@ from tritonfp8.operands import NO_PAIR, WHOLE, Amaxes, Operands, Pair, Quantizer
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Gemm, Recipe, get, recipe_of
 from tritonfp8.second_derivative import first_order
-from tritonfp8.shared_input import SharedInput
+from tritonfp8.shared_input import SharedInput, forget
 from tritonfp8.specs import QuantSpec
 
 _PLAIN = (Tensor, nn.Parameter, type(None))
@@ -354,6 +354,8 @@ def local_linear(
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
     data = rows.detach()
     if shared_input is None:
+        if not torch.compiler.is_compiling():
+            forget()
         pairs = quantizer.quantize("input", data, *specs)
     else:
         pairs = shared_input.quantize(input, data, specs, quantizer)

@@ -23,7 +23,7 @@ from tritonfp8.distributed.sharded_quantize import ShardedQuantizer
 from tritonfp8.linear import local_linear, register_linear
 from tritonfp8.operands import Pair, Quantizer
 from tritonfp8.recipes import Recipe
-from tritonfp8.shared_input import SharedInput
+from tritonfp8.shared_input import SharedInput, forget
 from tritonfp8.specs import QuantSpec
 
 
@@ -70,6 +70,8 @@ class _InputOf(SharedInput):
         self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
     ) -> tuple[Pair, Pair]:
         if self._shared is None:
+            if not torch.compiler.is_compiling():
+                forget()
             return self._quantizer.quantize("input", self._own_rows, *specs)
         return self._shared.quantize(self._input, self._own_rows, specs, self._quantizer)
 
