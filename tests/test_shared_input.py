@@ -248,10 +248,10 @@ def test_writes_to_the_tensor_inside_a_subclass_are_seen():
             return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
         def __init__(self, inner):
-            self.inner = inner
+            self.inner, self.mesh = inner, object()
 
         def __tensor_flatten__(self):
-            return ["inner"], None
+            return ["inner", "mesh"], None
 
     inner = normal(33, 40)
     x = Wrapper(inner)

@@ -53,8 +53,9 @@ def _versions(x: Tensor) -> int | tuple[Any, ...] | None:
         return None
     if type(x) in _PLAIN or not hasattr(x, "__tensor_flatten__"):
         return x._version
-    # A DTensor's local tensor may be written by itself.
-    inner = tuple([_versions(getattr(x, name)) for name in x.__tensor_flatten__()[0]])
+    # A DTensor's local tensor may be written by itself. Torch also flattens a DTensor's mesh.
+    parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    inner = tuple([_versions(part) for part in parts if isinstance(part, Tensor)])
     return None if None in inner else (x._version, *inner)
 
 
