@@ -39,7 +39,7 @@ LAYERS = (
         "functional_fused",
         "autograd_fused",
     },
-    {"modules", "weights", "modules_fused"},
+    {"in_place", "modules", "weights", "modules_fused"},
     {"convert", "fusing"},
     {"__init__"},
     {

@@ -6,7 +6,8 @@ stay, so optimizers, tied weights and hooks made before go on working.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from tritonfp8.functional import SharedInput
 from tritonfp8.fusing import fuse_model, recipes_of_norms, unfuse_model
+from tritonfp8.in_place import all_or_nothing, change_class, is_own_forward, rebase
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 
@@ -61,7 +63,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def _why_unfit(module: nn.Linear) -> str | None:
     """Why a layer cannot be converted at all, or None."""
     if type(module) is nn.Linear:
-        return None
+        return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized: its weight is computed and not a parameter"
     return f"a subclass of nn.Linear ({type(module).__name__}), which may compute something else"
@@ -176,12 +178,12 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
     if not converted:
         report = ConversionReport(converted, skipped)
         raise ValueError(f"nothing was converted: {'the model has no nn.Linear' if not skipped else report}")
-    for name, module in modules.items():
-        module.__class__ = Float8Linear
-        module.recipe = converted[name]  # type: ignore[assignment]
-    # Before hooks that share inputs, as hooks of others keep a module from being fused.
-    fused, left = fuse_model(model) if fuse else ({}, {})
-    _share_inputs(model, set(modules.values()))
+    with all_or_nothing(model):
+        for name, module in modules.items():
+            change_class(module, Float8Linear)
+            module.recipe = converted[name]  # type: ignore[assignment]
+        fused, left = fuse_model(model) if fuse else ({}, {})
+        _share_inputs(model, set(modules.values()))
     return ConversionReport(converted, skipped, fused, left)
 
 
@@ -204,38 +206,61 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
     choice.check_all_used(list(layers))
     new_recipes = {module: chosen[name] or module.recipe for name, module in layers.items()}
     norms = recipes_of_norms(model, lambda linear: new_recipes[linear])
-    for norm, new in norms:
-        if new != norm.recipe:
-            norm.recipe = new
-    for module in layers.values():
-        # The same object where the recipe is equal: whatever was compiled for it stays valid.
-        if new_recipes[module] != module.recipe:
-            module.recipe = new_recipes[module]
+    with all_or_nothing(model):
+        for norm, new in norms:
+            if new != norm.recipe:
+                norm.recipe = new
+        for module in layers.values():
+            # The same object where the recipe is equal: whatever was compiled for it stays valid.
+            if new_recipes[module] != module.recipe:
+                module.recipe = new_recipes[module]
     return ConversionReport(
         {name: recipe for name, recipe in chosen.items() if recipe is not None},
         {name: "no pattern matched" for name, recipe in chosen.items() if recipe is None},
     )
 
 
+@contextmanager
+def _released(layers: Iterable[Float8Linear]) -> Iterator[None]:
+    """Call what the layers have to do before they are reverted, and undo it if that, or the block, raises."""
+    undo: list[Callable[[], object]] = []
+    try:
+        for layer in layers:
+            if layer.on_revert is not None:
+                undone = layer.on_revert(layer)
+                if callable(undone):
+                    undo.append(undone)
+        yield
+    except BaseException:
+        for each in reversed(undo):
+            each()
+        raise
+
+
 def revert(model: nn.Module) -> list[str]:
     """Undo :func:`convert`, in place: all layers and fused modules are what they were, with the same parameters.
+
+    Classes that others derived since from a layer's own are derived from ``nn.Linear`` then: of ``FSDPFloat8Linear``,
+    which ``fully_shard`` makes, becomes ``FSDPLinear``. Nothing is changed if an error is raised, but for what
+    :func:`tritonfp8.distributed.enable_float8_all_gather` prepared, where that is what fails.
 
     Returns:
         The names of the layers that were changed back, then of the fused modules.
 
     Raises:
-        ValueError: the model has no converted layer.
+        ValueError: the model has no converted layer, or a block of ``quantize_weights_once`` is open on one.
+        TypeError: a layer is of a class that was written as a subclass of :class:`Float8Linear`.
     """
-    layers = {name: module for name, module in _linears(model) if type(module) is Float8Linear}
+    layers = {name: module for name, module in _linears(model) if isinstance(module, Float8Linear)}
     if not layers:
         raise ValueError("the model has no converted layer: there is nothing to revert")
     if held := [name for name, module in layers.items() if module.held_weight is not None]:
         raise ValueError(f"quantize_weights_once is open on {', '.join(held)}: revert after the block")
-    for module in layers.values():
-        if module.on_revert is not None:
-            module.on_revert(module)
-            del module.on_revert
-        del module.recipe
-        module.__class__ = nn.Linear  # type: ignore[assignment]
-    _unshare_inputs(model)
-    return [*layers, *unfuse_model(model)]
+    classes = {module: rebase(type(module), Float8Linear, nn.Linear) for module in layers.values()}
+    with all_or_nothing(model), _released(layers.values()):
+        for module, cls in classes.items():
+            change_class(module, cls)
+            for name in ("recipe", "on_revert"):
+                module.__dict__.pop(name, None)
+        _unshare_inputs(model)
+        return [*layers, *unfuse_model(model)]
