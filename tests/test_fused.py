@@ -337,7 +337,7 @@ class TestModules:
 
     def test_a_linear_takes_what_a_norm_returns(self):
         norm = Float8RMSNorm(70, EPS, dtype=torch.bfloat16)
-        linear_layer = tritonfp8.Float8Linear(70, 20, dtype=torch.bfloat16)
+        linear_layer = tritonfp8.Float8Linear(70, 20, dtype=torch.bfloat16, recipe="rowwise")
         x = normal(2, 33, 70, dtype=torch.bfloat16)
         shared = norm(x)
         assert isinstance(shared, QuantizedInput)

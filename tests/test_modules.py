@@ -15,6 +15,8 @@ each_recipe = pytest.mark.parametrize("name", recipes.names())
 
 def make(cls=Float8Linear, **kwargs):
     torch.manual_seed(0)
+    if cls is Float8Linear:
+        kwargs.setdefault("recipe", "rowwise")
     return cls(70, 20, dtype=torch.bfloat16, **kwargs)
 
 
@@ -41,11 +43,19 @@ def test_forward_and_backward_are_those_of_the_function(name):
 
 def test_recipe_by_name_or_object():
     variant = recipes.Recipe("mine", output=recipes.get("mxfp8").output)
-    assert make().recipe is recipes.get("rowwise")
     assert make(recipe="mxfp8").recipe is recipes.get("mxfp8")
     assert make(recipe=variant).recipe is variant
     with pytest.raises(ValueError, match="did you mean 'blockwise'"):
         make(recipe="blokwise")
+
+
+def test_a_layer_without_a_recipe_says_that_it_is_rowwise():
+    """A class does not carry the recipe of the layer that somebody took it from."""
+    layer = make(recipe="mxfp8")
+    with pytest.warns(FutureWarning, match=r"without recipe= and follows 'rowwise'.*recipe=layer\.recipe") as caught:
+        twin = type(layer)(layer.in_features, layer.out_features)
+    assert caught[0].filename == __file__
+    assert twin.recipe is recipes.get("rowwise")
 
 
 def test_repr_names_the_recipe():
@@ -65,18 +75,18 @@ def test_deepcopy_is_a_layer_of_its_own():
 def test_meta_device_then_weights():
     layer = make()
     with torch.device("meta"):
-        empty = Float8Linear(70, 20, dtype=torch.bfloat16)
+        empty = Float8Linear(70, 20, dtype=torch.bfloat16, recipe="rowwise")
     assert empty.weight.is_meta
     empty.load_state_dict(layer.state_dict(), strict=True, assign=True)
     x = normal(5, 70, dtype=torch.bfloat16)
     assert_bitwise_equal(empty(x), layer(x))
-    allocated = Float8Linear(70, 20, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    allocated = Float8Linear(70, 20, recipe="rowwise", device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
     allocated.load_state_dict(layer.state_dict(), strict=True)
     assert_bitwise_equal(allocated(x), layer(x))
 
 
 def test_forward_on_meta_has_shapes():
-    layer = Float8Linear(70, 20, device="meta")
+    layer = Float8Linear(70, 20, recipe="rowwise", device="meta")
     assert layer(torch.empty(2, 3, 70, device="meta")).shape == (2, 3, 20)
 
 

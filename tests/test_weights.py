@@ -1,16 +1,21 @@
 """quantize_weights_once: the same bits with fewer casts, and no weight that changed is used as it was."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from cases import QUANTIZED, llama, normal, tokens
 from test_shared_input import casts_of
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tritonfp8
-from tritonfp8 import convert, quantize_weights_once, recipes, revert, swap_recipe
+from tritonfp8 import Float8Linear, convert, quantize_weights_once, recipes, revert, swap_recipe
 from tritonfp8.functional import linear, quantize_weight
+from tritonfp8.modules import SAMPLES, HeldWeight
 from tritonfp8.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
@@ -152,6 +157,89 @@ def test_a_visible_change_is_an_error_at_the_next_use(change):
     with pytest.raises(RuntimeError, match="a weight was changed inside.*after the block"):
         inside_a_block(module, lambda: CHANGES[change](module), lambda: module(x))
     module(x)
+
+
+def swapped(module, change, *inside):
+    """Change weights as torch cannot see, run something, and change them back."""
+    before = [p.detach().clone() for p in module.parameters()]
+    for p in module.parameters():
+        change(p.data)
+    for action in inside:
+        action()
+    for p, old in zip(module.parameters(), before, strict=True):
+        p.data.copy_(old)
+
+
+def one_row(data):
+    data[-1] = 1
+
+
+def one_column(data):
+    data[..., -1] = 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_swapped_in_and_out_are_an_error(compiled):
+    """EMA: where the block ends, nothing is left of it."""
+    module, (x, *_) = layer(), inputs()
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    inside_a_block(module, lambda: run(x), lambda: swapped(module, lambda data: data.mul_(1.01)), lambda: run(x))
+    with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once.*: 0, 2.*EMA"):
+        inside_a_block(module, lambda: swapped(module, lambda data: data.mul_(1.01), lambda: run(x)))
+    inside_a_block(module, lambda: run(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", [one_row, one_column, torch.Tensor.zero_])
+@pytest.mark.parametrize("shape", [(300, 70), (64, 512), (130, 130)])
+def test_a_row_or_column_that_was_changed_in_passing_is_an_error(mode, change, shape):
+    module = nn.Linear(*shape[::-1], bias=False, dtype=torch.bfloat16)
+    convert(module, "rowwise")
+    x = normal(3, shape[1], dtype=torch.bfloat16)
+    with mode():
+        inside_a_block(module, lambda: module(x))
+        with pytest.raises(RuntimeError, match="weights changed inside"):
+            inside_a_block(module, lambda: swapped(module, change, lambda: module(x)))
+
+
+def test_the_sample_is_small_and_of_the_weight():
+    for weight in (normal(1024, 700), normal(1024, 700).t(), normal(2048, 1400)[::2, ::2]):
+        held = HeldWeight(weight, weight.dtype, recipes.get("rowwise"), (None, None))
+        assert 1024 <= held.differences.numel() <= 3 * SAMPLES
+        assert held._sample.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_checkpointing_with_held_weights():
+    module, (x, *_) = layer(), inputs()
+    save = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+    with quantize_weights_once(module):
+        expected = torch.autograd.grad(module(x).sum(), x)
+        for _ in range(2):
+            out = checkpoint(module, x, use_reentrant=False, context_fn=save)
+            assert_bitwise_equal(torch.autograd.grad(out.sum(), x), expected)
+
+
+@pytest.mark.parametrize("how", [weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)])
+def test_weights_that_are_computed_are_refused(how):
+    module = layer()
+    how(module[2])
+    with pytest.raises(TypeError, match="weight of 2 must be a Parameter; it is computed anew"):
+        inside_a_block(module)
+    assert module[0].held_weight is None
+    module(inputs()[0])
+
+
+def test_an_interrupt_while_the_block_opens_holds_nothing():
+    class Interrupted(Float8Linear):
+        def __setattr__(self, name, value):
+            raise KeyboardInterrupt
+
+    module = layer()
+    module[2].__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        inside_a_block(module)
+    assert "held_weight" not in module[0].__dict__
+    assert module[0].held_weight is None
 
 
 def test_an_error_inside_the_block_is_the_callers_own():

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tritonfp8.autograd_fused import QuantizedInput, check_whole, is_distributed, quantized_linear
 from tritonfp8.functional import Operands, SharedInput, linear
 from tritonfp8.recipes import Recipe, get
 
+SAMPLES = 4096
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NO_RECIPE = (
+    "a Float8Linear was made without recipe= and follows 'rowwise'. A class does not carry the recipe of the layer "
+    "that it was taken from: give recipe=layer.recipe, or recipe='rowwise' if that is meant"
+)
+
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A view of some elements as integers: all of a small weight, else one or more of each row and of each column.
+
+    As many as :data:`SAMPLES`, or as the longer side has.
+    """
+    bits = weight.detach().view(_INTEGERS[weight.element_size()])
+    if not bits.is_contiguous():
+        bits = bits.t()
+    rows, columns = bits.shape
+    step = max(1, min(bits.numel() // SAMPLES, rows, columns))
+    if not bits.is_contiguous():
+        return bits[:: math.isqrt(step), :: math.isqrt(step)]
+    # A step without a common factor with the columns walks over all of them.
+    while math.gcd(step, columns) > 1:
+        step -= 1
+    return bits.view(-1)[::step]
 
 
 class HeldWeight:
@@ -26,6 +54,7 @@ class HeldWeight:
         recipe: that it was quantized for.
         operands: the result.
         open: whether the scope is.
+        differences: for each element of a sample of the weight, the bits in which it differed at any use.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, recipe: Recipe, operands: Operands) -> None:
@@ -35,10 +64,30 @@ class HeldWeight:
         self.operands = operands
         self.open = True
         self._seen = (weight.data_ptr(), _version(weight))
+        # What is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._sample = _sample(weight)
+            self._bits = self._sample.clone()
+            self.differences = torch.zeros_like(self._bits)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copy of the layer belongs to no scope: it holds None.
         return type(None), ()
+
+    def _compare(self) -> None:
+        """Note on the device whether the sample is as it was: a write that torch does not count leaves no other trace.
+
+        The scope reads the notes when it ends: doing so here would stop the host. Threads and streams may do this at
+        once: a difference can be lost then, and none can be made up.
+        """
+        if self.operands[0] is None:
+            return
+        if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+            self.differences.bitwise_or_(self._sample ^ self._bits)
+        else:
+            # Selective checkpointing would keep what is written to here.
+            with _disable_current_modes():
+                self.differences.bitwise_or_(self._sample ^ self._bits)
 
     def check(self, layer: Float8Linear) -> None:
         """Raise unless this is what ``layer`` would quantize now, as far as can be seen without reading the weight."""
@@ -53,6 +102,7 @@ class HeldWeight:
                 f"the layer computes in {computed}, and quantize_weights_once quantized its weight from {self.dtype}: "
                 "open the block inside torch.autocast, or give it dtype="
             )
+        self._compare()
         # Neither can be asked for in a compiled graph. The scope compares everything when it ends.
         if torch.compiler.is_compiling():
             return
@@ -68,7 +118,8 @@ class Float8Linear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
-        recipe: a name or a :class:`~tritonfp8.Recipe`.
+        recipe: a name or a :class:`~tritonfp8.Recipe`. Without one it is ``"rowwise"``, with a FutureWarning: code that
+            makes a layer like another as ``type(layer)(in_features, out_features)`` leaves its recipe behind.
 
     Input ``[..., in_features]``, a tensor or what a fused norm of the same recipe returns; output
     ``[..., out_features]``. Saved for backward, for M rows of input and K in_features: ``input.T`` in 8 bits, M K bytes
@@ -81,8 +132,9 @@ class Float8Linear(nn.Linear):
     held_weight: HeldWeight | None = None
     # Whether a fused norm makes the input, or a fused MLP reads the weight.
     is_fused: bool = False
-    # What tritonfp8.revert calls first, where something was prepared for this layer.
-    on_revert: Callable[[Float8Linear], None] | None = None
+    # What tritonfp8.revert calls first, where something was prepared for this layer. If it returns a function, that
+    # undoes it: called when revert fails after all.
+    on_revert: Callable[[Float8Linear], object] | None = None
 
     def __init__(
         self,
@@ -92,10 +144,12 @@ class Float8Linear(nn.Linear):
         device: Any = None,
         dtype: Any = None,
         *,
-        recipe: str | Recipe = "rowwise",
+        recipe: str | Recipe | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe = get(recipe)
+        if recipe is None:
+            warnings.warn(_NO_RECIPE, FutureWarning, stacklevel=2)
+        self.recipe = get("rowwise" if recipe is None else recipe)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As ``nn.Module``; but a parallel style shards a layer by this, which fused ones do not take.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,11 @@ def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _hold(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> HeldWeight:
+    if "weight" not in layer._parameters:
+        raise TypeError(
+            f"the weight of {name} must be a Parameter; it is computed anew for each use (parametrized, pruned or "
+            "normalized): make that permanent first (remove_parametrizations, prune.remove), or leave out the block"
+        )
     weight = layer.weight
     if type(weight.data) is not Tensor or weight.is_meta:
         raise TypeError(
@@ -48,7 +53,19 @@ def _changed(layer: Float8Linear, held: HeldWeight) -> Tensor:
     if layer.weight is not held.weight:
         return torch.ones((), dtype=torch.bool, device=held.weight.device)
     both = held.operands[1] is not None
-    return _differ(held.operands, quantize_weight(held.weight.to(held.dtype), held.recipe, both))
+    now = _differ(held.operands, quantize_weight(held.weight.to(held.dtype), held.recipe, both))
+    return now | held.differences.any()
+
+
+def _check_unchanged(layers: Mapping[str, Float8Linear], of_layer: Mapping[str, HeldWeight]) -> None:
+    changed = [_changed(layer, of_layer[name]) for name, layer in layers.items()]
+    names = [name for name, flag in zip(layers, changed, strict=True) if flag.item()]
+    if names:
+        raise RuntimeError(
+            f"weights changed inside quantize_weights_once, and passes may have used their old values: "
+            f"{', '.join(names)}. Change weights (optimizer.step, load_state_dict) after the block; open a block for "
+            "each set of weights that is swapped in (EMA)."
+        )
 
 
 @contextmanager
@@ -68,8 +85,10 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
 
     Inside the block weights must not change. A change that shows (in place, another Parameter, other storage) is an
     error at the next eager use; any other (``.data``, a kernel of the caller's; everything, in a compiled graph) when
-    the block ends, where each weight is quantized again and compared. Nothing is held beyond the block, so no change
-    outside it is ever missed.
+    the block ends, where each weight is quantized again and compared. So is one that was undone by then, such as EMA
+    weights swapped in by ``.data.copy_``: each use compares a sample of the weight, which has elements of every row and
+    column. Only a change that misses the sample and is undone is not seen. Nothing is held beyond the block, so no
+    change outside it is ever missed.
 
     Args:
         model: a converted model; its weights plain tensors with data.
@@ -78,7 +97,7 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
 
     Raises:
         ValueError: the model has no converted layer, or a scope is open on one already.
-        TypeError: a weight is sharded or on the meta device.
+        TypeError: a weight is sharded, on the meta device, or no Parameter (parametrized, pruned).
         RuntimeError: a weight changed inside the block.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
@@ -89,22 +108,16 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     held: dict[tuple[Any, ...], HeldWeight] = {}
     for name, layer in layers.items():
         # Tied weights share what is held.
-        key = (id(layer.weight), layer.recipe)
+        key = (id(layer._parameters.get("weight")), layer.recipe)
         held[key] = held.get(key) or _hold(name, layer, dtype)
     of_layer = {name: held[id(layer.weight), layer.recipe] for name, layer in layers.items()}
-    for name, layer in layers.items():
-        layer.held_weight = of_layer[name]
     try:
+        for name, layer in layers.items():
+            layer.held_weight = of_layer[name]
         yield
-        changed = {name: _changed(layer, of_layer[name]) for name, layer in layers.items()}
-        names = [name for name, flag in changed.items() if flag.item()]
-        if names:
-            raise RuntimeError(
-                f"weights changed inside quantize_weights_once, and passes may have used their old values: "
-                f"{', '.join(names)}. Change weights (optimizer.step, load_state_dict) after the block."
-            )
+        _check_unchanged(layers, of_layer)
     finally:
-        for layer in layers.values():
-            del layer.held_weight
         for each in held.values():
             each.open = False
+        for layer in layers.values():
+            layer.__dict__.pop("held_weight", None)
