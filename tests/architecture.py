@@ -40,7 +40,7 @@ LAYERS = (
         "autograd_fused",
     },
     {"in_place", "modules", "weights", "modules_fused"},
-    {"convert", "fusing"},
+    {"convert", "formula", "fusing"},
     {"__init__"},
     {
         "distributed",

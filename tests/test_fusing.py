@@ -23,20 +23,24 @@ MLPS = [f"model.layers.{i}.mlp" for i in range(2)]
 class MLP(nn.Module):
     """SwiGLU in words of its own; options make it something else."""
 
-    def __init__(self, bias=False, activation=F.silu, factor=None):
+    def __init__(self, bias=False, activation=F.silu):
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(64, 96, bias), nn.Linear(64, 96, bias)
         self.down_proj = nn.Linear(96, 64, bias)
-        self.activation, self.factor = activation, factor
+        self.activation = activation
 
     def forward(self, x):
+        """A docstring.
+
+        Of several lines.
+        """
         hidden = self.up_proj(x) * self.activation(self.gate_proj(x))
-        return self.down_proj(hidden if self.factor is None else hidden * self.factor)
+        return self.down_proj(hidden)
 
 
-def block(norm=None, **options):
+def block(norm=None, mlp=MLP, **options):
     torch.manual_seed(0)
-    return nn.Sequential(norm or nn.RMSNorm(64), MLP(**options), nn.RMSNorm(64), nn.Linear(64, 32))
+    return nn.Sequential(norm or nn.RMSNorm(64), mlp(**options), nn.RMSNorm(64), nn.Linear(64, 32))
 
 
 def run(model, ids):
@@ -228,11 +232,11 @@ class TestBlocks:
         [
             ({"bias": True}, "bias"),
             ({"activation": F.gelu}, "its forward is not"),
-            ({"factor": 2.0}, "its forward is not"),
+            ({"activation": nn.GELU()}, "its forward is not"),
             ({"activation": lambda x: F.silu(x) if x.sum() > 0 else x}, "its forward is not"),
         ],
         # Names that are the same in each process that collects them.
-        ids=["bias", "gelu", "factor", "branch"],
+        ids=["bias", "gelu", "module", "branch"],
     )
     def test_other_mlps_stay(self, options, reason):
         model = block(**options)

@@ -7,18 +7,25 @@ with its result: a fused norm returns 8 bits, which linears of its recipe take a
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
+from typing import NamedTuple, TypeGuard
 
-import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 from tritonfp8.autograd_fused import is_fusable
+from tritonfp8.formula import NoFormulaError, read_formula
+from tritonfp8.in_place import change_class, rebase
 from tritonfp8.modules import Float8Linear
-from tritonfp8.modules_fused import Float8RMSNorm, Float8SwiGLU
+from tritonfp8.modules_fused import (
+    Float8RMSNorm,
+    Float8SwiGLU,
+    Reader,
+    are_plain,
+    is_everything_touched,
+    is_touched,
+)
 from tritonfp8.recipes import Recipe
 
 # Families of transformers whose decoder layers differ in names only.
@@ -28,9 +35,8 @@ READER_OF_NORM = {"input_layernorm": "self_attn", "post_attention_layernorm": "m
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 MLP_INPUTS = ("gate_proj", "up_proj")
 MLP_LINEARS = (*MLP_INPUTS, "down_proj")
+MORE_PLACES = "it is used in more than one place"
 SWIGLU = "down_proj(mul(silu(gate_proj(x)), up_proj(x)))"
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_FUNCTIONS: dict[object, str] = {F.silu: "silu", operator.mul: "mul", torch.mul: "mul"}
 
 
 class _NormKind(NamedTuple):
@@ -47,9 +53,18 @@ TRANSFORMERS_NORM = _NormKind("normalized", "variance_epsilon")
 def _computes_as(cls: type, part: str) -> bool:
     """Whether the forward of a class is that of a part of one of the families: a subclass may have its own."""
     forward = getattr(cls, "forward", None)
+    # Transformers decorates some. Of a decorator from elsewhere it is not known what it does.
+    while _is_of_transformers(forward) and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
     names = {f"{family}{part}.forward" for family in FAMILIES}
-    module = getattr(forward, "__module__", "")
-    return module.startswith("transformers.models.") and getattr(forward, "__qualname__", "") in names
+    return _is_of_transformers(forward) and forward.__code__.co_qualname in names
+
+
+def _is_of_transformers(function: object) -> TypeGuard[FunctionType]:
+    """Whether its code is: ``functools.wraps`` gives a function the names of another."""
+    if not isinstance(function, FunctionType):
+        return False
+    return str(function.__globals__.get("__name__")).startswith("transformers.")
 
 
 def _norm_kind(cls: type) -> _NormKind | None:
@@ -73,24 +88,33 @@ def _linears_reading(reader: nn.Module) -> list[nn.Module]:
     return _children(reader, ATTENTION_INPUTS) if _computes_as(type(reader), "Attention") else []
 
 
-def _readers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Of each norm in a place where its result goes to one module only: that module."""
-    found: dict[nn.Module, nn.Module] = {}
+class _Place(NamedTuple):
+    """Where the one module is that reads a norm."""
+
+    parent: nn.Module
+    name: str
+
+    @property
+    def reader(self) -> nn.Module:
+        found = self.parent._modules[self.name]
+        assert found is not None
+        return found
+
+
+def _readers(model: nn.Module) -> dict[nn.Module, _Place]:
+    """Of each norm in a place where its result goes to one module only: that module's place."""
+    found: dict[nn.Module, _Place] = {}
     for parent in model.modules():
-        pairs: list[tuple[nn.Module | None, nn.Module | None]] = []
+        pairs: Iterable[tuple[str, str]] = []
         if type(parent) is nn.Sequential:
-            pairs = list(itertools.pairwise(parent._modules.values()))
+            pairs = itertools.pairwise(parent._modules)
         elif _computes_as(type(parent), "DecoderLayer"):
-            pairs = [
-                (parent._modules.get(norm), parent._modules.get(reader)) for norm, reader in READER_OF_NORM.items()
-            ]
-        found |= {norm: reader for norm, reader in pairs if norm is not None and reader is not None}
+            pairs = READER_OF_NORM.items()
+        for norm_name, reader_name in pairs:
+            norm, reader = (parent._modules.get(name) for name in (norm_name, reader_name))
+            if norm is not None and reader is not None:
+                found[norm] = _Place(parent, reader_name)
     return found
-
-
-def _is_touched(module: nn.Module) -> bool:
-    """Whether hooks, or a forward of its own, see what goes through a module."""
-    return any(getattr(module, name) for name in HOOKS) or "forward" in module.__dict__
 
 
 def _common_recipe(linears: list[nn.Module]) -> Recipe | str:
@@ -104,39 +128,6 @@ def _common_recipe(linears: list[nn.Module]) -> Recipe | str:
     return recipe if is_fusable(recipe) else f"{recipe.name!r} keeps a product in high precision"
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.Linear | nn.SiLU)
-
-
-def _formula(argument: object, modules: dict[str, nn.Module]) -> str:
-    """What a node of a graph computes, with the operands of products in order."""
-    if not isinstance(argument, fx.Node):
-        return repr(argument)
-    if argument.op == "placeholder":
-        return "x"
-    operands = [_formula(a, modules) for a in argument.args]
-    if argument.op == "output":
-        return operands[0]
-    name = str(argument.target)
-    if argument.op == "call_module" and isinstance(modules[name], nn.SiLU):
-        name = "silu"
-    elif argument.op == "call_function":
-        name = _FUNCTIONS.get(argument.target, name)
-    return f"{name}({', '.join(sorted(operands) if name == 'mul' else operands)})"
-
-
-def _is_swiglu(mlp: nn.Module) -> bool:
-    """Whether the module's forward is the formula of SwiGLU, as its own code says."""
-    try:
-        nodes = list(_Tracer().trace(mlp).nodes)
-    except Exception:
-        # Whatever its code does, it is no formula.
-        return False
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    return len(inputs) == 1 and _formula(nodes[-1], dict(mlp.named_modules())) == SWIGLU
-
-
 def _why_no_mlp(mlp: nn.Module) -> str | None:
     linears = _children(mlp, MLP_LINEARS)
     recipe = _common_recipe(linears)
@@ -144,9 +135,18 @@ def _why_no_mlp(mlp: nn.Module) -> str | None:
         return recipe
     if any(getattr(linear, "bias", None) is not None for linear in linears):
         return "a linear of it has a bias"
-    if any(map(_is_touched, linears)) or "forward" in mlp.__dict__:
-        return "a linear of it has hooks, or it has a forward of its own"
-    return None if _is_swiglu(mlp) else f"its forward is not {SWIGLU}"
+    if "forward" in mlp.__dict__ or type(mlp).__call__ is not nn.Module.__call__:
+        return "it has a forward of its own"
+    try:
+        formula = read_formula(mlp)
+    except NoFormulaError as error:
+        return f"its forward is not {SWIGLU}: {error}"
+    if formula.text != SWIGLU:
+        return f"its forward is not {SWIGLU}, but {formula.text}"
+    called = [*linears, *(each for each in formula.reads.values() if isinstance(each, nn.Module))]
+    if is_everything_touched() or any(map(is_touched, called)):
+        return "a module of it has hooks or a forward of its own"
+    return None if are_plain(linears) else "a linear of it is of a class of its own"
 
 
 def _why_no_norm(norm: nn.Module, reader: nn.Module | None) -> str | None:
@@ -156,7 +156,7 @@ def _why_no_norm(norm: nn.Module, reader: nn.Module | None) -> str | None:
     recipe = _common_recipe(linears)
     if isinstance(recipe, str):
         return recipe.replace("of it", "that reads it").replace("its linears", "the linears that read it")
-    if any(map(_is_touched, (norm, reader, *linears))):
+    if is_everything_touched() or any(map(is_touched, (norm, reader, *linears))) or not are_plain(linears):
         return "hooks on it or on what reads it would see 8 bits"
     weight = getattr(norm, "weight", None)
     return None if weight is not None and weight.ndim == 1 else "it has no weight of one dim"
@@ -174,16 +174,33 @@ def _mark(linears: list[nn.Module]) -> None:
         linear.is_fused = True
 
 
-def _fuse_norm(norm: nn.Module, linears: list[nn.Module]) -> Recipe:
+def _fuse_mlp(mlp: nn.Module) -> Recipe:
+    linears = _children(mlp, MLP_LINEARS)
+    recipe = _common_recipe(linears)
+    assert isinstance(recipe, Recipe)
+    reads = read_formula(mlp).reads
+    cls = type(mlp)
+    _mark(linears)
+    change_class(mlp, Float8SwiGLU)
+    # Past nn.Module's setter, which takes no modules in a dict amiss, but which a class may override.
+    mlp.__dict__.update(fused_from=cls, fused_reads=reads)
+    return recipe
+
+
+def _fuse_norm(norm: nn.Module, place: _Place) -> Recipe:
+    linears = _linears_reading(place.reader)
     recipe = _common_recipe(linears)
     assert isinstance(recipe, Recipe)
     _mark(linears)
     cls = type(norm)
     kind = _norm_kind(cls)
     assert kind is not None
-    eps = getattr(norm, kind.eps)
-    norm.__class__ = Float8RMSNorm
-    norm.eps, norm.rounding, norm.recipe, norm.fused_from = eps, kind.rounding, recipe, cls  # type: ignore[assignment]
+    inputs = tuple(name for name, child in place.reader._modules.items() if child in linears)
+    change_class(norm, Float8RMSNorm)
+    norm.__dict__.update(
+        eps=getattr(norm, kind.eps), eps_name=kind.eps, rounding=kind.rounding, recipe=recipe, fused_from=cls,
+        reader=Reader(place.parent, place.name, type(place.reader), inputs),
+    )  # fmt: skip
     return recipe
 
 
@@ -194,9 +211,10 @@ def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     product then round once, where the plain MLP rounds twice. Norms: ``nn.RMSNorm`` before a linear or such an MLP in
     an ``nn.Sequential``, and those before attention and MLP in decoder layers of :data:`FAMILIES` in transformers.
 
-    The linears must follow one recipe whose three products are quantized. What a hook, or an unknown reader (as
-    of a model's last norm), may see is left as it is. Hooks added later see 8 bits on norms and do not run on the
-    linears of an MLP.
+    The forward must be the formula: one with a branch (``if self.training``), a ``with`` or a decorator may compute
+    something else another time. Its source says so; nothing of it runs. The linears must follow one recipe whose three
+    products are quantized. What a hook, or an unknown reader (as of a model's last norm), may see is left as it is.
+    Hooks, adapters and the like that come later take effect: what they see runs as before it was fused.
 
     Returns:
         What each fused module is now, by fully qualified name; and of each other norm and MLP why it was left.
@@ -209,20 +227,16 @@ def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
         if reason := _why_no_mlp(mlp):
             left[name] = reason
         else:
-            mlp.fused_from = type(mlp)
-            mlp.__class__ = Float8SwiGLU
-            _mark(_children(mlp, MLP_LINEARS))
-            fused[name] = f"Float8SwiGLU, {mlp.recipe.name}"
+            fused[name] = f"Float8SwiGLU, {_fuse_mlp(mlp).name}"
     readers = _readers(model)
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, norm in list(_named_norms(model)):
-        reader = readers.get(norm)
-        reason = _why_no_norm(norm, reader) if places[id(norm)] == 1 else "it is used in more than one place"
-        if reason or reader is None:
+        place = readers.get(norm)
+        reason = _why_no_norm(norm, place and place.reader) if places[id(norm)] == 1 else MORE_PLACES
+        if reason or place is None:
             left[name] = str(reason)
         else:
-            recipe = _fuse_norm(norm, _linears_reading(reader))
-            fused[name] = f"Float8RMSNorm, {recipe.name}"
+            fused[name] = f"Float8RMSNorm, {_fuse_norm(norm, place).name}"
     return fused, left
 
 
@@ -235,14 +249,15 @@ def recipes_of_norms(
         ValueError: linears that one fused module serves would follow different recipes.
     """
 
-    def common(name: str, linears: list[nn.Module]) -> Recipe:
+    def common(name: str, linears: list[nn.Module]) -> Recipe | None:
         found = [recipe_of(linear) for linear in linears if isinstance(linear, Float8Linear)]
         if any(recipe != found[0] for recipe in found[1:]):
             raise ValueError(
                 f"{name} is fused, and its linears must follow one recipe; got "
                 f"{', '.join(repr(recipe.name) for recipe in found)}. Use tritonfp8.revert first."
             )
-        return found[0]
+        # None where all are adapters now.
+        return found[0] if found else None
 
     readers = _readers(model)
     norms = []
@@ -250,7 +265,8 @@ def recipes_of_norms(
         if isinstance(module, Float8SwiGLU) and module.fused_from is not None:
             common(name, _children(module, MLP_LINEARS))
         elif isinstance(module, Float8RMSNorm) and module.fused_from is not None and module in readers:
-            norms.append((module, common(name, _linears_reading(readers[module]))))
+            recipe = common(name, _linears_reading(readers[module].reader))
+            norms.append((module, recipe or module.recipe))
     return norms
 
 
@@ -263,9 +279,13 @@ def unfuse_model(model: nn.Module) -> list[str]:
         if cls is None:
             continue
         names.append(name)
-        kind = _norm_kind(cls) if isinstance(module, Float8RMSNorm) else None
-        added = {"fused_from"} if kind is None else {"fused_from", "recipe", "rounding", "eps"} - {kind.eps}
+        if isinstance(module, Float8RMSNorm):
+            kept = {kind.eps} if (kind := _norm_kind(cls)) else set()
+            added = {"fused_from", "reader", "recipe", "rounding", "eps", "eps_name"} - kept
+            now = rebase(type(module), Float8RMSNorm, cls)
+        else:
+            added, now = {"fused_from", "fused_reads"}, rebase(type(module), Float8SwiGLU, cls)
         for attribute in added:
-            delattr(module, attribute)
-        module.__class__ = cls
+            module.__dict__.pop(attribute, None)
+        change_class(module, now)
     return names

@@ -68,10 +68,10 @@ def is_own_forward(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks":
         forward = module.__dict__.get("_old_forward")
-    return forward is None or _is_bound(forward, module)
+    return forward is None or is_bound(forward, module)
 
 
-def _is_bound(forward: object, module: nn.Module) -> bool:
+def is_bound(forward: object, module: nn.Module) -> bool:
     """Whether ``forward`` is that of the module's class, bound to the module."""
     return (
         isinstance(forward, MethodType)
@@ -82,7 +82,7 @@ def _is_bound(forward: object, module: nn.Module) -> bool:
 
 def change_class(module: nn.Module, cls: type) -> None:
     """Give ``module`` this class; where it keeps the forward of its old one bound, it keeps that of ``cls`` then."""
-    bound = [name for name in FORWARDS if _is_bound(module.__dict__.get(name), module)]
+    bound = [name for name in FORWARDS if is_bound(module.__dict__.get(name), module)]
     module.__class__ = cls
     for name in bound:
         module.__dict__[name] = MethodType(cls.forward, module)  # type: ignore[attr-defined]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from tritonfp8.autograd_fused import (
     QuantizedInput,
@@ -16,9 +20,76 @@ from tritonfp8.autograd_fused import (
     rms_norm,
     swiglu,
 )
+from tritonfp8.in_place import is_bound
 from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import RMS_NORM_ROUNDINGS, require
+
+GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
+def is_touched(module: nn.Module) -> bool:
+    """Whether hooks, or a forward of its own, see what goes through a module."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    forward = module.__dict__.get("forward")
+    return forward is not None and not is_bound(forward, module)
+
+
+def is_everything_touched() -> bool:
+    """Whether hooks see what goes through every module of the process."""
+    return any(GLOBAL_HOOKS)
+
+
+def are_plain(linears: Iterable[nn.Module | None]) -> bool:
+    """Whether calling these is what converted linears compute, and nothing else.
+
+    Not of an adapter or a wrapper in the place of one, nor of one that was sharded, parametrized or pruned by itself.
+    """
+    return all(type(linear) is Float8Linear and not is_touched(linear) for linear in linears)
+
+
+class Reader:
+    """The one module that is called with the result of a fused norm, looked up at each call.
+
+    Attributes:
+        name: under which the parent has it.
+        cls: its class when the norm was fused.
+        inputs: the names of its linears that read the result; empty if it is a linear itself.
+    """
+
+    def __init__(self, parent: nn.Module | None, name: str, cls: type, inputs: tuple[str, ...]) -> None:
+        # No cycle: a model is freed at once.
+        self._parent = None if parent is None else weakref.ref(parent)
+        self.name = name
+        self.cls = cls
+        self.inputs = inputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+        # The copy's parent; a norm that is copied by itself has none.
+        parent = None if self._parent is None else memo.get(id(self._parent()))
+        return Reader(parent, self.name, self.cls, self.inputs)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        parent = None if self._parent is None else self._parent()
+        return Reader, (parent, self.name, self.cls, self.inputs)
+
+    def takes_8_bits(self) -> bool:
+        """Whether only converted linears see what the reader is called with, now."""
+        parent = None if self._parent is None else self._parent()
+        if parent is None or parent.__dict__.get("forward") is not None:
+            return False
+        module = parent._modules.get(self.name)
+        if module is None or type(module) is not self.cls or is_touched(module):
+            return False
+        if isinstance(module, Float8SwiGLU) and not module.runs_fused():
+            return False
+        return are_plain([module._modules.get(name) for name in self.inputs] if self.inputs else [module])
 
 
 class Float8RMSNorm(nn.Module):
@@ -37,8 +108,11 @@ class Float8RMSNorm(nn.Module):
     """
 
     recipe: Recipe
-    # The class that tritonfp8.convert changed to this one.
+    # The class that tritonfp8.convert changed to this one, and what reads the result then.
     fused_from: type[nn.Module] | None = None
+    reader: Reader | None = None
+    # The attribute that is eps: that of the class before.
+    eps_name: str = "eps"
 
     def __init__(
         self,
@@ -64,11 +138,25 @@ class Float8RMSNorm(nn.Module):
         super().register_parameter(name, param)
 
     def forward(self, input: Tensor) -> QuantizedInput | Tensor:
-        """RMSNorm of ``input``, for linears of the recipe."""
-        eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
+        """RMSNorm of ``input``, for linears of the recipe.
+
+        A tensor, as the norm returned before it was fused, while something else would see 8 bits: a hook on the norm or
+        on what reads it, an adapter.
+        """
+        if self.fused_from is not None and not self.runs_fused():
+            out: Tensor = self.fused_from.forward(self, input)
+            return out
+        given: float | None = getattr(self, self.eps_name)
+        eps = torch.finfo(input.dtype).eps if given is None else given
         if is_fusable(self.recipe):
             return quantized_rms_norm(input, self.weight, eps, self.recipe, self.rounding)
         return rms_norm(input, self.weight, eps, self.rounding)
+
+    def runs_fused(self) -> bool:
+        """Whether nothing but converted linears sees the result, now; for a norm that convert fused."""
+        if is_everything_touched() or is_touched(self):
+            return False
+        return self.reader is not None and self.reader.takes_8_bits()
 
     def extra_repr(self) -> str:
         """Size, eps, rounding and recipe."""
@@ -86,10 +174,13 @@ class Float8SwiGLU(nn.Module):
 
     Input ``[..., K]``, a tensor or what :class:`Float8RMSNorm` returns; output ``[..., K]``. Keys of the state_dict:
     ``gate_proj.weight``, ``up_proj.weight``, ``down_proj.weight``, as in ``LlamaMLP``. The linears are read and not
-    called: hooks on them do not run.
+    called. While one of them has hooks or a bias, or something else is in its place (an adapter), all are called, and
+    the MLP is what it was before it was fused.
     """
 
     fused_from: type[nn.Module] | None = None
+    # What the forward before called besides the linears, by attribute.
+    fused_reads: dict[str, object] = {}  # noqa: RUF012
 
     def __init__(
         self,
@@ -115,6 +206,8 @@ class Float8SwiGLU(nn.Module):
 
     def forward(self, x: Tensor | QuantizedInput) -> Tensor:
         """The MLP of ``x`` by the recipe."""
+        if not self.runs_fused():
+            return self._unfused(x)
         linears = (self.gate_proj, self.up_proj, self.down_proj)
         recipe = self.recipe
         if any(linear.recipe != recipe for linear in linears[1:]):
@@ -122,3 +215,23 @@ class Float8SwiGLU(nn.Module):
             raise ValueError(f"the three linears of a fused MLP must follow one recipe; got {names}")
         gate, up, down = (linear.weight for linear in linears)
         return swiglu(x, gate, up, down, recipe, quantized_weights=[linear.held_operands() for linear in linears])
+
+    def _unfused(self, x: Any) -> Tensor:
+        out: Tensor
+        if self.fused_from is not None:
+            out = self.fused_from.forward(self, x)
+        else:
+            out = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+    def runs_fused(self) -> bool:
+        """Whether the three linears compute as they are and nobody else sees what goes through them, now."""
+        linears = [self._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+        if is_everything_touched() or not are_plain(linears):
+            return False
+        if any(linear._parameters.get("bias") is not None for linear in linears if linear is not None):
+            return False
+        return all(
+            getattr(self, name, None) is called and not (isinstance(called, nn.Module) and is_touched(called))
+            for name, called in self.fused_reads.items()
+        )
