@@ -13,8 +13,8 @@ import linecache
 import operator
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +50,7 @@ def _definition(code: CodeType) -> ast.FunctionDef:
     return definition
 
 
-@dataclass
-class Formula:
+class Formula(NamedTuple):
     """The formula of a module's forward.
 
     Attributes:
@@ -59,14 +58,14 @@ class Formula:
         reads: what it calls besides linears, by the attribute of the module.
     """
 
-    text: str = ""
-    reads: dict[str, object] = field(default_factory=dict)
+    text: str
+    reads: dict[str, object]
 
 
 class _Reader:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.formula = Formula()
+        self.reads: dict[str, object] = {}
         forward = type(module).forward
         if not isinstance(forward, FunctionType):
             raise NoFormulaError("its forward is no plain function")
@@ -78,7 +77,10 @@ class _Reader:
             raise NoFormulaError("it takes more than one input")
         self.self_name = names[0]
         self.locals = {names[1]: "x"}
-        self.formula.text = self._run(definition.body)
+        self.body = definition.body
+
+    def read(self) -> Formula:
+        return Formula(self._run(self.body), self.reads)
 
     def _run(self, body: list[ast.stmt]) -> str:
         if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
@@ -109,7 +111,7 @@ class _Reader:
                 called = getattr(self.module, attribute, None)
                 if isinstance(called, nn.Linear):
                     return attribute
-                self.formula.reads[attribute] = called
+                self.reads[attribute] = called
                 if isinstance(called, nn.Module):
                     return _activation(called)
             case _:
@@ -149,4 +151,4 @@ def read_formula(module: nn.Module) -> Formula:
     Raises:
         NoFormulaError: it is more than a formula.
     """
-    return _Reader(module).formula
+    return _Reader(module).read()
