@@ -25,25 +25,21 @@ from tritonfp8.modules import Float8Linear
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import RMS_NORM_ROUNDINGS, require
 
-GLOBAL_HOOKS = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
+# Torch fills these and never puts others in their place.
+_AFTER, _BEFORE = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+_BACKWARD, _BEFORE_BACKWARD = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
 
 def is_touched(module: nn.Module) -> bool:
     """Whether hooks, or a forward of its own, see what goes through a module."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    forward = module.__dict__.get("forward")
-    return forward is not None and not is_bound(forward, module)
+    return "forward" in module.__dict__ and not is_bound(module.__dict__["forward"], module)
 
 
 def is_everything_touched() -> bool:
     """Whether hooks see what goes through every module of the process."""
-    return any(GLOBAL_HOOKS)
+    return bool(_AFTER or _BEFORE or _BACKWARD or _BEFORE_BACKWARD)
 
 
 def are_plain(linears: Iterable[nn.Module | None]) -> bool:
@@ -51,7 +47,10 @@ def are_plain(linears: Iterable[nn.Module | None]) -> bool:
 
     Not of an adapter or a wrapper in the place of one, nor of one that was sharded, parametrized or pruned by itself.
     """
-    return all(type(linear) is Float8Linear and not is_touched(linear) for linear in linears)
+    for linear in linears:  # noqa: SIM110 - in each pass, and a generator takes longer.
+        if type(linear) is not Float8Linear or is_touched(linear):
+            return False
+    return True
 
 
 class Reader:
@@ -206,15 +205,21 @@ class Float8SwiGLU(nn.Module):
 
     def forward(self, x: Tensor | QuantizedInput) -> Tensor:
         """The MLP of ``x`` by the recipe."""
-        if not self.runs_fused():
+        linears = self._linears()
+        # The norm that made 8 bits has just asked.
+        if not (self.fused_from is not None and isinstance(x, QuantizedInput)) and not self.runs_fused():
             return self._unfused(x)
-        linears = (self.gate_proj, self.up_proj, self.down_proj)
-        recipe = self.recipe
+        recipe = linears[0].recipe
         if any(linear.recipe != recipe for linear in linears[1:]):
             names = ", ".join(repr(linear.recipe.name) for linear in linears)
             raise ValueError(f"the three linears of a fused MLP must follow one recipe; got {names}")
         gate, up, down = (linear.weight for linear in linears)
         return swiglu(x, gate, up, down, recipe, quantized_weights=[linear.held_operands() for linear in linears])
+
+    def _linears(self) -> tuple[Any, Any, Any]:
+        # Past nn.Module.__getattr__, which takes longer.
+        get = self._modules.get
+        return get("gate_proj"), get("up_proj"), get("down_proj")
 
     def _unfused(self, x: Any) -> Tensor:
         out: Tensor
@@ -226,12 +231,16 @@ class Float8SwiGLU(nn.Module):
 
     def runs_fused(self) -> bool:
         """Whether the three linears compute as they are and nobody else sees what goes through them, now."""
-        linears = [self._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+        linears = self._linears()
         if is_everything_touched() or not are_plain(linears):
             return False
-        if any(linear._parameters.get("bias") is not None for linear in linears if linear is not None):
-            return False
-        return all(
-            getattr(self, name, None) is called and not (isinstance(called, nn.Module) and is_touched(called))
-            for name, called in self.fused_reads.items()
-        )
+        for linear in linears:
+            if linear._parameters["bias"] is not None:
+                return False
+        for name, called in self.fused_reads.items():
+            if isinstance(called, nn.Module):
+                if self._modules.get(name) is not called or is_touched(called):
+                    return False
+            elif getattr(self, name, None) is not called:
+                return False
+        return True
