@@ -140,7 +140,8 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
             (``"*.mlp.*"``) to either; the first pattern that matches decides, and layers that none matches are skipped.
         filter: ``filter(module, fqn) -> bool``, whether to convert an ``nn.Linear``. The default converts all but those
             with fewer than 16 in or out features. Subclasses of ``nn.Linear`` are never converted: their forward may
-            differ, or be bypassed by the module around them.
+            differ, or be bypassed by the module around them. Nor are layers whose forward was replaced on the instance,
+            other than by the hooks of accelerate.
         fuse: also let SwiGLU MLPs, and norms that only linears of one recipe read, hand 8 bits on: what
             :func:`tritonfp8.fusing.fuse_model` is sure of. The report says what was left and why. Sharded weights
             (tensor parallel) need ``fuse=False``.

@@ -86,9 +86,9 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     Inside the block weights must not change. A change that shows (in place, another Parameter, other storage) is an
     error at the next eager use; any other (``.data``, a kernel of the caller's; everything, in a compiled graph) when
     the block ends, where each weight is quantized again and compared. So is one that was undone by then, such as EMA
-    weights swapped in by ``.data.copy_``: each use compares a sample of the weight, which has elements of every row and
-    column. Only a change that misses the sample and is undone is not seen. Nothing is held beyond the block, so no
-    change outside it is ever missed.
+    weights swapped in by ``.data.copy_``: each use compares a sample of the weight by two small kernels, with elements
+    of every row and column. Only a change that misses the sample and is undone is not seen. Nothing is held beyond the
+    block, so no change outside it is ever missed.
 
     Args:
         model: a converted model; its weights plain tensors with data.
