@@ -249,7 +249,7 @@ def compare(
         RankError: ranks have parted; nothing more can be run.
     """
     if settings.losses:
-        _make_deterministic()
+        make_deterministic()
     job = ranks.together(lambda: Job.make(settings, device))
     rows: list[Row] = []
     for _ in range(settings.rounds):
@@ -275,7 +275,7 @@ def faster(*rounds: Row) -> Row:
     return {**best, "round_seconds": seconds}
 
 
-def _make_deterministic() -> None:
+def make_deterministic() -> None:
     """Let torch's own backward passes give the same bits each time; what has no such version is an error.
 
     A warning is not enough: attention's backward then stays as it is.

@@ -1,0 +1,227 @@
+"""What the snippets of README and docs find when they begin, and what must hold when they end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pipeline_cases import Stage, batch_of, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import tritonfp8
+
+HIDDEN = 64
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, 128), nn.Linear(HIDDEN, 128)
+        self.down = nn.Linear(128, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@dataclass(frozen=True)
+class Case:
+    """``given(mesh)`` makes the names that a snippet uses and does not define; ``check(names)`` looks at what it left."""
+
+    given: Callable[[Any], dict[str, Any]]
+    check: Callable[[dict[str, Any]], None]
+    ranks: bool = True
+
+
+def run(mesh, name, source):
+    """Run a snippet and its check in one namespace."""
+    torch.manual_seed(0)
+    case = CASES[name]
+    names = case.given(mesh)
+    exec(compile(source, name, "exec"), names)
+    case.check(names)
+
+
+def recipes_of(model):
+    return {m.recipe.name for m in model.modules() if isinstance(m, tritonfp8.Float8Linear)}
+
+
+def converted(model):
+    tritonfp8.convert(model, "rowwise")
+    return model
+
+
+# Of one process.
+
+
+def check_reverted(names):
+    assert list(names["report"].converted) == ["gate", "up", "down"]
+    assert recipes_of(names["model"]) == set()
+
+
+def accumulation(mesh):
+    model = converted(Mlp())
+    before = [p.detach().clone() for p in model.parameters()]
+    batches = [torch.randn(3, HIDDEN) for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "tritonfp8": tritonfp8,
+        "model": model,
+        "loss": lambda out: out.square().mean(),
+        "micro_batches": batches,
+        "optimizer": optimizer,
+        "before": before,
+    }
+
+
+def check_all_moved(names):
+    pairs = zip(names["model"].parameters(), names["before"], strict=True)
+    assert not any(torch.equal(now, before) for now, before in pairs)
+
+
+def check_product(names):
+    expected = names["x"] @ names["weight"].t()
+    assert names["out"].dtype == torch.bfloat16
+    assert F.mse_loss(names["out"].float(), expected) < 1e-2 * expected.square().mean()
+
+
+# Of two ranks.
+
+
+def tiny_llama(mesh):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return {"torch": torch, "tritonfp8": tritonfp8, "model": LlamaForCausalLM(config)}
+
+
+def check_trains(names):
+    """Also inside autocast, which many have around their step already."""
+    model, optimizer = names["model"], names["optimizer"]
+    linears = [m for m in model.modules() if isinstance(m, tritonfp8.Float8Linear)]
+    gathered = []
+    for linear in linears:
+        linear.register_forward_pre_hook(lambda module, args: gathered.append(type(module.weight).__name__))
+    before = [p.full_tensor() for p in model.parameters()]
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(torch.arange(12).view(2, 6))
+        out = getattr(out, "logits", out)
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert gathered == ["GatheredWeight"] * 2 * len(linears)
+    assert not any(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def fsdp(mesh):
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+    model.embed = nn.Embedding(64, HIDDEN)
+    model.forward = lambda tokens: model.layers[1](model.layers[0](model.embed(tokens)))
+    return {"model": model, "mesh": mesh}
+
+
+def named_mesh(name):
+    return init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+
+
+def parallel(mesh):
+    return {
+        "block": nn.ModuleDict({"up": nn.Linear(HIDDEN, 128), "down": nn.Linear(128, HIDDEN)}),
+        "mesh": named_mesh("tp"),
+    }
+
+
+def check_parallel(names):
+    block = names["block"]
+    out = block["down"](block["up"](torch.ones(3, HIDDEN)))
+    out.sum().backward()
+    assert out.shape == (3, HIDDEN)
+    assert block["up"].weight.to_local().shape == (64, HIDDEN)
+
+
+def sequence_parallel(mesh):
+    return {"block": converted(Mlp()), "mesh": named_mesh("tp")}
+
+
+def check_sequence_parallel(names):
+    out = names["block"](torch.ones(1, 5, HIDDEN))
+    out.sum().backward()
+    assert out.shape == (1, 5, HIDDEN)
+
+
+def tokens_of_their_own(mesh):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+
+    plan = {
+        "": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        **dict.fromkeys(("gate", "up"), Float8ColwiseParallel()),
+        "down": Float8RowwiseParallel(output_layouts=Shard(1)),
+    }
+    block = parallelize_module(converted(Mlp()), named_mesh("tp"), plan)
+    return {"block": block, "my_tokens": torch.ones(1, (127, 129)[mesh.get_local_rank()], HIDDEN)}
+
+
+def check_tokens(names):
+    assert names["out"].shape == names["my_tokens"].shape
+
+
+def pipeline(mesh):
+    index = mesh.get_local_rank()
+    tokens = batch_of()
+    return {
+        "stage_module": Stage(index, 2),
+        "index": index,
+        "count": 2,
+        "device": torch.device("cpu"),
+        "loss": loss_of,
+        "batch": tokens,
+        "target": tokens,
+    }
+
+
+def check_pipeline(names):
+    assert all(p.grad.abs().max() > 0 for p in names["stage_module"].parameters())
+
+
+def context(mesh):
+    return {"block": converted(nn.ModuleDict({"q": nn.Linear(HIDDEN, HIDDEN)})), "mesh": named_mesh("cp")}
+
+
+def check_context(names):
+    out = names["block"]["q"](torch.ones(1, 5, HIDDEN))
+    assert out.shape == (1, 5, HIDDEN)
+
+
+def check_fsdp(names):
+    assert isinstance(names["model"], FSDPModule)
+    check_trains(names)
+
+
+CASES = {
+    "README.md-0": Case(lambda mesh: {"model": Mlp()}, check_reverted, ranks=False),
+    "README.md-1": Case(accumulation, check_all_moved, ranks=False),
+    "README.md-2": Case(tiny_llama, check_fsdp),
+    "README.md-3": Case(
+        lambda mesh: {"x": torch.randn(5, 200), "weight": torch.randn(7, 200)}, check_product, ranks=False
+    ),
+    "distributed.md-0": Case(parallel, check_parallel),
+    "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
+    "distributed.md-2": Case(tokens_of_their_own, check_tokens),
+    "distributed.md-3": Case(fsdp, check_fsdp),
+    "distributed.md-4": Case(pipeline, check_pipeline),
+    "distributed.md-5": Case(context, check_context),
+}
