@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from cases import give_up
-from fsdp_cases import Linears, Llama, Setup, build, digest, initialize, tokens_of
+from fsdp_cases import Linears, Llama, Setup, build, digest, gathered_weights, initialize, tokens_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -266,6 +266,24 @@ def errors(mesh):
 
     tell("above", above)
     return told
+
+
+def revert_that_fails(mesh):
+    """A revert whose last layer raises: how many layers still are gathered in 8 bits, and the losses around it."""
+    model, _ = build(mesh, Setup("tensorwise"))
+    loss = model(tokens_of(0)).item()
+    model.reshard()
+
+    def fail(layer):
+        raise KeyboardInterrupt
+
+    release, model.head.on_revert = model.head.on_revert, fail
+    try:
+        tritonfp8.revert(model)
+    except KeyboardInterrupt:
+        model.head.on_revert = release
+    gathered = gathered_weights(model)
+    return len(gathered), loss == model(tokens_of(0)).item()
 
 
 def revert_sharded(mesh):

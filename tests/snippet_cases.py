@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """``given(mesh)`` makes the names that a snippet uses and does not define; ``check(names)`` looks at what it left."""
+    """``given(mesh)`` makes the names that a snippet uses without defining them; ``check(names)`` follows it."""
 
     given: Callable[[Any], dict[str, Any]]
     check: Callable[[dict[str, Any]], None]

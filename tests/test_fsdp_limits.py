@@ -82,6 +82,10 @@ def test_ranks_that_disagree_on_a_recipe_are_told_which_and_where(ranks, how):
     assert len(told[0].splitlines()) == 2
 
 
+def test_a_revert_that_fails_leaves_the_gather_as_it_was(ranks):
+    assert ranks.run(2, fsdp_limit_cases.revert_that_fails) == [(15, True)] * 2
+
+
 def test_revert_of_a_sharded_model(ranks):
     assert ranks.run(2, fsdp_limit_cases.revert_sharded) == [(True, True)] * 2
 

@@ -242,8 +242,7 @@ def revert(model: nn.Module) -> list[str]:
     """Undo :func:`convert`, in place: all layers and fused modules are what they were, with the same parameters.
 
     Classes that others derived since from a layer's own are derived from ``nn.Linear`` then: of ``FSDPFloat8Linear``,
-    which ``fully_shard`` makes, becomes ``FSDPLinear``. Nothing is changed if an error is raised, but for what
-    :func:`tritonfp8.distributed.enable_float8_all_gather` prepared, where that is what fails.
+    which ``fully_shard`` makes, becomes ``FSDPLinear``. Nothing is changed if an error is raised.
 
     Returns:
         The names of the layers that were changed back, then of the fused modules.

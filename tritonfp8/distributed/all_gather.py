@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,19 +140,28 @@ class Float8AllGather:
         self._in_forward = False
         self._fresh.clear()
 
-    def release(self, layer: Float8Linear) -> None:
-        """Gather the plain weight again: what :func:`tritonfp8.revert` does first."""
+    def release(self, layer: Float8Linear) -> Callable[[], None] | None:
+        """Gather the plain weight again: what :func:`tritonfp8.revert` does first.
+
+        Returns:
+            What undoes it: the next forward then gathers the weight in 8 bits again. None if nothing was done.
+        """
         name = next((name for name, layers in self.layers.items() if layer in layers), None)
         if name is None:
             # Tied, and released with another layer.
-            return
-        managed = self._managed().get(name)
+            return None
+        managed, before = self._managed().get(name), dict(self.layers)
         del self.layers[name]
         for known in (self._found, self._how, self._gathers, self._plans, self._known):
             known.pop(name, None)
         self._batches = self._batches_of(self._plans)
         if managed is not None:
             managed.gather_values()
+
+        def undo() -> None:
+            self.layers = before
+
+        return undo
 
     # What is gathered how.
 
