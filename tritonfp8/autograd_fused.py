@@ -21,8 +21,6 @@ from tritonfp8.functional_fused import check_norm
 from tritonfp8.linear import (
     Plan,
     apply_linear,
-    autocast_all,
-    check_linear,
     held_for_backward,
     multiply,
     pair_of,
@@ -30,11 +28,13 @@ from tritonfp8.linear import (
     weight_t,
 )
 from tritonfp8.linear import linear as plain_linear
+from tritonfp8.linear_checks import autocast_all, check_linear
 from tritonfp8.operands import NO_PAIR, WHOLE, Operands, Pair, quantize_for
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.second_derivative import first_order
 from tritonfp8.specs import QuantSpec
+from tritonfp8.traced_op import sealed
 
 
 def is_fusable(recipe: str | Recipe) -> bool:
@@ -111,7 +111,7 @@ class _QuantizeInput(torch.autograd.Function):
         quantized = [t for pair in pairs for t in pair if t is not None]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*quantized)
-        return _handle(x), *quantized
+        return sealed(_handle(x), x), *quantized
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *none: None) -> tuple[Tensor | None, ...]:
@@ -133,7 +133,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.rounding = rounding
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*quantized)
-        return _handle(x), *quantized
+        return sealed(_handle(x), x, weight), *quantized
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *none: None) -> tuple[Tensor | None, ...]:
@@ -199,7 +199,7 @@ class _SwiGLU(torch.autograd.Function):
             *((gate, up) if inner else NO_PAIR), *read, *kept, *hidden_t, *(t for pair in held for t in pair)
         )
         ctx.plans, ctx.dtypes = plans, (dtype, down_weight.dtype)
-        return out
+        return sealed(out, handle, gate_weight, up_weight, down_weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -385,7 +385,7 @@ def quantized_linear(
     grad = torch.is_grad_enabled()
     needs = (grad and input.handle.requires_grad, grad and cast.requires_grad)
     _check_reader(input, recipe, needs[1])
-    plan = Plan(recipe, *needs, quantized_weight is not None, WHOLE)
+    plan = Plan(recipe, *needs, quantized_weight is not None, WHOLE, no_op_has_gradient=True)
     pairs = pair_of(input.normal), pair_of(input.transposed) if needs[1] else NO_PAIR
     out = apply_linear(_folded(input.handle), pairs, cast, cast_bias, plan, quantized_weight)
     return out.reshape(*input.shape[:-1], cast.shape[0])

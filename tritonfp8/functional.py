@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonfp8 import ops
+from tritonfp8 import ops, traced_linear  # noqa: F401  traced_linear implements the ops that linear calls in a trace
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.linear import linear, quantize_weight
 from tritonfp8.operands import Operands

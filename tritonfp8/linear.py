@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonfp8 import linear_op, ops
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8 import linear_op, ops, traced_op
+from tritonfp8.linear_checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
 from tritonfp8.operands import NO_PAIR, WHOLE, Amaxes, Operands, Pair, Quantizer, quantize_for
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Gemm, Recipe, get, recipe_of
@@ -100,6 +100,8 @@ class Plan(NamedTuple):
     quantizer: Quantizer
     casts_input_again: bool = False
     """grad_weight's operand is cast in backward, from the input, which a compiler may compute anew or have anyway."""
+    no_op_has_gradient: bool = False
+    """There is no op that carries this layer's gradients into a graph; see :func:`tritonfp8.traced_op.sealed`."""
 
 
 class _Linear(torch.autograd.Function):
@@ -139,7 +141,7 @@ class _Linear(torch.autograd.Function):
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
         ctx.dtypes = (input.dtype, weight.dtype)
-        return out
+        return traced_op.sealed(out, input, weight, bias) if plan.no_op_has_gradient else out
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -148,34 +150,54 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_amax_t, input, input_qdata, input_scale, *held = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        recipe = plan.recipe
-        input_dtype, weight_dtype = ctx.dtypes
-        grad_input = grad_weight = grad_bias = None
-        pair, pair_t = plan.quantizer.quantize(
-            "grad_output",
-            grad_output,
-            recipe.grad_input.lhs if plan.needs_grad_input else None,
-            recipe.grad_weight.lhs if plan.needs_grad_weight else None,
-        )
-        if plan.needs_grad_input:
-            if recipe.grad_input.rhs is not None:
-                weight_pair = weight_t(plan, grad_output, weight, (held[0], held[1]), weight_amax_t)
-                grad_input = multiply(recipe.grad_input, pair, weight_pair, None, input_dtype)
-            else:
-                grad_input = ops.matmul(grad_output, weight.t())
-        if plan.needs_grad_weight:
-            if recipe.grad_weight.rhs is not None:
-                input_pair = (input_qdata, input_scale)
-                if plan.casts_input_again:
-                    anew = _computed_anew(input)
-                    input_pair = plan.quantizer.quantize("input", anew, None, recipe.grad_weight.rhs)[1]
-                grad_weight = multiply(recipe.grad_weight, pair_t, input_pair, None, weight_dtype)
-            else:
-                grad_weight = ops.matmul(grad_output.t(), input.t())
-        if ctx.needs_grad_bias:
-            grad_bias = grad_output.sum(0)
-        return grad_input, grad_weight, grad_bias
+        saved = Saved(weight, weight_amax_t, input, (input_qdata, input_scale), (held[0], held[1]), ctx.dtypes)
+        grad_bias = grad_output.sum(0) if ctx.needs_grad_bias else None
+        return *gradients(ctx.plan, grad_output, saved), grad_bias
+
+
+class Saved(NamedTuple):
+    """What backward reads; each None where no GEMM of the plan does."""
+
+    weight: Tensor | None
+    weight_amax_t: Tensor | None
+    input: Tensor | None
+    input_pair: Pair
+    """The input transposed, quantized for grad_weight."""
+    held: Pair
+    """Of a weight that somebody holds, see :func:`held_for_backward`."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of the input and the weight, and so of their gradients."""
+
+
+def gradients(plan: Plan, grad_output: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None]:
+    """``(grad_input, grad_weight)`` of ``grad_output [M, N]``, each None where the plan needs none."""
+    recipe, input = plan.recipe, saved.input
+    grad_input = grad_weight = None
+    pair, pair_t = plan.quantizer.quantize(
+        "grad_output",
+        grad_output,
+        recipe.grad_input.lhs if plan.needs_grad_input else None,
+        recipe.grad_weight.lhs if plan.needs_grad_weight else None,
+    )
+    if plan.needs_grad_input:
+        if recipe.grad_input.rhs is not None:
+            weight_pair = weight_t(plan, grad_output, saved.weight, saved.held, saved.weight_amax_t)
+            grad_input = multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
+        else:
+            assert saved.weight is not None
+            grad_input = ops.matmul(grad_output, saved.weight.t())
+    if plan.needs_grad_weight:
+        if recipe.grad_weight.rhs is not None:
+            input_pair = saved.input_pair
+            if plan.casts_input_again:
+                assert input is not None
+                anew = _computed_anew(input)
+                input_pair = plan.quantizer.quantize("input", anew, None, recipe.grad_weight.rhs)[1]
+            grad_weight = multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
+        else:
+            assert input is not None
+            grad_weight = ops.matmul(grad_output.t(), input.t())
+    return grad_input, grad_weight
 
 
 def _computed_anew(input: Tensor) -> Tensor:
@@ -203,43 +225,6 @@ def held_for_backward(plan: Plan, weight_pair: Pair, held: Pair) -> Pair:
     if not plan.weight_is_held:
         return NO_PAIR
     return weight_pair if _serves_both(plan.recipe) else held
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    # Autocast does not know the meta device, on which shapes are tried out.
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
-
-
-def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
-    dtype = _autocast_dtype(device)
-    if dtype is None:
-        return list(tensors)
-    return [x if x is None or x.dtype in (torch.float64, dtype) else x.to(dtype) for x in tensors]
-
-
-def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless the operands, as autocast left them, go together."""
-    _check_dtypes(input, weight, bias)
-    _check_shapes(input, weight, bias)
-
-
-def _check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    for name, x in (("input", input), ("weight", weight), ("bias", bias)):
-        if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
-            raise TypeError(
-                f"linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got {name} of "
-                f"{x.dtype} with input of {input.dtype}. Cast one, or use torch.autocast."
-            )
-
-
-def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear needs input [..., K] and weight [N, K]; got {tuple(input.shape)} and {tuple(weight.shape)}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias must have shape ({weight.shape[0]},); got {tuple(bias.shape)}")
 
 
 def _check_held(held: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:
@@ -346,11 +331,42 @@ def local_linear(
     assert cast_input is not None
     assert cast_weight is not None
     check_linear(cast_input, cast_weight, cast_bias)
-    rows = torch.atleast_2d(cast_input).flatten(0, -2) if input.ndim != 2 else cast_input
+    return computed_linear(
+        cast_input,
+        cast_weight,
+        cast_bias,
+        recipe,
+        came_as=input,
+        quantized_weight=quantized_weight,
+        shared_input=shared_input,
+        quantizer=quantizer,
+        may_cast_again=may_cast_again,
+    )
+
+
+def computed_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    came_as: Tensor | None = None,
+    quantized_weight: Operands | None = None,
+    shared_input: SharedInput | None = None,
+    quantizer: Quantizer = WHOLE,
+    may_cast_again: bool = False,
+) -> Tensor:
+    """:func:`local_linear` of operands that are checked, in the dtype to compute in.
+
+    ``came_as`` is the input as the layer was called with it, before autocast: siblings share under that.
+    """
+    came_as = input if came_as is None else came_as
+    rows = torch.atleast_2d(input).flatten(0, -2) if input.ndim != 2 else input
     grad = torch.is_grad_enabled()
-    needs = (grad and cast_input.requires_grad, grad and cast_weight.requires_grad)
-    again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(input)
-    plan = Plan(recipe, *needs, quantized_weight is not None, quantizer, again)
+    needs = (grad and input.requires_grad, grad and weight.requires_grad)
+    again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(came_as)
+    sharded = quantizer is not WHOLE or isinstance(weight, QuantizedWeight)
+    plan = Plan(recipe, *needs, quantized_weight is not None, quantizer, again, no_op_has_gradient=sharded)
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
     data = rows.detach()
     if shared_input is None:
@@ -358,8 +374,8 @@ def local_linear(
             forget()
         pairs = quantizer.quantize("input", data, *specs)
     else:
-        pairs = shared_input.quantize(input, data, specs, quantizer)
-    out = apply_linear(rows, pairs, cast_weight, cast_bias, plan, quantized_weight)
+        pairs = shared_input.quantize(came_as, data, specs, quantizer)
+    out = apply_linear(rows, pairs, weight, bias, plan, quantized_weight)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -376,12 +392,29 @@ def _linear_in_graph(
 ) -> Tensor:
     """:func:`linear` of plain tensors while Dynamo traces."""
     # What is raised inside the op comes to the caller as a RuntimeError of the compiler's.
-    _check_shapes(input, weight, bias)
-    dtype = _autocast_dtype(input.device.type)
+    check_shapes(input, weight, bias)
+    dtype = autocast_dtype(input.device.type)
     if dtype is None:
-        _check_dtypes(input, weight, bias)
+        check_dtypes(input, weight, bias)
     shares_input = shared_input is not None
     return linear_op.call(input, weight, bias, *recipe.args, shares_input, dtype or input.dtype, linear_op.CODE)
+
+
+def _linear_in_trace(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantized_weight: Operands | None
+) -> Tensor:
+    """:func:`linear` as one op with its gradient, for the graph that is being traced."""
+    x, w, b = autocast_all(input.device.type, input, weight, bias)
+    assert x is not None
+    assert w is not None
+    check_linear(x, w, b)
+    held: Operands = (None, None)
+    if quantized_weight is not None:
+        needs_grad_input = torch.is_grad_enabled() and x.requires_grad
+        _check_held(quantized_weight, w, recipe, needs_grad_input)
+        held = quantized_weight
+    lists = ([] if q is None else [q.qdata, q.scale] for q in held)
+    return traced_op.call(x, w, [] if b is None else [b], *lists, *recipe.args)
 
 
 def linear(
@@ -421,7 +454,9 @@ def linear(
         RuntimeError: when a gradient of the gradient is asked for.
     """
     recipe = get(recipe)
-    in_graph = torch.compiler.is_compiling() and quantized_weight is None
+    compiling = torch.compiler.is_dynamo_compiling()
+    traced = torch.compiler.is_exporting() if compiling else traced_op.is_traced()
+    in_graph = compiling and not traced and quantized_weight is None
     if in_graph and type(input) in _PLAIN and type(weight) in _PLAIN and type(bias) in _PLAIN:
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
     for x in (input, weight, bias):
@@ -431,8 +466,10 @@ def linear(
                 raise ValueError(f"quantized_weight goes with plain tensors; got an operand of {type(x).__name__}")
             return handler(input, weight, bias, recipe, shared_input)
         # Results of asynchronous collectives, whose type is in torch.distributed too, wait for themselves.
-        if not torch.compiler.is_compiling() and type(x).__module__.startswith("torch.distributed.tensor"):
+        if not compiling and type(x).__module__.startswith("torch.distributed.tensor"):
             raise TypeError(f"linear got a {type(x).__name__}: import tritonfp8.distributed, which computes with them")
+    if traced and not isinstance(weight, QuantizedWeight):
+        return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
     return local_linear(
         input,
         weight,
@@ -440,5 +477,5 @@ def linear(
         recipe,
         quantized_weight=quantized_weight,
         shared_input=shared_input,
-        may_cast_again=torch.compiler.is_compiling() and _may_cast_again(weight, shared_input is not None),
+        may_cast_again=compiling and _may_cast_again(weight, shared_input is not None),
     )

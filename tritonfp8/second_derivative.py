@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+
+def refuse_second_derivative(*args: object) -> NoReturn:
+    """Raise: what a ``backward`` is whose results cannot be differentiated in turn."""
+    raise RuntimeError(
+        "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
+        "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
+    )
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -18,10 +26,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
-            "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
-        )
+        refuse_second_derivative()
 
 
 def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,48 @@
+"""What the operands of a linear layer must be, and how autocast has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast on this device, None where it is off."""
+    # Autocast does not know the meta device, on which shapes are tried out.
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
+    dtype = autocast_dtype(device)
+    if dtype is None:
+        return list(tensors)
+    return [x if x is None or x.dtype in (torch.float64, dtype) else x.to(dtype) for x in tensors]
+
+
+def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless the operands, as autocast left them, go together."""
+    check_dtypes(input, weight, bias)
+    check_shapes(input, weight, bias)
+
+
+def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise TypeError unless all are of one dtype in which a layer may compute."""
+    for name, x in (("input", input), ("weight", weight), ("bias", bias)):
+        if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
+            raise TypeError(
+                f"linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got {name} of "
+                f"{x.dtype} with input of {input.dtype}. Cast one, or use torch.autocast."
+            )
+
+
+def check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless the shapes are those of a linear layer."""
+    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear needs input [..., K] and weight [N, K]; got {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias must have shape ({weight.shape[0]},); got {tuple(bias.shape)}")

@@ -1,0 +1,82 @@
+"""A linear layer as one op that carries its gradients, for graphs that are traced outside of ``torch.compile``.
+
+``torch.export``, ``make_fx``, ``torch.jit.trace`` and what is built on them (``torch.distributed.pipelining.pipeline``)
+run an ``autograd.Function`` and record the ops inside its forward. Those have no gradient, so the graph would train
+nothing and not say so. These ops have a registered autograd formula, which the graph that calls them keeps.
+:mod:`tritonfp8.traced_linear` implements them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+NAMESPACE = "tritonfp8"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Tensors that may be missing are lists: torch.export.draft_export takes an optional tensor that is None for one that
+# the op writes to.
+_SCHEMAS = {
+    "whole_linear": (
+        "(Tensor input, Tensor weight, Tensor[] bias, Tensor[] held, Tensor[] held_t, str recipe) -> Tensor"
+    ),
+    "whole_linear_backward": (
+        "(Tensor grad_output, Tensor input, Tensor weight, Tensor[] held, Tensor[] held_t, str recipe, "
+        "bool needs_input, bool needs_weight, bool needs_bias) -> Tensor[]"
+    ),
+    "without_backward": "(Tensor out, Tensor[] sources) -> Tensor",
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+call = torch.ops.tritonfp8.whole_linear.default
+"""``call(input, weight, bias, held, held_t, *recipe.args)``, of plain tensors of one dtype, in which it computes.
+
+``bias`` holds a tensor or none. ``held`` and ``held_t`` hold the data and scale of the weight and of its transpose
+where they were quantized before (:func:`tritonfp8.functional.quantize_weight`), or nothing.
+"""
+call_backward = torch.ops.tritonfp8.whole_linear_backward.default
+_without_backward = torch.ops.tritonfp8.without_backward.default
+
+
+def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Register what an op does, its shapes, and its gradient: ``backward(ctx, *grads)``."""
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=_save, lib=_library)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors = [x if isinstance(x, list) else [x] for x in inputs if isinstance(x, Tensor | list)]
+    ctx.counts = [len(x) for x in tensors]
+    ctx.options = [x for x in inputs if not isinstance(x, Tensor | list)]
+    ctx.save_for_backward(*(each for x in tensors for each in x))
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded into a graph just now, by other means than Dynamo."""
+    return get_proxy_mode() is not None or torch._C._is_tracing()
+
+
+def sealed(out: Tensor, *sources: Tensor | None) -> Tensor:
+    """``out`` of an ``autograd.Function``; where it is traced without its backward, with a gradient that is an error.
+
+    A graph that is traced together with its backward (a joint graph) has the gradients and does not ask for this one.
+    """
+    if torch.compiler.is_dynamo_compiling() or not is_traced():
+        return out
+    return _without_backward(out, [x for x in sources if x is not None])
+
+
+def _no_backward(*args: Any) -> Any:
+    raise RuntimeError(
+        "this graph was traced without the backward of a layer of tritonfp8 (one on DTensors or FSDP2's gathered "
+        "weights, or a fused one), so it cannot be trained: use torch.compile, trace the backward together with the "
+        "forward, or revert the layer first (tritonfp8.revert)"
+    )
+
+
+implement("without_backward", lambda out, sources: out.clone(), lambda out, sources: out.clone(), _no_backward)
