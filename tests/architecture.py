@@ -31,8 +31,10 @@ LAYERS = (
     {"ops"},
     {
         "operands",
+        "recompute",
         "shared_input",
         "functional",
+        "handlers",
         "linear",
         "linear_checks",
         "linear_op",
@@ -100,7 +102,6 @@ SCHEMA_TYPES = {
     "SymInt",
     "List[int]",
     "List[SymInt]",
-    "List[Tensor]",
     "bool",
     "float",
     "ScalarType",

@@ -269,6 +269,14 @@ def test_local_scales_need_no_collective(two):
             assert sqnr(out, expected) > tp_cases.SAME_BUT_FOR_ORDER
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_a_recompute_scales_as_its_forward_did(two, reentrant):
+    for name in ("rowwise", "blockwise"):
+        for sent, found, expected in two.run(tp_cases.recomputed_with_local_scales, name, reentrant):
+            assert sent == 0
+            assert_bitwise_equal(found, expected)
+
+
 @pytest.mark.parametrize("outliers", [False, True], ids=["normal", "outliers"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_local_scales_are_as_accurate_as_global_ones(name, outliers):

@@ -250,10 +250,10 @@ def test_a_fused_model_traced_with_its_backward_is_eager_to_the_bit():
 def test_the_ops_are_as_torch_wants_ops():
     x, weight = normal(33, 70).requires_grad_(), normal(20, 70, seed=1).requires_grad_()
     bias, recipe = normal(20, seed=2).requires_grad_(), recipes.get("rowwise")
-    torch.library.opcheck(traced_op.call, (x, weight, [bias], [], [], *recipe.args))
-    held = [[q.qdata, q.scale] for q in quantize_weight(weight, recipe) if q is not None]
+    torch.library.opcheck(traced_op.call, (x, weight, *recipe.args, bias))
+    held = [t for q in quantize_weight(weight, recipe) if q is not None for t in (q.qdata, q.scale)]
     # test_schema compares inputs before and after by allclose, which has no 8-bit floats.
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(traced_op.call, (x, weight, [], *held, *recipe.args), test_utils=checks)
-    args = normal(33, 20, seed=3), x.detach(), weight.detach(), [], [], *recipe.args, True, False, True
+    torch.library.opcheck(traced_op.call, (x, weight, *recipe.args, None, *held), test_utils=checks)
+    args = normal(33, 20, seed=3), x.detach(), weight.detach(), *recipe.args, True, False, True
     torch.library.opcheck(traced_op.call_backward, args)

@@ -5,6 +5,7 @@ from cases import generator, normal, with_specials
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import tritonfp8
 from tritonfp8 import distributed, recipes
@@ -228,3 +229,21 @@ def local_scales(name):
     with distributed.scales("local"), Recorder() as seen:
         out = linear(on_mesh(x, mesh, [Shard(1)]), on_mesh(w, mesh, [Shard(1)]), None, name)
     return len(seen.sent), out.full_tensor().detach(), (parts[0] + parts[1])
+
+
+def recomputed_with_local_scales(name, reentrant):
+    """(collectives of backward, gradients, those without checkpointing) of a layer in a block that ends before."""
+    mesh, results = mesh_of([2]), []
+    for checkpointed in (True, False):
+        x, w = on_mesh(normal(40, 128, seed=1), mesh, [Shard(1)]), on_mesh(normal(48, 128, seed=2), mesh, [Shard(1)])
+
+        def layer(x, w=w):
+            return linear(x * 1, w, None, name).to_local()
+
+        with distributed.scales("local"):
+            out = checkpoint(layer, x, use_reentrant=reentrant) if checkpointed else layer(x)
+        with Recorder() as seen:
+            out.backward(normal(40, 48, seed=3).to(device()))
+        results.append((len(seen.sent), [x.grad.to_local(), w.grad.to_local()]))
+    (sent, found), (_, expected) = results
+    return sent, found, expected

@@ -32,6 +32,7 @@ from tritonfp8.linear_checks import autocast_all, check_linear
 from tritonfp8.operands import NO_PAIR, WHOLE, Operands, Pair, quantize_for
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.recompute import decided
 from tritonfp8.second_derivative import first_order
 from tritonfp8.specs import QuantSpec
 from tritonfp8.traced_op import sealed
@@ -310,7 +311,8 @@ def quantized_rms_norm(
         ValueError: a ``weight`` that does not fit, an unknown rounding, or a recipe with a product in high precision.
         RuntimeError: when a gradient of the gradient is asked for.
     """
-    spec, spec_t = _specs(get(recipe))
+    recipe = decided(weight, get(recipe))
+    spec, spec_t = _specs(recipe)
     _check_input(x)
     check_norm(x, weight, rounding)
     (cast,) = autocast_all(x.device.type, x)
@@ -377,7 +379,7 @@ def quantized_linear(
         ValueError: shapes or specs that do not go together.
         RuntimeError: when a gradient of the gradient is asked for.
     """
-    recipe = get(recipe)
+    recipe = decided(weight, get(recipe))
     check_whole(weight, bias)
     cast, cast_bias = autocast_all(input.device.type, weight, bias)
     assert cast is not None
@@ -423,7 +425,7 @@ def swiglu(
         ValueError: shapes or specs that do not go together.
         RuntimeError: when a gradient of the gradient is asked for.
     """
-    recipe = get(recipe)
+    recipe = decided(down_weight, get(recipe))
     given = (gate_weight, up_weight, down_weight)
     if not is_fusable(recipe) and isinstance(input, Tensor):
         return _swiglu_by_linears(input, given, recipe, quantized_weights)

@@ -5,13 +5,14 @@ Public as :mod:`tritonfp8.functional`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tritonfp8 import linear_op, ops, traced_op
+from tritonfp8 import linear_op, ops, recompute, traced_op
+from tritonfp8.handlers import PLAIN, handler_of
 from tritonfp8.linear_checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
 from tritonfp8.operands import NO_PAIR, WHOLE, Amaxes, Operands, Pair, Quantizer, quantize_for
 from tritonfp8.quantized import Quantized
@@ -19,8 +20,6 @@ from tritonfp8.recipes import Gemm, Recipe, get, recipe_of
 from tritonfp8.second_derivative import first_order
 from tritonfp8.shared_input import SharedInput, forget
 from tritonfp8.specs import QuantSpec
-
-_PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 class QuantizedWeight:
@@ -300,18 +299,6 @@ def _is_made_in_graph(x: Tensor) -> bool:
     return x.grad_fn is not None and x.grad_fn.name() != "torch::autograd::Error"
 
 
-Handler = Callable[[Tensor, Tensor, Tensor | None, Recipe, SharedInput | None], Tensor]
-_handlers: dict[type, Handler] = {}
-
-
-def register_linear(tensor_type: type, handler: Handler) -> None:
-    """Let ``handler(input, weight, bias, recipe, shared_input)`` compute :func:`linear` on operands of this type.
-
-    For tensors that stand for something else than their local data, such as DTensor.
-    """
-    _handlers[tensor_type] = handler
-
-
 def local_linear(
     input: Tensor,
     weight: Tensor,
@@ -413,8 +400,7 @@ def _linear_in_trace(
         needs_grad_input = torch.is_grad_enabled() and x.requires_grad
         _check_held(quantized_weight, w, recipe, needs_grad_input)
         held = quantized_weight
-    lists = ([] if q is None else [q.qdata, q.scale] for q in held)
-    return traced_op.call(x, w, [] if b is None else [b], *lists, *recipe.args)
+    return traced_op.call(x, w, *recipe.args, b, *pair_of(held[0]), *pair_of(held[1]))
 
 
 def linear(
@@ -455,27 +441,22 @@ def linear(
     """
     recipe = get(recipe)
     compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
+        recipe = recompute.decided(weight, recipe)
     traced = torch.compiler.is_exporting() if compiling else traced_op.is_traced()
     in_graph = compiling and not traced and quantized_weight is None
-    if in_graph and type(input) in _PLAIN and type(weight) in _PLAIN and type(bias) in _PLAIN:
+    if in_graph and type(input) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN:
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
-    for x in (input, weight, bias):
-        handler = _handlers.get(type(x))
-        if handler is not None:
-            if quantized_weight is not None:
-                raise ValueError(f"quantized_weight goes with plain tensors; got an operand of {type(x).__name__}")
-            return handler(input, weight, bias, recipe, shared_input)
-        # Results of asynchronous collectives, whose type is in torch.distributed too, wait for themselves.
-        if not compiling and type(x).__module__.startswith("torch.distributed.tensor"):
-            raise TypeError(f"linear got a {type(x).__name__}: import tritonfp8.distributed, which computes with them")
+    handler = handler_of(input, weight, bias)
+    if handler is not None:
+        if quantized_weight is not None:
+            raise ValueError(
+                "quantized_weight goes with plain tensors; got an operand of another type, such as DTensor"
+            )
+        return handler(input, weight, bias, recipe, shared_input)
     if traced and not isinstance(weight, QuantizedWeight):
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
+    again = compiling and _may_cast_again(weight, shared_input is not None)
     return local_linear(
-        input,
-        weight,
-        bias,
-        recipe,
-        quantized_weight=quantized_weight,
-        shared_input=shared_input,
-        may_cast_again=compiling and _may_cast_again(weight, shared_input is not None),
+        input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input, may_cast_again=again
     )

@@ -10,35 +10,38 @@ from torch import Tensor
 
 from tritonfp8 import traced_op
 from tritonfp8.linear import Plan, Saved, computed_linear, gradients, held_for_backward
-from tritonfp8.operands import NO_PAIR, WHOLE, Operands, Pair
+from tritonfp8.operands import WHOLE, Operands
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, recipe_of
 from tritonfp8.second_derivative import refuse_second_derivative
+from tritonfp8.specs import QuantSpec
 
 
-def _as_operands(recipe: Recipe, held: Sequence[Tensor], held_t: Sequence[Tensor]) -> Operands | None:
-    if not held and not held_t:
-        return None
-    normal, transposed = recipe.output.rhs, recipe.grad_input.rhs
-    return (
-        Quantized(held[0], held[1], normal) if held and normal else None,
-        Quantized(held_t[0], held_t[1], transposed) if held_t and transposed else None,
-    )
+def _quantized(pair: Sequence[Tensor | None], spec: QuantSpec | None) -> Quantized | None:
+    qdata, scale = pair
+    return None if qdata is None or scale is None or spec is None else Quantized(qdata, scale, spec)
 
 
-def _pair(tensors: Sequence[Tensor]) -> Pair:
-    return (tensors[0], tensors[1]) if tensors else NO_PAIR
+def _operands(recipe: Recipe, held: Sequence[Tensor | None]) -> Operands | None:
+    found = _quantized(held[:2], recipe.output.rhs), _quantized(held[2:], recipe.grad_input.rhs)
+    return None if found == (None, None) else found
 
 
 def _forward(
-    input: Tensor, weight: Tensor, bias: list[Tensor], held: list[Tensor], held_t: list[Tensor], recipe: str
+    input: Tensor,
+    weight: Tensor,
+    recipe: str,
+    bias: Tensor | None = None,
+    qdata: Tensor | None = None,
+    scale: Tensor | None = None,
+    qdata_t: Tensor | None = None,
+    scale_t: Tensor | None = None,
 ) -> Tensor:
     how = recipe_of(recipe)
+    held = _operands(how, (qdata, scale, qdata_t, scale_t))
     # The operands have the dtype to compute in: an autocast around the graph must not choose another.
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-        return computed_linear(
-            input, weight, bias[0] if bias else None, how, quantized_weight=_as_operands(how, held, held_t)
-        )
+        return computed_linear(input, weight, bias, how, quantized_weight=held)
 
 
 def _forward_fake(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
@@ -53,53 +56,46 @@ def _backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
-    held: list[Tensor],
-    held_t: list[Tensor],
     recipe: str,
     needs_input: bool,
     needs_weight: bool,
     needs_bias: bool,
+    qdata: Tensor | None = None,
+    scale: Tensor | None = None,
+    qdata_t: Tensor | None = None,
+    scale_t: Tensor | None = None,
 ) -> list[Tensor]:
     how = recipe_of(recipe)
-    plan = Plan(how, needs_input, needs_weight, bool(held or held_t), WHOLE)
+    held, held_t = (qdata, scale), (qdata_t, scale_t)
+    plan = Plan(how, needs_input, needs_weight, _operands(how, (*held, *held_t)) is not None, WHOLE)
     grad, rows = _rows(grad_output), _rows(input)
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         spec = how.grad_weight.rhs if needs_weight else None
         input_pair = WHOLE.quantize("input", rows, None, spec)[1]
-        kept = held_for_backward(plan, _pair(held), _pair(held_t))
-        saved = Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype))
-        grad_input, grad_weight = gradients(plan, grad, saved)
+        kept = held_for_backward(plan, held, held_t)
+        grad_input, grad_weight = gradients(
+            plan, grad, Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype))
+        )
         results = [None if grad_input is None else grad_input.reshape(input.shape), grad_weight]
         results.append(grad.sum(0) if needs_bias else None)
     return [x for x in results if x is not None]
 
 
 def _backward_fake(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    held: list[Tensor],
-    held_t: list[Tensor],
-    recipe: str,
-    *needs: bool,
+    grad_output: Tensor, input: Tensor, weight: Tensor, recipe: str, *needs_and_held: Any
 ) -> list[Tensor]:
     shapes = input.shape, weight.shape, weight.shape[:1]
-    return [input.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
+    return [input.new_empty(shape) for shape, need in zip(shapes, needs_and_held[:3], strict=True) if need]
 
 
-def _formula(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-    input, weight, *rest = ctx.saved_tensors
-    _, _, with_bias, held, held_t = ctx.counts
-    rest = rest[with_bias:]
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    needs = (needs_input, needs_weight, any(needs_bias))
-    found = iter(
-        traced_op.call_backward(grad_output, input, weight, rest[:held], rest[held:], *ctx.options, *needs)
-        if any(needs)
-        else ()
-    )
+def _formula(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, recipe, _, *held = traced_op.saved(ctx)
+    # Of the arguments that the op was given, without those at the end that are at their defaults.
+    given = ctx.needs_input_grad
+    needs = given[0], given[1], len(given) > 3 and given[3]
+    found = iter(traced_op.call_backward(grad_output, input, weight, recipe, *needs, *held))
     grad_input, grad_weight, grad_bias = (next(found) if need else None for need in needs)
-    return grad_input, grad_weight, [grad_bias] * with_bias, [None] * held, [None] * held_t, None
+    return (grad_input, grad_weight, None, grad_bias, None, None, None, None)[: len(given)]
 
 
 traced_op.implement("whole_linear", _forward, _forward_fake, _formula)

@@ -17,26 +17,25 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 NAMESPACE = "tritonfp8"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-# Tensors that may be missing are lists: torch.export.draft_export takes an optional tensor that is None for one that
-# the op writes to.
+# Tensors that may be missing come last: the dispatcher leaves out what is None at the end, and
+# torch.export.draft_export takes an optional tensor that is given as None for one that the op writes to.
+_HELD = "Tensor? qdata=None, Tensor? scale=None, Tensor? qdata_t=None, Tensor? scale_t=None"
 _SCHEMAS = {
-    "whole_linear": (
-        "(Tensor input, Tensor weight, Tensor[] bias, Tensor[] held, Tensor[] held_t, str recipe) -> Tensor"
-    ),
+    "whole_linear": f"(Tensor input, Tensor weight, str recipe, Tensor? bias=None, {_HELD}) -> Tensor",
     "whole_linear_backward": (
-        "(Tensor grad_output, Tensor input, Tensor weight, Tensor[] held, Tensor[] held_t, str recipe, "
-        "bool needs_input, bool needs_weight, bool needs_bias) -> Tensor[]"
+        "(Tensor grad_output, Tensor input, Tensor weight, str recipe, bool needs_input, bool needs_weight, "
+        f"bool needs_bias, {_HELD}) -> Tensor[]"
     ),
-    "without_backward": "(Tensor out, Tensor[] sources) -> Tensor",
+    "without_backward": "(Tensor out, Tensor a, Tensor? b=None, Tensor? c=None, Tensor? d=None) -> Tensor",
 }
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 call = torch.ops.tritonfp8.whole_linear.default
-"""``call(input, weight, bias, held, held_t, *recipe.args)``, of plain tensors of one dtype, in which it computes.
+"""``call(input, weight, *recipe.args, bias, *held)``, of plain tensors of one dtype, in which it computes.
 
-``bias`` holds a tensor or none. ``held`` and ``held_t`` hold the data and scale of the weight and of its transpose
-where they were quantized before (:func:`tritonfp8.functional.quantize_weight`), or nothing.
+``held`` is data and scale of the weight, then of its transpose, where they were quantized before
+(:func:`tritonfp8.functional.quantize_weight`); each None where it was not.
 """
 call_backward = torch.ops.tritonfp8.whole_linear_backward.default
 _without_backward = torch.ops.tritonfp8.without_backward.default
@@ -50,10 +49,15 @@ def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any], back
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors = [x if isinstance(x, list) else [x] for x in inputs if isinstance(x, Tensor | list)]
-    ctx.counts = [len(x) for x in tensors]
-    ctx.options = [x for x in inputs if not isinstance(x, Tensor | list)]
-    ctx.save_for_backward(*(each for x in tensors for each in x))
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    # What else there was, and where tensors go.
+    ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """The arguments that the op of a ``backward`` was called with."""
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if other is None else other[0] for other in ctx.others]
 
 
 def is_traced() -> bool:
@@ -62,13 +66,14 @@ def is_traced() -> bool:
 
 
 def sealed(out: Tensor, *sources: Tensor | None) -> Tensor:
-    """``out`` of an ``autograd.Function``; where it is traced without its backward, with a gradient that is an error.
+    """The result ``out`` of an ``autograd.Function`` of up to four ``sources``.
 
+    Where that is traced without its backward, the gradient of ``out`` in the graph is an error that says so.
     A graph that is traced together with its backward (a joint graph) has the gradients and does not ask for this one.
     """
     if torch.compiler.is_dynamo_compiling() or not is_traced():
         return out
-    return _without_backward(out, [x for x in sources if x is not None])
+    return _without_backward(out, *(x for x in sources if x is not None))
 
 
 def _no_backward(*args: Any) -> Any:
@@ -79,4 +84,8 @@ def _no_backward(*args: Any) -> Any:
     )
 
 
-implement("without_backward", lambda out, sources: out.clone(), lambda out, sources: out.clone(), _no_backward)
+def _copy(out: Tensor, *sources: Tensor | None) -> Tensor:
+    return out.clone()
+
+
+implement("without_backward", _copy, _copy, _no_backward)

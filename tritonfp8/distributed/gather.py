@@ -15,6 +15,7 @@ from tritonfp8.distributed.sharded_quantize import global_amax, quantize_shard
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.operands import NO_PAIR, Amaxes, Pair, Quantizer
 from tritonfp8.specs import QuantSpec, empty_scale, transposed
+from tritonfp8.traced_op import sealed
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
         ctx.layouts = gather, k
-        return rows.new_zeros(()).expand(gather.target.aligned_size, k.aligned_size)
+        return sealed(rows.new_zeros(()).expand(gather.target.aligned_size, k.aligned_size), rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -66,8 +67,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: TokenGather) -> Tensor:
         ctx.gather = gather
-        rows = rows.unflatten(0, (gather.outer, gather.counts[gather.rank]))
-        return all_gather_rows(rows, 1, gather.counts, gather.group).flatten(0, 1)
+        own = rows.unflatten(0, (gather.outer, gather.counts[gather.rank]))
+        return sealed(all_gather_rows(own, 1, gather.counts, gather.group).flatten(0, 1), rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -1,11 +1,18 @@
-"""What the layers inside a ``with`` block are told: how shards are scaled, how many tokens each rank holds."""
+"""What the layers inside a ``with`` block are told: how shards are scaled, how many tokens each rank holds.
+
+A block is of the thread that opens it. What it says travels with a forward: to its backward, and to its recompute where
+torch checkpoints activations, also when the block has ended and on other threads.
+"""
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tritonfp8 import recompute
 from tritonfp8.specs import require
 
 SCALES = ("global", "local")
@@ -18,27 +25,79 @@ class Options(NamedTuple):
     token_counts: tuple[int, ...] | None = None
 
 
-_options = Options()
+_DEFAULT = Options()
+
+
+class _Block:
+    """What one open block changes; compared by identity."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+
+class _Thread(threading.local):
+    # An attribute of each thread's own, and no ContextVar: compiled graphs are guarded on it, and Dynamo cannot trace
+    # the other. A default of the class would not be guarded.
+    def __init__(self) -> None:
+        self.blocks: tuple[_Block, ...] = ()
+        self.options = _DEFAULT
+
+    def set(self, blocks: tuple[_Block, ...]) -> None:
+        options = _DEFAULT
+        for block in blocks:
+            options = options._replace(**block.fields)
+        self.blocks, self.options = blocks, options
+
+
+_thread = _Thread()
 
 
 def current() -> Options:
-    """The options of the innermost blocks."""
-    return _options
+    """The options of the innermost blocks of this thread."""
+    return _thread.options
 
 
 @contextmanager
-def _set(options: Options) -> Iterator[None]:
-    global _options
-    before, _options = _options, options
+def _set(**fields: Any) -> Iterator[None]:
+    block = _Block(**fields)
+    _thread.set((*_thread.blocks, block))
     try:
         yield
     finally:
-        _options = before
+        # Its own entry, wherever that is: blocks may end in another order than they began in.
+        left = tuple(other for other in _thread.blocks if other is not block)
+        if len(left) == len(_thread.blocks):
+            raise RuntimeError(
+                "a block of tritonfp8.distributed.scales or token_counts ends on another thread than it began on, and "
+                "stays open there: enter and leave it on one thread"
+            )
+        _thread.set(left)
+
+
+class _Restored:
+    """The options of a forward, in force again while it is recomputed. Entered any number of times, nested too."""
+
+    def __init__(self) -> None:
+        self._options = _thread.options
+        self._before: list[tuple[_Block, ...]] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_thread.blocks)
+        _thread.set((_Block(**self._options._asdict()),))
+
+    def __exit__(self, *error: object) -> None:
+        _thread.set(self._before.pop())
+
+
+recompute.carry(_Restored)
 
 
 @contextmanager
 def scales(mode: str) -> Iterator[None]:
-    """How the layers that run inside the block (forward; their backward follows) scale operands that are shards.
+    """How the layers that run inside the block scale operands that are shards.
+
+    Their backward follows, and their recompute under :mod:`torch.utils.checkpoint`, inside the block or after it. Other
+    threads are not told; nor is checkpointing that is not torch's, which needs the block around backward too.
 
     ``"global"``, the default: each scale is that of the global tensor, so results do not depend on how many ranks share
     it but for the order of sums. Costs one small MAX all-reduce for each operand with a block that spans ranks: for
@@ -52,7 +111,7 @@ def scales(mode: str) -> Iterator[None]:
         ValueError: another mode.
     """
     require("scales", mode, SCALES)
-    with _set(_options._replace(scales=mode)):
+    with _set(scales=mode):
         yield
 
 
@@ -71,9 +130,16 @@ def token_counts(counts: Sequence[int]) -> Iterator[None]:
             the one that is sharded.
 
     Raises:
+        TypeError: something else than ints.
         ValueError: a negative count.
     """
-    if any(count < 0 for count in counts):
-        raise ValueError(f"token counts must not be negative; got {tuple(counts)}")
-    with _set(_options._replace(token_counts=tuple(counts))):
+    try:
+        found = tuple(operator.index(count) for count in counts)
+    except TypeError as error:
+        raise TypeError(
+            f"token counts must be a sequence of ints, one for each rank of the mesh dim; got {counts!r}"
+        ) from error
+    if any(count < 0 for count in found):
+        raise ValueError(f"token counts must not be negative; got {found}")
+    with _set(token_counts=found):
         yield

@@ -20,11 +20,13 @@ from tritonfp8.distributed.gathered_weight import GatheredWeight
 from tritonfp8.distributed.layout import align, plain_mesh, unalign, whole
 from tritonfp8.distributed.placements import Layer, cached_layer_of, largest_blocks, layer_of
 from tritonfp8.distributed.sharded_quantize import ShardedQuantizer
-from tritonfp8.linear import local_linear, register_linear
+from tritonfp8.handlers import register_linear
+from tritonfp8.linear import local_linear
 from tritonfp8.operands import Pair, Quantizer
 from tritonfp8.recipes import Recipe
 from tritonfp8.shared_input import SharedInput, forget
 from tritonfp8.specs import QuantSpec
+from tritonfp8.traced_op import sealed
 
 
 class _AddedOnce(torch.autograd.Function):
@@ -32,7 +34,7 @@ class _AddedOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, here: bool) -> Tensor:
-        return bias.clone() if here else torch.zeros_like(bias)
+        return sealed(bias.clone() if here else torch.zeros_like(bias), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -46,7 +48,7 @@ class _FromShards(torch.autograd.Function):
     def forward(ctx: Any, input: DTensor, gathered: Tensor, layer: Layer) -> Tensor:
         ctx.layer = layer
         ctx.like = input.device_mesh, input.shape, input.stride()
-        return gathered.view_as(gathered)
+        return sealed(gathered.view_as(gathered), input, gathered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

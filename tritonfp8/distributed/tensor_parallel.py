@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tritonfp8.distributed import options
 from tritonfp8.distributed.collectives import all_gather_rows, reduce_scatter_sum
 from tritonfp8.modules import Float8Linear
+from tritonfp8.traced_op import sealed
 
 _CONVERT = "use tritonfp8.convert(model, recipe), before or after parallelize_module"
 
@@ -150,7 +151,7 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, dim: int, counts: tuple[int, ...], rank: int, group: str) -> Tensor:
         ctx.args = dim, counts, group
-        return reduce_scatter_sum(partial, dim, counts, rank, group)
+        return sealed(reduce_scatter_sum(partial, dim, counts, rank, group), partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,52 @@
+"""Which function computes a linear layer on tensors that stand for something else than their local data."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.recipes import Recipe
+from tritonfp8.shared_input import SharedInput
+
+PLAIN = (Tensor, nn.Parameter, type(None))
+"""Types of operands that are what they look like, or are not there."""
+
+Handler = Callable[[Tensor, Tensor, Tensor | None, Recipe, SharedInput | None], Tensor]
+_handlers: dict[type, Handler] = {}
+
+
+# The part of the package that registers a handler for types of these modules; it is imported when one comes.
+_PROVIDERS = {"torch.distributed.tensor": "tritonfp8.distributed"}
+
+
+def register_linear(tensor_type: type, handler: Handler) -> None:
+    """Let ``handler(input, weight, bias, recipe, shared_input)`` compute :func:`linear` on operands of this type.
+
+    For tensors that stand for something else than their local data, such as DTensor.
+    """
+    _handlers[tensor_type] = handler
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _import(provider: str) -> bool:
+    """Run while Dynamo traces, too, which cannot follow an import."""
+    importlib.import_module(provider)
+    return True
+
+
+def handler_of(*operands: Tensor | None) -> Handler | None:
+    """The handler for the first operand whose type has one."""
+    for x in operands:
+        kind = type(x)
+        if kind in PLAIN:
+            continue
+        for module, provider in _PROVIDERS.items():
+            # Results of asynchronous collectives, whose type is in torch.distributed too, wait for themselves.
+            if kind.__module__.startswith(module):
+                _import(provider)
+        if kind in _handlers:
+            return _handlers[kind]
+    return None
