@@ -17,9 +17,8 @@ def test_functions_of_what_a_collective_has_yet_to_bring(ranks):
         ranks.run(2, async_cases.check_functions, name=name)
 
 
-def test_only_dtensors_need_the_subpackage(ranks):
-    for message in ranks.run(2, async_cases.check_without_handlers):
-        assert message == "linear got a DTensor: import tritonfp8.distributed, which computes with them"
+def test_only_dtensors_import_the_subpackage(ranks):
+    ranks.run(2, async_cases.check_without_handlers)
 
 
 def test_layers_of_what_a_collective_has_yet_to_bring(ranks):

@@ -8,6 +8,9 @@ which matrix product of a linear layer uses which spec, :func:`convert` makes a 
 :mod:`tritonfp8.ops`, their meaning in :mod:`tritonfp8.reference`.
 """
 
+import importlib
+from typing import Any
+
 from tritonfp8 import recipes
 from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
 from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_matmul
@@ -35,3 +38,10 @@ __all__ = [
     "scaled_matmul",
     "swap_recipe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Not with the package: it takes torch.distributed, and the core does without.
+    if name == "distributed":
+        return importlib.import_module("tritonfp8.distributed")
+    raise AttributeError(f"module 'tritonfp8' has no attribute {name!r}")
