@@ -212,16 +212,31 @@ def _everywhere(mesh: Mesh, moving: Sequence[int]) -> Iterator[Mesh]:
         yield mesh._replace(here=at)
 
 
-def flattened(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> DimLayout:
-    """The layout of the one dim to which the dims of these global sizes, the first of a DTensor, flatten."""
-    moving = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim < len(sizes)]
+def _moving(sizes: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+    """The mesh dims over which one of these dims, the first of a tensor, is sharded."""
+    return [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim < len(sizes)]
+
+
+def _held(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[Interval, ...]:
+    return _segments(sizes, [interval(n, d, placements, mesh) for d, n in enumerate(sizes)])
+
+
+def cuts_of(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The ``cuts`` of :func:`flattened`: the same on each rank."""
+    ranks = _everywhere(mesh, _moving(sizes, placements))
+    return tuple(sorted({s.start for each in ranks for s in _held(sizes, each, placements)} - {0}))
+
+
+def flattened(
+    sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement], cuts: tuple[int, ...] | None = None
+) -> DimLayout:
+    """The layout of the one dim to which the dims of these global sizes, the first of a DTensor, flatten.
+
+    ``cuts``, if they are known: layouts of several ranks share them, as there are as many as segments of all ranks.
+    """
+    moving = _moving(sizes, placements)
     if not moving:
         return whole(math.prod(sizes))
-
-    def segments(of: Mesh) -> tuple[Interval, ...]:
-        held = [interval(n, d, placements, of) for d, n in enumerate(sizes)]
-        return _segments(sizes, held)
-
-    starts = {s.start for each in _everywhere(mesh, moving) for s in segments(each)}
     groups = tuple(mesh.groups[i] for i in moving)
-    return DimLayout(math.prod(sizes), segments(mesh), groups, tuple(sorted(starts - {0})))
+    cuts = cuts_of(sizes, mesh, placements) if cuts is None else cuts
+    return DimLayout(math.prod(sizes), _held(sizes, mesh, placements), groups, cuts)
