@@ -301,6 +301,23 @@ class TestWarmUp:
         with pytest.raises(ValueError, match=message):
             self.warm_up(**options)
 
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [
+            ("model", [3, ["tiny"]]),
+            ("shapes", [3, [(1, 2)], [(0, 1, 1)], ["abc"], [(1, 2, None)], [3]]),
+            ("recipes", [3, None, "rowwise", [None]]),
+            ("tokens", [3, None, [(1,)], [("1", "2")], [(-1, 2)], "4x4"]),
+            ("device", [3, torch.device("cpu")]),
+            ("timeout", [0, -1, "1", None, float("nan"), True, 1e30]),
+            ("workers", [-1, "2", 1.5, True]),
+        ],
+    )
+    def test_arguments_of_another_type(self, name, values):
+        for value in values:
+            with pytest.raises((ValueError, TypeError), match="must be"):
+                self.warm_up(**{name: value})
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
     def test_without_a_gpu_it_says_what_is_needed(self):
         with pytest.raises(ValueError, match=r"needs a CUDA GPU with FP8 tensor cores \(sm_89 or later\)"):
@@ -337,6 +354,13 @@ class TestRanks:
             assert each["report"]["failed"] == []
             assert each["report"]["tuned"] == (0 if rank else len(found))
             assert each["report"]["compiled"] > len(found)
+        # Rank 1 has an argument that it cannot take: both end at once.
+        messages = ["dtype must be one of", "recipes must be a sequence", "timeout must be a number", "workers must be"]
+        kinds = ["ValueError", "TypeError", "ValueError", "ValueError"]
+        for kind, message, here, there in zip(kinds, messages, seen[1]["bad"], seen[0]["bad"], strict=True):
+            assert here.startswith(f"{kind}: {message}")
+            assert there.startswith(f"RuntimeError: the warm-up failed on rank 1: {kind}: {message}")
+        assert max(each["waited"] for each in seen) < 30
         assert seen[0]["errors"] == ["out of luck"]
         assert seen[1]["errors"][0] == "the warm-up failed on rank 0: RuntimeError: out of luck"
         assert "waited in vain" in seen[1]["errors"][1]

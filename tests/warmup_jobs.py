@@ -72,8 +72,15 @@ def rank_of_two_machines():
 
     options = {"shapes": SHAPES, "recipes": ["rowwise"], "tune": True, "device": "cpu", "workers": 0, "timeout": 60}
     report = warmup.warm_up(**options, timer=refuse if rank else last_is_fastest)
-    seen = {"report": dataclasses.asdict(report), "choices": choices(), "errors": []}
+    seen = {"report": dataclasses.asdict(report), "choices": choices(), "errors": [], "bad": [], "waited": 0.0}
     dist.init_process_group("gloo")
+    for bad in ({"dtype": "int8"}, {"recipes": 3}, {"timeout": "soon"}, {"workers": -1}):
+        begin = time.monotonic()
+        try:
+            warmup.warm_up(**{**options, **(bad if rank else {})})
+        except (ValueError, TypeError, RuntimeError) as error:
+            seen["bad"].append(f"{type(error).__name__}: {error}")
+        seen["waited"] = max(seen["waited"], time.monotonic() - begin)
     real, warmup.tune = warmup.tune, lambda *args, **more: (_ for _ in ()).throw(RuntimeError("out of luck"))
     try:
         warmup.warm_up(**options)

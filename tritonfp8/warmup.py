@@ -27,6 +27,7 @@ from tritonfp8.warmup_workers import default_workers, run_jobs
 DEFAULT_RECIPES = tuple(name for name in training.DEFAULT_RECIPES if name != training.BASELINE)
 DEFAULT_TOKENS = ((training.DEFAULTS["cuda"].batch_size, training.DEFAULTS["cuda"].seq_len),)
 DEFAULT_TIMEOUT = 3600.0
+MAX_TIMEOUT = 1e8
 MAX_SHAPES_BYTES = 2**20
 _SIZES = ("m", "n", "k")
 
@@ -135,6 +136,33 @@ def _choose_device(requested: str | None) -> torch.device:
     return device
 
 
+def _are_sizes(rows: object, count: int) -> bool:
+    return (
+        isinstance(rows, Sequence)
+        and not isinstance(rows, str | bytes)
+        and all(isinstance(row, Sequence) and len(row) == count for row in rows)
+        and all(type(size) is int and 1 <= size < 2**31 for row in rows for size in row)
+    )
+
+
+def _check_types(model: object, shapes: object, names: object, tokens: object, device: object) -> None:
+    """Raise TypeError for an argument that is of no use at all; the message names it."""
+    checks = {
+        "model must be a str or None": (model, model is None or isinstance(model, str)),
+        "shapes must be a path, None or (m, n, k) of ints of at least 1": (
+            shapes, shapes is None or isinstance(shapes, str | Path) or _are_sizes(shapes, 3),
+        ),
+        "recipes must be a sequence of names": (names, isinstance(names, Sequence) and not isinstance(names, str)),
+        "tokens must be a sequence of (sequences, tokens a sequence), ints of at least 1": (
+            tokens, _are_sizes(tokens, 2),
+        ),
+        "device must be a str or None": (device, device is None or isinstance(device, str)),
+    }  # fmt: skip
+    for what, (value, fits) in checks.items():
+        if not fits:
+            raise TypeError(f"{what}; got {value!r}")
+
+
 def _resolve(
     model: str | None,
     shapes: str | Path | Sequence[Mnk] | None,
@@ -145,6 +173,7 @@ def _resolve(
 ) -> _Request:
     if model is None and shapes is None:
         raise ValueError("a model or a file of shapes is needed: what is to be warmed up?")
+    _check_types(model, shapes, names, tokens, device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     if not names:
@@ -199,14 +228,38 @@ def warm_up(
         A :class:`Report`. After Ctrl-C it says so, and what was done is kept; under a launcher Ctrl-C goes through.
 
     Raises:
-        ValueError: a bad argument, a model that cannot be followed, no GPU.
+        ValueError, TypeError: a bad argument, a model that cannot be followed, no GPU.
         ModuleNotFoundError: ``model`` without the ``train`` extra.
-        RuntimeError: another rank failed or is gone, or a CUDA graph is being captured.
+        RuntimeError: another rank failed (with a bad argument, say) or is gone, or a CUDA graph is being captured.
     """
-    request = _resolve(model, shapes, recipes, tokens, dtype, device)
-    job = _WarmUp(request, default_workers() if workers is None else workers, timer, progress)
-    with joined(timeout) as ranks:
+
+    def resolve() -> _WarmUp:
+        _check_waiting(timeout)
+        request = _resolve(model, shapes, recipes, tokens, dtype, device)
+        return _WarmUp(request, _checked_workers(workers), timer, progress)
+
+    # Joined first: a rank that raised before would leave the others waiting for it.
+    with joined(timeout if _can_wait(timeout) else DEFAULT_TIMEOUT) as ranks:
+        job = ranks.together(resolve)
+        assert job is not None
         return job.run(ranks, tune, force)
+
+
+def _can_wait(timeout: object) -> bool:
+    return isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < MAX_TIMEOUT
+
+
+def _check_waiting(timeout: object) -> None:
+    if not _can_wait(timeout):
+        raise ValueError(f"timeout must be a number of seconds above 0 and below {MAX_TIMEOUT:.0f}; got {timeout!r}")
+
+
+def _checked_workers(workers: object) -> int:
+    if workers is None:
+        return default_workers()
+    if type(workers) is not int or workers < 0:
+        raise ValueError(f"workers must be None or an int of at least 0; got {workers!r}")
+    return workers
 
 
 class _WarmUp:
