@@ -216,6 +216,26 @@ def test_dequantize_every_code_by_every_exponent(device, format, dtype):
     assert_bitwise_equal(actual.nan_to_num(0, math.inf, -math.inf), expected.nan_to_num(0, math.inf, -math.inf))
 
 
+# The share of 2^128 from which on the nearest code of a power-of-two scale stands for 2^128 itself: ties are even.
+ROUNDS_TO_INFINITY = {"e4m3": 1 - 2**-5, "e5m2": 1 - 2**-4}
+
+
+@each_spec
+@each_device
+def test_the_largest_values_of_float32_come_back_as_documented(device, spec):
+    first = ROUNDS_TO_INFINITY[spec.format] * 2.0**64 * 2.0**64
+    below = math.nextafter(first, 0) - 2.0**103
+    for value, overflows in ((below, False), (first, True), (torch.finfo(torch.float32).max, True)):
+        x = torch.full((2, 32), value, device=device)
+        qdata, scale = launch.quantize(x, *spec.args)
+        assert_same((qdata, scale), reference.quantize(x, *spec.args))
+        assert qdata.float().isfinite().all()
+        assert scale.float().isfinite().all()
+        found = launch.dequantize(qdata, scale, *spec.args, torch.float32)
+        assert_same([found], [reference.dequantize(qdata, scale, *spec.args, torch.float32)])
+        assert bool(found.isinf().all()) == (overflows and spec.scale_rounding == "pow2")
+
+
 @each_device
 def test_dequantize_of_strided_data(device):
     spec = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")

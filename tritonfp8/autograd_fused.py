@@ -34,7 +34,7 @@ from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.recompute import decided
 from tritonfp8.second_derivative import first_order
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, check_strided, require_type, shown
 from tritonfp8.traced_op import sealed
 
 
@@ -254,6 +254,8 @@ def _folded(x: Tensor) -> Tensor:
 
 
 def _check_input(x: Tensor) -> None:
+    require_type("the input", x, Tensor, "a torch.Tensor")
+    check_strided("the input", x)
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"the input must be bfloat16, float16 or float32; got {x.dtype}. Cast it, or use torch.autocast."
@@ -273,6 +275,7 @@ def quantize_input(x: Tensor, recipe: str | Recipe) -> QuantizedInput:
         ValueError: a scalar, or a recipe that keeps one of the products in high precision.
     """
     spec, spec_t = _specs(get(recipe))
+    require_type("the input", x, Tensor, "a torch.Tensor")
     (cast,) = autocast_all(x.device.type, x)
     assert cast is not None
     _check_input(cast)
@@ -311,6 +314,8 @@ def quantized_rms_norm(
         ValueError: a ``weight`` that does not fit, an unknown rounding, or a recipe with a product in high precision.
         RuntimeError: when a gradient of the gradient is asked for.
     """
+    _check_tensors(x=x, weight=weight)
+    require_type("eps", eps, float | int, "a float")
     recipe = decided(weight, get(recipe))
     spec, spec_t = _specs(recipe)
     _check_input(x)
@@ -336,6 +341,11 @@ def _check_reader(input: QuantizedInput, recipe: Recipe, needs_transposed: bool)
             "the input was quantized while no gradients were recorded, and the gradient of a weight needs its "
             "transpose: quantize it within the same grad mode"
         )
+
+
+def _check_tensors(**tensors: object) -> None:
+    for name, x in tensors.items():
+        require_type(name, x, Tensor, "a torch.Tensor")
 
 
 def is_distributed(x: Tensor | None) -> bool:
@@ -379,6 +389,10 @@ def quantized_linear(
         ValueError: shapes or specs that do not go together.
         RuntimeError: when a gradient of the gradient is asked for.
     """
+    _check_tensors(weight=weight)
+    if bias is not None:
+        _check_tensors(bias=bias)
+    require_type("input", input, QuantizedInput, "a QuantizedInput, as quantize_input and quantized_rms_norm return")
     recipe = decided(weight, get(recipe))
     check_whole(weight, bias)
     cast, cast_bias = autocast_all(input.device.type, weight, bias)
@@ -396,6 +410,18 @@ def quantized_linear(
 def _swiglu_by_linears(x: Tensor, weights: Sequence[Tensor], recipe: Recipe, held: Sequence[Operands | None]) -> Tensor:
     gate, up = (plain_linear(x, weights[i], None, recipe, quantized_weight=held[i]) for i in (0, 1))
     return plain_linear(F.silu(gate) * up, weights[2], None, recipe, quantized_weight=held[2])
+
+
+def _check_mlp(weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Raise unless the weights of gate, up and down go together; gate and up fit the input already."""
+    check_strided("down_weight", weights[2])
+    inner = weights[0].shape[0]
+    fits = weights[1].shape[0] == inner and weights[2].ndim == 2 and weights[2].shape[1] == inner
+    if not fits or weights[2].dtype != dtype:
+        raise ValueError(
+            f"swiglu needs gate_weight and up_weight [F, K] and down_weight [N, F] of one dtype; "
+            f"got {', '.join(f'{w.dtype} {tuple(w.shape)}' for w in weights)}"
+        )
 
 
 def swiglu(
@@ -425,6 +451,10 @@ def swiglu(
         ValueError: shapes or specs that do not go together.
         RuntimeError: when a gradient of the gradient is asked for.
     """
+    _check_tensors(gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    require_type("input", input, Tensor | QuantizedInput, "a torch.Tensor or a QuantizedInput")
+    if not isinstance(quantized_weights, tuple | list) or len(quantized_weights) != 3:
+        raise TypeError(f"quantized_weights must be three, of gate, up and down; got {shown(quantized_weights)}")
     recipe = decided(down_weight, get(recipe))
     given = (gate_weight, up_weight, down_weight)
     if not is_fusable(recipe) and isinstance(input, Tensor):
@@ -435,13 +465,7 @@ def swiglu(
     weights = [w for w in autocast_all(input.device.type, *given) if w is not None]
     for weight in weights[:2]:
         check_linear(input.handle, weight, None)
-    inner = weights[0].shape[0]
-    fits = weights[1].shape[0] == inner and weights[2].ndim == 2 and weights[2].shape[1] == inner
-    if not fits or weights[2].dtype != input.dtype:
-        raise ValueError(
-            f"swiglu needs gate_weight and up_weight [F, K] and down_weight [N, F] of one dtype; "
-            f"got {', '.join(f'{w.dtype} {tuple(w.shape)}' for w in weights)}"
-        )
+    _check_mlp(weights, input.dtype)
     grad = torch.is_grad_enabled()
     needs_input, *needs = (grad and t.requires_grad for t in (input.handle, *weights))
     _check_reader(input, recipe, needs[0] or needs[1])

@@ -20,8 +20,11 @@ from tritonfp8.specs import (
     SPECS,
     QuantSpec,
     check_floating,
+    check_strided,
     matmul_family,
     require,
+    require_flag,
+    require_type,
     scale_shape,
 )
 
@@ -68,6 +71,7 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
         ValueError: no such block, or ``x`` has too few dims for it.
     """
     check_floating("x", x)
+    require_type("block", block, Sequence, "a pair of ints (rows, cols)")
     require("block", tuple(block), tuple(BLOCKS))
     scale_shape(x.shape, block)
     return ops.amax(_without_grad(x), list(block))
@@ -95,10 +99,16 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
     """
     check_floating("x", x)
     _check_spec(spec)
+    require_flag("transpose", transpose)
     if transpose:
         _check_matrix(x, "quantize(transpose=True)")
     if amax is not None or x.ndim < 2:
         expected = scale_shape(x.shape[::-1] if transpose else x.shape, spec.block)
+        if amax is not None:
+            require_type("amax", amax, Tensor, "a torch.Tensor or None")
+            check_strided("amax", amax)
+            if amax.device != x.device:
+                raise ValueError(f"amax must be on {x.device}, where x is; got {amax.device}")
         if amax is not None and (tuple(amax.shape) != expected or amax.dtype != torch.float32):
             raise ValueError(f"amax must be float32 of shape {expected}; got {amax.dtype} of shape {tuple(amax.shape)}")
     qdata, scale = ops.quantize(_without_grad(x), *spec.args, transpose, amax)
@@ -129,6 +139,9 @@ def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quanti
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """``float32(qdata) * float32(scale)``, rounded to ``dtype`` (bfloat16, float16 or float32), in the shape of ``q``.
 
+    Infinite where that is beyond ``dtype``: of finite float32 values, for those next to the largest, if the scale is a
+    power of two (see :class:`~tritonfp8.QuantSpec`), as the nearest code stands for 2^128.
+
     Raises:
         TypeError: ``q`` is not Quantized.
         ValueError: another dtype.
@@ -144,15 +157,12 @@ def _check_quantized(name: str, q: object) -> None:
 
 
 _ACTIVATIONS = (None, *ACTIVATIONS)
-# activation, out_dtype, accumulation.
-_DEFAULT_OPTIONS = (None, torch.bfloat16, "precise")
+_PRECISE = ACCUMULATIONS[0]
 # By spec, as text.
 _FAMILIES = {text: BLOCKS[spec.block].family for text, spec in SPECS.items()}
 
 
 def _check_options(activation: object, accumulation: object, out_dtype: object) -> None:
-    if activation in _ACTIVATIONS and accumulation in ACCUMULATIONS and out_dtype in HIGH_PRECISION_DTYPES:
-        return
     require("activation", activation, _ACTIVATIONS)
     require("accumulation", accumulation, ACCUMULATIONS)
     require("out_dtype", out_dtype, HIGH_PRECISION_DTYPES)
@@ -178,7 +188,7 @@ def scaled_matmul(
     activation: str | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    accumulation: str = "precise",
+    accumulation: str = _PRECISE,
 ) -> Tensor:
     """``activation(a @ b.T + bias) + residual`` on quantized operands, computed in float32 and rounded once.
 
@@ -206,7 +216,9 @@ def scaled_matmul(
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         _check_quantized("a", a)
         _check_quantized("b", b)
-    plain = bias is None and residual is None and (activation, out_dtype, accumulation) == _DEFAULT_OPTIONS
+    # By identity, which is quicker and asks an array nothing; an equal text that is another object goes the longer way.
+    plain = bias is None and residual is None and activation is None
+    plain = plain and out_dtype is torch.bfloat16 and accumulation is _PRECISE
     if not plain:
         _check_options(activation, accumulation, out_dtype)
     lhs, rhs, (a_spec,), (b_spec,) = a.qdata, b.qdata, a.spec.args, b.spec.args

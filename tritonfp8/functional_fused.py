@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.quantized import Quantized
-from tritonfp8.specs import RMS_NORM_ROUNDINGS, QuantSpec, require
+from tritonfp8.specs import RMS_NORM_ROUNDINGS, QuantSpec, check_strided, require, require_flag, require_type
 
 
 class Produced(NamedTuple):
@@ -48,6 +48,8 @@ def _check_matrices(**tensors: Tensor) -> None:
             raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"{first} must be bfloat16, float16 or float32; got {x.dtype}. Cast it first.")
+    for name, tensor in tensors.items():
+        check_strided(name, tensor)
     if x.ndim != 2:
         raise ValueError(f"{first} must be 2-D; got shape {tuple(x.shape)}. Flatten the leading dims first.")
     for name, other in others:
@@ -61,6 +63,9 @@ def _check_matrices(**tensors: Tensor) -> None:
 def check_norm(x: Tensor, weight: Tensor, rounding: str) -> None:
     """Raise unless ``weight`` and ``rounding`` fit an RMSNorm of ``x [..., K]``."""
     require("rounding", rounding, RMS_NORM_ROUNDINGS)
+    for name, tensor in (("x", x), ("weight", weight)):
+        require_type(name, tensor, Tensor, "a torch.Tensor")
+        check_strided(name, tensor)
     if tuple(weight.shape) != tuple(x.shape[-1:]) or weight.dtype not in HIGH_PRECISION_DTYPES:
         raise ValueError(
             f"weight must be bfloat16, float16 or float32 of shape {tuple(x.shape[-1:])}; "
@@ -109,6 +114,8 @@ def rms_norm_quantize(
     How far kernels are from the formulas is in :mod:`tritonfp8.reference_fused`.
     """
     normal, transposed, orientation = _check_specs(spec, spec_t)
+    require_type("eps", eps, float | int, "a float")
+    require_flag("keep", keep)
     _check_matrices(x=x)
     check_norm(x, weight, rounding)
     results = ops.rms_norm_quantize(
@@ -132,6 +139,7 @@ def silu_mul_quantize(
         As :func:`rms_norm_quantize`.
     """
     normal, transposed, orientation = _check_specs(spec, spec_t)
+    require_flag("keep", keep)
     _check_matrices(gate=gate, up=up)
     results = ops.silu_mul_quantize(gate.detach(), up.detach(), *normal.args, *transposed.args, orientation, keep)
     return _produced(results, normal, transposed, orientation, keep)
@@ -156,6 +164,7 @@ def silu_mul_backward_quantize(
         As :func:`rms_norm_quantize`: what was made for ``gate``, and for ``up``.
     """
     normal, transposed, orientation = _check_specs(spec, spec_t)
+    require_flag("keep", keep)
     _check_matrices(grad=grad, gate=gate, up=up)
     results = ops.silu_mul_backward_quantize(
         grad.detach(), gate.detach(), up.detach(), *normal.args, *transposed.args, orientation, keep

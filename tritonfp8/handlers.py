@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tritonfp8.recipes import Recipe
 from tritonfp8.shared_input import SharedInput
+from tritonfp8.specs import require_type
 
 PLAIN = (Tensor, nn.Parameter, type(None))
 """Types of operands that are what they look like, or are not there."""
@@ -37,11 +38,17 @@ def _import(provider: str) -> bool:
     return True
 
 
-def handler_of(*operands: Tensor | None) -> Handler | None:
-    """The handler for the first operand whose type has one."""
-    for x in operands:
+def handler_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> Handler | None:
+    """The handler for the first operand whose type has one.
+
+    Raises:
+        TypeError: an operand that is no tensor.
+    """
+    for name, x in (("input", input), ("weight", weight), ("bias", bias)):
         kind = type(x)
         if kind in PLAIN:
+            if x is None and name != "bias":
+                raise TypeError(f"{name} must be a torch.Tensor; got None")
             continue
         for module, provider in _PROVIDERS.items():
             # Results of asynchronous collectives, whose type is in torch.distributed too, wait for themselves.
@@ -49,4 +56,5 @@ def handler_of(*operands: Tensor | None) -> Handler | None:
                 _import(provider)
         if kind in _handlers:
             return _handlers[kind]
+        require_type(name, x, Tensor, "a torch.Tensor" if name != "bias" else "a torch.Tensor or None")
     return None

@@ -19,7 +19,7 @@ from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Gemm, Recipe, get, recipe_of
 from tritonfp8.second_derivative import first_order
 from tritonfp8.shared_input import SharedInput, forget
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, check_floating, require_flag, require_type, shown
 
 
 class QuantizedWeight:
@@ -63,14 +63,23 @@ def _serves_both(recipe: Recipe) -> bool:
     return spec is not None and spec == recipe.grad_input.rhs and spec.block[0] == spec.block[1]
 
 
-def quantize_weight(weight: Tensor, recipe: Recipe, needs_grad_input: bool = True) -> Operands:
+def quantize_weight(weight: Tensor, recipe: str | Recipe, needs_grad_input: bool = True) -> Operands:
     """``weight [N, K]`` as the GEMMs of ``recipe`` read it, for :func:`linear` to use more than once.
 
     Returns:
         The weight for ``output``, and its transpose for ``grad_input``. The second is None where that GEMM is not
         needed, keeps its operands in high precision, or can transpose the first exactly (square blocks): one copy of
         N K bytes then serves both.
+
+    Raises:
+        TypeError: ``weight`` is no floating tensor, or an argument is of another type.
+        ValueError: ``weight`` has not two dims, or an unknown recipe.
     """
+    check_floating("weight", weight)
+    require_flag("needs_grad_input", needs_grad_input)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be [N, K]; got shape {tuple(weight.shape)}")
+    recipe = get(recipe)
     transposed = None if _serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
     specs = (recipe.output.rhs, transposed)
     return _quantized(quantize_for(weight.detach(), *specs), specs)
@@ -228,6 +237,10 @@ def held_for_backward(plan: Plan, weight_pair: Pair, held: Pair) -> Pair:
 
 def _check_held(held: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:
     """Raise unless ``held`` is what :func:`quantize_weight` gives for this weight's shape and this recipe."""
+    if not isinstance(held, tuple | list) or [q for q in held if not isinstance(q, Quantized | None)] or len(held) != 2:
+        raise TypeError(
+            f"quantized_weight must be what tritonfp8.functional.quantize_weight returns, or None; got {shown(held)}"
+        )
     wanted = (recipe.output.rhs, None if _serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs)
     shapes = (tuple(weight.shape), tuple(weight.shape[::-1]))
     for name, q, spec, shape in zip(("weight", "weight.T"), held, wanted, shapes, strict=True):
@@ -361,6 +374,7 @@ def computed_linear(
             forget()
         pairs = quantizer.quantize("input", data, *specs)
     else:
+        require_type("shared_input", shared_input, SharedInput, "a tritonfp8.functional.SharedInput or None")
         pairs = shared_input.quantize(came_as, data, specs, quantizer)
     out = apply_linear(rows, pairs, weight, bias, plan, quantized_weight)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])

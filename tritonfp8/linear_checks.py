@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs import check_strided
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -29,9 +30,18 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise TypeError unless all are of one dtype in which a layer may compute."""
+    """Raise unless all are dense, on one device and of one dtype in which a layer may compute."""
     for name, x in (("input", input), ("weight", weight), ("bias", bias)):
-        if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
+        if x is None:
+            continue
+        if x.layout is not torch.strided or x.is_nested:
+            check_strided(name, x)
+        if x.device != input.device:
+            raise ValueError(
+                f"linear needs input, weight and bias on one device; got {name} on {x.device} with input on "
+                f"{input.device}. Move one."
+            )
+        if x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype:
             raise TypeError(
                 f"linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got {name} of "
                 f"{x.dtype} with input of {input.dtype}. Cast one, or use torch.autocast."

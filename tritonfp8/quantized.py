@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.specs import QuantSpec, scale_shape
+from tritonfp8.specs import QuantSpec, check_strided, require_type, scale_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +32,7 @@ class Quantized:
 
     Raises:
         ValueError: the tensors break an invariant.
+        TypeError: they are no (dense) tensors, or ``spec`` is no QuantSpec.
     """
 
     qdata: torch.Tensor
@@ -40,12 +41,15 @@ class Quantized:
 
     def __post_init__(self) -> None:
         spec, qdata, scale = self.spec, self.qdata, self.scale
+        require_type("spec", spec, QuantSpec, "a tritonfp8.QuantSpec")
         for name, tensor, dtype in (
             ("qdata", qdata, FORMATS[spec.format].dtype),
             ("scale", scale, SCALE_FORMATS[spec.scale_format].dtype),
         ):
+            require_type(name, tensor, torch.Tensor, "a torch.Tensor")
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} of a {spec} tensor must be {dtype}; got {tensor.dtype}")
+            check_strided(name, tensor)
         expected = scale_shape(qdata.shape, spec.block)
         if tuple(scale.shape) != expected:
             raise ValueError(

@@ -30,6 +30,7 @@ from tritonfp8.specs import (
     QuantSpec,
     matmul_family,
     require,
+    require_type,
 )
 
 GEMMS = ("output", "grad_input", "grad_weight")
@@ -154,7 +155,7 @@ class Recipe:
         """
         _check_keys("recipe", data, ("name", *GEMMS))
         if "name" not in data:
-            raise ValueError(f"a recipe needs a 'name'; got the keys {sorted(data)}")
+            raise ValueError(f"a recipe needs a 'name'; got the keys {sorted(data, key=str)}")
         return cls(data["name"], **{gemm: Gemm.from_dict(data[gemm]) for gemm in GEMMS if gemm in data})
 
     def to_json(self) -> str:
@@ -164,7 +165,8 @@ class Recipe:
     @classmethod
     def from_json(cls, text: str) -> Recipe:
         """Inverse of :meth:`to_json`. Raises ValueError for text that is no recipe."""
-        return cls.from_dict(json.loads(text))
+        require_type("text", text, str, "a str of JSON")
+        return cls.from_dict(_parsed("JSON", json.loads, text))
 
     def to_toml(self) -> str:
         """The recipe as a TOML document."""
@@ -175,7 +177,8 @@ class Recipe:
     @classmethod
     def from_toml(cls, text: str) -> Recipe:
         """Inverse of :meth:`to_toml`. Raises ValueError for text that is no recipe."""
-        return cls.from_dict(tomllib.loads(text))
+        require_type("text", text, str, "a str of TOML")
+        return cls.from_dict(_parsed("TOML", tomllib.loads, text))
 
 
 @functools.cache
@@ -184,10 +187,17 @@ def recipe_of(text: str) -> Recipe:
     return Recipe.from_dict({"name": "given to an op", **json.loads(text)})
 
 
+def _parsed(name: str, parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a recipe must be a document of {name}; this one cannot be read: {error}") from error
+
+
 def _check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     if not isinstance(data, Mapping):
         raise ValueError(f"a {what} must be a mapping with the keys {', '.join(allowed)}; got {type(data).__name__}")
-    if unknown := sorted(set(data) - set(allowed)):
+    if unknown := sorted(set(data) - set(allowed), key=str):
         raise ValueError(f"a {what} has the keys {', '.join(allowed)}; got {', '.join(map(repr, unknown))} as well")
 
 

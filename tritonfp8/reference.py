@@ -135,7 +135,8 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
         dtype: any floating dtype.
 
     Returns:
-        ``dtype``, in the shape of ``qdata``.
+        ``dtype``, in the shape of ``qdata``; infinite where the product is beyond float32 or ``dtype``: a code times a
+        power of two may be 2^128, to which the largest float32 values are rounded.
     """
     return (qdata.float() * _spread(scale.float(), qdata.shape, spec_of(spec).block)).to(dtype)
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -65,8 +66,32 @@ ORIENTATIONS: Mapping[str, tuple[bool, bool]] = MappingProxyType(
 
 def require(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``; the message names what was required and what came."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+    if not _is_among(value, allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {shown(value)}")
+
+
+def _is_among(value: object, allowed: Sequence[object]) -> bool:
+    # Arrays and tensors compare element by element: neither is ever allowed.
+    return not hasattr(value, "__array__") and value in allowed
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: as it is if that is short, else what it is."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def require_type(name: str, value: object, kind: Any, what: str) -> None:
+    """Raise TypeError unless ``value`` is a ``kind`` (a type or a union); the message calls it ``what``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {what}; got {type(value).__name__}")
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    require_type(name, value, bool, "True or False")
 
 
 @dataclass(frozen=True)
@@ -80,6 +105,10 @@ class QuantSpec:
         scale_format: ``"fp32"``, or ``"e8m0"`` (a power of two in one byte; MX, ``(1, 32)`` only).
         scale_rounding: ``"none"`` (fp32 only), ``"pow2"`` (a power of two that never saturates), or ``"floor"``
             (e8m0 only; the OCP MX rule, which may saturate the largest element).
+
+    A ``"pow2"`` scale takes the nearest code of the largest float32 values to 2^128, which float32 does not hold: from
+    0.96875 x 2^128 on (3.30e38; e5m2: 0.9375 x 2^128, 3.19e38) they are finite codes and scales that dequantize, and
+    multiply, to infinity. ``"none"`` and ``"floor"`` keep them finite.
 
     Raises:
         ValueError: an unknown value, or a combination that no kernel serves.
@@ -108,7 +137,7 @@ class QuantSpec:
                 f"got {self.scale_format!r}"
             )
         roundings = SCALE_FORMATS[self.scale_format].roundings
-        if self.scale_rounding not in roundings:
+        if not _is_among(self.scale_rounding, roundings):
             raise ValueError(
                 f"scale_format {self.scale_format!r} takes scale_rounding {' or '.join(map(repr, roundings))}; "
                 f"got {self.scale_rounding!r}"
@@ -239,3 +268,11 @@ def check_floating(name: str, x: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
     if x.dtype not in _FLOATING:
         raise TypeError(f"{name} must be bfloat16, float16, float32 or float64; got {x.dtype}. Cast it first.")
+    check_strided(name, x)
+
+
+def check_strided(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError for a sparse, nested or opaque tensor."""
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"one of {x.layout}"
+        raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}. Use its to_dense() or padding.")

@@ -139,6 +139,13 @@ def assert_matmul_close(actual: torch.Tensor, expected: torch.Tensor, out_dtype:
 
 def _energies(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Elementwise energies of signal and noise, float64; infinite noise where only one value is finite."""
+    for name, x in (("actual", actual), ("expected", expected)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+            raise TypeError(f"{name} must be a dense tensor; got one of {x.layout} and {x.dtype}")
+        if x.device != actual.device:
+            raise ValueError(f"both tensors must be on one device; got {actual.device} and {x.device}")
     if actual.shape != expected.shape:
         raise ValueError(f"shapes must be equal; got {tuple(actual.shape)} and {tuple(expected.shape)}")
     a, e = actual.detach().to(torch.float64), expected.detach().to(torch.float64)

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tritonfp8.distributed import options
 from tritonfp8.distributed.collectives import all_gather_rows, reduce_scatter_sum
 from tritonfp8.modules import Float8Linear
+from tritonfp8.specs import require_flag, shown
 from tritonfp8.traced_op import sealed
 
 _CONVERT = "use tritonfp8.convert(model, recipe), before or after parallelize_module"
@@ -56,6 +57,17 @@ def _summing_gradient_once(x: DTensor) -> DTensor:
     return DTensor.from_local(
         x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
+
+
+def _check_placements(**layouts: Any) -> None:
+    """Raise TypeError unless each is a Placement, a tuple of them (None for other arguments), or None."""
+    for name, given in layouts.items():
+        each = given if isinstance(given, tuple) else (given,)
+        if not all(isinstance(p, Placement | None) for p in each):
+            raise TypeError(
+                f"{name} must be a Placement (Shard(dim), Replicate()), a tuple of these and None, or None; got "
+                f"{shown(given)}"
+            )
 
 
 def _require_converted(style: str, module: nn.Module) -> None:
@@ -99,10 +111,22 @@ class Float8ColwiseParallel(ColwiseParallel):
         use_local_output: whether the output is a plain tensor. Default: True.
 
     Raises:
-        TypeError: when it is applied, the module is not a linear layer; when it runs, it is not converted.
+        TypeError: something else than placements; when it is applied, the module is not a linear layer; when it runs,
+            it is not converted.
     """
 
     _prepare_input_fn = _input_as_it_lies("Float8ColwiseParallel")
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        _check_placements(input_layouts=input_layouts, output_layouts=output_layouts)
+        require_flag("use_local_output", use_local_output)
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _require_linear("Float8ColwiseParallel", module)
@@ -121,10 +145,22 @@ class Float8RowwiseParallel(RowwiseParallel):
         use_local_output: whether the output is a plain tensor. Default: True.
 
     Raises:
-        TypeError: when it is applied, the module is not a linear layer; when it runs, it is not converted.
+        TypeError: something else than placements; when it is applied, the module is not a linear layer; when it runs,
+            it is not converted.
     """
 
     _prepare_input_fn = _input_as_it_lies("Float8RowwiseParallel")
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        _check_placements(input_layouts=input_layouts, output_layouts=output_layouts)
+        require_flag("use_local_output", use_local_output)
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
 
     @staticmethod
     def _prepare_output_fn(
@@ -169,8 +205,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     Args: as ``PrepareModuleInput``; ``use_local_output`` must be False, since a plain tensor does not say how it lies.
 
     Raises:
-        ValueError: ``use_local_output=True``.
-        TypeError: when it runs, no layer inside is converted.
+        ValueError: ``use_local_output=True``, or one of the layouts without the other.
+        TypeError: something else than placements; when it runs, no layer inside is converted.
     """
 
     def __init__(
@@ -182,6 +218,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
+        _check_placements(input_layouts=input_layouts, desired_input_layouts=desired_input_layouts)
+        require_flag("use_local_output", use_local_output)
+        if (input_layouts is None) != (desired_input_layouts is None):
+            raise ValueError(
+                f"input_layouts and desired_input_layouts are given both or neither: how each input comes, and how the "
+                f"module wants it; got {input_layouts} and {desired_input_layouts}"
+            )
         if use_local_output:
             raise ValueError(
                 "PrepareFloat8ModuleInput hands on DTensors, from which the layers gather in FP8: use_local_output "
