@@ -277,6 +277,16 @@ def test_a_recompute_scales_as_its_forward_did(two, reentrant):
             assert_bitwise_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "placements", [(Replicate(), Shard(0)), (Shard(1), Shard(1)), (Shard(0), Shard(0))], ids=["N", "K", "gathered"]
+)
+def test_a_traced_layer_has_its_backward_or_says_so(two, placements):
+    for outs, message, gradients in two.run(tp_cases.traced, placements):
+        assert_bitwise_equal(*outs)
+        assert message.startswith("this graph was traced without the backward of a layer of tritonfp8")
+        assert_bitwise_equal(*gradients)
+
+
 @pytest.mark.parametrize("outliers", [False, True], ids=["normal", "outliers"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_local_scales_are_as_accurate_as_global_ones(name, outliers):

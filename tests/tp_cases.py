@@ -4,6 +4,7 @@ import torch
 from cases import generator, normal, with_specials
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -247,3 +248,24 @@ def recomputed_with_local_scales(name, reentrant):
         results.append((len(seen.sent), [x.grad.to_local(), w.grad.to_local()]))
     (sent, found), (_, expected) = results
     return sent, found, expected
+
+
+def traced(placements):
+    """(outputs traced and eager, what the backward of the trace raised, gradients of a joint graph and eager)."""
+    mesh = mesh_of([2])
+
+    def layer(x, w):
+        operands = (DTensor.from_local(each, mesh, [p]) for each, p in zip((x, w), placements, strict=True))
+        return linear(*operands, None, "rowwise").to_local()
+
+    def step(x, w):
+        return torch.autograd.grad(layer(x, w).square().sum(), (x, w))
+
+    args = [normal(*shape, seed=i).to(device()).requires_grad_() for i, shape in enumerate(((8, 32), (16, 32)))]
+    out, message = make_fx(layer)(*args)(*args), None
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    joint = [[each.detach() for each in run(*args)] for run in (make_fx(step)(*args), step)]
+    return (out.detach(), layer(*args).detach()), message, joint

@@ -48,7 +48,7 @@ class _FromShards(torch.autograd.Function):
     def forward(ctx: Any, input: DTensor, gathered: Tensor, layer: Layer) -> Tensor:
         ctx.layer = layer
         ctx.like = input.device_mesh, input.shape, input.stride()
-        return sealed(gathered.view_as(gathered), input, gathered)
+        return sealed(gathered.view_as(gathered), input._local_tensor, gathered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
