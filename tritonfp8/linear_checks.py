@@ -8,6 +8,8 @@ from torch import Tensor
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.specs import check_strided
 
+_STRIDED = torch.strided
+
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast on this device, None where it is off."""
@@ -29,13 +31,22 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_shapes(input, weight, bias)
 
 
+def _are_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    dense = input.layout is _STRIDED and weight.layout is _STRIDED and not input.is_nested and not weight.is_nested
+    return dense and (bias is None or (bias.layout is _STRIDED and not bias.is_nested))
+
+
 def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise unless all are dense, on one device and of one dtype in which a layer may compute."""
+    dtype, device = input.dtype, input.device
+    fits = weight.dtype is dtype and weight.device == device and dtype in HIGH_PRECISION_DTYPES
+    fits = fits and (bias is None or (bias.dtype is dtype and bias.device == device))
+    if fits and (torch.compiler.is_dynamo_compiling() or _are_dense(input, weight, bias)):
+        return
     for name, x in (("input", input), ("weight", weight), ("bias", bias)):
         if x is None:
             continue
-        if x.layout is not torch.strided or x.is_nested:
-            check_strided(name, x)
+        check_strided(name, x)
         if x.device != input.device:
             raise ValueError(
                 f"linear needs input, weight and bias on one device; got {name} on {x.device} with input on "

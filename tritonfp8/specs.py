@@ -272,7 +272,9 @@ def check_floating(name: str, x: torch.Tensor) -> None:
 
 
 def check_strided(name: str, x: torch.Tensor) -> None:
-    """Raise TypeError for a sparse, nested or opaque tensor."""
+    """Raise TypeError for a sparse, nested or opaque tensor. Dynamo, which has none, must not ask for the layout."""
+    if torch.compiler.is_dynamo_compiling():
+        return
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested tensor" if x.is_nested else f"one of {x.layout}"
         raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}. Use its to_dense() or padding.")
