@@ -1,5 +1,6 @@
 """Arguments of the wrong type or kind: a ValueError or TypeError of the package, never another error."""
 
+import copy
 import dataclasses
 import traceback
 from pathlib import Path
@@ -82,6 +83,23 @@ def options(name, *values):
     return [(name, value) for value in values]
 
 
+def fresh(recipe=None):
+    """Makes a model, converted to ``recipe``, for each call that is to change one."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(32, 32))
+        if recipe is not None:
+            tritonfp8.convert(model, recipe)
+        return model
+
+    return Fresh(make)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    make: object
+
+
 def enter(block):
     return lambda value: block(value).__enter__()
 
@@ -159,6 +177,21 @@ TARGETS = {
         quantized_weights=(None,) * 3,
     ),
     "Float8Linear.forward": target(lambda x: Float8Linear(32, 16)(x), *options("x", "1-D", "3-D"), x=X),
+    "convert": target(
+        tritonfp8.convert, ("model", "module"), ("recipe", "recipe"), *options("filter", "None", "function", "module"),
+        ("fuse", "True"),
+        model=fresh(), recipe="rowwise", filter=None, fuse=False,
+    ),
+    "swap_recipe": target(tritonfp8.swap_recipe, ("recipe", "recipe"), model=fresh("rowwise"), recipe="blockwise"),
+    "revert": target(tritonfp8.revert, model=fresh("rowwise")),
+    "quantize_weights_once": target(
+        lambda model, dtype: tritonfp8.quantize_weights_once(model, dtype).__enter__(), ("dtype", "None"),
+        model=fresh("rowwise"), dtype=torch.bfloat16,
+    ),
+    "enable_float8_all_gather": target(
+        distributed.enable_float8_all_gather, model=fresh("rowwise"), cast="param_dtype",
+    ),
+    "token_counts": target(enter(distributed.token_counts), *options("value", "[1, 2]", "(1,)"), value=(1, 2)),
     "scales": target(enter(distributed.scales), value="global"),
     "Float8ColwiseParallel": target(
         distributed.Float8ColwiseParallel, ("input_layouts", "None"), ("output_layouts", "None"),
@@ -180,8 +213,18 @@ DENSE = {(name, arg, value) for name in ("sqnr", "worst_tile_sqnr") for arg in (
          for value in ("int tensor", "complex", "bool tensor", "fp8")}  # fmt: skip
 
 
+def made(arguments):
+    """Some functions change a model: each call gets one of its own."""
+
+    def of_this_call(value):
+        return value.make() if isinstance(value, Fresh) else copy.deepcopy(value) if type(value) is nn.Linear else value
+
+    return {name: of_this_call(value) for name, value in arguments.items()}
+
+
 def complaint(function, arguments):
     """What is wrong with how it fails, or None."""
+    arguments = made(arguments)
     try:
         function(**arguments)
     except (ValueError, TypeError) as error:
@@ -195,7 +238,7 @@ def complaint(function, arguments):
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_arguments_are_named(name):
     goal = TARGETS[name]
-    goal.function(**goal.arguments)
+    goal.function(**made(goal.arguments))
     complaints = {}
     for argument in goal.arguments:
         for kind, value in HOSTILE.items():

@@ -16,8 +16,9 @@ from torch import nn
 from tritonfp8.functional import SharedInput
 from tritonfp8.fusing import fuse_model, recipes_of_norms, unfuse_model
 from tritonfp8.in_place import all_or_nothing, change_class, is_own_forward, rebase
-from tritonfp8.modules import Float8Linear
+from tritonfp8.modules import Float8Linear, require_module
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs import require_flag
 
 MIN_FEATURES = 16
 
@@ -155,10 +156,12 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
 
     Raises:
         ValueError: the model is converted already, nothing was converted, a pattern decided no layer, or an unknown
-        recipe. TypeError: ``model`` is not a module.
+        recipe. TypeError: an argument of another type.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+    require_module(model)
+    require_flag("fuse", fuse)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a module and its name, or None; got {type(filter).__name__}")
     choice = _Choice(recipe)
     converted: dict[str, Recipe] = {}
     skipped: dict[str, str] = {}
@@ -197,8 +200,9 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
 
     Raises:
         ValueError: the model has no converted layer, a pattern decided no layer, an unknown recipe, or different ones
-        for the linears of a fused norm or MLP.
+        for the linears of a fused norm or MLP. TypeError: an argument of another type.
     """
+    require_module(model)
     choice = _Choice(recipe)
     layers = {name: module for name, module in _linears(model) if isinstance(module, Float8Linear)}
     if not layers:
@@ -249,8 +253,10 @@ def revert(model: nn.Module) -> list[str]:
 
     Raises:
         ValueError: the model has no converted layer, or a block of ``quantize_weights_once`` is open on one.
-        TypeError: a layer is of a class that was written as a subclass of :class:`Float8Linear`.
+        TypeError: ``model`` is no module, or a layer is of a class that was written as a subclass of
+            :class:`Float8Linear`.
     """
+    require_module(model)
     layers = {name: module for name, module in _linears(model) if isinstance(module, Float8Linear)}
     if not layers:
         raise ValueError("the model has no converted layer: there is nothing to revert")

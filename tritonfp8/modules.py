@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tritonfp8.autograd_fused import QuantizedInput, check_whole, is_distributed, quantized_linear
 from tritonfp8.functional import Operands, SharedInput, linear
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs import require_type
 
 SAMPLES = 4096
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -111,6 +112,11 @@ class HeldWeight:
                 "a weight was changed inside quantize_weights_once, where its old value is still held: change weights "
                 "(optimizer.step, load_state_dict) after the block"
             )
+
+
+def require_module(model: object) -> None:
+    """Raise TypeError unless ``model`` is a module."""
+    require_type("model", model, nn.Module, "an nn.Module")
 
 
 class Float8Linear(nn.Linear):

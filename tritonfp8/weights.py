@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import Operands, quantize_weight
-from tritonfp8.modules import Float8Linear, HeldWeight
+from tritonfp8.modules import Float8Linear, HeldWeight, require_module
+from tritonfp8.specs import shown
 
 
 def _bits(operands: Operands) -> list[Tensor]:
@@ -97,9 +99,13 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
 
     Raises:
         ValueError: the model has no converted layer, or a scope is open on one already.
-        TypeError: a weight is sharded, on the meta device, or no Parameter (parametrized, pruned).
+        TypeError: a weight is sharded, on the meta device, or no Parameter (parametrized, pruned); or an argument of
+            another type.
         RuntimeError: a weight changed inside the block.
     """
+    require_module(model)
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"dtype must be torch.bfloat16, torch.float16, torch.float32 or None; got {shown(dtype)}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     if not layers:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")

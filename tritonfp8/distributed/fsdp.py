@@ -27,7 +27,7 @@ from tritonfp8.convert import ConversionReport
 from tritonfp8.distributed.all_gather import Float8AllGather
 from tritonfp8.distributed.private_names import FSDP, require_names
 from tritonfp8.distributed.wire import forms
-from tritonfp8.modules import Float8Linear
+from tritonfp8.modules import Float8Linear, require_module
 from tritonfp8.specs import require
 
 CASTS = ("param_dtype", "master")
@@ -108,12 +108,14 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
         does.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: nothing to gather in 8 bits, a second call, or an unknown cast. In forward: a weight that FSDP
             shards along another dim than 0.
         RuntimeError: this torch lacks a private name that is needed. In forward: ``fully_shard`` was applied above
             ``model``, or ranks disagree on how a weight is gathered.
     """
     require_names("enable_float8_all_gather", FSDP)
+    require_module(model)
     require("cast", cast, CASTS)
     _check_once(model)
     enabled, skipped = _choose(model)

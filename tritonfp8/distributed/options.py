@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tritonfp8 import recompute
-from tritonfp8.specs import require
+from tritonfp8.specs import require, shown
 
 SCALES = ("global", "local")
 
@@ -134,10 +134,12 @@ def token_counts(counts: Sequence[int]) -> Iterator[None]:
         ValueError: a negative count.
     """
     try:
+        if isinstance(counts, str | bytes) or not isinstance(counts, Sequence):
+            raise TypeError(type(counts))
         found = tuple(operator.index(count) for count in counts)
     except TypeError as error:
         raise TypeError(
-            f"token counts must be a sequence of ints, one for each rank of the mesh dim; got {counts!r}"
+            f"token counts must be a sequence of ints, one for each rank of the mesh dim; got {shown(counts)}"
         ) from error
     if any(count < 0 for count in found):
         raise ValueError(f"token counts must not be negative; got {found}")
