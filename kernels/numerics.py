@@ -10,6 +10,7 @@ import triton.language as tl
 
 INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 MANTISSA_MASK: tl.constexpr = tl.constexpr(0x7FFFFF)
+MAGNITUDE_MASK: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
 MAX_ENCODE: tl.constexpr = tl.constexpr(2.0**126)
 MAX_ENCODE_EXPONENT: tl.constexpr = tl.constexpr(126 + 127)
@@ -18,7 +19,7 @@ MAX_ENCODE_EXPONENT: tl.constexpr = tl.constexpr(126 + 127)
 @triton.jit
 def magnitude_bits(x):
     """Bits of ``|x|`` of a float32 tile."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return x.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
 
 
 @triton.jit

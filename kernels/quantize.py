@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.numerics import (
+    MAGNITUDE_MASK,
     amax_bits,
     block_amax,
     decode_e8m0,
@@ -227,11 +228,15 @@ def _given_amax(
     amax_ptr, group_m, group_n, groups_m, groups_n, stride_am, stride_an, parts, stride_part,
     dtype: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """amax bits from the maxima over ``parts`` parts, ``PARTS`` at a time, as magnitudes of ``dtype`` or int32 bits."""
+    """amax bits from the maxima over ``parts`` parts, ``PARTS`` at a time, as magnitudes of ``dtype`` or int32 bits.
+
+    An amax of a caller may have a sign, also that of a zero or a NaN. It is cleared: as an integer it would order below
+    all magnitudes, and infinite or NaN would count as finite.
+    """
     offsets = group_m.to(tl.int64)[:, None] * stride_am + group_n.to(tl.int64)[None, :] * stride_an
     mask = (group_m < groups_m)[:, None] & (group_n < groups_n)[None, :]
     if PARTS == 1:
-        return amax_bits(tl.load(amax_ptr + offsets, mask=mask, other=0), dtype)
+        return amax_bits(tl.load(amax_ptr + offsets, mask=mask, other=0), dtype) & MAGNITUDE_MASK
     else:
         highest = tl.zeros((PARTS, group_m.shape[0], group_n.shape[0]), amax_ptr.dtype.element_ty)
         for first in range(0, parts, PARTS):

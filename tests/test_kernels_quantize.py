@@ -106,6 +106,22 @@ def test_given_amax(device, spec):
             check_quantize(x, spec, transpose, torch.tensor(AMAXES, device=device)[order].view(shape))
 
 
+SIGNED_AMAX_BITS = [-(2**31), 0xC0E00000 - 2**32, 0xFF800000 - 2**32, 0xFF800001 - 2**32, -1]
+
+
+@each_device
+@each_spec
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_given_amax_has_no_sign(device, spec, transpose):
+    """-0.0, -7, -inf and negative NaNs count as what they are without their sign, in every block in turn."""
+    x = banded(70, 150, dtype=torch.bfloat16).to(device)
+    shape = scale_shape(x.shape[::-1] if transpose else x.shape, spec.block)
+    for first in range(len(SIGNED_AMAX_BITS)):
+        order = (torch.arange(math.prod(shape)) + first) % len(SIGNED_AMAX_BITS)
+        amax = torch.tensor(SIGNED_AMAX_BITS, dtype=torch.int32, device=device)[order].view(torch.float32).view(shape)
+        check_quantize(x, spec, transpose, amax)
+
+
 @each_device
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.block[0] == 1], ids=str)
 def test_scales_at_the_edges_of_binades(device, spec):

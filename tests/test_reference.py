@@ -173,6 +173,17 @@ class TestElements:
         assert qdata.float().tolist() == [[112.0, 224.0, -448.0]]
         assert scale.item() == np.float32(1) / np.float32(112)
 
+    @each_spec
+    @pytest.mark.parametrize("bits", [0, 0x40E00000, 0x7F800000, 0x7F800001, 0x7FFFFFFF], ids=hex)
+    def test_a_given_amax_has_no_sign(self, spec, bits):
+        x = normal(20, 160)
+        shape = scale_shape(x.shape, spec.block)
+        pairs = [
+            quantize(x, spec, amax=torch.full(shape, value, dtype=torch.int32).view(torch.float32))
+            for value in (bits, bits - 2**31)
+        ]
+        assert_bitwise_equal(*pairs)
+
 
 class TestShapes:
     @each_spec

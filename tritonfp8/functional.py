@@ -85,7 +85,8 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
         spec: format, block and scale of the result.
         transpose: quantize ``x.T`` instead, contiguous: K-major for a contraction over the rows of ``x``.
         amax: float32, one value for each block of the result, used in place of the block's own (of the whole tensor
-            where ``x`` is a shard of it, say). What lies beyond saturates.
+            where ``x`` is a shard of it, say). What lies beyond saturates. An amax has no sign: it is ignored, also
+            that of zero, infinity and NaN.
 
     Returns:
         A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It carries no gradient: gradients flow through

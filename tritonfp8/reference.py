@@ -30,6 +30,7 @@ from tritonfp8.specs import empty_scale, full_block, spec_of
 
 INFINITY_BITS = 0x7F800000
 MANTISSA_MASK = 0x7FFFFF
+MAGNITUDE_MASK = 0x7FFFFFFF
 MAX_ENCODE = 2.0**126
 
 
@@ -70,6 +71,11 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     return torch.where(found.isnan(), torch.nan, found)
 
 
+def _without_sign(amax: Tensor) -> Tensor:
+    # By bits: -NaN would order below all finite values, as integers, and so count as finite.
+    return (amax.view(torch.int32) & MAGNITUDE_MASK).view(torch.float32)
+
+
 def _encode_fp32(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor, Tensor]:
     enc = torch.where(amax == 0, torch.ones_like(amax), torch.full_like(amax, fmt.qmax) / amax).clamp(max=MAX_ENCODE)
     if scale_rounding == "pow2":
@@ -103,7 +109,8 @@ def quantize(
         x: ``[..., K]``, any floating dtype; 2-D if ``transpose``.
         spec: the text of a :class:`~tritonfp8.QuantSpec`.
         transpose: quantize ``x.T``.
-        amax: float32, one value a block of what is quantized, used in place of its own amax.
+        amax: float32, one value a block of what is quantized, used in place of its own amax. Its sign is ignored, also
+            that of zero, infinity and NaN.
 
     Returns:
         ``(qdata, scale)``.
@@ -111,7 +118,7 @@ def quantize(
     s = spec_of(spec)
     fmt, scales = FORMATS[s.format], SCALE_FORMATS[s.scale_format]
     x = (x.t() if transpose else x).float()
-    block_amax = globals()["amax"](x, s.block) if amax is None else amax
+    block_amax = globals()["amax"](x, s.block) if amax is None else _without_sign(amax)
     encode = _encode_e8m0 if scales.exponent_only else _encode_fp32
     enc, scale = encode(block_amax, fmt, s.scale_rounding)
     scaled = x * _spread(enc, x.shape, s.block)
