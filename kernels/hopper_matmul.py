@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from tritonfp8.kernels.configs import SCALE_VECTOR as MIN_SCALES
 from tritonfp8.kernels.configs import SPECIALIZED_WAVE_ROWS
+from tritonfp8.kernels.triton_names import tma_load, tma_store
 
 WAVE_ROWS: gl.constexpr = gl.constexpr(SPECIALIZED_WAVE_ROWS)
 SCALE_VECTOR: gl.constexpr = gl.constexpr(MIN_SCALES)
@@ -92,12 +93,12 @@ def _fill(
     B_SCALES: gl.constexpr = b_scale_bufs.shape[1] if B_ROWS == 1 else 0
     ready = full.index(stage)
     mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K + 4 * (A_SCALES + B_SCALES))
-    tma.async_copy_global_to_shared(a_desc, [row, step * BLOCK_K], ready, a_bufs.index(stage))
-    tma.async_copy_global_to_shared(b_desc, [col, step * BLOCK_K], ready, b_bufs.index(stage))
+    tma_load(a_desc, [row, step * BLOCK_K], ready, a_bufs.index(stage))
+    tma_load(b_desc, [col, step * BLOCK_K], ready, b_bufs.index(stage))
     if A_ROWS == 1:
-        tma.async_copy_global_to_shared(a_scale, [row + step * stride_ak], ready, a_scale_bufs.index(stage))
+        tma_load(a_scale, [row + step * stride_ak], ready, a_scale_bufs.index(stage))
     if B_ROWS == 1:
-        tma.async_copy_global_to_shared(b_scale, [col + step * stride_bk], ready, b_scale_bufs.index(stage))
+        tma_load(b_scale, [col + step * stride_bk], ready, b_scale_bufs.index(stage))
 
 
 @gluon.jit
@@ -214,11 +215,11 @@ def _finish(
     if SWAP:
         out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [out_row + col, row], out_buf)
+        tma_store(out_desc, [out_row + col, row], out_buf)
     else:
         out_buf.store(acc.to(out_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [out_row + row, col], out_buf)
+        tma_store(out_desc, [out_row + row, col], out_buf)
 
 
 @gluon.jit

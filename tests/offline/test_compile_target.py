@@ -8,9 +8,10 @@ import triton.language as tl
 from compile_target import compile_kernel, descriptor, read_report
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tritonfp8.kernels.dependent import begin
+from tritonfp8.kernels.triton_names import tma_load
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
 
@@ -49,8 +50,8 @@ def gluon_product_kernel(a_desc, b_desc, out_ptr, bias_ptr, M: gl.constexpr, N: 
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, (M + N) * K)
-    tma.async_copy_global_to_shared(a_desc, [0, 0], ready, a)
-    tma.async_copy_global_to_shared(b_desc, [0, 0], ready, b)
+    tma_load(a_desc, [0, 0], ready, a)
+    tma_load(b_desc, [0, 0], ready, b)
     mbarrier.wait(ready, 0)
     token = warpgroup_mma(a, b.permute((1, 0)), gl.zeros((M, N), gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma_wait(0, deps=[token])
