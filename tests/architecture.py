@@ -90,6 +90,11 @@ MUTABLE_DATACLASSES = {
 }
 MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked"}
 MAY_READ_THE_ENVIRONMENT = {f"tritonfp8.{name}" for name in ABOVE_THE_CORE | {"tuning_store"}}
+STRIDES_OF_32_BITS = {
+    "_fill": "coordinates of the copy engine have 32 bits; the launcher lays scales out anew that lie beyond",
+    "quantize_shards_kernel": "indices come from a table of int64",
+    "quantize_tile_kernel": "a result's number, 0 or 1",
+}
 PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 # As torch spells them. None stands for what is left out.
@@ -191,6 +196,21 @@ def kernel_violations(modules):
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Assert):
                 violations.append(f"{module.name}:{node.lineno} asserts; use tl.static_assert")
+    return violations
+
+
+def stride_violations(modules):
+    """Device code multiplies strides in 64 bits: a stride is a caller's, and an offset may lie beyond 2^31."""
+    violations = []
+    for module in filter(lambda m: m.is_kernel, modules):
+        for function in filter(lambda node: isinstance(node, ast.FunctionDef), module.tree.body):
+            for node in ast.walk(function):
+                if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+                    continue
+                sides = ast.unparse(node.left), ast.unparse(node.right)
+                strided = any(re.match(r"stride(_|$)", side) for side in sides)
+                if strided and not any("int64" in side for side in sides) and function.name not in STRIDES_OF_32_BITS:
+                    violations.append(f"{module.name}:{node.lineno} multiplies in 32 bits: {ast.unparse(node)}")
     return violations
 
 

@@ -19,6 +19,7 @@ from architecture import (
     read_module,
     schema_violations,
     size_violations,
+    stride_violations,
 )
 from packaging.requirements import Requirement
 
@@ -38,6 +39,7 @@ OTHERS = [module for folder in ("tests", "bench", "docs") for module in modules_
 RULES = {
     import_violations: MODULES,
     kernel_violations: MODULES,
+    stride_violations: MODULES,
     format_violations: MODULES,
     inverse_scale_violations: MODULES,
     environment_violations: MODULES,
@@ -149,6 +151,16 @@ BAD_SAMPLES = [
     (kernel_violations, [sample("tritonfp8.kernels.configs", "import tritonfp8.specs")], "imports tritonfp8.specs"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "from ..specs import x")], "imports tritonfp8.specs"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "def f(x):\n    assert x")], "static_assert"),
+    (
+        stride_violations,
+        [sample("tritonfp8.kernels.tiles", "def f(x, row, stride_m):\n    x + row.to(tl.int32) * stride_m")],
+        "tiles:2",
+    ),
+    (
+        stride_violations,
+        [sample("tritonfp8.kernels.tiles", "def f(x, row, stride):\n    x += stride * row")],
+        "tiles:2",
+    ),
     (format_violations, [sample(source="if format == 'e4m3': pass")], "launch:1"),
     (format_violations, [sample(source="x = spec.format in ('e5m2', 'e4m3')")], "launch:1"),
     (format_violations, [sample(source="x = 'e8m0' != scale_format")], "launch:1"),
