@@ -564,6 +564,9 @@ def hopper_matmul_kernel(
     # an H200 on which processes took turns now and then put the barrier back over what the buffer held.
     if STAGGER:
         mbarrier.init(turn, count=1)
+    if EARLY < STAGES:
+        # The producer's copies count at the barriers of later stages: the copy engine has to see these too.
+        fence_async_shared()
     if GROUPS == 1:
         gl.warp_specialize(
             [

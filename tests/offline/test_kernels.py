@@ -19,7 +19,7 @@ from tritonfp8.kernels.configs import (
     shared_bytes,
     supports,
 )
-from tritonfp8.kernels.hopper_matmul import hopper_matmul_kernel
+from tritonfp8.kernels.hopper_matmul import EARLY_STEPS, hopper_matmul_kernel
 from tritonfp8.kernels.quantize import quantize_kernel
 from tritonfp8.kernels.scaled_matmul import reduce_parts_kernel, scaled_matmul_kernel
 from tritonfp8.launch_matmul import REDUCE_TILE
@@ -122,6 +122,15 @@ def compile_specialized(config, rows, out="bf16", element=(E4M3, E4M3), epilogue
     )
 
 
+def fences_of_barriers(ptx):
+    """How often the copy engine is made to see barriers: before its first copies, and where other warps begin."""
+    start = ptx.index("mbarrier.init")
+    prologue = ptx[start : ptx.index("barrier.sync", ptx.rindex("mbarrier.init"))]
+    first_copies, _, rest = prologue.partition("cp.async.bulk.tensor")
+    assert "mbarrier.init" in rest
+    return [part.rfind("fence.proxy.async") > part.rfind("mbarrier.init") for part in (first_copies, rest)]
+
+
 def promotion(family, accumulation):
     if family != "epilogue":
         return {}
@@ -173,6 +182,8 @@ def test_every_config_runs_on_hopper_without_spills(family, accumulation, config
         # Every barrier that is initialized is waited for. The memory of any other is given to a buffer, over which a
         # GPU that took turns with processes restored it.
         assert report.ptx.count("mbarrier.init") == 2 * config.num_stages + config.stagger
+        # Barriers of stages that the early copies do not take are initialized after the first fence.
+        assert fences_of_barriers(report.ptx) == [True, config.num_stages > EARLY_STEPS.value]
 
 
 # Ways of the specialized kernel that a configuration may take, with the scales for which it has the registers.
