@@ -11,7 +11,7 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS
 # Lowest first. Modules of a layer may import each other, without cycles; `__init__` is the package's own namespace.
 LAYERS = (
     {"kernels"},
-    {"formats"},
+    {"formats", "versions"},
     {"specs"},
     {"recipes", "quantized", "reference", "reference_fused", "testing"},
     {

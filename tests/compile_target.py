@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tritonfp8 import hardware
+from tritonfp8.compiled import COMPILER_OPTIONS
 
 WARP_SIZE = 32
 POINTERS = {
@@ -95,7 +96,7 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
         constexprs={(index[name],): value for name, value in constexprs.items()},
         attrs={(index[name],): [["tt.divisibility", 16]] for name in divisible_by_16},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILER_OPTIONS, **options}
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
         # From the cache nothing would be assembled and nothing logged.
         triton.knobs.compilation.always_compile = True

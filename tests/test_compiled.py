@@ -50,7 +50,8 @@ def run(kernel, x, integers=(3, 5), constants=None, programs=7):
 
 def test_the_second_launch_compiles_nothing(kernel, dependent):
     x = torch.zeros(8)
-    options = {"BLOCK": 64, "num_warps": 4, "DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    options = {"BLOCK": 64, "num_warps": 4, "DEPENDENT": dependent, "enable_fp_fusion": True}
+    options |= {"launch_pdl": True} if dependent else {}
     assert run(kernel, x) == ("compiled", 7, (x, None, 3, 5), options)
     assert run(kernel, x, programs=9) == ("found", 9, (x, None, 3, 5, 64, dependent), {})
 

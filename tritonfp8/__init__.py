@@ -11,6 +11,8 @@ which matrix product of a linear layer uses which spec, :func:`convert` makes a 
 import importlib
 from typing import Any
 
+# First: a torch or triton of another version fails at whatever it lacks.
+import tritonfp8.versions  # noqa: F401
 from tritonfp8 import recipes
 from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
 from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_matmul

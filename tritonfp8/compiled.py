@@ -19,6 +19,9 @@ from tritonfp8 import hardware
 
 ALIGNMENT = 16
 MAX_ENTRIES = 2**14
+# Of every compilation, and named in each: Triton's defaults differ by version, and an environment variable sets this
+# one. A product and a sum that are not fused round twice: other bits.
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
 # What the kernels of this process are was decided when they were decorated.
 INTERPRETING = triton.knobs.runtime.interpret
 
@@ -117,7 +120,7 @@ def _compile_and_launch(
             "and cannot be compiled or loaded while a CUDA graph is captured: run the same step once, with tensors of "
             "the same shapes, before the capture (tritonfp8 warmup makes that quick)"
         )
-    compiled = kernel[programs,](*pointers, *integers, **constants, **options)
+    compiled = kernel[programs,](*pointers, *integers, **constants, **options, **COMPILER_OPTIONS)
     if len(_compiled) >= MAX_ENTRIES:
         _compiled.clear()
     _compiled[key] = compiled

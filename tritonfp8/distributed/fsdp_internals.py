@@ -90,7 +90,9 @@ class Managed(NamedTuple):
     @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype in which the layer computes, or None for the parameter's own."""
-        return self.group.mp_policy.param_dtype
+        # Of each parameter since torch 2.15, and of its group before.
+        policy = getattr(self.param, "mp_policy", None)
+        return (self.group.mp_policy if policy is None else policy).param_dtype
 
     @property
     def local(self) -> torch.Tensor:

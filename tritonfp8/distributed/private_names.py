@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
-TESTED = "2.11 to 2.13"
+from tritonfp8.versions import TRITON_OF_TORCH
+
+TESTED = " to ".join((*TRITON_OF_TORCH,)[:: len(TRITON_OF_TORCH) - 1])
 """The torch versions in which these names are known to mean what they are used for."""
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
-# By where they are, "module:path in it". Of several names with a bar between, one is enough.
+# By where they are, "module:path in it". Of several names with a bar between, one is enough; one that is elsewhere is
+# written with its place.
 TENSOR_PARALLEL: Mapping[str, tuple[str, ...]] = {
     "torch:": ("_disable_dynamo", "_foreach_copy_", "_foreach_norm"),
     "torch:_C": ("_disabled_torch_function_impl",),
@@ -46,11 +49,12 @@ FSDP: Mapping[str, tuple[str, ...]] = {
     f"{_FSDP}._fsdp_param:FSDPParam": (
         "_init_extensions", "_module_info", "_orig_size", "_sharded_local_tensor", "_sharded_post_forward_param_data",
         "_unsharded_dtensor_spec|_tp_spec", "_unsharded_param", "all_gather_outputs", "fsdp_placement", "is_dtensor",
+        f"mp_policy|{_FSDP}._fsdp_param_group:FSDPParamGroup.mp_policy",
         "param_dtype", "sharded_param", "sharded_state", "unsharded_accumulated_grad",
     ),
     f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (
         "_all_gather_result", "_to_sharded", "_training_state", "device", "fsdp_params", "is_sharded", "mesh_info",
-        "mp_policy", "post_forward_mesh_info", "unshard", "wait_for_unshard",
+        "post_forward_mesh_info", "unshard", "wait_for_unshard",
     ),
 }  # fmt: skip
 """What :func:`~tritonfp8.distributed.enable_float8_all_gather` needs besides."""
@@ -67,6 +71,13 @@ def _of_instances(owner: type) -> set[str]:
     return found
 
 
+def _has(owner: Any, name: str) -> bool:
+    if ":" in name:
+        place, _, attribute = name.rpartition(".")
+        return not any(_missing({place: (attribute,)}))
+    return hasattr(owner, name) or (inspect.isclass(owner) and name in _of_instances(owner))
+
+
 def _missing(names: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     for place, wanted in names.items():
         module, _, path = place.partition(":")
@@ -78,10 +89,10 @@ def _missing(names: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
         except (ImportError, AttributeError):
             yield where
             continue
-        lacking = [name for name in wanted if not any(hasattr(owner, n) for n in name.split("|"))]
-        of_instances = _of_instances(owner) if lacking and inspect.isclass(owner) else set()
         yield from (
-            f"{where}.{name.replace('|', ' or ')}" for name in lacking if of_instances.isdisjoint(name.split("|"))
+            f"{where}.{name.replace('|', ' or ').replace(':', '.')}"
+            for name in wanted
+            if not any(_has(owner, alternative) for alternative in name.split("|"))
         )
 
 
