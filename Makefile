@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test versions lint format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -18,6 +18,9 @@ demo: $(VENV)/.installed  ## bf16 against two recipes on the smallest model
 test: $(VENV)/.installed
 	$(BIN)/pytest
 
+versions: $(VENV)/.installed  ## kernels compiled by every triton that is supported
+	$(BIN)/python tests/every_triton.py
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -28,4 +31,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .tritons build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

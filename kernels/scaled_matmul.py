@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.tiles import load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.triton_names import DISABLE_LICM
 
 
 @triton.jit
@@ -39,12 +40,13 @@ def scaled_matmul_kernel(
     begin(DEPENDENT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for piece in tl.range(tl.program_id(0), tiles_m * tiles_n * split_k, tl.num_programs(0), flatten=FLATTEN):
+    pieces = tiles_m * tiles_n * split_k
+    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN, disable_licm=DISABLE_LICM):
         tile_m, tile_n, part, first, last = piece_of_work(piece, tiles_m, tiles_n, K, split_k, BLOCK_K, GROUP_M, SPLIT)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(first, last, BLOCK_K):
+        for k in tl.range(first, last, BLOCK_K, disable_licm=DISABLE_LICM):
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)
             rhs = load_operand(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, TMA)
             acc = multiply(lhs, rhs, acc, SWAP, PROMOTE_EVERY)

@@ -140,6 +140,8 @@ def _launch_line(code: _Code, launched: Launched, place_of: Callable[[int], _Pla
         raise _Unknown(f"Triton's launcher lacks one of {', '.join(names)}")
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise _Unknown("the kernel needs scratch memory")
+    if getattr(launcher, "gsan_enabled", False):
+        raise _Unknown("Triton's sanitizer adds arguments to the launch")
     raw, describe, metadata = _raw_launch(launcher.launch)
     maps = iter(metadata)
     arguments: list[str] = []
@@ -150,7 +152,7 @@ def _launch_line(code: _Code, launched: Launched, place_of: Callable[[int], _Pla
             index, offset = place_of(pointer.data_ptr())
             arguments.append(f"p{index} + {offset}" if offset else f"p{index}")
         else:
-            meta = next(maps)
+            meta = next(maps, None)
             if meta is None:
                 raise _Unknown("a descriptor that is no tensor map")
             index, offset = place_of(pointer.base.data_ptr())
@@ -176,10 +178,15 @@ def _raw_launch(launch: Any) -> tuple[Any, Any, Sequence[Any]]:
     if not inspect.isfunction(launch):
         return launch, None, ()
     known = inspect.getclosurevars(launch)
+    names = {**known.globals, **known.nonlocals}
     try:
-        return known.nonlocals["launcher"], known.globals["make_tensordesc_arg"], known.nonlocals["tensordesc_meta"]
+        launcher, describe, metadata = (names[n] for n in ("launcher", "make_tensordesc_arg", "tensordesc_meta"))
     except KeyError as error:
         raise _Unknown(f"Triton's launcher has no {error}") from error
+    if len(inspect.signature(describe).parameters) == 3:
+        # Since Triton 3.8 it is also given the launch, of which CUDA's looks at nothing.
+        return launcher, lambda descriptor, meta: describe(descriptor, meta, None), metadata or ()
+    return launcher, describe, metadata or ()
 
 
 def _allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], Tensor]:

@@ -40,6 +40,12 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
                                                                   : 232448;
   return CUDA_SUCCESS;
 }
+CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)(uintptr_t)++modules;
   return CUDA_SUCCESS;
