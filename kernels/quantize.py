@@ -25,6 +25,7 @@ from tritonfp8.kernels.numerics import (
     round_to_format,
     saturate,
 )
+from tritonfp8.kernels.triton_names import DISABLE_LICM
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def partial_amax_kernel(
     cols = strip * TILE_N + tl.arange(0, TILE_N)
     # A zero of the type of the magnitudes.
     highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
-    for tile in tl.range(chunk, tl.cdiv(M, TILE_M), chunks, num_stages=STAGES):
+    for tile in tl.range(chunk, tl.cdiv(M, TILE_M), chunks, num_stages=STAGES, disable_licm=DISABLE_LICM):
         rows = tile * TILE_M + tl.arange(0, TILE_M)
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         offsets = rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn

@@ -1,4 +1,4 @@
-"""Repairs Triton's CPU interpreter (3.6.0 and 3.7.1), so that a kernel computes there what it computes on a GPU.
+"""Repairs Triton's CPU interpreter (3.6 to 3.9), so that a kernel computes there what it computes on a GPU.
 
 Where the stock interpreter differs, and nothing tells:
 
@@ -20,7 +20,9 @@ import types
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
+from packaging.version import Version
 from triton._C.libtriton import ir
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -43,6 +45,7 @@ BITS = {
 }
 # numpy has no such floats: the interpreter keeps their bits in unsigned integers.
 HELD_AS_BITS = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
+READS_VALUES = Version(triton.__version__) < Version("3.8")
 SCALED_DOT_TYPES = {
     ir.ScaleDotElemTypeTY.E4M3: tl.float8e4nv,
     ir.ScaleDotElemTypeTY.E5M2: tl.float8e5,
@@ -179,8 +182,8 @@ def _create_dot_scaled(
 
 
 def _dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *args, **kwargs):
-    # The semantic layer reads `.value`; the interpreter hands it what the kernel wrote, a plain str.
-    formats = [tl.constexpr(f) if isinstance(f, str) else f for f in (lhs_format, rhs_format)]
+    # Before 3.8 the semantic layer reads `.value`; the interpreter hands it what the kernel wrote, a plain str.
+    formats = [tl.constexpr(f) if READS_VALUES and isinstance(f, str) else f for f in (lhs_format, rhs_format)]
     return _stock_dot_scaled(self, lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *args, **kwargs)
 
 
