@@ -6,7 +6,7 @@ import triton.language as tl
 from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.numerics import decode_e8m0, scale_blocks
 from tritonfp8.kernels.tiles import load_operand, multiply, piece_of_work, store_part, store_tile, tile_index
-from tritonfp8.kernels.triton_names import DISABLE_LICM
+from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 
 @triton.jit
@@ -47,7 +47,8 @@ def block_scaled_matmul_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     pieces = tiles_m * tiles_n * split_k
-    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN, disable_licm=DISABLE_LICM):
+    KEEP_IN_LOOPS: tl.constexpr = DISABLE_LICM_OF_TILES and (A_ROWS == 1 and B_ROWS == 1)
+    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN, disable_licm=KEEP_IN_LOOPS):
         tile_m, tile_n, part, first, last = piece_of_work(piece, tiles_m, tiles_n, K, split_k, BLOCK_K, GROUP_M, SPLIT)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
@@ -65,7 +66,7 @@ def block_scaled_matmul_kernel(
             a_scales += (first // SCALE_K).to(tl.int64) * stride_a_scale_k
             b_scales += (first // SCALE_K).to(tl.int64) * stride_b_scale_k
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in tl.range(first, last, BLOCK_K, disable_licm=DISABLE_LICM):
+        for k in tl.range(first, last, BLOCK_K, disable_licm=KEEP_IN_LOOPS):
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)
             rhs = load_operand(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, TMA)
             product = multiply(lhs, rhs, None, SWAP, None)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.tiles import load_operand, multiply, piece_of_work, store_part, store_tile
-from tritonfp8.kernels.triton_names import DISABLE_LICM
+from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 
 @triton.jit
@@ -41,12 +41,14 @@ def scaled_matmul_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     pieces = tiles_m * tiles_n * split_k
-    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN, disable_licm=DISABLE_LICM):
+    for piece in tl.range(
+        tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN, disable_licm=DISABLE_LICM_OF_TILES
+    ):
         tile_m, tile_n, part, first, last = piece_of_work(piece, tiles_m, tiles_n, K, split_k, BLOCK_K, GROUP_M, SPLIT)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in tl.range(first, last, BLOCK_K, disable_licm=DISABLE_LICM):
+        for k in tl.range(first, last, BLOCK_K, disable_licm=DISABLE_LICM_OF_TILES):
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)
             rhs = load_operand(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, TMA)
             acc = multiply(lhs, rhs, acc, SWAP, PROMOTE_EVERY)

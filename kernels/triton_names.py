@@ -12,6 +12,8 @@ if hasattr(tma, "async_load"):
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
-# Since 3.8 Triton hoists out of loops what then takes more registers than there are. On sm_90 that spilled 8 bytes a
-# thread in norms and partial maxima (3.8), and 8 to 72 in tiles 256x128 and 128x128 of eight warps (3.9).
-DISABLE_LICM: tl.constexpr = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# Since 3.8 Triton hoists out of some loops what then takes more registers than there are. On sm_90 norms and partial
+# maxima spilled 8 bytes a thread (3.8), tiles 256x128 and 128x128 of eight warps 8 to 72 (3.9). Others spill without.
+DISABLE_LICM: tl.constexpr = tl.constexpr(_VERSION >= (3, 8))
+DISABLE_LICM_OF_TILES: tl.constexpr = tl.constexpr(_VERSION >= (3, 9))
