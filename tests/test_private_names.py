@@ -3,15 +3,17 @@
 import ast
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather, private_names
+from tritonfp8.distributed.fsdp_internals import Managed
 from tritonfp8.distributed.private_names import FSDP, TENSOR_PARALLEL, require_names
 
 PLACES = {**TENSOR_PARALLEL, **FSDP}
@@ -56,6 +58,21 @@ def test_missing_module_or_class_is_named():
         require_names("test", {"torch.distributed.fsdp._fully_shard._nowhere:FSDPParam": ("x",)})
     with pytest.raises(RuntimeError, match="torch.distributed.fsdp.NoModule"):
         require_names("test", {"torch.distributed.fsdp:NoModule": ("x",)})
+
+
+@pytest.mark.parametrize("of_param", [False, True])
+def test_mixed_precision_is_of_the_group_or_of_each_parameter(of_param):
+    """Of its group before torch 2.15; since then a group may hold parameters of several dtypes, and knows none."""
+    group, param = SimpleNamespace(), SimpleNamespace()
+    (param if of_param else group).mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert Managed(group, param).param_dtype is torch.bfloat16
+
+
+def test_a_name_may_be_in_another_place():
+    place = "torch.nn:Linear"
+    require_names("test", {place: ("nothing|torch.nn:Module._parameters",)})
+    with pytest.raises(RuntimeError, match=r"torch.nn.Linear.nothing or torch.nn.Module.no_such"):
+        require_names("test", {place: ("nothing|torch.nn:Module.no_such",)})
 
 
 def _trees():
