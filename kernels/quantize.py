@@ -27,6 +27,9 @@ from tritonfp8.kernels.numerics import (
 )
 from tritonfp8.kernels.triton_names import DISABLE_LICM
 
+# In place of how many parts are reduced at once: one value a block, that a caller gave.
+GIVEN: tl.constexpr = tl.constexpr(-1)
+
 
 @triton.jit
 def _tile_index(tile, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
@@ -231,13 +234,15 @@ def _given_amax(
 ):  # fmt: skip
     """amax bits from the maxima over ``parts`` parts, ``PARTS`` at a time, as magnitudes of ``dtype`` or int32 bits.
 
-    An amax of a caller may have a sign, also that of a zero or a NaN. It is cleared: as an integer it would order below
-    all magnitudes, and infinite or NaN would count as finite.
+    PARTS is GIVEN for the amax of a caller, which may have a sign, also that of a zero or a NaN. It is cleared: as an
+    integer it would order below all magnitudes, and infinite or NaN would count as finite.
     """
     offsets = group_m.to(tl.int64)[:, None] * stride_am + group_n.to(tl.int64)[None, :] * stride_an
     mask = (group_m < groups_m)[:, None] & (group_n < groups_n)[None, :]
     if PARTS == 1:
-        return amax_bits(tl.load(amax_ptr + offsets, mask=mask, other=0), dtype) & MAGNITUDE_MASK
+        return amax_bits(tl.load(amax_ptr + offsets, mask=mask, other=0), dtype)
+    elif PARTS == GIVEN:
+        return tl.load(amax_ptr + offsets, mask=mask, other=0) & MAGNITUDE_MASK
     else:
         highest = tl.zeros((PARTS, group_m.shape[0], group_n.shape[0]), amax_ptr.dtype.element_ty)
         for first in range(0, parts, PARTS):

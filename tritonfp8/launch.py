@@ -132,7 +132,8 @@ def amax(x: Tensor, block: Block) -> Tensor:
 class _Side(NamedTuple):
     """One result of a cast: tensors and strides in the coordinates of ``x``.
 
-    ``amax``, where the kernel does not find it: ``[parts, groups_m, groups_n]``, float32 bits or magnitudes.
+    ``amax``, where the kernel does not find it: ``[parts, groups_m, groups_n]``, float32 bits or magnitudes. ``given``
+    says that it is a caller's.
     """
 
     qdata: Tensor
@@ -140,6 +141,7 @@ class _Side(NamedTuple):
     amax: Tensor | None
     block: tuple[int, int]
     spec: QuantSpec
+    given: bool = False
 
     def runtime_args(self) -> list[int]:
         parts = [0, 0, 0, 0]
@@ -153,7 +155,12 @@ class _Side(NamedTuple):
         return [self.qdata, scale, scale if self.amax is None else self.amax]
 
     def parts_at_once(self) -> int:
-        """How many parts of the amax the kernel reduces in one step; 0 where it finds the amax itself."""
+        """How many parts of the amax the kernel reduces in one step; 0 where it finds the amax itself.
+
+        For one that a caller gave, the kernel's mark of it.
+        """
+        if self.given:
+            return int(quantize_kernels.GIVEN.value)
         if self.amax is None or self.amax.shape[0] == 1:
             return 0 if self.amax is None else 1
         return min(triton.next_power_of_2(self.amax.shape[0]), MOST_PARTS_AT_ONCE)
@@ -258,7 +265,7 @@ def _side(x: Tensor, spec: QuantSpec, transpose: bool, amax: Tensor | None) -> t
         matrix = _rows(qdata)
         scales = scale.view(scale_shape(matrix.shape, spec.block))
     bits = None if amax is None else amax.reshape(1, *scales.shape).view(torch.int32)
-    side = _Side(matrix, scales, bits, spec.block, spec)
+    side = _Side(matrix, scales, bits, spec.block, spec, bits is not None)
     return side.t() if transpose else side, qdata, scale
 
 
