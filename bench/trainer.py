@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 import tritonfp8
 from bench.distributed import DETERMINISTIC_CUBLAS
 from bench.distributed_contest import make_deterministic
-from bench.machine import write_results
+from bench.machine import command_line, write_results
 from tritonfp8 import recipes
 from tritonfp8.distributed import enable_float8_all_gather
 
@@ -249,7 +249,8 @@ def main(
         if dist.get_rank() == 0:
             print(_shown(row), row.get("error", ""), flush=True)
             if out is not None:
-                write_results(out / "trainer.json", {"ranks": dist.get_world_size(), "rows": rows})
+                launched = command_line().replace("python", f"torchrun --nproc-per-node {dist.get_world_size()}", 1)
+                write_results(out / "trainer.json", {"command": launched, "rows": rows})
         if "error" in row:
             break
     dist.destroy_process_group()
