@@ -268,6 +268,25 @@ def errors(mesh):
     return told
 
 
+def copies_after_evaluation(mesh, enabled, path, **options):
+    """Copies of the parameters after a forward without a backward, which leaves some gathered; saved and loaded."""
+    model, _ = build(mesh, Setup(enabled=enabled, **options))
+    with torch.no_grad():
+        model(tokens_of(0))
+    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    wide = {name: p.detach().to(torch.float64) for name, p in model.named_parameters()}
+    file = f"{path}/{mesh.get_local_rank()}.pt"
+    torch.save(copies, file)
+    loaded = torch.load(file, weights_only=True)
+    found = {}
+    for name, copy in copies.items():
+        local = getattr(copy, "_local_tensor", copy)
+        assert torch.equal(getattr(loaded[name], "_local_tensor", loaded[name]), local)
+        assert torch.equal(getattr(wide[name], "_local_tensor", wide[name]).to(local.dtype), local)
+        found[name] = type(copy).__name__, type(local).__name__, str(local.dtype), local.float().tolist()
+    return found
+
+
 def revert_that_fails(mesh):
     """A revert whose last layer raises: how many layers still are gathered in 8 bits, and the losses around it."""
     model, _ = build(mesh, Setup("tensorwise"))

@@ -82,6 +82,15 @@ def test_ranks_that_disagree_on_a_recipe_are_told_which_and_where(ranks, how):
     assert len(told[0].splitlines()) == 2
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_copies_of_parameters_after_an_evaluation_are_those_of_plain_fsdp2(ranks, reshard, tmp_path):
+    options = {"path": str(tmp_path), "reshard": reshard}
+    on, off = (
+        ranks.run(3, fsdp_limit_cases.copies_after_evaluation, enabled=enabled, **options) for enabled in (True, False)
+    )
+    assert on == off
+
+
 def test_a_revert_that_fails_leaves_the_gather_as_it_was(ranks):
     assert ranks.run(2, fsdp_limit_cases.revert_that_fails) == [(15, True)] * 2
 

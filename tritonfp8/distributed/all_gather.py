@@ -370,7 +370,9 @@ class Float8AllGather:
                 if sent.content is None
                 else torch.tensor([self._key, self._index(name), sent.content], device="cpu")
             )
-            return GatheredWeight(buffer, *held, tag, layout, sent.plan.dtype, rounded=sent.plan.rounded)
+            gathered = GatheredWeight(buffer, *held, tag, layout, sent.plan.dtype, rounded=sent.plan.rounded)
+            gathered.gather_values = functools.partial(self.values, name)
+            return gathered
         assert isinstance(out, GatheredWeight)
         out.refill(buffer, *held, layout)
         if out._tag is not None:
@@ -378,6 +380,18 @@ class Float8AllGather:
             # Through data: a graph that saved it for backward is to see the write, and no error for it.
             out._tag.data.select(0, -1).fill_(sent.content)
         return None
+
+    @torch.no_grad()
+    def values(self, name: str) -> Tensor:
+        """The weight ``[N, K]`` (with tensor parallelism, the part of it here) as FSDP would gather it without this."""
+        plan = self._plans[name]
+        layout, shard = plan.layout, plan.shard().to(plan.dtype)
+        padded = shard.new_zeros(layout.shard_rows, layout.cols)
+        padded[: shard.shape[0]] = shard
+        whole = padded.new_empty(layout.shards * layout.shard_rows, layout.cols)
+        with counted_inside_ops():
+            _all_gather(whole, padded, group=plan.managed.process_group)
+        return whole[: layout.rows]
 
     def _index(self, name: str) -> int:
         return self._names.index(name)

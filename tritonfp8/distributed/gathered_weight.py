@@ -105,7 +105,8 @@ class GatheredWeight(QuantizedWeight, Tensor):
 
     It has the dtype in which FSDP hands it to the layer, and a gradient of that dtype. It has no values in high
     precision: an op that would need them raises TypeError. The one cast it takes is the one that its values had before
-    they were quantized, which is what autocast asks for.
+    they were quantized, which is what autocast asks for. A copy of it without a gradient (``p.detach().clone()``, as an
+    EMA takes) gathers the values: a collective, which all ranks must ask for alike.
 
     Of a weight that tensor parallelism shards, it is this rank's part, before which zeros can be put (``F.pad``).
     """
@@ -117,6 +118,8 @@ class GatheredWeight(QuantizedWeight, Tensor):
     _wire: Layout
     _gaps: tuple[int, int]
     _rounded: torch.dtype | None
+    # Only of weights that FSDP was given, outside of graphs.
+    gather_values: Callable[[], Tensor] | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -187,13 +190,19 @@ class GatheredWeight(QuantizedWeight, Tensor):
     def _same(self, gaps: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> GatheredWeight:
         """The same bytes, with zeros before them or for a layer that computes in another dtype."""
         inner = (self._buffer, self._scale, self._scale_t, self._tag, self._wire)
-        return GatheredWeight(*inner, dtype or self.dtype, gaps or self._gaps, self._rounded)
+        same = GatheredWeight(*inner, dtype or self.dtype, gaps or self._gaps, self._rounded)
+        same.gather_values = self.gather_values
+        return same
 
     def _takes_cast(self, kwargs: dict[str, Any]) -> bool:
         """Whether a cast asks for what the values were rounded to before they were quantized."""
         asked = {name for name, value in kwargs.items() if value is not None and value is not False}
         # Quantized from the master weight, the bytes serve a layer of any dtype.
         return asked == {"dtype"} and (self._rounded is None or kwargs["dtype"] == self._rounded)
+
+    def _can_copy(self) -> bool:
+        needs_grad = self.requires_grad and torch.is_grad_enabled()
+        return self.gather_values is not None and not needs_grad and not any(self._gaps)
 
     def _operand(
         self, spec: QuantSpec, transposed: bool, in_graph: bool = False, grad_output: Tensor | None = None
@@ -253,6 +262,11 @@ class GatheredWeight(QuantizedWeight, Tensor):
                 return weight._same()
             if func is aten._to_copy.default and weight._takes_cast(kwargs or {}):
                 return weight._same(dtype=kwargs["dtype"])
+            if func in (aten.clone.default, aten._to_copy.default) and weight._can_copy():
+                assert weight.gather_values is not None
+                # Fresh memory: a clone of it would be one too many.
+                values = weight.gather_values()
+                return values if func is aten.clone.default else func(values, *args[1:], **(kwargs or {}))
             if func is aten.constant_pad_nd.default and _is_before(args[1], *args[2:]):
                 left, above = args[1][0], args[1][2] if len(args[1]) > 2 else 0
                 return weight._same((weight._gaps[0] + above, weight._gaps[1] + left))
