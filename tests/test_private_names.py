@@ -19,7 +19,10 @@ from tritonfp8.distributed.private_names import FSDP, TENSOR_PARALLEL, require_n
 PLACES = {**TENSOR_PARALLEL, **FSDP}
 GUARDED = {alternative for names in PLACES.values() for name in names for alternative in name.split("|")}
 # Documented for those who extend torch, or not torch's.
-PUBLIC = {"_make_wrapper_subclass", "_schema", "_ops", "_C", "_replace", "_pin_memory", "_to_copy", "_c10d_functional"}
+PUBLIC = {
+    "_make_wrapper_subclass", "_schema", "_ops", "_C", "_replace", "_asdict", "_pin_memory", "_to_copy",
+    "_c10d_functional",
+}  # fmt: skip
 
 
 def model():

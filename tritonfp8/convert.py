@@ -194,6 +194,9 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
 def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
     """Change the recipe of a converted model's layers, in place. Parameters stay; an equal recipe recompiles nothing.
 
+    A backward follows its forward's recipe, also where activation checkpointing runs that forward again. The exception
+    are compiled layers inside a checkpointed region: they run again by the new recipe, so swap after ``backward()``.
+
     Args:
         model: a converted model.
         recipe: as for :func:`convert`; layers that no pattern matches keep theirs, and the report calls them skipped.
