@@ -4,6 +4,8 @@ import subprocess
 import sys
 from unittest import mock
 
+import torch
+
 from tritonfp8 import handlers
 
 PROGRAM = """
@@ -41,5 +43,5 @@ def test_an_eager_layer_imports_it_and_its_name_does():
 
     with mock.patch.dict(handlers._handlers, clear=True), mock.patch.object(handlers, "_import") as imported:
         imported.side_effect = lambda name: handlers.register_linear(Distributed, "handler")
-        assert handlers.handler_of(None, Distributed()) == "handler"
+        assert handlers.handler_of(torch.ones(1), Distributed(), None) == "handler"
     imported.assert_called_once_with("tritonfp8.distributed")

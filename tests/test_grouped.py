@@ -41,7 +41,7 @@ def batch_of(recipe, rank, shards, device, dtype, together=False, within=None, s
         local = weight(*shape, i, dtype, device)[start : start + count].contiguous()
         managed = SimpleNamespace(local=local, rank=rank, device=local.device, group=("first", "second")[i % 2])
         grids = tuple((len(layout.reduced(form)), layout.grid(form)[1]) for form in layout.forms)
-        plans[f"{i}"] = Plan(managed, layout, torch.bfloat16, torch.bfloat16, grids, ())
+        plans[f"{i}"] = Plan(managed, layout, torch.bfloat16, torch.bfloat16, torch.bfloat16, grids, ())
     return Batch(plans)
 
 
@@ -61,7 +61,7 @@ def check_pieces(batch, amaxes):
     reduced = batch.split(rounded)
     sent = {}
     for group in batch.groups.values():
-        known = {name: Known(batch, rounded, tuple(reduced[name]), ()) for name in group.plans}
+        known = {name: Known(batch, (), rounded, tuple(reduced[name]), ()) for name in group.plans}
         layouts = [plan.layout for plan in group.plans.values()]
         every = tuple(range(len(layouts[0].forms)))
         for wanted in [every] if layouts[0].together else [(i,) for i in every]:
@@ -153,5 +153,5 @@ def test_what_the_kernels_do_not_serve_is_cast_shard_by_shard(recipe, within):
     amaxes, one_by_one = both_amaxes(batch)
     assert torch.equal(amaxes, one_by_one)
     assert batch.tables == {}
-    known = Known(batch, amaxes, (), ())
+    known = Known(batch, (), amaxes, (), ())
     assert [grouped.pieces(group, known, (0,)) for group in batch.groups.values()] == [{}]

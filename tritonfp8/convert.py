@@ -85,6 +85,11 @@ def _skip_reason(module: nn.Linear, name: str, filter: Filter | None) -> str | N
     return None if filter(module, name) else "the filter returned False"
 
 
+def _check_filter(filter: object) -> None:
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a module and its name, or None; got {type(filter).__name__}")
+
+
 class _Choice:
     """Which recipe a name gets, and which patterns were of use."""
 
@@ -160,8 +165,7 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
     """
     require_module(model)
     require_flag("fuse", fuse)
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter must be a function of a module and its name, or None; got {type(filter).__name__}")
+    _check_filter(filter)
     choice = _Choice(recipe)
     converted: dict[str, Recipe] = {}
     skipped: dict[str, str] = {}
