@@ -63,8 +63,8 @@ def block_scaled_matmul_kernel(
         else:
             b_scales = b_scale_ptr + (col // B_ROWS).to(tl.int64) * stride_b_scale_n
         if SPLIT:
-            a_scales += (first // SCALE_K).to(tl.int64) * stride_a_scale_k
-            b_scales += (first // SCALE_K).to(tl.int64) * stride_b_scale_k
+            a_scales += first // SCALE_K * stride_a_scale_k
+            b_scales += first // SCALE_K * stride_b_scale_k
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(first, last, BLOCK_K, disable_licm=KEEP_IN_LOOPS):
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)

@@ -76,7 +76,7 @@ def _load(
     a = tl.load(a_ptr + offsets(rows, cols, stride_am, stride_an), mask=mask, other=0.0)
     if PRODUCER == "rms_norm":
         b = tl.load(b_ptr + rows, mask=rows < M, other=0.0)
-        c = tl.load(c_ptr + cols.to(tl.int64) * stride_cn, mask=cols < N, other=0.0)
+        c = tl.load(c_ptr + cols * stride_cn, mask=cols < N, other=0.0)
     else:
         b = tl.load(b_ptr + offsets(rows, cols, stride_bm, stride_bn), mask=mask, other=0.0)
         if PRODUCER == "silu_mul":

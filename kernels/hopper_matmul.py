@@ -157,7 +157,7 @@ def _read_scale(
     elif ROWS == 1:
         return buf.slice(FIRST, SIZE).load(layout)
     else:
-        return gl.load(pointer + (row // ROWS).to(gl.int64) * stride_row + step.to(gl.int64) * stride_step)
+        return gl.load(pointer + (row // ROWS) * stride_row + step * stride_step)
 
 
 @gluon.jit
@@ -176,14 +176,14 @@ def _activate(x, ACTIVATION: gl.constexpr):
 def _read_rows(pointer, row, end, stride, layout: gl.constexpr):
     """A vector of the epilogue for the 64 rows of a wave."""
     rows = row + gl.arange(0, WAVE_ROWS, gl.SliceLayout(1, layout))
-    return gl.load(pointer + rows.to(gl.int64) * stride, mask=rows < end, other=0.0)
+    return gl.load(pointer + rows * stride, mask=rows < end, other=0.0)
 
 
 @gluon.jit
 def _read_columns(pointer, col, end, stride, COLUMNS: gl.constexpr):
     """A vector of the epilogue for the columns of a tile, spread over the threads: a register or two of each."""
     cols = col + gl.arange(0, COLUMNS, gl.BlockedLayout([1], [WARP_SIZE], [GROUP_WARPS], [0]))
-    return gl.load(pointer + cols.to(gl.int64) * stride, mask=cols < end, other=0.0)
+    return gl.load(pointer + cols * stride, mask=cols < end, other=0.0)
 
 
 @gluon.jit

@@ -63,7 +63,7 @@ def rms_norm_rows_kernel(
     found = tl.zeros((1, 1, H, BLOCK_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
     WRITES: tl.constexpr = NORMAL or KEEP or COLUMN_AMAX or TENSOR_AMAX
     if WRITES and HOLD_WEIGHT:
-        weight = tl.load(weight_ptr + cols.to(tl.int64) * stride_w, mask=cols < N, other=0.0)
+        weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0)
     if PREFETCH:
         x = _load(x_ptr, tile_rows(first, 1, TILE_M, 1), cols, M, N, stride_xm, stride_xn)
     for start in tl.range(first, M, step, disable_licm=DISABLE_LICM):
@@ -78,7 +78,7 @@ def rms_norm_rows_kernel(
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
         if WRITES:
             if not HOLD_WEIGHT:
-                weight = tl.load(weight_ptr + cols.to(tl.int64) * stride_w, mask=cols < N, other=0.0)
+                weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0)
             y = (normalized_rows(x, rstd, ROUND_NORMALIZED) * weight.to(tl.float32)).to(DTYPE)
             if KEEP:
                 tl.store(y_ptr + offsets(rows, cols, N, 1), y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
@@ -133,16 +133,16 @@ def rms_norm_backward_kernel(
             grad = _load(grad_ptr, rows, cols, M, N, stride_gm, stride_gn)
             x = _load(x_ptr, rows, cols, M, N, stride_xm, stride_xn)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-        weight = tl.load(weight_ptr + cols.to(tl.int64) * stride_w, mask=cols < N, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0).to(tl.float32)
         normalized = x.to(tl.float32) * rstd
         weighted = grad.to(tl.float32) * weight
         mean = _row_mean(weighted * normalized, N)
         if RELOAD:
             grad = _load(grad_ptr, rows, cols, M, N, stride_gm, stride_gn, "evict_first")
             x = _load(x_ptr, rows, cols, M, N, stride_xm, stride_xn, "evict_first")
-            weight = tl.load(
-                weight_ptr + cols.to(tl.int64) * stride_w, mask=cols < N, other=0.0, eviction_policy="evict_last"
-            ).to(tl.float32)
+            weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0, eviction_policy="evict_last").to(
+                tl.float32
+            )
             normalized = x.to(tl.float32) * rstd
             weighted = grad.to(tl.float32) * weight
         if GRAD_WEIGHT:

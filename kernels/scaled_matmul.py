@@ -16,8 +16,8 @@ def scale_tile(acc, a_scale_ptr, b_scale_ptr, row, col, M, N, stride_a_scale, st
     """One scale after the other: their product may leave float32's range where the result does not."""
     rows = row + tl.arange(0, acc.shape[0])
     cols = col + tl.arange(0, acc.shape[1])
-    acc *= tl.load(a_scale_ptr + rows.to(tl.int64) * stride_a_scale, mask=rows < M, other=0.0)[:, None]
-    return acc * tl.load(b_scale_ptr + cols.to(tl.int64) * stride_b_scale, mask=cols < N, other=0.0)[None, :]
+    acc *= tl.load(a_scale_ptr + rows * stride_a_scale, mask=rows < M, other=0.0)[:, None]
+    return acc * tl.load(b_scale_ptr + cols * stride_b_scale, mask=cols < N, other=0.0)[None, :]
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Rows that lie more than 2^31 elements apart: kernels multiply indices and strides in 64 bits."""
+"""Rows that lie more than 2^31 elements apart: kernels take their offsets in 64 bits, or get a copy."""
 
 import mmap
 

@@ -58,6 +58,15 @@ def _describe(pointer: Any) -> object:
     return None if pointer is None else pointer.base.dtype
 
 
+def within_32_bits(x: Tensor) -> Tensor:
+    """``x``, copied if an offset into it does not fit 32 bits, in which kernels address scales and vectors.
+
+    In 64 bits the Hopper kernel's loops are scheduled otherwise: precise products took 2 to 3 % longer (H200).
+    """
+    offset = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if offset < 2**31 else x.contiguous()
+
+
 def run(
     kernel: Any,
     programs: int,

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from tritonfp8 import hardware, launch, reference_fused
-from tritonfp8.compiled import run
+from tritonfp8.compiled import run, within_32_bits
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels import fused as kernels
 from tritonfp8.kernels import rms_norm as rms_norm_kernels
@@ -341,6 +341,7 @@ def rms_norm_quantize(
         return reference_fused.rms_norm_quantize(x, weight, eps, rounding, spec, spec_t, orientation, keep)
     if n > MAX_ROW:
         return _rms_norm_then_quantize(x, weight, eps, rounding, spec, spec_t, orientation, keep)
+    weight = within_32_bits(weight)
     specs = spec_of(spec), spec_of(spec_t)
     results = empty_results(0, (m, n), *specs, orientation, x.device)
     side, side_t = _sides(results, *specs, orientation)
@@ -379,6 +380,7 @@ def rms_norm_backward(
     m, n = x.shape
     if not x.numel() or n > MAX_ROW:
         return reference_fused.rms_norm_backward(grad, x, weight, rstd, rounding, residual, needs_weight)
+    weight = within_32_bits(weight)
     config, width = _rows_config(RMS_NORM_BACKWARD, n)
     programs = _row_programs(config, m, x.device)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDe
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonfp8 import hardware, tuning
-from tritonfp8.compiled import run
+from tritonfp8.compiled import run, within_32_bits
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels import block_scaled_matmul as block_kernels
 from tritonfp8.kernels import hopper_matmul as hopper_kernels
@@ -299,6 +299,7 @@ def scaled_matmul(
         bias = bias.contiguous()
     if SCALE_FORMATS[spec.scale_format].exponent_only:
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
+    a_scale, b_scale = within_32_bits(a_scale), within_32_bits(b_scale)
     product = _Product(
         a, a_scale, spec.format, spec.block[0], b, b_scale, spec_b.format, spec_b.block[0],
         bias, activation, residual, out,
