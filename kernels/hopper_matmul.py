@@ -565,7 +565,7 @@ def hopper_matmul_kernel(
     if STAGGER:
         mbarrier.init(turn, count=1)
     if EARLY < STAGES:
-        # The producer's copies count at the barriers of later stages: the copy engine has to see these too.
+        # The producer's copies count at the barriers of later stages: TMA has to see these too.
         fence_async_shared()
     if GROUPS == 1:
         gl.warp_specialize(

@@ -1,6 +1,6 @@
 """What differs between the versions of Triton that we support, each under one name of ours.
 
-Triton 3.8 named the TMA copies anew, and 3.9 turned the old names into functions that only raise.
+Triton 3.8 renamed the TMA copies, and 3.9 turned the old names into functions that only raise.
 """
 
 import triton

@@ -85,7 +85,7 @@ def test_casts(device, far, dim):
     assert_bitwise_equal(launch.quantize(far(x, dim), *ROW.args), reference.quantize(x, *ROW.args))
 
 
-def test_scales_beyond_the_coordinates_of_the_copy_engine_are_laid_out_anew(far, monkeypatch):
+def test_scales_beyond_the_coordinates_of_the_copy_engine_are_copied(far, monkeypatch):
     """A step's rows are found by one int32: here the fourth step begins beyond it."""
     described = []
     monkeypatch.setattr(launch_matmul, "_hopper_descriptor", lambda x, *args, **options: described.append(x))

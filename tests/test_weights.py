@@ -223,7 +223,7 @@ def test_checkpointing_with_held_weights():
 def test_weights_that_are_computed_are_refused(how):
     module = layer()
     how(module[2])
-    with pytest.raises(TypeError, match="weight of 2 must be a Parameter; it is computed anew"):
+    with pytest.raises(TypeError, match="weight of 2 must be a Parameter; it is computed for each use"):
         inside_a_block(module)
     assert module[0].held_weight is None
     module(inputs()[0])

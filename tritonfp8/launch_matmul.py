@@ -152,7 +152,7 @@ def _scale_along_k(scale: Tensor, rows: int, block_rows: int) -> tuple[object, i
         return scale, scale.stride(0), scale.stride(1)
     # Quantized lays these out so that the copy engine can read a step's rows; a scale from elsewhere is laid out anew.
     misaligned = scale.stride(0) != 1 or scale.stride(1) % SCALE_ALIGNMENT or scale.data_ptr() % TMA_ALIGNMENT
-    # The copy engine finds a step's rows by one 32-bit coordinate.
+    # TMA finds a step's rows by one 32-bit coordinate.
     if misaligned or scale.stride(1) * scale.shape[1] > MAX_TMA_COORDINATE:
         shape = (scale.shape[0], scale.shape[1] * BLOCK_1X128[1])
         scale = empty_scale(shape, BLOCK_1X128, "fp32", scale.device).copy_(scale)

@@ -91,7 +91,7 @@ class SharedInput:
 
     A thread keeps one entry: the casts of the last tensor that a sibling was called with. They serve a layer of the
     same group that is called with the very same object, at the same version, on the same thread, stream and dispatch
-    modes. Each layer takes them once: the next call with that tensor begins anew. The entry is dropped after all
+    modes. Each layer takes them once: the next call with that tensor starts over. The entry is dropped after all
     siblings took theirs, when the tensor dies, and when another converted layer or tensor comes.
 
     Writes that torch does not count (``.data``, a kernel of the caller's) between the calls of two siblings are not

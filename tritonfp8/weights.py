@@ -34,7 +34,7 @@ def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def _hold(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> HeldWeight:
     if "weight" not in layer._parameters:
         raise TypeError(
-            f"the weight of {name} must be a Parameter; it is computed anew for each use (parametrized, pruned or "
+            f"the weight of {name} must be a Parameter; it is computed for each use (parametrized, pruned or "
             "normalized): make that permanent first (remove_parametrizations, prune.remove), or leave out the block"
         )
     weight = layer.weight
