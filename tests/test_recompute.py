@@ -1,5 +1,6 @@
 """What a forward decided holds in its recompute, and the options of one thread are those of no other."""
 
+import gc
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tritonfp8 import convert, swap_recipe
+from tritonfp8 import convert, recompute, swap_recipe
 from tritonfp8.distributed import options, scales, token_counts
 from tritonfp8.distributed.options import Options, current
 from tritonfp8.testing import assert_bitwise_equal
@@ -187,6 +188,13 @@ class Mlp(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def compiled():
+    model = residual()
+    for layer in (model[0], model[2]):
+        layer.compile(backend="aot_eager")
+    return model
+
+
 def fused():
     torch.manual_seed(0)
     model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), Mlp())
@@ -194,7 +202,7 @@ def fused():
     return model
 
 
-@pytest.mark.parametrize("make", [residual, fused])
+@pytest.mark.parametrize("make", [residual, fused, compiled])
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
 def test_a_recompute_follows_the_recipe_of_its_forward(make, kind):
     def gradients(swap):
@@ -209,6 +217,21 @@ def test_a_recompute_follows_the_recipe_of_its_forward(make, kind):
     (expected, before), (found, after) = gradients(False), gradients(True)
     assert_bitwise_equal(found, expected)
     assert not torch.equal(before, after)
+
+
+def test_nothing_is_kept_of_swaps_that_no_region_may_ask_for():
+    model = residual()
+    gc.collect()
+    swap_recipe(model, "rowwise")
+    assert recompute._swaps == []
+    out = checkpoint(model, normal(3, 64).requires_grad_(), use_reentrant=False)
+    swap_recipe(model, "tensorwise")
+    assert len(recompute._swaps) == 2
+    out.sum().backward()
+    del out
+    gc.collect()
+    swap_recipe(model, "rowwise")
+    assert recompute._swaps == []
 
 
 def test_two_backwards_recompute_alike():

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from tritonfp8 import recompute
 from tritonfp8.functional import SharedInput
 from tritonfp8.fusing import fuse_model, recipes_of_norms, unfuse_model
 from tritonfp8.in_place import all_or_nothing, change_class, is_own_forward, rebase
@@ -198,8 +199,7 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
 def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
     """Change the recipe of a converted model's layers, in place. Parameters stay; an equal recipe recompiles nothing.
 
-    A backward follows its forward's recipe, also where activation checkpointing runs that forward again. The exception
-    are compiled layers inside a checkpointed region: they run again by the new recipe, so swap after ``backward()``.
+    A backward follows its forward's recipe, also where activation checkpointing runs that forward again.
 
     Args:
         model: a converted model.
@@ -221,10 +221,12 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
     with all_or_nothing(model):
         for norm, new in norms:
             if new != norm.recipe:
+                recompute.swapping(norm)
                 norm.recipe = new
         for module in layers.values():
             # The same object where the recipe is equal: whatever was compiled for it stays valid.
             if new_recipes[module] != module.recipe:
+                recompute.swapping(module)
                 module.recipe = new_recipes[module]
     return ConversionReport(
         {name: recipe for name, recipe in chosen.items() if recipe is not None},

@@ -44,6 +44,9 @@ def carry(capture: Capture) -> None:
     _captures.append(capture)
 
 
+_regions: weakref.WeakSet[Region] = weakref.WeakSet()
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.noted_by: tuple[Region, ...] = ()
@@ -58,10 +61,27 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+# What a module followed before each swap since the oldest region began. A compiled layer, in which nothing is noted, is
+# guarded on its recipe: with the one of the forward it takes the forward's graph.
+_swaps: list[tuple[weakref.ref[Any], Recipe]] = []
+
+
+def swapping(module: Any) -> None:
+    """The recipe of ``module`` is about to be changed."""
+    if not _regions:
+        _swaps.clear()
+        return
+    _swaps.append((weakref.ref(module), module.recipe))
+
+
 class Region:
     """One forward of a checkpointed region, and what its layers decided."""
 
     def __init__(self) -> None:
+        # A region inside one that runs again begins where that one did.
+        outer = _thread.replayed
+        self._first_swap: int = len(_swaps) if outer is None else outer._first_swap
+        _regions.add(self)
         self._recipes: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}
         self._restore = [capture() for capture in _captures]
 
@@ -83,11 +103,27 @@ class Region:
         with contextlib.ExitStack() as stack:
             for restore in self._restore:
                 stack.enter_context(restore)
+            stack.enter_context(self._recipes_of_forward())
             _thread.set(_thread.noted_by, self)
             try:
                 yield
             finally:
                 _thread.set(_thread.noted_by, before)
+
+    @contextlib.contextmanager
+    def _recipes_of_forward(self) -> Iterator[None]:
+        """Modules whose recipe was swapped since the forward follow the one that they had then."""
+        now: dict[Any, Recipe] = {}
+        for reference, before in _swaps[self._first_swap :]:
+            module = reference()
+            if module is not None and module not in now:
+                now[module] = module.recipe
+                module.recipe = before
+        try:
+            yield
+        finally:
+            for module, recipe in now.items():
+                module.recipe = recipe
 
     def note(self, weight: Tensor, recipe: Recipe) -> None:
         """The layer of this weight follows this recipe in the forward."""
