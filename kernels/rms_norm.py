@@ -9,7 +9,7 @@ import triton.language as tl
 from tritonfp8.kernels.dependent import begin
 from tritonfp8.kernels.fused import normalized_rows, offsets, quantize_rows, tile_cols, tile_rows
 from tritonfp8.kernels.numerics import magnitudes, reduce_max
-from tritonfp8.kernels.triton_names import DISABLE_LICM
+from tritonfp8.kernels.triton_names import DISABLE_LICM, DISABLE_LICM_OF_ROWS_OF_4096
 
 NO_POLICY: tl.constexpr = tl.constexpr("")
 
@@ -66,7 +66,8 @@ def rms_norm_rows_kernel(
         weight = tl.load(weight_ptr + cols * stride_w, mask=cols < N, other=0.0)
     if PREFETCH:
         x = _load(x_ptr, tile_rows(first, 1, TILE_M, 1), cols, M, N, stride_xm, stride_xn)
-    for start in tl.range(first, M, step, disable_licm=DISABLE_LICM):
+    KEEP_IN_LOOP: tl.constexpr = DISABLE_LICM or (DISABLE_LICM_OF_ROWS_OF_4096 and TILE_N == 4096)
+    for start in tl.range(first, M, step, disable_licm=KEEP_IN_LOOP):
         rows = tile_rows(start, 1, TILE_M, 1)
         if PREFETCH:
             following = _load(x_ptr, rows + step, cols, M, N, stride_xm, stride_xn)
