@@ -19,7 +19,7 @@ test: $(VENV)/.installed
 	$(BIN)/pytest
 
 versions: $(VENV)/.installed  ## kernels compiled by every triton that is supported
-	$(BIN)/python tests/every_triton.py
+	$(BIN)/python tests/support/every_triton.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -2,8 +2,8 @@
 
 import torch
 
-from bench.machine import output_path, write_results
-from tritonfp8.doctor import accumulation_figures
+from bench.contest.machine import output_path, write_results
+from tritonfp8.workflow import accumulation_figures
 
 
 def main() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import machine, shapes
-from bench.contest import FULL, QUICK, SMOKE_EFFORT, Contest, Device, Stopwatch
+from bench import shapes
+from bench.contest import machine
+from bench.contest.compare import FULL, QUICK, SMOKE_EFFORT, Contest, Device, Stopwatch
 from tritonfp8 import hardware
 
 STOPWATCH = Stopwatch()

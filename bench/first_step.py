@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 
 import tritonfp8
-from tritonfp8.training_models import MODELS
+from tritonfp8.training import MODELS
 
 VOCABULARY = 256
 OWN_SUFFIX, INDUCTOR_PREFIX = "_kernel", "triton_"

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench.cases import ALIKE_COPY, COPY, EPILOGUE, LAYER
+from bench.contest.cases import ALIKE_COPY, COPY, EPILOGUE, LAYER
 from bench.tables import over_peer, size_name, with_peers
 
 Row = Mapping[str, Any]

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from bench import shapes, tables
-from bench.bars import BARS, judge
-from bench.machine import results_folder, write_results
+from bench.contest.bars import BARS, judge
+from bench.contest.machine import results_folder, write_results
 
 # Share of a budget, about what each takes. What a suite leaves goes to those after it.
 SUITES = {"scaled_matmul": 4, "quantize": 2, "linear": 4, "model": 5, "launch": 5}
@@ -93,7 +93,7 @@ def run_suite(suite: str, options: Iterable[str], seconds: float | None, rows: P
         How it ended: ``complete``, ``cut off`` (not all of it fitted into ``seconds``), ``failed``, ``stopped`` (a test
         went on for long after ``seconds``) or ``interrupted``.
     """
-    command = [sys.executable, "-m", "pytest", f"bench/test_{suite}.py", "-q", "--rows", str(rows), *options]
+    command = [sys.executable, "-m", "pytest", f"bench/suites/test_{suite}.py", "-q", "--rows", str(rows), *options]
     if seconds is not None:
         command += ["--budget", f"{seconds:.0f}"]
     process = subprocess.Popen(command)

@@ -11,7 +11,7 @@ of fast accumulation are those of ``bench.tune``.
 - ``layer``: ``(M, K, N)``: tokens, in features, out features
 - ``model``: ``(layers, hidden, ffn, heads, kv_heads, batch, sequence)`` of a Llama
 - ``launch``: ``(M, N, K)``, so small that the host is what takes time
-- ``first_step``: ``(batch, sequence)`` of the model of that name (``tritonfp8.training_models.MODELS``)
+- ``first_step``: ``(batch, sequence)`` of the model of that name (``tritonfp8.training.models.MODELS``)
 """
 
 import json

@@ -8,10 +8,9 @@ import sys
 
 from rich.progress import Progress
 
-from bench.cases import recipe_variants
+from bench.contest.cases import recipe_variants
 from bench.shapes import SHAPES, select
-from tritonfp8.tuning_measure import MATMUL, tune
-from tritonfp8.warmup_ops import Call, record_linear
+from tritonfp8.warmup import MATMUL, Call, record_linear, tune
 
 RECIPES = ("rowwise", "blockwise")
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from tritonfp8.cli import warmup
+from tritonfp8.cli.warmup import warmup
 
 if __name__ == "__main__":
     typer.run(warmup)

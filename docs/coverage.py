@@ -48,30 +48,32 @@ class Collected(NamedTuple):
 
 
 YES = "yes"
-_LLAMA = "tests/test_tensor_parallel.py::test_losses_do_not_go_nan_and_are_those_of_one_process"
-_CONTEXT = "tests/test_context_parallel.py"
+_LLAMA = (
+    "tests/distributed/tensor_parallel/test_tensor_parallel.py::test_losses_do_not_go_nan_and_are_those_of_one_process"
+)
+_CONTEXT = "tests/distributed/test_context_parallel.py"
 # What enable_float8_all_gather says of weights that no GEMM reads in 8 bits, and what FSDP2 does with them.
-_REPORTED = {"bf16": ("in bf16", "tests/test_fsdp_prepare.py::test_report_names_every_converted_layer")}
-_BF16 = {"bf16": ("in bf16", "tests/test_fsdp.py::test_weights_that_no_gemm_reads_in_8_bits")}
+_REPORTED = {"bf16": ("in bf16", "tests/distributed/fsdp/test_prepare.py::test_report_names_every_converted_layer")}
+_BF16 = {"bf16": ("in bf16", "tests/distributed/fsdp/test_fsdp.py::test_weights_that_no_gemm_reads_in_8_bits")}
 
 COLUMNS = (
-    Column("TP colwise", ("tests/test_parallelism.py::test_colwise",)),
-    Column("TP rowwise", ("tests/test_parallelism.py::test_rowwise",)),
+    Column("TP colwise", ("tests/distributed/test_parallelism.py::test_colwise",)),
+    Column("TP rowwise", ("tests/distributed/test_parallelism.py::test_rowwise",)),
     Column("SP", (_LLAMA,), "sequence"),
     Column(
         "FSDP2, FP8 all-gather",
-        ("tests/test_fsdp.py::test_losses_with_fp8_all_gather_equal_those_without",),
+        ("tests/distributed/fsdp/test_fsdp.py::test_losses_with_fp8_all_gather_equal_those_without",),
         otherwise=_BF16,
     ),
-    Column("HSDP, FP8 all-gather", ("tests/test_parallelism.py::test_hsdp",), otherwise=_BF16),
-    Column("TP x FSDP2", ("tests/test_fsdp_tp.py::test_tp_by_fsdp2",), otherwise=_REPORTED),
-    Column("HSDP x TP", ("tests/test_fsdp_tp.py::test_tp_by_hsdp",), otherwise=_REPORTED),
-    Column("Pipeline", ("tests/test_pipeline.py::test_two_stages",)),
+    Column("HSDP, FP8 all-gather", ("tests/distributed/test_parallelism.py::test_hsdp",), otherwise=_BF16),
+    Column("TP x FSDP2", ("tests/distributed/fsdp/test_fsdp_tp.py::test_tp_by_fsdp2",), otherwise=_REPORTED),
+    Column("HSDP x TP", ("tests/distributed/fsdp/test_fsdp_tp.py::test_tp_by_hsdp",), otherwise=_REPORTED),
+    Column("Pipeline", ("tests/distributed/test_pipeline.py::test_two_stages",)),
     Column(
         "Context parallel",
         (f"{_CONTEXT}::test_context_parallel_of_torch", f"{_CONTEXT}::test_causal_attention_on_gathered_keys"),
     ),
-    Column("DCP", ("tests/test_parallelism.py::test_checkpoint_loads_at_another_world_size",)),
+    Column("DCP", ("tests/distributed/test_parallelism.py::test_checkpoint_loads_at_another_world_size",)),
 )
 
 

@@ -4,92 +4,51 @@ import ast
 import graphlib
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 
-# Lowest first. Modules of a layer may import each other, without cycles; `__init__` is the package's own namespace.
+# Rooms, lowest first: a folder of the package, or a module that lies in no folder. Those of a layer do not import each
+# other; `tritonfp8` is the package's own namespace.
 LAYERS = (
     {"kernels"},
-    {"formats", "versions"},
+    {"compat", "counting", "formats", "hardware"},
     {"specs"},
-    {"recipes", "quantized", "reference", "reference_fused", "testing"},
-    {
-        "hardware",
-        "tuning",
-        "tuning_store",
-        "cast_tiles",
-        "compiled",
-        "replay",
-        "launch",
-        "launch_amax",
-        "launch_fused",
-        "launch_matmul",
-        "launch_shards",
-        "counting",
-    },
+    {"quantized", "recipes", "reference", "testing"},
+    {"tuning"},
+    {"launch"},
     {"ops"},
-    {
-        "operands",
-        "recompute",
-        "shared_input",
-        "functional",
-        "handlers",
-        "linear",
-        "linear_checks",
-        "linear_op",
-        "traced_linear",
-        "traced_op",
-        "second_derivative",
-        "functional_fused",
-        "autograd_fused",
-    },
-    {"in_place", "modules", "weights", "modules_fused"},
-    {"convert", "formula", "fusing"},
-    {"__init__"},
-    {
-        "distributed",
-        "cli",
-        "__main__",
-        "doctor",
-        "corpus",
-        "training",
-        "training_models",
-        "training_report",
-        "tuning_measure",
-        "warmup",
-        "warmup_ops",
-        "warmup_ranks",
-        "warmup_workers",
-    },
+    {"layers"},
+    {"layers.linear"},
+    {"layers.fused"},
+    {"functional", "modules"},
+    {"convert"},
+    {"tritonfp8"},
+    {"distributed"},
+    {"workflow"},
+    {"training"},
+    {"warmup"},
+    {"cli"},
+    {"__main__"},
 )
-RANKS = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
-ABOVE_THE_CORE = LAYERS[-1]
+RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
+ABOVE_THE_CORE = set().union(*LAYERS[RANKS["tritonfp8"] + 1 :])
 # What lies above the ops reaches kernels through the dispatcher only.
-ABOVE_OPS = set().union(*LAYERS[RANKS["ops"] + 1 : RANKS["__init__"]])
-BEHIND_OPS = {
-    "kernels",
-    "cast_tiles",
-    "compiled",
-    "replay",
-    "launch",
-    "launch_amax",
-    "launch_fused",
-    "launch_matmul",
-    "launch_shards",
-    "reference",
-    "reference_fused",
-}
-# `supports` and the search spaces are data for the host.
-KERNEL_DATA = "tritonfp8.kernels.configs"
+ABOVE_OPS = set().union(*LAYERS[RANKS["ops"] + 1 : RANKS["tritonfp8"]])
+BEHIND_OPS = {"kernels", "launch", "reference"}
+# Nothing that a model needs without `fuse=True`: `convert` imports it when it is asked for.
+ON_DEMAND = "layers.fused"
+# Plain numbers, which the host reads too.
+KERNEL_DATA = "tritonfp8.kernels.matmul.sizes"
 
 MUTABLE_DATACLASSES = {
     "tritonfp8.counting.GemmCounts": "counts",
-    "tritonfp8.training.Result": "filled while training, so that Ctrl-C keeps what was measured",
-    "tritonfp8.training.Run": "likewise",
+    "tritonfp8.training.loop.Result": "filled while training, so that Ctrl-C keeps what was measured",
+    "tritonfp8.training.loop.Run": "likewise",
 }
 MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked"}
-MAY_READ_THE_ENVIRONMENT = {f"tritonfp8.{name}" for name in ABOVE_THE_CORE | {"tuning_store"}}
+MAY_READ_THE_ENVIRONMENT = (*(f"tritonfp8.{room}" for room in ABOVE_THE_CORE), "tritonfp8.tuning.store")
 # Functions, or a stride in one.
 BOUNDED = "the launcher copies what lies beyond (compiled.within_32_bits)"
 STRIDES_OF_32_BITS = {
@@ -103,7 +62,7 @@ STRIDES_OF_32_BITS = {
     "quantize_tile_kernel": "a result's number, 0 or 1",
 }
 PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 12, 500, 60
 # As torch spells them. None stands for what is left out.
 SCHEMA_TYPES = {
     "Tensor",
@@ -132,13 +91,20 @@ class Module:
         return ast.parse(self.source)
 
     @property
-    def component(self):
-        parts = self.name.split(".")
-        return parts[1] if len(parts) > 1 else "__init__"
+    def folder(self):
+        """The package that this is, or lies in."""
+        return self.name if self.is_package else self.name.rpartition(".")[0]
+
+    @property
+    def room(self):
+        """The key of LAYERS: the longest that the name begins with."""
+        name = self.name.partition(".")[2] or self.name
+        parts = name.split(".")
+        return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in RANKS), name)
 
     @property
     def is_kernel(self):
-        return self.component == "kernels" and not self.is_package
+        return self.room == "kernels" and not self.is_package
 
 
 def read_module(path, root, package):
@@ -168,27 +134,65 @@ def imported_modules(module, names):
     return {name for name in found if name in names} - {module.name}
 
 
+def _is_within(name, folder):
+    return f"{name}.".startswith(f"{folder}.")
+
+
+def _is_deferred(module, imported):
+    """Whether ``module`` imports this inside of functions only."""
+    top = Module(module.name, "\n".join(ast.unparse(n) for n in module.tree.body if not isinstance(n, ast.FunctionDef)))
+    return imported not in imported_modules(top, {imported})
+
+
+def _is_exported(module, by_name):
+    """Whether its folder lists this module in `__all__`."""
+    body = by_name[module.folder].tree.body if module.folder in by_name else []
+    lists = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    return any(module.name.rpartition(".")[2] in ast.literal_eval(names) for names in lists)
+
+
 def import_violations(modules):
     by_name = {module.name: module for module in modules}
     graph = {module.name: imported_modules(module, by_name) for module in modules}
     violations = []
     for name, imports in graph.items():
-        component = by_name[name].component
-        if component not in RANKS:
-            violations.append(f"{name}: give {component!r} its place in LAYERS")
+        module = by_name[name]
+        if module.room not in RANKS:
+            violations.append(f"{name}: give {module.room!r} its place in LAYERS")
             continue
         for imported in sorted(imports):
-            other = by_name[imported].component
-            if RANKS.get(other, -1) > RANKS[component]:
+            other = by_name[imported]
+            if RANKS.get(other.room, -1) > RANKS[module.room]:
                 violations.append(f"{name} imports {imported}, which lies above it")
-            if other == "distributed" and component != "distributed":
+            elif other.room != module.room and RANKS.get(other.room, -1) == RANKS[module.room]:
+                violations.append(f"{name} imports {imported}, which lies beside it")
+            elif other.room == "distributed" and module.room != "distributed":
                 violations.append(f"{name} imports {imported}: only distributed/ may")
-            if component in ABOVE_OPS and other in BEHIND_OPS:
+            elif module.room in ABOVE_OPS and other.room in BEHIND_OPS:
                 violations.append(f"{name} imports {imported} past the ops")
+            elif other.room == ON_DEMAND != module.room and not _is_deferred(module, imported):
+                violations.append(f"{name} imports {imported} before somebody asks for it")
+            elif not (
+                other.is_package or other.is_kernel or _is_within(name, other.folder) or _is_exported(other, by_name)
+            ):
+                violations.append(f"{name} imports {imported}, a file of another folder: import {other.folder}")
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         violations.append("imports in a circle: " + " -> ".join(error.args[1]))
+    return violations
+
+
+def folder_violations(modules):
+    """Folders of more files than one can keep in view, or that do not say what they are for."""
+    violations = []
+    files = Counter(module.folder for module in modules)
+    packages = {module.name: module for module in modules if module.is_package}
+    for folder, count in files.items():
+        if count > MAX_FILES:
+            violations.append(f"{folder} has {count} files, more than {MAX_FILES}")
+        if folder in packages and not ast.get_docstring(packages[folder].tree):
+            violations.append(f"{folder} has no docstring that says what it is for")
     return violations
 
 
@@ -271,7 +275,7 @@ def environment_violations(modules):
     readers = {"environ", "environb", "getenv", "putenv"}
     violations = []
     for module in modules:
-        if module.name in MAY_READ_THE_ENVIRONMENT:
+        if f"{module.name}.".startswith(tuple(f"{name}." for name in MAY_READ_THE_ENVIRONMENT)):
             continue
         for base, attribute in imports(module):
             if base == "os" and attribute in readers:

@@ -19,7 +19,7 @@ if not HAS_CUDA:
     # Every worker would start processes that import torch, to compile on cores that are busy.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Read when a kernel is decorated, so also by triton's own library on import. TRITON_INTERPRET=0 from outside keeps
-    # the compiler: so do the tests in tests/offline, which need it and no GPU.
+    # the compiler: so do the tests in tests/compile_only, which need it and no GPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -28,7 +28,7 @@ if INTERPRETING:
 
     interpreter.repair()
 
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "0" else ["offline"]
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "0" else ["compile_only"]
 
 hypothesis.settings.register_profile(
     "tritonfp8",
@@ -61,13 +61,13 @@ def poisoned_outputs():
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A cache home of the test's own, and nothing tuned that was read before."""
-    from tritonfp8 import tuning, tuning_store
+    from tritonfp8.tuning import chooser, store
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuning_store, "_warned", set())
-    tuning.reload()
+    monkeypatch.setattr(store, "_warned", set())
+    chooser.reload()
     yield tmp_path
-    tuning.reload()
+    chooser.reload()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 from architecture import (
     Module,
     environment_violations,
+    folder_violations,
     format_violations,
     frozen_violations,
     import_violations,
@@ -38,6 +39,7 @@ OTHERS = [module for folder in ("tests", "bench", "docs") for module in modules_
 
 RULES = {
     import_violations: MODULES,
+    folder_violations: MODULES,
     kernel_violations: MODULES,
     stride_violations: MODULES,
     format_violations: MODULES,
@@ -70,10 +72,12 @@ def pyproject():
 
 def test_packages_are_those_of_the_tree():
     packages = pyproject()["tool"]["setuptools"]["packages"]
-    tree = [path.parent for path in (ROOT / "tritonfp8").rglob("__init__.py")]
-    assert sorted(packages) == sorted(".".join(path.relative_to(ROOT).parts) for path in tree)
-    assert not list((ROOT / "kernels").rglob("__init__.py")), "kernels/ is mounted, not a package of its own"
-    assert not [path for path in (ROOT / "kernels").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    tree = [path.parent.relative_to(ROOT) for path in (ROOT / "tritonfp8").rglob("__init__.py")]
+    tree += ["tritonfp8" / path.parent.relative_to(ROOT) for path in (ROOT / "kernels").rglob("__init__.py")]
+    assert sorted(packages) == sorted(".".join(path.parts) for path in tree)
+    folders = {path.parent for top in ("tritonfp8", "kernels") for path in (ROOT / top).rglob("*.py")}
+    assert len(folders) == len(tree) + 1, "a folder of modules has no __init__.py"
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "kernels/ is mounted, not a package of its own"
 
 
 def test_kernels_are_those_of_the_checkout():
@@ -115,50 +119,82 @@ def sample(name="tritonfp8.launch", source=""):
     return Module(name, source)
 
 
+def folder(name):
+    return Module(name, "", is_package=True)
+
+
+OPS, LINEAR_MODULE = folder("tritonfp8.ops"), sample("tritonfp8.layers.linear.module")
+
+
 BAD_SAMPLES = [
-    (import_violations, [sample("tritonfp8.specs", "from tritonfp8 import ops"), sample("tritonfp8.ops")], "above it"),
-    (import_violations, [sample("tritonfp8.specs", "import tritonfp8.ops"), sample("tritonfp8.ops")], "above it"),
-    (import_violations, [sample("tritonfp8.specs", "from .ops import x"), sample("tritonfp8.ops")], "above it"),
+    (import_violations, [sample("tritonfp8.specs", "from tritonfp8 import ops"), OPS], "above it"),
+    (import_violations, [sample("tritonfp8.specs", "import tritonfp8.ops"), OPS], "above it"),
+    (import_violations, [sample("tritonfp8.specs", "from .ops import x"), OPS], "above it"),
+    (import_violations, [sample("tritonfp8.specs", "def f():\n    from tritonfp8.ops import x"), OPS], "above it"),
+    (import_violations, [sample("tritonfp8.ops.fakes", "import tritonfp8"), folder("tritonfp8")], "above it"),
     (
         import_violations,
-        [sample("tritonfp8.specs", "def f():\n    from tritonfp8.ops import x"), sample("tritonfp8.ops")],
-        "above it",
-    ),
-    (import_violations, [sample("tritonfp8.ops", "import tritonfp8"), Module("tritonfp8", "", True)], "above it"),
-    (
-        import_violations,
-        [sample("tritonfp8.ops", "from tritonfp8 import __version__"), Module("tritonfp8", "", True)],
+        [sample("tritonfp8.ops.fakes", "from tritonfp8 import __version__"), folder("tritonfp8")],
         "above it",
     ),
     (
         import_violations,
-        [sample("tritonfp8.launch", "from . import tuning"), sample("tritonfp8.tuning", "from . import launch")],
+        [
+            sample("tritonfp8.layers.in_place", "from tritonfp8.layers.linear import x"),
+            folder("tritonfp8.layers.linear"),
+        ],
+        "above it",
+    ),
+    (
+        import_violations,
+        [sample("tritonfp8.testing", "from tritonfp8 import recipes"), sample("tritonfp8.recipes")],
+        "beside it",
+    ),
+    (
+        import_violations,
+        [sample("tritonfp8.ops.a", "from tritonfp8.ops import b"), sample("tritonfp8.ops.b", "import tritonfp8.ops.a")],
         "in a circle",
     ),
     (
         import_violations,
-        [sample("tritonfp8.cli", "import tritonfp8.distributed.fsdp"), sample("tritonfp8.distributed.fsdp")],
+        [sample("tritonfp8.cli.app", "import tritonfp8.distributed"), folder("tritonfp8.distributed")],
         "only distributed/ may",
     ),
     (
         import_violations,
-        [sample("tritonfp8.functional", "from tritonfp8 import launch"), sample("tritonfp8.launch")],
+        [sample("tritonfp8.functional", "from tritonfp8 import launch"), folder("tritonfp8.launch")],
         "past the ops",
     ),
+    (
+        import_violations,
+        [sample("tritonfp8.convert", "from tritonfp8.layers import fused"), folder("tritonfp8.layers.fused")],
+        "before somebody asks for it",
+    ),
+    (
+        import_violations,
+        [sample("tritonfp8.convert", "from tritonfp8.layers.linear.module import x"), LINEAR_MODULE],
+        "a file of another folder",
+    ),
     (import_violations, [sample("tritonfp8.misc")], "LAYERS"),
+    (folder_violations, [sample(f"tritonfp8.ops.file{i}") for i in range(13)], "13 files"),
+    (folder_violations, [folder("tritonfp8.ops")], "no docstring"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "import torch")], "imports torch"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "from math import log2")], "imports math"),
-    (kernel_violations, [sample("tritonfp8.kernels.configs", "import tritonfp8.specs")], "imports tritonfp8.specs"),
+    (
+        kernel_violations,
+        [sample("tritonfp8.kernels.matmul.sizes", "import tritonfp8.specs")],
+        "imports tritonfp8.specs",
+    ),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "from ..specs import x")], "imports tritonfp8.specs"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "def f(x):\n    assert x")], "static_assert"),
     (
         stride_violations,
-        [sample("tritonfp8.kernels.tiles", "def f(x, row, stride_m):\n    x + row.to(tl.int32) * stride_m")],
+        [sample("tritonfp8.kernels.matmul.tiles", "def f(x, row, stride_m):\n    x + row.to(tl.int32) * stride_m")],
         "tiles:2",
     ),
     (
         stride_violations,
-        [sample("tritonfp8.kernels.tiles", "def f(x, row, stride):\n    x += stride * row")],
+        [sample("tritonfp8.kernels.matmul.tiles", "def f(x, row, stride):\n    x += stride * row")],
         "tiles:2",
     ),
     (format_violations, [sample(source="if format == 'e4m3': pass")], "launch:1"),

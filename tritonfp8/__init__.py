@@ -12,15 +12,14 @@ import importlib
 from typing import Any
 
 # First: a torch or triton of another version fails at whatever it lacks.
-import tritonfp8.versions  # noqa: F401
+import tritonfp8.compat  # noqa: F401
 from tritonfp8 import recipes
 from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
 from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_matmul
-from tritonfp8.modules import Float8Linear
+from tritonfp8.layers.linear import Float8Linear, quantize_weights_once
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
-from tritonfp8.weights import quantize_weights_once
 
 __version__ = "0.1.0"
 

@@ -10,14 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-from tritonfp8 import recompute
 from tritonfp8.functional import SharedInput
-from tritonfp8.fusing import fuse_model, recipes_of_norms, unfuse_model
-from tritonfp8.in_place import all_or_nothing, change_class, is_own_forward, rebase
-from tritonfp8.modules import Float8Linear, require_module
+from tritonfp8.layers import all_or_nothing, change_class, is_own_forward, rebase, swapping
+from tritonfp8.layers.linear import Float8Linear, require_module
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import require_flag
 
@@ -130,6 +129,22 @@ def _share_inputs(model: nn.Module, layers: Collection[nn.Module]) -> None:
                     child.shared_input = shared  # type: ignore[assignment]
 
 
+def _fusing() -> Any:
+    """The folder of fused layers: imported for models that have them, which the others do without."""
+    from tritonfp8.layers import fused
+
+    return fused
+
+
+def _is_fused(model: nn.Module) -> bool:
+    return any("fused_from" in module.__dict__ or "is_fused" in module.__dict__ for module in model.modules())
+
+
+def _recipes_of_norms(model: nn.Module, recipes: Mapping[Any, Recipe]) -> list[tuple[Any, Recipe]]:
+    """Each fused norm of ``model`` with the recipe of its linears."""
+    return _fusing().recipes_of_norms(model, recipes.__getitem__) if _is_fused(model) else []
+
+
 def _unshare_inputs(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop("shared_input", None)
@@ -150,7 +165,7 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
             differ, or be bypassed by the module around them. Nor are layers whose forward was replaced on the instance,
             other than by the hooks of accelerate.
         fuse: also let SwiGLU MLPs, and norms that only linears of one recipe read, hand 8 bits on: what
-            :func:`tritonfp8.fusing.fuse_model` is sure of. The report says what was left and why. Sharded weights
+            :func:`tritonfp8.layers.fused.fuse_model` is sure of. The report says what was left and why. Sharded weights
             (tensor parallel) need ``fuse=False``.
 
     Returns:
@@ -191,7 +206,7 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
         for name, module in modules.items():
             change_class(module, Float8Linear)
             module.recipe = converted[name]  # type: ignore[assignment]
-        fused, left = fuse_model(model) if fuse else ({}, {})
+        fused, left = _fusing().fuse_model(model) if fuse else ({}, {})
         _share_inputs(model, set(modules.values()))
     return ConversionReport(converted, skipped, fused, left)
 
@@ -217,16 +232,16 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
     chosen = {name: choice.of(name) for name in layers}
     choice.check_all_used(list(layers))
     new_recipes = {module: chosen[name] or module.recipe for name, module in layers.items()}
-    norms = recipes_of_norms(model, lambda linear: new_recipes[linear])
+    norms = _recipes_of_norms(model, new_recipes)
     with all_or_nothing(model):
         for norm, new in norms:
             if new != norm.recipe:
-                recompute.swapping(norm)
+                swapping(norm)
                 norm.recipe = new
         for module in layers.values():
             # The same object where the recipe is equal: whatever was compiled for it stays valid.
             if new_recipes[module] != module.recipe:
-                recompute.swapping(module)
+                swapping(module)
                 module.recipe = new_recipes[module]
     return ConversionReport(
         {name: recipe for name, recipe in chosen.items() if recipe is not None},
@@ -278,4 +293,4 @@ def revert(model: nn.Module) -> list[str]:
             for name in ("recipe", "on_revert"):
                 module.__dict__.pop(name, None)
         _unshare_inputs(model)
-        return [*layers, *unfuse_model(model)]
+        return [*layers, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]

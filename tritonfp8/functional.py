@@ -1,4 +1,4 @@
-"""quantize, dequantize, scaled_matmul on :class:`Quantized`, and (from :mod:`tritonfp8.linear`) a linear layer."""
+"""quantize, dequantize and scaled_matmul on :class:`Quantized`; and the linear layer of :mod:`tritonfp8.layers.linear`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonfp8 import ops, traced_linear  # noqa: F401  traced_linear implements the ops that linear calls in a trace
+from tritonfp8 import ops
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
-from tritonfp8.linear import linear, quantize_weight
-from tritonfp8.operands import Operands
+from tritonfp8.layers.linear import (
+    Operands,
+    SharedInput,
+    linear,
+    quantize_weight,
+)
 from tritonfp8.quantized import Quantized, unchecked
-from tritonfp8.shared_input import SharedInput
 from tritonfp8.specs import (
     ACCUMULATIONS,
     ACTIVATIONS,

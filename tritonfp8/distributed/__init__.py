@@ -1,13 +1,13 @@
 """Sharding rules and FP8 collectives. The core never imports this subpackage."""
 
-from tritonfp8.distributed import private_names, sharding  # noqa: F401  check torch, register the rules of the ops
+from tritonfp8.distributed import dtensor_rules, torch_private  # noqa: F401  check torch, register the rules of the ops
 from tritonfp8.distributed.fsdp import enable_float8_all_gather
 from tritonfp8.distributed.options import scales, token_counts
-from tritonfp8.distributed.sharded_linear import sharded_linear
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    sharded_linear,
 )
 from tritonfp8.distributed.traffic import count_collective_bytes
 

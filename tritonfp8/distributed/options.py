@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tritonfp8 import recompute
+from tritonfp8.layers import carry
 from tritonfp8.specs import require, shown
 
 SCALES = ("global", "local")
@@ -89,7 +89,7 @@ class _Restored:
         _thread.set(self._before.pop())
 
 
-recompute.carry(_Restored)
+carry(_Restored)
 
 
 @contextmanager

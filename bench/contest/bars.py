@@ -1,0 +1,309 @@
+"""What has to hold, as data, and whether it does: ratios of rows that were measured in the same run.
+
+``bars.md`` is written from :func:`judge`. A bar over a set of shapes holds when it does on all of them; where some were
+not measured, it says so.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench import shapes
+from bench.contest import cases
+from bench.shapes import LARGE_GEMMS
+
+# "No measurable time": rounds of one product differ by more.
+EPILOGUE_SHARE = 0.98
+Row = Mapping[str, Any]
+MEAN, LOWEST, HIGHEST = "geometric mean", "lowest", "highest"
+_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
+    MEAN: statistics.geometric_mean,
+    LOWEST: min,
+    HIGHEST: max,
+}
+
+
+def _speed_up(row: Row, over: Row) -> float:
+    return over["seconds"] / row["seconds"]
+
+
+def _rate_share(row: Row, over: Row) -> float:
+    return (row["bytes"] / row["seconds"]) / (over["bytes"] / over["seconds"])
+
+
+def _time_ratio(row: Row, over: Row) -> float:
+    return row["seconds"] / over["seconds"]
+
+
+def _more_seconds(row: Row, over: Row) -> float:
+    return row["seconds"] - over["seconds"]
+
+
+def _memory_ratio(row: Row, over: Row) -> float:
+    return row["peak_bytes"] / over["peak_bytes"]
+
+
+def _extra_launches(row: Row, over: Row) -> float:
+    return row["extra_launches"]
+
+
+_MORE, _EXTRA = "more seconds", "extra launches"
+# Name -> what is computed of a row and the one that it is compared with, and the fields that both need.
+QUANTITIES: dict[str, tuple[Callable[[Row, Row], float], str]] = {
+    "speed-up": (_speed_up, "seconds"),
+    "share of copy speed": (_rate_share, "seconds"),
+    "host time ratio": (_time_ratio, "seconds"),
+    _MORE: (_more_seconds, "seconds"),
+    "peak memory ratio": (_memory_ratio, "peak_bytes"),
+    _EXTRA: (_extra_launches, "extra_launches"),
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One line of what has to hold.
+
+    Attributes:
+        what: in words.
+        kind: of the shapes (:mod:`bench.shapes`).
+        suite, case, contender: whose rows.
+        over: the contender that they are compared with.
+        bar: the least value, or the largest where ``at_most``.
+        sets: of the shapes.
+        shape: one of them alone, by name.
+        quantity: of :data:`QUANTITIES`.
+        reduce: of the values of all shapes.
+    """
+
+    what: str
+    kind: str
+    suite: str
+    case: str
+    contender: str
+    over: str
+    bar: float
+    sets: tuple[str, ...]
+    shape: str | None = None
+    quantity: str = "speed-up"
+    reduce: str = LOWEST
+    at_most: bool = False
+
+    def sizes(self) -> list[tuple[int, ...]]:
+        """The shapes that it is about."""
+        return [s.size for s in shapes.select(self.kind, self.sets) if self.shape in (None, s.name)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured of a bar.
+
+    Attributes:
+        bar: the bar.
+        values: ``(size, value)`` of each shape that was measured.
+        expected: how many shapes it takes, without those on which the peer cannot run.
+        reason: what to say where nothing was measured.
+    """
+
+    bar: Bar
+    values: tuple[tuple[tuple[int, ...], float], ...]
+    expected: int
+    reason: str
+
+    @property
+    def measured(self) -> float | None:
+        """The value that is compared with the bar."""
+        return _REDUCE[self.bar.reduce]([value for _, value in self.values]) if self.values else None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the bar is met; None where too little was measured to say."""
+        if self.measured is None:
+            return None
+        met = self.measured <= self.bar.bar if self.bar.at_most else self.measured >= self.bar.bar
+        # One shape that fails decides where every shape has to do; where it is missing it may be the one.
+        complete = len(self.values) == self.expected
+        return met if complete or (not met and self.bar.reduce != MEAN) else None
+
+
+def judge(rows: Iterable[Row], bars: Sequence[Bar]) -> list[Verdict]:
+    """Every bar against the rows."""
+    found = {(r["suite"], r["case"], tuple(r["shape"]), r["contender"]): r for r in rows}
+    return [_judge(bar, found) for bar in bars]
+
+
+def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
+    function, needed = QUANTITIES[bar.quantity]
+    values, reasons, expected = [], [], len(bar.sizes())
+    for size in bar.sizes():
+        row, over = (found.get((bar.suite, bar.case, size, name), {}) for name in (bar.contender, bar.over))
+        reasons += [each["reason"] for each in (row, over) if "reason" in each]
+        if row.get(needed) is not None and over.get(needed) is not None:
+            values.append((size, function(row, over)))
+        elif row.get(needed) is not None and "reason" in over:
+            # There is nothing to compare with.
+            expected -= 1
+    absent = "not measured" if bar.case in known_cases() else "not built"
+    reason = f"not measured: {reasons[0]}" if reasons else absent
+    return Verdict(bar, tuple(values), expected, reason)
+
+
+def known_cases() -> set[str]:
+    """The names of all cases that a suite has."""
+    return {
+        case.name for case in (*cases.CASTS, *cases.FUSED, *cases.PRODUCTS, cases.EPILOGUE, *cases.CALLS, *cases.WHOLE)
+    }
+
+
+def _products() -> list[Bar]:
+    bars = []
+    for accumulation, mean in (("precise", 1.06), ("fast", 1.03)):
+        for case in ("rowwise", "tensorwise"):
+            own, peer = f"tritonfp8 {accumulation}", f"torch {accumulation}"
+            common = ("gemm", "scaled_matmul", case, own, peer)
+            what = f"{case} GEMM, {accumulation}, over torch._scaled_mm"
+            bars += [
+                Bar(f"{what}, large shapes", *common, mean, LARGE_GEMMS, reduce=MEAN),
+                Bar(f"{what}, each large shape", *common, 0.97, LARGE_GEMMS),
+                Bar(f"{what}, M of 1 to 256", *common, 1.0, ("decode",), reduce=MEAN),
+            ]
+    own, peer = "tritonfp8 precise", "torch precise"
+    block = ("gemm", "scaled_matmul", "blockwise", own, peer)
+    what = "blockwise GEMM (1x128 by 128x128) over F.scaled_mm"
+    return [
+        *bars,
+        Bar(
+            "rowwise GEMM, precise over our fast, large shapes",
+            "gemm", "scaled_matmul", "rowwise", own, "tritonfp8 fast", 0.95, LARGE_GEMMS, reduce=MEAN,
+        ),
+        Bar(f"{what}, large shapes", *block, 1.10, LARGE_GEMMS, reduce=MEAN),
+        Bar(f"{what}, M of 1 to 256", *block, 1.15, ("decode",), reduce=MEAN),
+        Bar(f"{what}, each shape", *block, 1.0, (*LARGE_GEMMS, "decode")),
+        Bar(
+            "blockwise grad_weight GEMM (1x128 by 1x128) over F.scaled_mm, large shapes",
+            "gemm", "scaled_matmul", "blockwise grad_weight", own, peer, 1.05, LARGE_GEMMS, reduce=MEAN,
+        ),
+        *(
+            Bar(
+                f"rowwise GEMM with an epilogue of {name}, precise, over the one without",
+                "gemm", "scaled_matmul", cases.EPILOGUE.name, name, cases.BARE_PRODUCT, EPILOGUE_SHARE,
+                cases.EPILOGUE.sets, reduce=MEAN,
+            )
+            for name in cases.EPILOGUES
+            if name != cases.BARE_PRODUCT
+        ),
+    ]  # fmt: skip
+
+
+_COPY_SHARES = {
+    "rowwise": 0.93,
+    "1x128": 0.93,
+    "128x128": 0.93,
+    "1x32": 0.90,
+    "1x128 both": 0.85,
+    "rowwise both": 0.85,
+    "tensorwise": 0.88,
+    "RMSNorm + quantize": 0.88,
+    "SiLU-mul + quantize": 0.88,
+}
+
+
+def _casts() -> list[Bar]:
+    return [
+        Bar(
+            f"cast {case}, each tensor of 64 MB or more: share of copy speed",
+            "cast", "quantize", case, "tritonfp8", cases.COPY, bar, ("large",), quantity="share of copy speed",
+        )
+        for case, bar in _COPY_SHARES.items()
+    ]  # fmt: skip
+
+
+# By shape of the set "layers", in its order.
+_LAYER_BARS = {
+    "rowwise precise": (1.55, 1.38, 1.38, 1.18),
+    "rowwise fast": (1.60, 1.42, 1.42, 1.20),
+    "blockwise precise": (1.50, 1.35, 1.35, 1.18),
+    "tensorwise precise": (1.50, 1.35, 1.35, 1.18),
+}
+
+
+def _layers() -> list[Bar]:
+    layers = shapes.select("layer", ("layers",))
+    bars = [
+        Bar(
+            f"linear layer, forward + backward, {contender}, over bf16, {'x'.join(map(str, shape.size))}",
+            "layer", "linear", "layer", contender, "bf16", bar, ("layers",), shape.name,
+        )
+        for contender, values in _LAYER_BARS.items()
+        for shape, bar in zip(layers, values, strict=True)
+    ]  # fmt: skip
+    what = "linear layer, forward + backward, tensorwise precise, over torchao tensorwise, each shape"
+    return [
+        *bars,
+        Bar(
+            what, "layer", "linear", "layer", "tensorwise precise", "torchao tensorwise", 1.0, ("layers",)
+        ),
+    ]  # fmt: skip
+
+
+_MODEL_BARS = {
+    "llama 8b layers": {
+        "rowwise precise": 1.38,
+        "rowwise fast": 1.42,
+        "tensorwise precise": 1.43,
+        "blockwise precise": 1.38,
+    },
+    "hidden 2048 layers": {"rowwise precise": 1.20, "blockwise precise": 1.20},
+}
+_MEMORY_BAR = 0.85
+
+
+def _models() -> list[Bar]:
+    bars = []
+    for shape, values in _MODEL_BARS.items():
+        fused = {name + cases.FUSES: bar for name, bar in values.items() if name + cases.FUSES in cases.FUSED_VARIANTS}
+        for contender, bar in {**values, **fused}.items():
+            common = ("model", "model", "model", contender, "bf16")
+            what = f"{shape}, forward + backward, {contender}, over bf16"
+            bars.append(Bar(what, *common, bar, ("models",), shape))
+            if shape == "llama 8b layers":
+                quantity = "peak memory ratio"
+                bars.append(
+                    Bar(
+                        f"{what}: peak memory", *common, _MEMORY_BAR, ("models",), shape,
+                        quantity=quantity, reduce=HIGHEST, at_most=True,
+                    )
+                )  # fmt: skip
+    return bars
+
+
+def _launches() -> list[Bar]:
+    most = {"reduce": HIGHEST, "at_most": True}
+    calls = [
+        Bar(
+            f"host time of an eager {case.name} over torch._scaled_mm's",
+            "launch", "launch", case.name, "tritonfp8", "torch._scaled_mm", 1.0, ("launch",),
+            quantity="host time ratio", **most,
+        )
+        for case in cases.CALLS if not case.name.endswith("both")
+    ]  # fmt: skip
+    first = ("first_step", "launch", "first step")
+    sets = ("first-step",)
+    return [
+        *calls,
+        Bar("first step, cold: seconds beyond bf16's", *first, "cold", "bf16", 10.0, sets, quantity=_MORE, **most),
+        Bar(
+            "first step, warm: seconds beyond bf16's",
+            *first,
+            "after warm-up",
+            "bf16",
+            2.0,
+            sets,
+            quantity=_MORE,
+            **most,
+        ),
+        Bar("first step, cold: launches beyond the second's", *first, "cold", "bf16", 0, sets, quantity=_EXTRA, **most),
+    ]
+
+
+BARS = (*_products(), *_casts(), *_layers(), *_models(), *_launches())

@@ -1,0 +1,268 @@
+"""What the suites measure, as data: casts, products and layers; and the formulas of bytes and FLOPs, in one place."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import tritonfp8
+from bench.contest.peers import block_scaled, epilogue_scaled
+from bench.shapes import LARGE_GEMMS, SMOKE
+from tritonfp8 import Quantized, QuantSpec, Recipe, recipes, reference
+from tritonfp8.formats import FORMATS
+from tritonfp8.layers.fused import Produced, rms_norm_quantize, silu_mul_quantize
+from tritonfp8.recipes import GEMMS, Gemm
+from tritonfp8.specs import transposed
+from tritonfp8.testing import sqnr
+
+Tensors = tuple[torch.Tensor, ...]
+EPS = 1e-5
+# Contenders that the casts are compared with.
+COPY, ALIKE_COPY = "copy", "copy of as many bytes"
+# Rounded to bfloat16 once: 55.6 dB.
+FUSED_SQNR = 53.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one test measures. ``sets`` limits it to these sets of shapes (and ``smoke``); none means every set."""
+
+    name: str
+    sets: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+    def serves(self, shape_set: str) -> bool:
+        """Whether the case runs on the shapes of this set."""
+        return not self.sets or shape_set in (*self.sets, SMOKE)
+
+
+@dataclass(frozen=True)
+class Cast(Case):
+    """A cast of ``x`` by ``spec``, of ``x.T`` by ``spec_t``, or both in one call."""
+
+    spec: QuantSpec | None = None
+    spec_t: QuantSpec | None = None
+
+    def inputs(self, x: torch.Tensor) -> Tensors:
+        """What is cast."""
+        return (x,)
+
+    def run(self, x: torch.Tensor) -> Tensors:
+        """Data and scales, by the package."""
+        if self.spec is not None and self.spec_t is not None:
+            return sum(map(_tensors, tritonfp8.quantize_both(x, self.spec, self.spec_t)), ())
+        if self.spec is not None:
+            return _tensors(tritonfp8.quantize(x, self.spec))
+        assert self.spec_t is not None
+        return _tensors(tritonfp8.quantize(x, self.spec_t, transpose=True))
+
+    def expected(self, x: torch.Tensor) -> Tensors:
+        """The same by the reference, on the device of ``x``."""
+        normal = () if self.spec is None else reference.quantize(x, *self.spec.args)
+        return (*normal, *(() if self.spec_t is None else reference.quantize(x, *self.spec_t.args, True)))
+
+    def plain(self, x: torch.Tensor) -> Tensors:
+        """The same in a few lines of torch, for a compiler to fuse; whole blocks only."""
+        normal = () if self.spec is None else plain_cast(x, self.spec)
+        return (*normal, *(() if self.spec_t is None else plain_cast(x.t(), self.spec_t)))
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """The block of each result, in the coordinates of ``x``."""
+        normal = [] if self.spec is None else [self.spec.block]
+        return normal if self.spec_t is None else [*normal, transposed(self.spec_t.block)]
+
+    def takes_whole_blocks(self, shape: tuple[int, ...]) -> bool:
+        """Whether :meth:`plain` can cast a tensor of this shape: it knows no tails."""
+        return all(size % b == 0 for block in self._blocks() for size, b in zip(shape, block, strict=True))
+
+    def moved_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """The least bytes that must move: ``x`` read, once more where a whole column decides a scale, and one byte
+        written for each result. Scales are not counted.
+        """
+        blocks = self._blocks()
+        reads = 2 if any(rows == -1 for rows, _ in blocks) else 1
+        return shape[0] * shape[1] * (reads * itemsize + len(blocks))
+
+
+@dataclass(frozen=True)
+class Fused(Case):
+    """RMSNorm of ``x``, or SiLU of ``x`` times another, quantized without being written in between."""
+
+    producer: str = ""
+    spec: QuantSpec | None = None
+    spec_t: QuantSpec | None = None
+
+    def inputs(self, x: torch.Tensor) -> Tensors:
+        """``x`` and the other tensor."""
+        return x, torch.randn_like(x if self.producer == "silu_mul" else x[0])
+
+    def produced(self, x: torch.Tensor, other: torch.Tensor, keep: bool) -> Produced:
+        """By the package."""
+        if self.producer == "silu_mul":
+            return silu_mul_quantize(x, other, self.spec, self.spec_t, keep=keep)
+        return rms_norm_quantize(x, other, EPS, self.spec, self.spec_t, keep=keep)
+
+    def run(self, *inputs: torch.Tensor) -> Tensors:
+        """Data and scales."""
+        made = self.produced(*inputs, keep=False)
+        return sum((_tensors(q) for q in (made.normal, made.transposed) if q is not None), ())
+
+    def expected(self, *inputs: torch.Tensor) -> Tensors:
+        """The reference's quantization of what was produced, which has to be the high-precision value but for order."""
+        value = self.produced(*inputs, keep=True).value
+        assert value is not None
+        found = sqnr(value, self.value(*inputs))
+        assert found >= FUSED_SQNR, f"{self.name}: {found:.1f} dB from torch's; required {FUSED_SQNR}"
+        return self._cast.expected(value)
+
+    def value(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """What is quantized, by torch in high precision."""
+        if self.producer == "silu_mul":
+            return functional.silu(x.float()) * other
+        return functional.rms_norm(x.float(), x.shape[1:], other.float(), EPS)
+
+    def plain(self, *inputs: torch.Tensor) -> Tensors:
+        """The same in a few lines of torch, for a compiler to fuse; whole blocks only."""
+        return self._cast.plain(self.value(*inputs).to(inputs[0].dtype))
+
+    @property
+    def _cast(self) -> Cast:
+        return Cast(self.name, spec=self.spec, spec_t=self.spec_t)
+
+    def takes_whole_blocks(self, shape: tuple[int, ...]) -> bool:
+        """As :meth:`Cast.takes_whole_blocks`."""
+        return self._cast.takes_whole_blocks(shape)
+
+    def moved_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """As :meth:`Cast.moved_bytes`; SiLU-mul reads two tensors. The weight of a norm is not counted."""
+        cast = self._cast.moved_bytes(shape, itemsize)
+        read = cast - shape[0] * shape[1] * sum(spec is not None for spec in (self.spec, self.spec_t))
+        return cast + (read if self.producer == "silu_mul" else 0)
+
+
+def _tensors(q: Quantized) -> Tensors:
+    return q.qdata, q.scale
+
+
+def plain_cast(x: torch.Tensor, spec: QuantSpec) -> Tensors:
+    """Quantize ``x [M, N]``, M and N whole blocks, the way one would write it in torch."""
+    rows, cols = (size if b == -1 else b for size, b in zip(x.shape, spec.block, strict=True))
+    dtype = FORMATS[spec.format].dtype
+    finfo = torch.finfo(dtype)
+    tiles = x.float().unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
+    encode = finfo.max / tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12)
+    if spec.scale_rounding != "none":
+        encode = torch.exp2(torch.floor(torch.log2(encode)))
+    qdata = (tiles * encode).clamp(finfo.min, finfo.max).to(dtype).reshape(x.shape)
+    return qdata.contiguous(), 1 / encode.squeeze((1, 3))
+
+
+def _operand(recipe: str, gemm: str = "output", side: str = "lhs") -> Any:
+    return getattr(getattr(recipes.get(recipe), gemm), side)
+
+
+TENSOR, ROW, VECTOR, MX = (_operand(name) for name in ("tensorwise", "rowwise", "blockwise", "mxfp8"))
+SQUARE = _operand("blockwise", side="rhs")
+
+CASTS = (
+    Cast("rowwise", spec=ROW),
+    Cast("rowwise transposed", spec_t=ROW),
+    Cast("rowwise both", spec=ROW, spec_t=ROW),
+    Cast("1x128", spec=VECTOR),
+    Cast("1x128 both", spec=VECTOR, spec_t=VECTOR),
+    Cast("128x128", spec=SQUARE),
+    Cast("tensorwise", spec=TENSOR),
+    Cast("tensorwise both", spec=TENSOR, spec_t=TENSOR),
+    Cast("1x32", spec=MX),
+    Cast("1x32 both", spec=MX, spec_t=MX),
+)
+FUSED = tuple(
+    Fused(f"{what} + quantize{suffix}", ("large",), producer, spec, spec_t)
+    for what, producer in (("RMSNorm", "rms_norm"), ("SiLU-mul", "silu_mul"))
+    for suffix, spec, spec_t in (("", ROW, None), (" both", ROW, ROW), (" 1x128 both", VECTOR, VECTOR))
+)
+
+
+@dataclass(frozen=True)
+class Product(Case):
+    """A product of operands quantized by ``gemm``; ``peer`` makes torch's own from operands and accumulation."""
+
+    gemm: Gemm = dataclasses.field(default_factory=Gemm)
+    accumulations: tuple[str, ...] = ("precise",)
+    peer: Callable[[Quantized, Quantized, str], Callable[[], torch.Tensor]] | None = None
+
+    def quantized(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Quantized, Quantized]:
+        """Both operands, by the specs of the product."""
+        assert self.gemm.lhs is not None
+        assert self.gemm.rhs is not None
+        return tritonfp8.quantize(a, self.gemm.lhs), tritonfp8.quantize(b, self.gemm.rhs)
+
+
+BOTH = ("precise", "fast")
+PRODUCTS = (
+    Product("rowwise", gemm=recipes.get("rowwise").output, accumulations=BOTH, peer=epilogue_scaled),
+    Product("tensorwise", gemm=recipes.get("tensorwise").output, accumulations=BOTH, peer=epilogue_scaled),
+    Product("blockwise", gemm=recipes.get("blockwise").output, peer=block_scaled),
+    Product("blockwise grad_weight", LARGE_GEMMS, gemm=recipes.get("blockwise").grad_weight, peer=block_scaled),
+    Product("mxfp8", ("square", "llama-8b"), gemm=recipes.get("mxfp8").output),
+)
+
+# What is fused into a product against the product alone.
+BARE_PRODUCT = "no epilogue"
+EPILOGUES: dict[str, tuple[bool, str | None]] = {
+    BARE_PRODUCT: (False, None),
+    "bias": (True, None),
+    "bias, silu": (True, "silu"),
+}
+EPILOGUE = Product("rowwise epilogue", ("square", "llama-8b"), gemm=recipes.get("rowwise").output)
+
+
+def gemm_flops(m: int, n: int, k: int) -> int:
+    """Multiplications and additions of ``[M, K] @ [K, N]``."""
+    return 2 * m * n * k
+
+
+def gemm_bytes(m: int, n: int, k: int) -> int:
+    """The least bytes that an 8-bit product moves: both operands read, bf16 written."""
+    return m * k + n * k + 2 * m * n
+
+
+LAYER_RECIPES = ("rowwise", "tensorwise", "blockwise", "rowwise_hp_grad_weight", "mxfp8")
+# Compiling a model takes long: what the bars are about.
+MODEL_VARIANTS = ("rowwise precise", "rowwise fast", "tensorwise precise", "blockwise precise")
+# With norms and MLPs that hand 8 bits on.
+FUSES = ", fused"
+FUSED_VARIANTS = tuple(f"{name}{FUSES}" for name in MODEL_VARIANTS if name.endswith("precise"))
+
+
+def all_fast(recipe: Recipe) -> Recipe:
+    """``recipe`` with fast accumulation in all three products."""
+    gemms = {gemm: dataclasses.replace(getattr(recipe, gemm), accumulation="fast") for gemm in GEMMS}
+    return dataclasses.replace(recipe, name=f"{recipe.name} fast", **gemms)
+
+
+def recipe_variants(names: tuple[str, ...]) -> dict[str, Recipe]:
+    """Recipe by the name of its contender: each as it is, "precise", and those that have a choice also all "fast"."""
+    variants: dict[str, Recipe] = {}
+    for name in names:
+        recipe = recipes.get(name)
+        variants[f"{name} precise"] = recipe
+        if recipe.output.lhs in (TENSOR, ROW) and recipe.grad_weight.quantized:
+            variants[f"{name} fast"] = all_fast(recipe)
+    return variants
+
+
+_CALLED = ("rowwise", "1x128", "rowwise both", "1x128 both", "blockwise")
+CALLS = tuple(
+    dataclasses.replace(case, name=f"{function} {case.name}")
+    for function, cases in (("quantize", CASTS), ("scaled_matmul", PRODUCTS))
+    for case in cases
+    if case.name in _CALLED
+)
+# The kernels of a layer: what the GPU's time goes to.
+WHOLE = LAYER, LAYER_KERNELS, MODEL, FIRST_STEP = tuple(map(Case, ("layer", "layer kernels", "model", "first step")))

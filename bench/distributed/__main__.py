@@ -1,0 +1,6 @@
+"""``torchrun -m bench.distributed``."""
+
+from bench.distributed.run import main
+
+if __name__ == "__main__":
+    main()

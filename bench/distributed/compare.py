@@ -1,0 +1,336 @@
+"""Train the contestants of ``bench.distributed`` on the same text, one after the other.
+
+Each has the processes for itself, as a user's model has.
+"""
+
+import copy
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor
+import torch.nn.functional as F
+from torch import nn
+
+from bench.contest.compare import rounded
+from bench.distributed.models import Contestant, Meshes, attend_causally, fsdp_contestants, spread, tp_contestants
+from bench.distributed.ranks import AllFailedError, Ranks
+from tritonfp8 import recipes
+from tritonfp8.distributed import count_collective_bytes
+from tritonfp8.training import UNTIMED_STEPS, build_model, corpus, default_lr, lr_factor, require_train_extra
+
+ORDER = "one after the other"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared.
+
+    Attributes:
+        model: a name of :data:`tritonfp8.training.models.MODELS`, or the path of the config of a Llama.
+        recipes: of our own, those that quantize.
+        steps: optimizer steps of each contestant.
+        lr: peak learning rate of AdamW, or None for the model's.
+        rounds: how often all take part, one after the other; what is kept of each is its faster round. Where the host
+            has to keep up, the rest of what it does at the time shows.
+        batch_size: sequences a step for each part of the batch.
+        seq_len: tokens (bytes of text) a sequence.
+        dp, tp: ranks that share the batch, and that share a layer.
+        compile: whether each decoder layer is compiled.
+        peers: whether torchao takes part.
+        losses: compare losses, not speeds: deterministic, with controls.
+        seed: of the weights and of the choice of text.
+        data: file or folder of text, or None for the standard library's.
+    """
+
+    model: str
+    recipes: tuple[str, ...]
+    steps: int
+    batch_size: int
+    seq_len: int
+    dp: int
+    tp: int = 1
+    compile: bool = False
+    peers: bool = True
+    losses: bool = False
+    seed: int = 0
+    data: str | None = None
+    lr: float | None = None
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        default_lr(self.model)
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite; got {self.lr}")
+        if self.losses and self.rounds != 1:
+            raise ValueError(f"rounds are for speeds, and losses are the same in each; got {self.rounds} rounds")
+        for name in self.recipes:
+            if not recipes.get(name).output.quantized:
+                raise ValueError(f"bf16 takes part anyway; give recipes that quantize, not {name!r}")
+        if self.seq_len % self.tp:
+            raise ValueError(f"seq_len must be a multiple of tp, {self.tp}; got {self.seq_len}")
+
+    def contestants(self) -> list[Contestant]:
+        """Who takes part, bf16 first."""
+        if self.tp > 1:
+            return tp_contestants(self.recipes, alone=self.losses)
+        return fsdp_contestants(self.recipes, self.peers, again=self.losses)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all contestants start from on this rank.
+
+    Attributes:
+        settings: what is compared.
+        device: of this rank.
+        model: with the initial weights, float32, on the CPU.
+        batches: uint8 ``[dp * batch_size, seq_len + 1]`` of each step, the whole batch, and of one step more.
+        meshes: the ranks.
+    """
+
+    settings: Settings
+    device: torch.device
+    model: nn.Module
+    batches: tuple[torch.Tensor, ...]
+    meshes: Meshes
+
+    @classmethod
+    def make(cls, settings: Settings, device: torch.device) -> "Job":
+        """Collective."""
+        require_train_extra()
+        if device.type == "cuda":
+            # Nobody's first matrix product pays for the workspace of all.
+            torch.ones(16, 16, device=device, dtype=torch.bfloat16).mm(torch.ones(16, 16, device=device).bfloat16())
+        text = corpus.load(settings.data)
+        sizes = {"batch_size": settings.dp * settings.batch_size, "seq_len": settings.seq_len, "seed": settings.seed}
+        batches = tuple(b.to(device) for b in corpus.batches(text, steps=settings.steps + 1, **sizes))
+        model = build_model(settings.model, settings.seq_len, settings.seed)
+        attend_causally(model)
+        alone = settings.losses and settings.tp > 1
+        return cls(settings, device, model, batches, Meshes.make(device.type, settings.dp, settings.tp, alone))
+
+
+class Training:
+    """One contestant's model, sharded, and its optimizer."""
+
+    def __init__(self, job: Job, contestant: Contestant) -> None:
+        settings = job.settings
+        self.model = copy.deepcopy(job.model).to(job.device).train()
+        contestant.convert(self.model)
+        spread(self.model, contestant, job.meshes, settings.compile)
+        self.positions = torch.arange(settings.seq_len, device=job.device)[None]
+        self.after_step = contestant.after_step
+        first = 0 if contestant.alone else job.meshes.dp.get_local_rank() * settings.batch_size
+        self.part = slice(first, None if contestant.alone else first + settings.batch_size)
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        lr = default_lr(settings.model) if settings.lr is None else settings.lr
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        """One optimizer step on this rank's part of the batch; returns its mean loss, in nats a byte."""
+        batch = batch[self.part].long()
+        logits = self.model(input_ids=batch[:, :-1], position_ids=self.positions, use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.after_step(self.model)
+        return loss.detach()
+
+
+@dataclass
+class Measured:
+    """A contestant, and what was measured of it on this rank.
+
+    Attributes:
+        contestant: who.
+        losses: of each step, on this rank's part of the batch.
+        seconds: of each step.
+        peak_bytes: the most that was allocated for it, or None on a CPU.
+        bytes, calls: of the collectives of one step, by kind (:class:`~tritonfp8.distributed.count_collective_bytes`).
+        reason: why it was not measured, or not to the end.
+    """
+
+    contestant: Contestant
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    bytes: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    reason: str | None = None
+    training: Training | None = None
+
+    def start(self, job: Job) -> None:
+        """Build, and run the steps that are not timed."""
+        self.training = Training(job, self.contestant)
+        self.run(job, untimed_steps(job.settings))
+
+    def run(self, job: Job, count: int) -> None:
+        """The next ``count`` steps."""
+        assert self.training is not None
+        done = len(self.losses)
+        if job.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(job.device)
+        times, losses = [_now(job.device)], []
+        for batch in job.batches[done : done + count]:
+            losses.append(self.training.step(batch))
+            times.append(_now(job.device))
+        self.losses += torch.stack(losses).tolist() if losses else []
+        self.seconds += [_seconds(a, b) for a, b in itertools.pairwise(times)]
+        if job.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(job.device)
+            # What the first steps compile and tune is not the contestant's.
+            self.peak_bytes = peak if done < untimed_steps(job.settings) else max(peak, self.peak_bytes or 0)
+
+    def count(self, job: Job) -> None:
+        """One step more, for its collectives alone: whatever counting does to compiled code, nothing comes after it."""
+        assert self.training is not None
+        with count_collective_bytes() as traffic:
+            self.training.step(job.batches[job.settings.steps])
+        self.bytes, self.calls = dict(traffic.bytes), dict(traffic.calls)
+
+
+def untimed_steps(settings: Settings) -> int:
+    """Steps at the start that speeds leave out: they compile and fill the allocator."""
+    return min(UNTIMED_STEPS, max(settings.steps - 1, 1))
+
+
+def _collect(device: torch.device) -> None:
+    """Let nothing of one contestant reach the next: reference cycles hold its memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _now(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(a: Any, b: Any) -> float:
+    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
+
+
+def compare(
+    settings: Settings, ranks: Ranks, device: torch.device, note: Callable[[str, list[Row]], None]
+) -> tuple[str, list[Row]]:
+    """Measure all contestants. Collective: every rank calls it alike, and gets the same.
+
+    Args:
+        settings: what is compared.
+        ranks: all that take part.
+        device: of this rank.
+        note: is told what is returned, as far as it has come, whenever there is more.
+
+    Returns:
+        The order in which they ran, in words, and a row for each (:func:`row`).
+
+    Raises:
+        AllFailedError: the model or the text cannot be had.
+        RankError: ranks have parted; nothing more can be run.
+    """
+    if settings.losses:
+        make_deterministic()
+    job = ranks.together(lambda: Job.make(settings, device))
+    rows: list[Row] = []
+    for _ in range(settings.rounds):
+        for index, contestant in enumerate(settings.contestants()):
+            entry = Measured(contestant, reason=contestant.obstacle)
+            _phase(ranks, job, entry, Measured.start)
+            _phase(ranks, job, entry, Measured.run, settings.steps - untimed_steps(settings))
+            _phase(ranks, job, entry, Measured.count)
+            entry.training = None
+            torch.compiler.reset()
+            _collect(device)
+            found = row(settings, entry, ranks)
+            rows[index : index + 1] = [faster(*rows[index : index + 1], found)]
+            note(ORDER, rows)
+    return ORDER, rows
+
+
+def faster(*rounds: Row) -> Row:
+    """The row of the faster round, with the seconds of all; of a round that failed, where one did."""
+    seconds = [x for each in rounds for x in each.get("round_seconds", [each["seconds"]])]
+    failed = next((each for each in rounds if "reason" in each), None)
+    best = failed or min(rounds, key=lambda each: each["seconds"] or 0.0)
+    return {**best, "round_seconds": seconds}
+
+
+def make_deterministic() -> None:
+    """Let torch's own backward passes give the same bits each time; what has no such version is an error.
+
+    A warning is not enough: attention's backward then stays as it is.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    # Kernels are not chosen by how fast they are on the day, and round as eager ones do, whatever they are fused with.
+    # Not in every version.
+    for option in ("deterministic", "emulate_precision_casts"):
+        if hasattr(inductor, option):
+            setattr(inductor, option, True)
+
+
+def _phase(ranks: Ranks, job: Job, entry: Measured, what: Callable[..., None], *args: int) -> None:
+    """What a contestant does next, unless it has failed; where it fails on all ranks, the others go on without it."""
+    if entry.reason is not None:
+        return
+    try:
+        ranks.together(lambda: what(entry, job, *args))
+    except AllFailedError as error:
+        entry.reason, entry.training = str(error), None
+    if entry.reason is not None:
+        # Only now: the error held what was running.
+        _collect(job.device)
+
+
+def as_json(x: float) -> float | str:
+    """A number as JSON can hold it, which has no NaN; ``float`` reads it."""
+    return x if math.isfinite(x) else str(x)
+
+
+def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
+    """What was measured of a contestant on all ranks. Collective.
+
+    Seconds are the median step of the slowest rank, memory and bytes those of the rank with the most. Where losses are
+    compared there are none: deterministic kernels are not those that train.
+    """
+    seconds = [] if settings.losses else entry.seconds
+    timed = seconds[untimed_steps(settings) :]
+    own = (statistics.median(timed) if timed else None, entry.peak_bytes, entry.bytes, entry.calls, entry.losses)
+    medians, peaks, traffic, calls, losses = zip(*ranks.exchange(own), strict=True)
+    contestant = entry.contestant
+    found: Row = {
+        "contender": contestant.name,
+        "over": contestant.baseline,
+        "own": contestant.own,
+        "seconds": None if None in medians else rounded(max(medians)),
+        "peak_bytes": None if None in peaks else max(peaks),
+        "bytes": {kind: max(each.get(kind, 0) for each in traffic) for kind in traffic[0]},
+        "calls": {kind: max(each.get(kind, 0) for each in calls) for kind in calls[0]},
+        "losses": [list(map(as_json, each)) for each in losses],
+        "step_seconds": [rounded(x) for x in seconds],
+    }
+    if found["seconds"] is not None:
+        tokens = settings.dp * settings.batch_size * settings.seq_len
+        found["tokens_per_second"] = rounded(tokens / found["seconds"])
+    if entry.reason is not None:
+        found["reason"] = f"not measured: {entry.reason}"
+    return found

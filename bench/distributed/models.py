@@ -1,0 +1,272 @@
+"""Who takes part in ``bench.distributed``: how each converts the model, and how it is spread over the ranks."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import tritonfp8
+from bench.contest.peers import COMPILED_VERSIONS, torchao_layers
+from tritonfp8 import recipes as known_recipes
+from tritonfp8.distributed import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    enable_float8_all_gather,
+)
+
+BASELINE = "bf16"
+GATHER, TP, ALONE, AGAIN = "FP8 all-gather", "TP", "one process", "again"
+TP_WAYS = (TP, f"{TP}, DTensors between layers", f"{TP}, FP8 styles")
+OTHER_ORDER = "another order of sums"
+REORDERED = f"{ALONE}, {OTHER_ORDER}"
+ORDER_SEED = 0
+TORCHAO_GATHER, TORCHAO_ROWWISE = f"torchao tensorwise, {GATHER}", "torchao rowwise"
+ATTENTION = "causal_sdpa"
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Styles = tuple[type[ColwiseParallel], type[RowwiseParallel], type[PrepareModuleInput]]
+TORCH_STYLES: Styles = (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+FLOAT8_STYLES: Styles = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The ranks as FSDP and tensor parallelism see them.
+
+    Attributes:
+        dp: those that share the batch.
+        tp: those that share a layer, or None.
+        alone: this rank alone, or None.
+    """
+
+    dp: DeviceMesh
+    tp: DeviceMesh | None = None
+    alone: DeviceMesh | None = None
+
+    @classmethod
+    def make(cls, device_type: str, dp: int, tp: int, alone: bool) -> "Meshes":
+        """Collective: every rank makes the same."""
+        grid = init_device_mesh(device_type, (dp, tp), mesh_dim_names=("dp", "tp"))
+        single = init_device_mesh(device_type, (dp * tp, 1), mesh_dim_names=("copies", "alone")) if alone else None
+        return cls(grid["dp"], grid["tp"] if tp > 1 else None, single["alone"] if single else None)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One of those that are compared.
+
+    Attributes:
+        name: what the tables call it.
+        convert: makes the linear layers what they are, before anything is sharded.
+        baseline: the contestant in bf16 that is spread alike.
+        own: whether it is of this package.
+        after_step: what its users do after an optimizer step.
+        styles: of tensor parallelism, or None without it.
+        dtensors: whether the MLP's first layers return DTensors (``use_local_output=False``).
+        alone: whether each rank trains on the whole batch for itself.
+        obstacle: why it cannot take part, or None.
+    """
+
+    name: str
+    convert: Callable[[nn.Module], Any]
+    baseline: str = BASELINE
+    own: bool = False
+    after_step: Callable[[nn.Module], Any] = lambda model: None
+    styles: Styles | None = None
+    dtensors: bool = False
+    alone: bool = False
+    obstacle: str | None = None
+
+
+def _leave(model: nn.Module) -> None:
+    """Convert nothing."""
+
+
+def _converter(recipe: str, gather: bool = False) -> Callable[[nn.Module], None]:
+    def convert(model: nn.Module) -> None:
+        tritonfp8.convert(model, recipe)
+        if gather:
+            enable_float8_all_gather(model)
+
+    return convert
+
+
+def _shuffled(size: int, block: int, generator: torch.Generator) -> torch.Tensor:
+    """A permutation of ``range(size)`` that moves whole blocks, and elements inside of each."""
+    count = size // block
+    blocks = torch.randperm(count, generator=generator)
+    inside = torch.rand(count, block, generator=generator).argsort(dim=1)
+    rest = torch.randperm(size % block, generator=generator)
+    return torch.cat([(blocks[:, None] * block + inside).flatten(), count * block + rest])
+
+
+@torch.no_grad()
+def reorder_sums(model: nn.Module, block: int = 1) -> None:
+    """Permute the hidden dim of each MLP of a Llama, in place, on every rank alike.
+
+    The model computes the same, but ``down_proj`` and the gradients of the MLP's input add up in another order.
+
+    Args:
+        model: a transformers Llama, not yet converted.
+        block: how many neighbours in the hidden dim may share a scale. They stay together, so that scales stay as well.
+    """
+    generator = torch.Generator().manual_seed(ORDER_SEED)
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        down = mlp.down_proj.weight
+        order = _shuffled(down.shape[1], block, generator).to(down.device)
+        down.copy_(down[:, order])
+        for parameter in (*mlp.gate_proj.parameters(), *mlp.up_proj.parameters()):
+            parameter.copy_(parameter[order])
+
+
+def _largest_block(recipe: str) -> int:
+    """How many neighbours share a scale at most, whole dims aside."""
+    found = known_recipes.get(recipe)
+    operands = [spec for gemm in (found.output, found.grad_input, found.grad_weight) for spec in (gemm.lhs, gemm.rhs)]
+    return max([1, *(size for spec in operands if spec is not None for size in spec.block)])
+
+
+def _in_other_order(recipe: str, convert: Callable[[nn.Module], Any]) -> Callable[[nn.Module], None]:
+    block = _largest_block(recipe)
+
+    def reordered(model: nn.Module) -> None:
+        reorder_sums(model, block)
+        convert(model)
+
+    return reordered
+
+
+def fsdp_contestants(recipes: tuple[str, ...], peers: bool, again: bool) -> list[Contestant]:
+    """bf16, each recipe with weights gathered in bf16 and in 8 bits, torchao; ``again``: bf16 twice, as a control."""
+    found = [Contestant(BASELINE, _leave)]
+    if again:
+        found.append(Contestant(f"{BASELINE}, {AGAIN}", _leave))
+    for recipe in recipes:
+        found.append(Contestant(recipe, _converter(recipe), own=True))
+        found.append(Contestant(f"{recipe}, {GATHER}", _converter(recipe, gather=True), own=True))
+    return [*found, *(torchao_contestants() if peers else ())]
+
+
+def has_torchao() -> bool:
+    """Whether torchao is installed."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+def torchao_contestants() -> list[Contestant]:
+    """torchao's own: tensorwise, which it gathers in FP8, and rowwise, which it does not."""
+
+    def precompute(model: nn.Module) -> None:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+    obstacle = None if has_torchao() else "torchao is not installed"
+    return [
+        Contestant(
+            TORCHAO_GATHER,
+            lambda model: torchao_layers(model, "tensorwise", enable_fsdp_float8_all_gather=True),
+            after_step=precompute,
+            obstacle=obstacle,
+        ),
+        Contestant(TORCHAO_ROWWISE, lambda model: torchao_layers(model, "rowwise"), obstacle=obstacle),
+    ]
+
+
+def tp_contestants(recipes: tuple[str, ...], alone: bool) -> list[Contestant]:
+    """bf16; each recipe under torch's styles, with local tensors and DTensors, and under those that send FP8.
+
+    ``alone``: and in one process, and there with sums in another order, as a control.
+    """
+    baseline = f"{BASELINE}, {TP}"
+    found = [Contestant(baseline, _leave, baseline, styles=TORCH_STYLES)]
+    for recipe in recipes:
+        ways = zip(TP_WAYS, (TORCH_STYLES, TORCH_STYLES, FLOAT8_STYLES), (False, True, False), strict=True)
+        found += [
+            Contestant(f"{recipe}, {way}", _converter(recipe), baseline, own=True, styles=styles, dtensors=dtensors)
+            for way, styles, dtensors in ways
+        ]
+    if alone:
+        found += _alone(BASELINE, _leave, own=False)
+        for recipe in recipes:
+            found += _alone(recipe, _converter(recipe), own=True)
+    return found
+
+
+def _alone(recipe: str, convert: Callable[[nn.Module], Any], own: bool) -> list[Contestant]:
+    ways = {ALONE: convert, REORDERED: _in_other_order(recipe, convert)}
+    baseline = f"{BASELINE}, {ALONE}"
+    return [Contestant(f"{recipe}, {how}", way, baseline, own=own, alone=True) for how, way in ways.items()]
+
+
+def attend_causally(model: nn.Module) -> None:
+    """Let attention be causal by a flag, without a mask.
+
+    transformers looks at the token positions in each step to find out that it needs none, which waits for the GPU; and
+    it would make one of the wrong size where tokens are sharded.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    model.set_attn_implementation(ATTENTION)
+
+
+def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bool) -> None:
+    """Shard a converted Llama, in place: tensor parallelism, decoder layers compiled, FSDP2 on each and on the root."""
+    if contestant.styles is not None:
+        assert meshes.tp is not None
+        plan = llama_plan(len(model.model.layers), contestant.styles, contestant.dtensors)
+        parallelize_module(model, meshes.tp, plan)
+    mesh = meshes.alone if contestant.alone else meshes.dp
+    for name, layer in list(model.model.layers.named_children()):
+        if compile:
+            layer = compiled(layer, model.device.type)
+            model.model.layers.register_module(name, layer)
+        fully_shard(layer, mesh=mesh, mp_policy=POLICY, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY, reshard_after_forward=True)
+
+
+def compiled(layer: nn.Module, device_type: str) -> nn.Module:
+    """A decoder layer compiled; on a CPU only traced, which takes no compiler."""
+    torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
+    return torch.compile(layer, backend="inductor" if device_type == "cuda" else "aot_eager", dynamic=False)
+
+
+def llama_plan(layers: int, styles: Styles, dtensors: bool) -> dict[str, Any]:
+    """Tensor and sequence parallelism of a transformers Llama, whose logits are whole on each rank."""
+    colwise, rowwise, prepare = styles
+    whole, tokens = Replicate(), Shard(1)
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "model.norm": SequenceParallel(),
+        "lm_head": colwise(input_layouts=tokens, output_layouts=whole),
+    }
+    for index in range(layers):
+        at = f"model.layers.{index}"
+        plan |= {
+            f"{at}.input_layernorm": SequenceParallel(),
+            f"{at}.post_attention_layernorm": SequenceParallel(),
+            f"{at}.self_attn": prepare(
+                input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
+            ),
+            f"{at}.mlp": prepare(input_layouts=(tokens,), desired_input_layouts=(whole,)),
+            f"{at}.self_attn.o_proj": rowwise(output_layouts=tokens),
+            f"{at}.mlp.down_proj": rowwise(output_layouts=tokens),
+        }
+        plan |= {f"{at}.self_attn.{name}": colwise() for name in ("q_proj", "k_proj", "v_proj")}
+        plan |= {f"{at}.mlp.{name}": colwise(use_local_output=not dtensors) for name in ("gate_proj", "up_proj")}
+    return plan

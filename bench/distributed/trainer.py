@@ -1,0 +1,261 @@
+"""The Trainer of Hugging Face with FSDP2: the 8-bit gather on and off, on all GPUs of one machine.
+
+    torchrun --nproc-per-node 2 -m bench.distributed.trainer --out bench/results/nvidia-h200/trainer-x2
+
+A Qwen3 of random weights, loaded in bf16, is trained by ``Trainer`` with ``fsdp_version: 2``, once with and once
+without ``enable_float8_all_gather``. A run counts only if every trainable parameter changed; then the losses, in fp32,
+must be equal to the bit. Kernels are deterministic ones: torch's attention and the compiler's choice of kernels give
+other bits each time, with the gather and without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tritonfp8
+from bench.contest.machine import command_line, write_results
+from bench.distributed.compare import make_deterministic
+from bench.distributed.run import DETERMINISTIC_CUBLAS
+from tritonfp8 import recipes
+from tritonfp8.distributed import enable_float8_all_gather
+
+VOCABULARY = 512
+QUANTIZED = ",".join(name for name in recipes.names() if recipes.get(name).output.quantized)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One way to call the Trainer.
+
+    Attributes:
+        dtype: of the loaded weights. The Trainer computes bf16 weights in mixed precision, with fp32 masters.
+        ram_efficient: accelerate's ``cpu_ram_efficient_loading``, which shards on the meta device.
+        compiled: ``torch.compile(model)`` before the Trainer, ``torch_compile=True``, or both.
+        backend: of the compiler.
+        resume: save after half of the steps, and go on in a new Trainer from the checkpoint.
+    """
+
+    recipe: str = "rowwise"
+    gather: bool = True
+    dtype: str = "bfloat16"
+    ram_efficient: bool = False
+    compiled: str = ""
+    backend: str = "inductor"
+    checkpointing: bool = False
+    tied: bool = False
+    resume: bool = False
+    layers: int = 8
+    hidden: int = 512
+    tokens: int = 128
+    batch: int = 2
+    steps: int = 5
+    learning_rate: float = 1e-3
+    use_cpu: bool = False
+
+
+class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """The same random tokens in every process."""
+
+    def __init__(self, count: int, length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randint(VOCABULARY, (count, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def model_of(program: Program) -> nn.Module:
+    """A Qwen3 with the same weights in every process."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=program.hidden,
+        intermediate_size=3 * program.hidden,
+        num_hidden_layers=program.layers,
+        num_attention_heads=program.hidden // 32,
+        num_key_value_heads=program.hidden // 64,
+        head_dim=32,
+        tie_word_embeddings=program.tied,
+        use_cache=False,
+    )
+    return Qwen3ForCausalLM(config).to(getattr(torch, program.dtype))
+
+
+def _full(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).float().cpu()
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+def _trainer(program: Program, model: nn.Module, folder: str, steps: int, losses: list[float]) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    def loss_of(outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+        # The model's own loss comes out of FSDP in bf16, in which different losses are often equal; the log rounds
+        # them, and writes NaN as 0.
+        logits = outputs.logits[:, :-1].float().flatten(0, 1)
+        loss = F.cross_entropy(logits, labels[:, 1:].flatten())
+        losses.append(loss.item())
+        return loss
+
+    args = TrainingArguments(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=program.batch,
+        learning_rate=program.learning_rate,
+        lr_scheduler_type="constant",
+        bf16=program.dtype == "bfloat16",
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+            "cpu_ram_efficient_loading": program.ram_efficient,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            **({"activation_checkpointing": True} if program.checkpointing else {}),
+        },
+        torch_compile=program.compiled in ("argument", "both"),
+        torch_compile_backend=program.backend if program.compiled in ("argument", "both") else None,
+        save_strategy="steps" if program.resume else "no",
+        save_steps=max(1, program.steps // 2),
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=program.use_cpu,
+        # A compiled model does not tell the names of its arguments.
+        remove_unused_columns=False,
+        seed=0,
+    )
+    count = program.batch * program.steps * dist.get_world_size()
+    return Trainer(model=model, args=args, train_dataset=Tokens(count, program.tokens), compute_loss_func=loss_of)
+
+
+def reset() -> None:
+    """Let the next Trainer of this process choose for itself: accelerate keeps its choices for the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    torch.compiler.reset()
+
+
+def train(program: Program) -> dict[str, Any]:
+    """Losses of each step of this rank, the parameters that did not change, and a digest of all of them at the end."""
+    losses: list[float] = []
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    halves = [max(1, program.steps // 2), program.steps] if program.resume else [program.steps]
+    for index, steps in enumerate(halves):
+        model = model_of(program)
+        before = {name: _full(p) for name, p in _named(model)}
+        if program.recipe != "bf16":
+            tritonfp8.convert(model, program.recipe)
+        gathered = len(enable_float8_all_gather(model).converted) if program.gather else 0
+        called: Any = model
+        if program.compiled in ("before", "both"):
+            called = torch.compile(model, backend=program.backend)
+        trainer = _trainer(program, called, folder[0], steps, losses)
+        trainer.train(resume_from_checkpoint=index > 0 or None)
+        reset()
+    digest, stuck = hashlib.sha256(), []
+    for name, parameter in _named(model):
+        value = _full(parameter)
+        if torch.equal(value, before[name]):
+            stuck.append(name)
+        digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    return {"losses": losses, "stuck": stuck, "gathered": gathered, "digest": digest.hexdigest()}
+
+
+def compare(program: Program) -> dict[str, Any]:
+    """The gather on and off; ``ok`` if every parameter changed in both, no loss is NaN, and all bits are equal."""
+    on, off = (train(replace(program, gather=gather)) for gather in (True, False))
+    finite = all(loss == loss for loss in (*on["losses"], *off["losses"]))
+    ok = not on["stuck"] and not off["stuck"] and finite and len(on["losses"]) == program.steps
+    ok = ok and on["losses"] == off["losses"] and on["digest"] == off["digest"]
+    found = {"program": asdict(program), "on": on, "off": off, "ok": ok}
+    # Whether the bits of a run without the gather are the same each time.
+    return found if ok else {**found, "off_again": train(replace(program, gather=False))}
+
+
+def programs(names: list[str], variants: bool) -> list[Program]:
+    """The program in which most weights did not train once, in every recipe; then others, one change each."""
+    first = Program(ram_efficient=True, compiled="both")
+    options: list[dict[str, Any]] = [
+        {"compiled": ""},
+        {"compiled": "", "dtype": "float32"},
+        {"compiled": "before", "ram_efficient": False},
+        {"compiled": "argument", "checkpointing": True},
+        {"compiled": "", "tied": True},
+        {"compiled": "", "resume": True},
+    ]
+    every = [replace(first, recipe=name) for name in names]
+    if not variants:
+        return every
+    return every + [replace(first, recipe=names[i % len(names)], **option) for i, option in enumerate(options)]
+
+
+def _shown(row: dict[str, Any]) -> str:
+    program = row["program"]
+    changes = " ".join(f"{k}={v}" for k, v in program.items() if v != getattr(Program(), k) and k != "recipe")
+    losses = " ".join(f"{loss:.4f}" for loss in row.get("on", {}).get("losses", []))
+    return f"{'ok ' if row['ok'] else 'BAD'} {program['recipe']:<24}{changes}: {losses}"
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(help=__doc__)
+def main(
+    names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = QUANTIZED,
+    variants: Annotated[bool, typer.Option(help="Also the programs with one change each.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Folder for trainer.json.")] = None,
+) -> None:
+    # Read when cuBLAS starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
+    make_deterministic()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rows: list[dict[str, Any]] = []
+    for program in programs(names.split(","), variants):
+        try:
+            row = compare(program)
+        except Exception:
+            row = {"program": asdict(program), "ok": False, "error": traceback.format_exc()[-3000:]}
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(_shown(row), row.get("error", ""), flush=True)
+            if out is not None:
+                launched = command_line().replace("python", f"torchrun --nproc-per-node {dist.get_world_size()}", 1)
+                write_results(out / "trainer.json", {"command": launched, "rows": rows})
+        if "error" in row:
+            break
+    dist.destroy_process_group()
+    sys.exit(not all(row["ok"] for row in rows))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""The benchmark suites, one a subject, run by pytest-benchmark."""

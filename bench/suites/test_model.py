@@ -1,0 +1,79 @@
+"""Llama layers, forward and backward, each layer compiled: time and peak memory of recipes, bf16 and torchao."""
+
+import pytest
+import torch
+
+import tritonfp8
+from bench.contest import gates
+from bench.contest.cases import FUSED_VARIANTS, FUSES, LAYER_RECIPES, MODEL, MODEL_VARIANTS, recipe_variants
+from bench.contest.compare import Contender, measures
+from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
+from bench.models import llama
+
+# Compiling takes longer than measuring.
+pytestmark = pytest.mark.timeout(1200)
+
+
+def compile_layers(model, smoke):
+    """One compilation serves all layers, which are alike."""
+    torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
+    for layer in model.layers:
+        layer.compile(backend="eager" if smoke else "inductor", fullgraph=True, dynamic=False)
+
+
+def training_step(model, x, grad_output):
+    """What is timed: hidden states, and the gradients of the input and of every parameter of the layers, by name."""
+    parameters = {name: p for name, p in model.layers.named_parameters() if p.requires_grad}
+
+    def step():
+        out = model(x)
+        grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
+        return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
+
+    return step
+
+
+@measures("model", (MODEL,))
+def test_model(benchmark, contest, case, shape):
+    device = contest.device.device
+    *_, batch, sequence = shape.size
+    hidden = (batch, sequence, shape.size[1])
+    x = torch.randn(hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    grad_output = torch.randn(hidden, device=device, dtype=torch.bfloat16)
+
+    def make(convert):
+        model = llama(shape, device)
+        convert(model)
+        compile_layers(model, contest.smoke)
+        return training_step(model, x, grad_output)
+
+    check = gates.close_model(training_step(llama(shape, device), x, grad_output)())
+    variants = recipe_variants(LAYER_RECIPES)
+
+    def own(name):
+        recipe, fuse = variants[name.removesuffix(FUSES)], name.endswith(FUSES)
+        return lambda: make(lambda model: tritonfp8.convert(model, recipe, fuse=fuse))
+
+    contenders = [
+        Contender(
+            name,
+            own(name),
+            check,
+            own=True,
+            # The backward of attention may add up in any order.
+            same_bits=False,
+            peer="bf16",
+        )
+        for name in (*MODEL_VARIANTS, *FUSED_VARIANTS)
+    ]
+    contenders.append(Contender("bf16", lambda: make(lambda model: None)))
+    contenders += [
+        Contender(
+            f"torchao {recipe}",
+            lambda recipe=recipe: make(lambda model: torchao_layers(model, recipe)),
+            check,
+            peer="bf16",
+        )
+        for recipe in TORCHAO_RECIPES
+    ]
+    contest(benchmark, case, shape, contenders, contest.device.settled_seconds)

@@ -1,0 +1,1 @@
+"""Casts: quantize, dequantize, transpose, and the amax of blocks; one tensor, or many shards at once."""

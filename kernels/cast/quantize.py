@@ -1,0 +1,407 @@
+"""Casts between high precision and 8 bits: amax, quantize, dequantize.
+
+One tile kernel quantizes for every block shape and orientation. A transposed result is the same tile stored with its
+strides swapped, and its block given in the coordinates of ``x``. A block entry of -1 is the whole dimension.
+
+A transposed store wants consecutive rows in one thread, a load wants consecutive columns there. So the rows of a tile
+are taken in an order, here called spread, in which a thread that holds every L-th of them holds R consecutive ones:
+index ``i`` of a spread tile of ``R * L`` rows is row ``i % L * R + i // L``. Where R is 1 that is row ``i``.
+"""
+
+import triton
+import triton.language as tl
+
+from tritonfp8.kernels.numerics import (
+    MAGNITUDE_MASK,
+    amax_bits,
+    block_amax,
+    decode_e8m0,
+    encode_e8m0,
+    encode_fp32,
+    magnitude_bits,
+    magnitudes,
+    reduce_max,
+    round_to_format,
+    saturate,
+)
+from tritonfp8.kernels.pdl import begin
+from tritonfp8.kernels.triton_names import DISABLE_LICM
+
+# In place of how many parts are reduced at once: one value a block, that a caller gave.
+GIVEN: tl.constexpr = tl.constexpr(-1)
+
+
+@triton.jit
+def _tile_index(tile, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of a tile, down the columns of groups of ``GROUP`` rows. One grid dim: the others end at 65,535.
+
+    What runs at one time then covers a square: the stores of both orientations fall close together in memory.
+    """
+    tiles_n = tl.cdiv(N, TILE_N)
+    if GROUP == 1:
+        return tile // tiles_n, tile % tiles_n
+    else:
+        first = tile // (GROUP * tiles_n) * GROUP
+        height = tl.minimum(tl.cdiv(M, TILE_M) - first, GROUP)
+        within = tile % (GROUP * tiles_n)
+        return first + within % height, within // height
+
+
+@triton.jit
+def _group_offsets(pid, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Indices, among all blocks of a dim, of the blocks in tile ``pid``; 0 where the block is the whole dim."""
+    if BLOCK == -1:
+        return tl.arange(0, 1)
+    else:
+        return pid * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+
+
+@triton.jit
+def _spread(values, R: tl.constexpr):
+    """``[rows, n]`` in order -> in the spread order."""
+    rows: tl.constexpr = values.shape[0]
+    n: tl.constexpr = values.shape[1]
+    if R == 1 or rows == 1:
+        return values
+    else:
+        return tl.reshape(tl.permute(tl.reshape(values, (rows // R, R, n)), (1, 0, 2)), (rows, n))
+
+
+@triton.jit
+def _in_order(values, R: tl.constexpr):
+    """``[rows, n]`` in the spread order -> in order."""
+    rows: tl.constexpr = values.shape[0]
+    n: tl.constexpr = values.shape[1]
+    if R == 1 or rows == 1:
+        return values
+    else:
+        return tl.reshape(tl.permute(tl.reshape(values, (R, rows // R, n)), (1, 0, 2)), (rows, n))
+
+
+@triton.jit
+def transpose_tile(q, R: tl.constexpr):
+    """Spread ``[rows, cols]`` -> ``[cols, rows]`` in order; bytes, as 8-bit floats do not survive every such move."""
+    rows: tl.constexpr = q.shape[0]
+    cols: tl.constexpr = q.shape[1]
+    bits = tl.reshape(q.to(tl.uint8, bitcast=True), (R, rows // R, cols))
+    return tl.reshape(tl.permute(bits, (2, 1, 0)), (cols, rows)).to(q.dtype, bitcast=True)
+
+
+@triton.jit
+def _load(pointers, mask, EVEN: tl.constexpr):
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(pointers, values, mask, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def _spread_amax(values, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
+    """Maximum of each block of a spread tile, its rows spread if ``ROWS`` is 1, else in order."""
+    M: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    C: tl.constexpr = N if COLS == -1 else COLS
+    L: tl.constexpr = M // R
+    # Within a thread first: what is left to exchange is R times less.
+    if ROWS == 1:
+        return _columns_max(values, C)
+    else:
+        G: tl.constexpr = L if ROWS == -1 else ROWS // R
+        values = _columns_max(reduce_max(tl.reshape(values, (R, L, N)), 0) if R > 1 else values, C)
+        if G == L:
+            return reduce_max(values, 0)[None, :]
+        else:
+            return reduce_max(tl.reshape(values, (L // G, G, N // C)), 1)
+
+
+@triton.jit
+def _columns_max(values, C: tl.constexpr):
+    M: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    if C == 1:
+        return values
+    elif C == N:
+        return reduce_max(values, 1)[:, None]
+    else:
+        return reduce_max(tl.reshape(values, (M, N // C, C)), 2)
+
+
+@triton.jit
+def _spread_scale(x, enc, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
+    """A spread tile times the factor of each block, those as :func:`_spread_amax` orders them."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    C: tl.constexpr = N if COLS == -1 else COLS
+    L: tl.constexpr = M // R
+    G: tl.constexpr = L if ROWS == -1 else ROWS // R
+    if (ROWS == 1 or G == L) and (C == 1 or C == N):
+        return x * enc
+    elif ROWS == 1:
+        return tl.reshape(tl.reshape(x, (M, N // C, C)) * enc[:, :, None], (M, N))
+    else:
+        blocks = tl.reshape(x, (R, L // G, G, N // C, C)) * tl.reshape(enc, (1, L // G, 1, N // C, 1))
+        return tl.reshape(blocks, (M, N))
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, amax_ptr, M, N, stride_xm, stride_xn, groups_m, groups_n, stride_am, stride_an,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """amax bits of the blocks of ``x [M, N]``, each of which lies in one tile; int32."""
+    begin(DEPENDENT)
+    pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
+    rows = pid_m * TILE_M + tl.arange(0, TILE_M)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    x, _ = _load_tile(x_ptr, rows, cols, M, N, stride_xm, stride_xn)
+    values = block_amax(magnitude_bits(x.to(tl.float32)), ROWS, COLS)
+    group_m = _group_offsets(pid_m, TILE_M, ROWS)
+    group_n = _group_offsets(pid_n, TILE_N, COLS)
+    _store_blocks(amax_ptr, values, group_m, group_n, groups_m, groups_n, stride_am, stride_an)
+
+
+@triton.jit
+def partial_amax_kernel(
+    x_ptr, row_ptr, col_ptr, whole_ptr, M, N, stride_xm, stride_xn, chunks, stride_part,
+    ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Maxima, over parts of a dim, of what has a whole dim in its block; as magnitudes, whose maxima are the amax.
+
+    A program takes the columns of one tile and every ``chunks``-th tile of rows, so that all programs together go down
+    ``x``. Each writes a part of its own: no atomics, and no zeros to begin with.
+
+        row_ptr    [cdiv(N, TILE_N), M]       maxima of rows over the columns of a tile
+        col_ptr    [chunks, N]                maxima of columns over the rows of a program
+        whole_ptr  [chunks * cdiv(N, TILE_N)] maxima over all that a program sees
+    """
+    begin(DEPENDENT)
+    tiles_n = tl.cdiv(N, TILE_N)
+    chunk = tl.program_id(0) // tiles_n
+    strip = tl.program_id(0) % tiles_n
+    L: tl.constexpr = TILE_M // R
+    cols = strip * TILE_N + tl.arange(0, TILE_N)
+    # A zero of the type of the magnitudes.
+    highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
+    for tile in tl.range(chunk, tl.cdiv(M, TILE_M), chunks, num_stages=STAGES, disable_licm=DISABLE_LICM):
+        rows = tile * TILE_M + tl.arange(0, TILE_M)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+        values = magnitudes(_load(x_ptr + offsets, mask, EVEN))
+        if ROW:
+            tl.store(row_ptr + strip.to(tl.int64) * stride_part + rows, reduce_max(values, 1), mask=rows < M)
+        if COL or WHOLE:
+            highest = tl.maximum(highest, reduce_max(tl.reshape(values, (R, L, TILE_N)), 0) if R > 1 else values)
+    if COL:
+        tl.store(col_ptr + chunk.to(tl.int64) * stride_part + cols, reduce_max(highest, 0), mask=cols < N)
+    if WHOLE:
+        tl.store(whole_ptr + tl.program_id(0), reduce_max(reduce_max(highest, 1), 0))
+
+
+@triton.jit
+def maxima_kernel(
+    parts_ptr, amax_ptr, G, split, parts_before, parts_after, TILE_P: tl.constexpr, TILE_G: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``amax [G]``, int32 bits of float32: maxima over the parts of each group, ``parts [*, G]`` of a floating dtype.
+
+    Groups before ``split`` have ``parts_before`` parts, the others ``parts_after``.
+    """
+    begin(DEPENDENT)
+    DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
+    groups = tl.program_id(0) * TILE_G + tl.arange(0, TILE_G)
+    parts = tl.where(groups < G, tl.where(groups < split, parts_before, parts_after), 0)
+    highest = tl.zeros((TILE_P, TILE_G), magnitudes(tl.zeros((1,), DTYPE)).dtype)
+    for first in range(0, tl.max(parts, 0), TILE_P):
+        part = first + tl.arange(0, TILE_P)
+        pointers = parts_ptr + part.to(tl.int64)[:, None] * G + groups[None, :]
+        values = tl.load(pointers, mask=part[:, None] < parts[None, :], other=0.0)
+        highest = tl.maximum(highest, magnitudes(values))
+    tl.store(amax_ptr + groups, amax_bits(reduce_max(highest, 0), DTYPE), mask=groups < G)
+
+
+@triton.jit
+def _given_amax(
+    amax_ptr, group_m, group_n, groups_m, groups_n, stride_am, stride_an, parts, stride_part,
+    dtype: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """amax bits from the maxima over ``parts`` parts, ``PARTS`` at a time, as magnitudes of ``dtype`` or int32 bits.
+
+    PARTS is GIVEN for the amax of a caller, which may have a sign, also that of a zero or a NaN. It is cleared: as an
+    integer it would order below all magnitudes, and infinite or NaN would count as finite.
+    """
+    offsets = group_m.to(tl.int64)[:, None] * stride_am + group_n.to(tl.int64)[None, :] * stride_an
+    mask = (group_m < groups_m)[:, None] & (group_n < groups_n)[None, :]
+    if PARTS == 1:
+        return amax_bits(tl.load(amax_ptr + offsets, mask=mask, other=0), dtype)
+    elif PARTS == GIVEN:
+        return tl.load(amax_ptr + offsets, mask=mask, other=0) & MAGNITUDE_MASK
+    else:
+        highest = tl.zeros((PARTS, group_m.shape[0], group_n.shape[0]), amax_ptr.dtype.element_ty)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            pointers = amax_ptr + part.to(tl.int64)[:, None, None] * stride_part + offsets[None, :, :]
+            values = tl.load(pointers, mask=(part < parts)[:, None, None] & mask[None, :, :], other=0)
+            highest = tl.maximum(highest, values)
+        return amax_bits(reduce_max(highest, 0), dtype)
+
+
+@triton.jit
+def _quantize_tile(
+    x, pid_m, pid_n, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
+    stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
+    DIRECT_CAST: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Quantize a spread tile and store it with its scales. ``PARTS`` is 0 where the tile holds whole blocks."""
+    TILE_M: tl.constexpr = x.shape[0]
+    TILE_N: tl.constexpr = x.shape[1]
+    group_m = _group_offsets(pid_m, TILE_M, ROWS)
+    group_n = _group_offsets(pid_n, TILE_N, COLS)
+    if PARTS:
+        bits = _given_amax(
+            amax_ptr, group_m, group_n, groups_m, groups_n, stride_am, stride_an, parts, stride_part, x.dtype, PARTS
+        )
+        bits = _spread(bits, R) if ROWS == 1 else bits
+    else:
+        bits = amax_bits(_spread_amax(magnitudes(x), ROWS, COLS, R), x.dtype)
+    if E8M0:
+        enc, scale = encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
+    else:
+        enc, scale = encode_fp32(bits, QMAX, POW2)
+    scaled = _spread_scale(x.to(tl.float32), enc, ROWS, COLS, R)
+    if not DIRECT_CAST:
+        # A direct conversion saturates.
+        scaled = round_to_format(saturate(scaled, QMAX), MANTISSA_BITS, EMIN)
+    q = scaled.to(q_ptr.dtype.element_ty)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    if TRANSPOSED:
+        rows = pid_m * TILE_M + tl.arange(0, TILE_M)
+        offsets = cols.to(tl.int64)[:, None] * stride_qn + rows.to(tl.int64)[None, :] * stride_qm
+        _store(q_ptr + offsets, transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)
+    else:
+        rows = spread_rows(pid_m, TILE_M, R)
+        offsets = rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
+        _store(q_ptr + offsets, q, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
+    # Tiles that share a block all hold its scale: the first one writes it.
+    if (ROWS != -1 or pid_m == 0) and (COLS != -1 or pid_n == 0):
+        in_order = _in_order(scale, R) if ROWS == 1 else scale
+        _store_blocks(s_ptr, in_order, group_m, group_n, groups_m, groups_n, stride_sm, stride_sn)
+
+
+@triton.jit
+def _store_blocks(ptr, values, group_m, group_n, groups_m, groups_n, stride_m, stride_n):
+    mask = (group_m < groups_m)[:, None] & (group_n < groups_n)[None, :]
+    offsets = group_m.to(tl.int64)[:, None] * stride_m + group_n.to(tl.int64)[None, :] * stride_n
+    tl.store(ptr + offsets, values, mask=mask)
+
+
+@triton.jit
+def spread_rows(pid, TILE: tl.constexpr, R: tl.constexpr):
+    """Rows of tile ``pid`` in the spread order."""
+    i = tl.arange(0, TILE)
+    return pid * TILE + i % (TILE // R) * R + i // (TILE // R)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, M, N, stride_xm, stride_xn,
+    groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
+    groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
+    parts_t, stride_part_t,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr,
+    E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
+    ROWS_T: tl.constexpr, COLS_T: tl.constexpr, QMAX_T: tl.constexpr, EMAX_T: tl.constexpr,
+    QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
+    E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
+    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Quantize ``x [M, N]``, its transpose, or both, reading ``x`` once.
+
+    Every stride and every block is in the coordinates of ``x``, those of the transposed result too. A block that does
+    not fit in a tile takes its amax from ``amax_ptr``. Tiles come last first, so that what a pass over ``x`` for the
+    amax has left in the cache is read before it is gone.
+    """
+    begin(DEPENDENT)
+    pid_m, pid_n = _tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
+    rows = spread_rows(pid_m, TILE_M, R)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    pointers = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    x = _load(pointers, mask, EVEN)
+    if NORMAL:
+        _quantize_tile(
+            x, pid_m, pid_n, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
+            stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
+            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
+            DIRECT_CAST, False, EVEN, R,
+        )  # fmt: skip
+    if TRANSPOSED:
+        if NORMAL:
+            # From the cache, in place of the registers that it would take meanwhile; and so that the two casts stay
+            # two: where equal ones became one, Triton 3.6 moved its bytes to wrong places on Hopper.
+            x = _load(pointers, mask, EVEN)
+        _quantize_tile(
+            x, pid_m, pid_n, M, N, qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn,
+            stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, parts_t, stride_part_t,
+            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
+            DIRECT_CAST, True, EVEN, R,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_tile(x_ptr, rows, cols, M, N, stride_m, stride_n):
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * stride_m + cols.to(tl.int64)[None, :] * stride_n
+    return tl.load(x_ptr + offsets, mask=mask, other=0.0), mask
+
+
+@triton.jit
+def dequantize_kernel(
+    q_ptr, s_ptr, out_ptr, M, N, stride_qm, stride_qn, stride_sm, stride_sn,
+    ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``out [M, N] = float32(q) * float32(scale)``, the scale of the block each element lies in; ``out`` contiguous."""
+    begin(DEPENDENT)
+    pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
+    rows = pid_m * TILE_M + tl.arange(0, TILE_M)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    q, mask = _load_tile(q_ptr, rows, cols, M, N, stride_qm, stride_qn)
+    group_m = rows * 0 if ROWS == -1 else rows // ROWS
+    group_n = cols * 0 if COLS == -1 else cols // COLS
+    offsets = group_m.to(tl.int64)[:, None] * stride_sm + group_n.to(tl.int64)[None, :] * stride_sn
+    scale = tl.load(s_ptr + offsets, mask=mask, other=0)
+    if E8M0:
+        scale = decode_e8m0(scale)
+    out = (q.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], out, mask=mask)
+
+
+@triton.jit
+def transpose_kernel(
+    q_ptr, out_ptr, M, N, stride_qm, stride_qn,
+    EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``out [N, M]``, contiguous, the transpose of ``q [M, N]``; uint8."""
+    begin(DEPENDENT)
+    pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
+    rows = spread_rows(pid_m, TILE_M, R)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    pointers = q_ptr + rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
+    q = _load(pointers, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
+    rows = pid_m * TILE_M + tl.arange(0, TILE_M)
+    offsets = cols.to(tl.int64)[:, None] * M + rows.to(tl.int64)[None, :]
+    _store(out_ptr + offsets, transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)

@@ -1,0 +1,1 @@
+"""Producers that quantize what they compute: RMSNorm and SwiGLU, forward and backward."""

@@ -1,0 +1,596 @@
+"""FP8 matrix products for Hopper that promote every 128 of K at the speed of products that do not.
+
+Plain Triton lets the tensor cores idle while a block adds a partial product to its float32 sum. Here two groups of four
+warps each own half of the rows of a tile: while one promotes, the other multiplies. A warp of its own keeps the copy
+engine ahead of both. The same kernel serves scales in the epilogue and scales along K, and without promotion also fast
+accumulation. Products of few tokens swap the operands (weights are the rows, of which an instruction takes 64, tokens
+the columns, of which it takes as few as 8). So that all of the device reads the weight, they split K over programs, or
+take tiles of 64 rows, with one group and more stages.
+
+The shape of the kernel follows CUTLASS's warp-specialized "cooperative" kernels and DeepSeek-AI's DeepGEMM.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR as MIN_SCALES
+from tritonfp8.kernels.matmul.sizes import SPECIALIZED_WAVE_ROWS
+from tritonfp8.kernels.triton_names import tma_load, tma_store
+
+WAVE_ROWS: gl.constexpr = gl.constexpr(SPECIALIZED_WAVE_ROWS)
+SCALE_VECTOR: gl.constexpr = gl.constexpr(MIN_SCALES)
+WARP_SIZE: gl.constexpr = gl.constexpr(32)
+GROUP_WARPS: gl.constexpr = gl.constexpr(4)
+# Steps whose copies start before the groups of warps do: products of few rows take hardly longer than that start.
+EARLY_STEPS: gl.constexpr = gl.constexpr(4)
+
+
+@gluon.jit
+def _tile_origin(tile, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    """First row and column of the ``tile``-th tile, in the order of ``tiles.tile_index``."""
+    per_group = GROUP_M * tiles_n
+    first_m = (tile // per_group) * GROUP_M
+    rows = gl.minimum(tiles_m - first_m, GROUP_M)
+    within = tile % per_group
+    return (first_m + within % rows) * BLOCK_M, (within // rows) * BLOCK_N
+
+
+@gluon.jit
+def _next_stage(stage, phase, STAGES: gl.constexpr):
+    wrapped = stage == STAGES - 1
+    return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def _stage_before(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def _pieces(sizes, split_k, SPLIT: gl.constexpr):
+    """How many pieces of work there are: tiles, or parts of their K."""
+    _, _, tiles_m, tiles_n, _ = sizes
+    if SPLIT:
+        return tiles_m * tiles_n * split_k
+    else:
+        return tiles_m * tiles_n
+
+
+@gluon.jit
+def _piece(
+    piece, sizes, split_k, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
+):
+    """First row, first column, and range of steps of the ``piece``-th piece of work: a tile, or a part of its K."""
+    _, _, tiles_m, tiles_n, steps = sizes
+    if SPLIT:
+        tiles = tiles_m * tiles_n
+        part = piece // tiles
+        row, col = _tile_origin(piece % tiles, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        return row, col, part, part * steps // split_k, (part + 1) * steps // split_k
+    else:
+        row, col = _tile_origin(piece, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        return row, col, 0, 0, steps
+
+
+@gluon.jit
+def _fill(
+    a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, step, stage,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of one step into a stage that is empty."""
+    a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, _, _ = shared
+    _, _, _, stride_ak, _, stride_bk = strides
+    A_SCALES: gl.constexpr = a_scale_bufs.shape[1] if A_ROWS == 1 else 0
+    B_SCALES: gl.constexpr = b_scale_bufs.shape[1] if B_ROWS == 1 else 0
+    ready = full.index(stage)
+    mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K + 4 * (A_SCALES + B_SCALES))
+    tma_load(a_desc, [row, step * BLOCK_K], ready, a_bufs.index(stage))
+    tma_load(b_desc, [col, step * BLOCK_K], ready, b_bufs.index(stage))
+    if A_ROWS == 1:
+        tma_load(a_scale, [row + step * stride_ak], ready, a_scale_bufs.index(stage))
+    if B_ROWS == 1:
+        tma_load(b_scale, [col + step * stride_bk], ready, b_scale_bufs.index(stage))
+
+
+@gluon.jit
+def _load(
+    a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, filled,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer: fills stage after stage, through all pieces of this program, after the ``filled`` first steps."""
+    empty = shared[6]
+    stage = filled % STAGES
+    phase = filled // STAGES
+    for piece in range(gl.program_id(0), _pieces(sizes, split_k, SPLIT), gl.num_programs(0)):
+        row, col, _, first, last = _piece(piece, sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
+        # Not a name that the loop changes: Triton takes such an argument for what it was before.
+        before = gl.where(piece == gl.program_id(0), filled, 0)
+        for step in range(first + before, last):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            _fill(
+                a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, step, stage,
+                A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            stage, phase = _next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _start(a_buf, b_buf, acc, use_acc, WAVE: gl.constexpr):
+    """Start one wave of 64 rows times the tile of ``b``, over one stage, added to ``acc`` if use_acc."""
+    rows = a_buf.slice(WAVE * WAVE_ROWS, WAVE_ROWS)
+    return warpgroup_mma(rows, b_buf.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def _promote(acc, part, a_scale, b_scale, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr):
+    """Add a partial product; A_ROWS of 0 means that the scales wait for the epilogue."""
+    if A_ROWS == 0:
+        return acc + part
+    elif A_ROWS == 1 and B_ROWS == 1:
+        return acc + part * b_scale[None, :] * a_scale[:, None]
+    elif A_ROWS == 1:
+        return acc + part * (a_scale * b_scale)[:, None]
+    elif B_ROWS == 1:
+        return acc + part * (a_scale * b_scale)[None, :]
+    else:
+        return acc + part * (a_scale * b_scale)
+
+
+@gluon.jit
+def _read_scale(
+    pointer, buf, row, step, stride_row, stride_step,
+    FIRST: gl.constexpr, SIZE: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Scales of SIZE rows from FIRST on of the tile at ``row``: from shared memory, or the one of all from memory."""
+    if ROWS == 0:
+        return 1.0
+    elif ROWS == 1:
+        return buf.slice(FIRST, SIZE).load(layout)
+    else:
+        return gl.load(pointer + (row // ROWS) * stride_row + step * stride_step)
+
+
+@gluon.jit
+def _activate(x, ACTIVATION: gl.constexpr):
+    if ACTIVATION == "relu":
+        return gl.where(x < 0.0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "silu":
+        return x / (1.0 + gl.exp(-x))
+    else:
+        return x
+
+
+@gluon.jit
+def _read_rows(pointer, row, end, stride, layout: gl.constexpr):
+    """A vector of the epilogue for the 64 rows of a wave."""
+    rows = row + gl.arange(0, WAVE_ROWS, gl.SliceLayout(1, layout))
+    return gl.load(pointer + rows * stride, mask=rows < end, other=0.0)
+
+
+@gluon.jit
+def _read_columns(pointer, col, end, stride, COLUMNS: gl.constexpr):
+    """A vector of the epilogue for the columns of a tile, spread over the threads: a register or two of each."""
+    cols = col + gl.arange(0, COLUMNS, gl.BlockedLayout([1], [WARP_SIZE], [GROUP_WARPS], [0]))
+    return gl.load(pointer + cols * stride, mask=cols < end, other=0.0)
+
+
+@gluon.jit
+def _finish(
+    acc, out_desc, out_buf, a_scale, b_scale, bias, residual_ptr, row, col, out_row, M, N, stride_rm, stride_rn,
+    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    SWAP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Scales -> bias -> activation -> residual -> output dtype -> shared memory -> out."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    col_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    if SCALED:
+        # One scale after the other: their product may leave float32's range where the result does not.
+        acc *= gl.convert_layout(a_scale, row_layout)[:, None]
+        acc *= gl.convert_layout(b_scale, col_layout)[None, :]
+    if HAS_BIAS:
+        if SWAP:
+            acc += bias.to(gl.float32)[:, None]
+        else:
+            acc += gl.convert_layout(bias.to(gl.float32), col_layout)[None, :]
+    acc = _activate(acc, ACTIVATION)
+    if HAS_RESIDUAL:
+        rows = row + gl.arange(0, acc.shape[0], row_layout)
+        cols = col + gl.arange(0, acc.shape[1], col_layout)
+        offsets = rows.to(gl.int64)[:, None] * stride_rm + cols.to(gl.int64)[None, :] * stride_rn
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        acc += gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
+    tma.store_wait(0)
+    if SWAP:
+        out_buf.permute((1, 0)).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        tma_store(out_desc, [out_row + col, row], out_buf)
+    else:
+        out_buf.store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        tma_store(out_desc, [out_row + row, col], out_buf)
+
+
+@gluon.jit
+def _store(
+    acc, out_desc, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, residual_ptr, row, col, out_row, M, N,
+    stride_rm, stride_rn,
+    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    SWAP: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Epilogue of one wave, of all columns or of half of them at a time: in half the registers and shared memory."""
+    if HALVES:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+        left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
+        _finish(
+            gl.convert_layout(left, half), out_desc, out_buf, a_scale, b_scale0, bias0, residual_ptr,
+            row, col, out_row, M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, half,
+        )  # fmt: skip
+        _finish(
+            gl.convert_layout(right, half), out_desc, out_buf, a_scale, b_scale1, bias1, residual_ptr,
+            row, col + HALF, out_row, M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP,
+            half,
+        )  # fmt: skip
+    else:
+        _finish(
+            acc, out_desc, out_buf, a_scale, b_scale0, bias0, residual_ptr,
+            row, col, out_row, M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, layout,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _sum_promoted(
+    shared, pointers, strides, row, col, first, last, stage, phase,
+    GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """This group's rows of a tile over steps ``[first, last)``, each step's partial product promoted to float32."""
+    a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, empty, turn = shared
+    a_scale_ptr, b_scale_ptr, _, _ = pointers
+    _, _, stride_am, stride_ak, stride_bn, stride_bk = strides
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    col_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    FIRST: gl.constexpr = GROUP * WAVES
+    zero = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+    acc0 = zero
+    acc1 = zero
+    for step in range(first, last):
+        mbarrier.wait(full.index(stage), phase)
+        a_buf = a_bufs.index(stage)
+        b_buf = b_bufs.index(stage)
+        a_scales = a_scale_bufs.index(stage)
+        token = _start(a_buf, b_buf, zero, False, FIRST)
+        # Read while the tensor cores work: the wait for memory costs nothing.
+        a_scale = _read_scale(
+            a_scale_ptr, a_scales, row, step, stride_am, stride_ak, FIRST * WAVE_ROWS, WAVE_ROWS, A_ROWS, row_layout
+        )
+        b_scale = _read_scale(
+            b_scale_ptr, b_scale_bufs.index(stage), col, step, stride_bn, stride_bk, 0, BLOCK_N, B_ROWS, col_layout
+        )
+        product = warpgroup_mma_wait(0, deps=[token])
+        if WAVES == 2:
+            if STAGGER and GROUP == 0:  # noqa: SIM102 - one is known when compiling
+                if step == first:
+                    mbarrier.arrive(turn, count=1)
+            acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
+            if TIGHT:
+                # Promote before the registers of the product are overwritten. The assembler must not know that they are
+                # not added up: it would take other registers for the next product, more than there are.
+                acc0 = warpgroup_mma_wait(0, deps=[acc0])
+                token = _start(a_buf, b_buf, product, last < first, FIRST + 1)
+            else:
+                token = _start(a_buf, b_buf, zero, False, FIRST + 1)
+            if A_ROWS == 1:
+                a_scale = a_scales.slice((FIRST + 1) * WAVE_ROWS, WAVE_ROWS).load(row_layout)
+            product = warpgroup_mma_wait(0, deps=[token])
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc1 = _promote(acc1, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        else:
+            mbarrier.arrive(empty.index(stage), count=1)
+            if STAGGER and GROUP == 0:  # noqa: SIM102 - one is known when compiling
+                if step == first:
+                    mbarrier.arrive(turn, count=1)
+            acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    return acc0, acc1, stage, phase
+
+
+@gluon.jit
+def _start_step(
+    shared, pointers, strides, row, col, step, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
+    B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Start the only wave of a step, and read its scales."""
+    a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, _, _ = shared
+    a_scale_ptr, b_scale_ptr, _, _ = pointers
+    _, _, stride_am, stride_ak, stride_bn, stride_bk = strides
+    mbarrier.wait(full.index(stage), phase)
+    zero = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+    token = _start(a_bufs.index(stage), b_bufs.index(stage), zero, False, GROUP)
+    a_scale = _read_scale(
+        a_scale_ptr, a_scale_bufs.index(stage), row, step, stride_am, stride_ak,
+        GROUP * WAVE_ROWS, WAVE_ROWS, A_ROWS, gl.SliceLayout(1, layout),
+    )  # fmt: skip
+    b_scale = _read_scale(
+        b_scale_ptr, b_scale_bufs.index(stage), col, step, stride_bn, stride_bk,
+        0, BLOCK_N, B_ROWS, gl.SliceLayout(0, layout),
+    )  # fmt: skip
+    return token, a_scale, b_scale
+
+
+@gluon.jit
+def _sum_overlapped(
+    shared, pointers, strides, row, col, first, last, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
+    B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """As :func:`_sum_promoted` of one wave, a step started before the last one is promoted, OVERLAP steps at a time.
+
+    A product in flight may not cross a turn: the assembler would wait for each one.
+    """
+    empty = shared[6]
+    acc = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+    turns = (last - first) // OVERLAP
+    for turn in range(turns):
+        step = first + turn * OVERLAP
+        token, a_scale, b_scale = _start_step(
+            shared, pointers, strides, row, col, step, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+        )
+        for i in gl.static_range(1, OVERLAP):
+            previous = stage
+            stage, phase = _next_stage(stage, phase, STAGES)
+            token_next, a_next, b_next = _start_step(
+                shared, pointers, strides, row, col, step + i, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+            )
+            product = warpgroup_mma_wait(1, deps=[token])
+            mbarrier.arrive(empty.index(previous), count=1)
+            # The wait keeps the promotion before the next start.
+            acc = warpgroup_mma_wait(1, deps=[_promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)])
+            token = token_next
+            a_scale = a_next
+            b_scale = b_next
+        product = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    for step in range(first + turns * OVERLAP, last):
+        token, a_scale, b_scale = _start_step(
+            shared, pointers, strides, row, col, step, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+        )
+        product = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _sum_fast(
+    shared, first, last, stage, phase,
+    GROUP: gl.constexpr, WAVES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """As :func:`_sum_promoted`, all steps in the tensor core's accumulator; a step is always in flight."""
+    a_bufs, b_bufs, _, _, _, full, empty, _ = shared
+    FIRST: gl.constexpr = GROUP * WAVES
+    acc0 = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
+    acc1 = acc0
+    for step in range(first, last):
+        mbarrier.wait(full.index(stage), phase)
+        a_buf = a_bufs.index(stage)
+        b_buf = b_bufs.index(stage)
+        acc0 = _start(a_buf, b_buf, acc0, True, FIRST)
+        if WAVES == 2:
+            acc1 = _start(a_buf, b_buf, acc1, True, FIRST + 1)
+            acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+        else:
+            acc0 = warpgroup_mma_wait(1, deps=[acc0])
+        # Not kept from the last step: a name that stands for the same value as another before a loop, Triton takes for
+        # that other in it.
+        mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=step > first)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    if WAVES == 2:
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+    else:
+        acc0 = warpgroup_mma_wait(0, deps=[acc0])
+    mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=last > first)
+    return acc0, acc1, stage, phase
+
+
+@gluon.jit
+def _multiply(
+    out_desc, shared, pointers, sizes, strides, split_k,
+    GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A consumer: rows ``[GROUP * WAVES * 64, +WAVES * 64)`` of every tile of this program, a wave of 64 at a time."""
+    a_scale_ptr, b_scale_ptr, bias_ptr, residual_ptr = pointers
+    M, N, tiles_m, tiles_n, steps = sizes
+    stride_rm, stride_rn, stride_am, _, stride_bn, _ = strides
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    # Partial sums are scaled where they are added up.
+    SCALED: gl.constexpr = A_ROWS == 0 and not SPLIT
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
+    turn = shared[7]
+    out_buf = shared[4].index(GROUP)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    tile_phase = gl.to_tensor(0)
+    for piece in range(gl.program_id(0), _pieces(sizes, split_k, SPLIT), gl.num_programs(0)):
+        row, col, part, first, last = _piece(piece, sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
+        row += GROUP * WAVES * WAVE_ROWS
+        # Read before the product, so that the memory's latency is hidden.
+        a_scale0 = None
+        a_scale1 = None
+        b_scale0 = None
+        b_scale1 = None
+        bias0 = None
+        bias1 = None
+        if SCALED:
+            a_scale0 = _read_rows(a_scale_ptr, row, M, stride_am, layout)
+            b_scale0 = _read_columns(b_scale_ptr, col, N, stride_bn, COLUMNS)
+            if WAVES == 2:
+                a_scale1 = _read_rows(a_scale_ptr, row + WAVE_ROWS, M, stride_am, layout)
+            if HALVES:
+                b_scale1 = _read_columns(b_scale_ptr, col + COLUMNS, N, stride_bn, COLUMNS)
+        if HAS_BIAS:
+            if SWAP:
+                bias0 = _read_rows(bias_ptr, row, M, 1, layout)
+            else:
+                bias0 = _read_columns(bias_ptr, col, N, 1, COLUMNS)
+                if HALVES:
+                    bias1 = _read_columns(bias_ptr, col + COLUMNS, N, 1, COLUMNS)
+        if PROMOTE and OVERLAP > 1:
+            acc0, stage, phase = _sum_overlapped(
+                shared, pointers, strides, row, col, first, last, stage, phase,
+                GROUP, A_ROWS, B_ROWS, BLOCK_N, STAGES, OVERLAP, layout,
+            )  # fmt: skip
+        elif PROMOTE:
+            if STAGGER and GROUP == 1:
+                # Half a step behind the other group, so that they do not promote at the same time.
+                mbarrier.wait(turn, tile_phase, pred=steps >= STAGES)
+                tile_phase = tile_phase ^ 1
+            acc0, acc1, stage, phase = _sum_promoted(
+                shared, pointers, strides, row, col, first, last, stage, phase,
+                GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
+            )  # fmt: skip
+        else:
+            acc0, acc1, stage, phase = _sum_fast(
+                shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout
+            )
+        out_row = part * (tiles_n * BLOCK_N if SWAP else tiles_m * BLOCK_M)
+        _store(
+            acc0, out_desc, out_buf, a_scale0, b_scale0, b_scale1, bias0, bias1, residual_ptr, row, col, out_row,
+            M, N, stride_rm, stride_rn, SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, layout,
+        )  # fmt: skip
+        if WAVES == 2:
+            _store(
+                acc1, out_desc, out_buf, a_scale1, b_scale0, b_scale1, bias0, bias1, residual_ptr,
+                row + WAVE_ROWS, col, out_row, M, N, stride_rm, stride_rn,
+                SCALED, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, SWAP, HALVES, layout,
+            )  # fmt: skip
+    tma.store_wait(0)
+
+
+# A value that turns from divisible by 16 to not, or to 1, is not worth another compilation.
+@gluon.jit(
+    do_not_specialize=["M", "N", "K", "stride_rm", "stride_am", "stride_ak", "stride_bn", "stride_bk", "split_k"]
+)
+def hopper_matmul_kernel(
+    a_desc, b_desc, out_desc, a_scale, b_scale, bias_ptr, residual_ptr, M, N, K,
+    stride_rm, stride_rn, stride_am, stride_ak, stride_bn, stride_bk, split_k,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
+    PROMOTE: gl.constexpr, SWAP: gl.constexpr, SPLIT: gl.constexpr, STAGGER: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``.
+
+    PROMOTE says that the sum is promoted to float32 every BLOCK_K of K, not at the end of K. SWAP stores ``out.T``:
+    ``out_desc`` is then of ``[N, M]``, and bias and residual are those of ``out.T``. SPLIT makes ``split_k`` programs
+    share K: ``out`` is then a float32 workspace ``[split_k * rows, columns]``, a part's rows after the last one's,
+    rounded up to whole tiles; the parts are neither scaled nor do they go through the epilogue.
+
+    ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N,
+    BLOCK_K]`` and ``[64, BLOCK_N]`` (``[BLOCK_N, 64]`` if SWAP). A_ROWS and B_ROWS are the rows that share a scale in
+    operands scaled every BLOCK_K of K; both are 0 for scales that leave K whole. A scale is a pointer with its strides;
+    where each row has its own for every step of K, it is a descriptor of the flat scale, a step's rows side by side,
+    with blocks of a tile's rows, at least 32.
+
+    A tile of BLOCK_M = 64 has one group of warps, any other two. How it is done, not what: STAGGER keeps the groups
+    half a step apart, TIGHT promotes before the next product is started, in fewer registers, OVERLAP starts it before,
+    that many steps in a row, and HALVES stores half of the columns at a time.
+    """
+    GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
+    WAVES: gl.constexpr = BLOCK_M // (GROUPS * WAVE_ROWS)
+    gl.static_assert(not SWAP or (WAVES == 1 and not HALVES), "swapped tiles are of 64 or 128 rows, stored whole")
+    gl.static_assert(OVERLAP == 1 or WAVES == 1, "two products a step leave no registers for one more")
+    OUT_ROWS: gl.constexpr = BLOCK_N if SWAP else WAVE_ROWS
+    OUT_COLS: gl.constexpr = WAVE_ROWS if SWAP else BLOCK_N // (2 if HALVES else 1)
+    A_SCALES: gl.constexpr = BLOCK_M if BLOCK_M > SCALE_VECTOR else SCALE_VECTOR
+    B_SCALES: gl.constexpr = BLOCK_N if BLOCK_N > SCALE_VECTOR else SCALE_VECTOR
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, OUT_ROWS, OUT_COLS], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    EARLY: gl.constexpr = EARLY_STEPS if EARLY_STEPS < STAGES else STAGES
+    for stage in gl.static_range(EARLY):
+        mbarrier.init(full.index(stage), count=1)
+    # The copy engine counts at these next: it has to see them.
+    fence_async_shared()
+    # Scales along K come with the operands; others are read from memory.
+    scale_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    a_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, A_SCALES], scale_layout)
+    b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, B_SCALES], scale_layout)
+    shared = (a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, out_bufs, full, empty, turn)
+    pointers = (a_scale, b_scale, bias_ptr, residual_ptr)
+    sizes = (M, N, tiles_m, tiles_n, steps)
+    strides = (stride_rm, stride_rn, stride_am, stride_ak, stride_bn, stride_bk)
+    # As `begin` does for the other kernels; nothing above reads or writes what others do.
+    if DEPENDENT:
+        gdc_wait()
+    row, col, _, first, last = _piece(gl.program_id(0), sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
+    filled = gl.minimum(last - first, EARLY)
+    for stage in range(filled):
+        _fill(
+            a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, first + stage, stage,
+            A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    # Prepared while those are on their way, as Triton lets the warps meet after each.
+    for stage in gl.static_range(STAGES):
+        if stage >= EARLY:
+            mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    # A barrier lives as long as the kernel, or is none: the memory of one that nothing waits for goes to a buffer, and
+    # an H200 on which processes took turns now and then put the barrier back over what the buffer held.
+    if STAGGER:
+        mbarrier.init(turn, count=1)
+    if EARLY < STAGES:
+        # The producer's copies count at the barriers of later stages: TMA has to see these too.
+        fence_async_shared()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS,
+                             B_ROWS, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                             OVERLAP, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, filled, A_ROWS, B_ROWS,
+                         SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(0), WAVES, A_ROWS,
+                             B_ROWS, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                             OVERLAP, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
+                (_multiply, (out_desc, shared, pointers, sizes, strides, split_k, gl.constexpr(1), WAVES, A_ROWS,
+                             B_ROWS, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, PROMOTE, SWAP, SPLIT, STAGGER, TIGHT, HALVES,
+                             OVERLAP, BLOCK_M, BLOCK_N, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, shared, sizes, strides, split_k, filled, A_ROWS, B_ROWS,
+                         SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

@@ -1,0 +1,411 @@
+import json
+import math
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import bench_distributed_cases
+import pytest
+import torch.distributed as dist
+from bench_distributed_cases import BROKEN, CONFIG, FFN, HIDDEN, LAYERS, VOCABULARY
+from cases import QUANTIZED
+from process_group import Processes
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bench.distributed import bars as distributed_bars
+from bench.distributed import compare, models
+from bench.distributed import run as distributed
+from bench.distributed.bars import FSDP_BARS, TP_BARS, judge
+from bench.distributed.compare import Measured, Settings
+from bench.distributed.ranks import AllFailedError, RankError, Ranks
+
+LINEAR = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * FFN) + HIDDEN * VOCABULARY
+OTHER = HIDDEN * VOCABULARY + (2 * LAYERS + 1) * HIDDEN
+STEPS, WORLD = 2, 2
+RUN = {"model": "1b", "device": "cuda", "tp": 1, "deterministic": True}
+
+
+# A run on two processes.
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    processes = Processes(WORLD)
+    try:
+        rows = processes.run(
+            WORLD, bench_distributed_cases.run_on_mesh, timeout=200, folder=str(folder), model=str(config),
+            recipes=("tensorwise", "rowwise"), steps=STEPS, batch_size=1, seq_len=16, dp=WORLD, data=__file__, rounds=2,
+        )  # fmt: skip
+    finally:
+        processes.stop()
+    data = json.loads((folder / distributed.FILE).read_text())
+    assert [row["contender"] for row in rows[1]] == [row["contender"] for row in data["rows"]]
+    return data, {row["contender"]: row for row in data["rows"]}
+
+
+def test_the_faster_round_counts_and_a_failed_one_is_not_hidden():
+    rows = [{"seconds": x, "peak_bytes": i} for i, x in enumerate((3.0, 2.0, 4.0))]
+    found = None
+    for row in rows:
+        found = compare.faster(*([] if found is None else [found]), row)
+    assert found == {"seconds": 2.0, "peak_bytes": 1, "round_seconds": [3.0, 2.0, 4.0]}
+    failed = compare.faster(found, {"seconds": None, "reason": "not measured: of memory"})
+    assert (failed["reason"], failed["round_seconds"]) == ("not measured: of memory", [3.0, 2.0, 4.0, None])
+    assert compare.faster(failed, rows[1])["reason"] == failed["reason"]
+
+
+def test_rounds_are_for_speeds():
+    with pytest.raises(ValueError, match="losses are the same in each; got 2 rounds"):
+        compare.Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, losses=True, rounds=2)
+
+
+on_ranks = pytest.mark.xdist_group("ranks")
+
+
+@on_ranks
+def test_json_says_what_ran_and_where(measured):
+    data, rows = measured
+    assert data["command"].startswith(f"torchrun --nproc-per-node {WORLD} ")
+    assert data["machine"]["gpu"] == "cpu"
+    assert data["settings"]["seq_len"] == 16
+    assert data["order"] == compare.ORDER
+    assert data["not_measured_yet"] == []
+    gathers = [f"{name}, FP8 all-gather" for name in ("tensorwise", "rowwise")]
+    assert list(rows) == [
+        "bf16", "tensorwise", gathers[0], "rowwise", gathers[1], models.TORCHAO_GATHER, "torchao rowwise",
+        BROKEN,
+    ]  # fmt: skip
+    for name in ("bf16", "tensorwise", "rowwise", *gathers):
+        row = rows[name]
+        assert len(row["round_seconds"]) == 2
+        assert row["seconds"] == min(row["round_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(WORLD * 16 / row["seconds"], rel=1e-3)
+        assert [len(losses) for losses in row["losses"]] == [STEPS] * WORLD
+        assert all(3 < loss < 9 for losses in row["losses"] for loss in losses)
+        # Each rank has its own part of the batch.
+        assert row["losses"][0] != row["losses"][1]
+
+
+@on_ranks
+def test_bytes_are_those_of_the_parameters(measured):
+    _, rows = measured
+    # Forward and backward gather every parameter; gradients are float32.
+    assert rows["bf16"]["bytes"]["all_gather"] == 2 * 2 * (LINEAR + OTHER)
+    assert rows["bf16"]["bytes"]["reduce_scatter"] == 4 * (LINEAR + OTHER)
+    for name in ("tensorwise", "rowwise"):
+        assert rows[name]["bytes"]["all_gather"] == rows["bf16"]["bytes"]["all_gather"]
+        gathered = rows[f"{name}, FP8 all-gather"]["bytes"]
+        assert gathered["all_gather"] == 2 * (LINEAR + 2 * OTHER)
+        assert gathered["all_gather"] <= 0.52 * rows["bf16"]["bytes"]["all_gather"]
+        # The amaxes, beside what clips the gradients.
+        assert gathered["all_reduce"] > rows["bf16"]["bytes"]["all_reduce"] > 0
+
+
+@on_ranks
+def test_losses_are_compared_to_the_bit(measured):
+    data, rows = measured
+    bars = {bar["what"]: bar for bar in data["bars"]}
+    for name in ("tensorwise", "rowwise"):
+        gather = f"{name}, FP8 all-gather"
+        assert rows[gather]["losses_equal_without"] is True
+        assert rows[gather]["losses"] == rows[name]["losses"]
+        assert bars[f"{gather}: losses that differ from those without it"] == {
+            "what": f"{gather}: losses that differ from those without it", "bar": 0, "holds": True, "measured": 0,
+        }  # fmt: skip
+        assert bars[f"{gather}: bytes of all-gathers over bf16's"]["holds"] is True
+    assert rows["tensorwise"]["losses"] != rows["bf16"]["losses"] != rows["rowwise"]["losses"]
+
+
+@on_ranks
+def test_who_could_not_be_measured_says_why_and_the_rest_goes_on(measured):
+    data, rows = measured
+    for name in (models.TORCHAO_GATHER, models.TORCHAO_ROWWISE):
+        assert rows[name]["reason"] == "not measured: torchao is not installed"
+        assert rows[name]["seconds"] is None
+    assert rows[BROKEN]["reason"] == "not measured: ZeroDivisionError: nothing to convert"
+    console = Console(width=250)
+    with console.capture() as shown:
+        console.print(distributed.results_table(data["rows"], "title", True))
+    assert shown.get().count("not measured: torchao is not installed") == 2
+    assert "losses bitwise those without it" in shown.get()
+
+
+# Bars, on data.
+
+
+def row(contender, seconds=1.0, losses=((3.0, 2.0), (3.5, 2.5)), gathered=100, **fields):
+    return {
+        "contender": contender, "over": "bf16", "own": True, "seconds": seconds, "peak_bytes": None,
+        "bytes": {"all_gather": gathered}, "losses": [list(rank) for rank in losses], **fields,
+    }  # fmt: skip
+
+
+def verdicts(*rows, **run):
+    return {v.bar.what: v for v in judge(rows, {**RUN, **run})}
+
+
+def test_every_bar_is_not_known_without_rows():
+    for tp, bars in ((1, FSDP_BARS), (2, TP_BARS)):
+        found = verdicts(tp=tp)
+        assert len(found) == len(bars)
+        assert {(v.holds, v.measured, v.reason) for v in found.values()} == {
+            (None, None, "not measured: no part of this run")
+        }
+
+
+@pytest.mark.parametrize(("gathered", "holds"), [(52, True), (53, False)])
+def test_bar_of_bytes(gathered, holds):
+    found = verdicts(row("bf16"), row("rowwise, FP8 all-gather", gathered=gathered))
+    assert found["rowwise, FP8 all-gather: bytes of all-gathers over bf16's"].holds is holds
+
+
+@pytest.mark.parametrize(
+    ("recipe", "peer", "seconds", "holds"),
+    [
+        ("rowwise", "torchao rowwise", 1.11, True),
+        ("rowwise", "torchao rowwise", 1.09, False),
+        ("tensorwise", "torchao tensorwise, FP8 all-gather", 1.0, True),
+        ("tensorwise", "torchao tensorwise, FP8 all-gather", 0.99, False),
+    ],
+)
+def test_bars_of_speed(recipe, peer, seconds, holds):
+    rows = row(f"{recipe}, FP8 all-gather"), row(peer, seconds)
+    what = f"{recipe}, FP8 all-gather: speed over {peer}, 1b"
+    assert verdicts(*rows)[what].holds is holds
+    assert verdicts(*rows, model="160m")[what].reason == "not measured: this run is of 160m"
+    assert verdicts(*rows, device="cpu")[what].reason == "not measured: on a CPU speeds mean nothing"
+    missing = row(peer, None, reason="not measured: torchao is not installed")
+    assert verdicts(rows[0], missing)[what].reason == "not measured: torchao is not installed"
+
+
+@pytest.mark.parametrize(
+    ("losses", "differing"),
+    [
+        (((3.0, 2.0), (3.5, 2.5)), 0),
+        (((3.0, 2.0), (3.5, math.nextafter(2.5, 3))), 1),
+        (((3.0, "nan"), (3.5, 2.5)), 1),
+    ],
+)
+def test_bar_of_equal_losses(losses, differing):
+    rows = row("rowwise"), row("rowwise, FP8 all-gather", losses=losses)
+    what = "rowwise, FP8 all-gather: losses that differ from those without it"
+    assert verdicts(*rows)[what].measured == differing
+    assert verdicts(*rows)[what].holds is (differing == 0)
+    assert "may differ from run to run" in verdicts(*rows, deterministic=False)[what].reason
+
+
+def test_bar_of_equal_losses_takes_all_steps():
+    rows = row("rowwise"), row("rowwise, FP8 all-gather", losses=((3.0,), (3.5,)))
+    found = verdicts(*rows)["rowwise, FP8 all-gather: losses that differ from those without it"]
+    assert found.holds is None
+
+
+def test_differing_losses_are_shown():
+    rows = [row("rowwise"), row("rowwise, FP8 all-gather", losses=((3.0, 2.0), (3.5, 2.6)))]
+    distributed.compare_losses(rows)
+    assert rows[1]["losses_equal_without"] is False
+    for each in rows:
+        each["tokens_per_second"] = 1.0
+    console = Console(width=250)
+    with console.capture() as shown:
+        console.print(distributed.results_table(rows, "title", True))
+    assert "LOSSES DIFFER" in shown.get()
+
+
+@pytest.mark.parametrize(
+    ("losses", "lost", "apart"),
+    [
+        (((3.0, 2.0), (3.5, 2.5)), True, True),
+        (((3.0, 2.0), (3.5, 2.5 + 1e-3)), True, True),
+        (((3.0, 2.0), (3.5, 2.5 + 3e-3)), True, False),
+        (((3.0, "nan"), (3.5, 2.5)), False, False),
+    ],
+)
+def test_bars_of_tensor_parallelism(losses, lost, apart):
+    found = verdicts(row("rowwise, TP", losses=losses), row("rowwise, one process"), tp=2)
+    assert found["rowwise, TP: losses that are NaN or infinite"].holds is lost
+    assert found["rowwise, TP: largest difference from the losses of one process, 10 steps"].holds is apart
+
+
+@pytest.mark.parametrize(("moved", "holds"), [(0.0, True), (1e-7, False)])
+@pytest.mark.parametrize("way", ["FP8 styles", "DTensors between layers"])
+def test_bar_of_equal_losses_in_every_way(way, moved, holds):
+    rows = row("rowwise, TP"), row(f"rowwise, TP, {way}", losses=((3.0, 2.0), (3.5, 2.5 + moved)))
+    what = f"rowwise, TP, {way}: losses that differ from those of rowwise, TP"
+    assert verdicts(*rows, tp=2)[what].holds is holds
+    assert verdicts(*rows, tp=2, deterministic=False)[what].holds is None
+
+
+REORDERED = "one process, another order of sums"
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize(("moved", "holds"), [(0.0, True), (1e-3, True), (3e-3, False), (math.nan, False)])
+def test_control_of_tensor_parallelism(recipe, moved, holds):
+    rows = row(f"{recipe}, one process"), row(f"{recipe}, {REORDERED}", losses=((3.0, 2.0), (3.5, 2.5 + moved)))
+    what = f"control: {recipe}, {REORDERED}: largest difference from the losses of one process, 10 steps"
+    found = verdicts(*rows, tp=2)
+    assert found[what].holds is holds
+    assert [v.bar.what for v in found.values() if v.holds is not None] == [what]
+    # Not that of another recipe.
+    assert verdicts(row("tensorwise, one process"), rows[1], tp=2)[what].holds is None
+
+
+def test_differences_from_one_process_are_shown():
+    names = ("bf16, TP", f"bf16, {REORDERED}", "bf16, one process", f"rowwise, {REORDERED}")
+    rows = [row(name, None, losses=((3.0 + index / 4,),)) for index, name in enumerate(names)]
+    distributed.compare_losses(rows)
+    assert [each.get("loss_difference") for each in rows] == [0.5, 0.25, None, None]
+    console = Console(width=250)
+    with console.capture() as shown:
+        console.print(distributed.results_table(rows, "title", True))
+    notes = {name: next(x for x in shown.get().splitlines() if f"│ {name} " in x) for name in names}
+    assert "within 0.5 of one process at first" in notes[names[0]]
+    assert "within 0.25 of one process at first" in notes[names[1]]
+    assert not any("of one process at first" in notes[name] for name in names[2:])
+
+
+def test_later_steps_may_drift_apart():
+    early = [3.0] * distributed_bars.EARLY_STEPS
+    rows = row("rowwise, TP", losses=[[*early, 9.0]]), row("rowwise, one process", losses=[[*early, 3.0]])
+    assert distributed_bars.loss_difference(*rows) == 0
+
+
+@pytest.mark.parametrize(("after", "holds"), [(3.0005, True), (3.002, False), (math.nan, False), (None, None)])
+def test_bar_of_the_loss_after_the_first_steps(after, holds):
+    """Of the step that follows them, whatever the first ones were; one run of ten steps has no such loss."""
+    losses = [9.0] * distributed_bars.EARLY_STEPS + ([] if after is None else [after, 5.0])
+    alone = [3.0] * len(losses)
+    found = verdicts(row("rowwise, TP", losses=[losses]), row("rowwise, one process", losses=[alone]), tp=2)
+    assert found["rowwise, TP: difference from the loss of one process after 10 steps"].holds is holds
+
+
+def test_bars_of_tensor_parallelism_are_about_contestants():
+    names = {c.name for c in models.tp_contestants(QUANTIZED, alone=True)}
+    assert {name for bar in TP_BARS for name in (bar.contender, bar.over)} == names
+    controls = {bar.contender: (bar.over, bar.bar) for bar in TP_BARS if bar.what.startswith("control: ")}
+    controls.pop("bf16, TP")
+    assert controls == {f"{name}, {REORDERED}": (f"{name}, one process", 1e-3) for name in ("bf16", *QUANTIZED)}
+
+
+# Ranks, as threads.
+
+
+def in_threads(*functions, grace=0.2, patience=20):
+    """``function(ranks)`` of each rank; what each returned or raised."""
+    store, found = dist.HashStore(), [None] * len(functions)
+
+    def work(rank):
+        try:
+            found[rank] = functions[rank](Ranks(rank, len(functions), store, patience, grace))
+        except RuntimeError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=work, args=[rank]) for rank in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def fail(ranks):
+    return ranks.together(lambda: 1 / 0)
+
+
+def work(ranks):
+    return ranks.together(lambda: ranks.rank)
+
+
+def test_together_returns_what_each_rank_made():
+    assert in_threads(work, work, work) == [0, 1, 2]
+    assert in_threads(lambda r: r.exchange([r.rank]), lambda r: r.exchange([r.rank])) == [[[0], [1]]] * 2
+
+
+def test_a_failure_on_all_ranks_lets_them_go_on():
+    def twice(ranks):
+        with pytest.raises(AllFailedError, match="ZeroDivisionError: division by zero"):
+            fail(ranks)
+        return work(ranks)
+
+    assert in_threads(twice, twice) == [0, 1]
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all():
+    for error in in_threads(work, fail, work):
+        assert isinstance(error, RankError)
+        assert "rank 1 failed and the others did not; rank 1: ZeroDivisionError" in str(error)
+
+
+def test_a_rank_that_failed_does_not_wait_for_those_in_a_collective():
+    begin = time.monotonic()
+    stuck, error = in_threads(lambda ranks: time.sleep(1), fail)
+    assert stuck is None
+    assert isinstance(error, RankError)
+    assert "rank 1 failed: ZeroDivisionError" in str(error)
+    assert "in vain for rank 0" in str(error)
+    assert time.monotonic() - begin < 10
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "3,1"], "dp x tp = 2"),
+        (["--mesh", "2"], "dp x tp = 2"),
+        (["--processes", "3"], "the launcher started 2"),
+        (["--recipes", "bf16"], "give recipes that quantize"),
+        (["--recipes", "rowwize"], "did you mean 'rowwise'"),
+        (["--device", "tpu"], "must be cpu or cuda"),
+        (["--mesh", "1,2", "--seq-len", "7"], "multiple of tp"),
+    ],
+)
+def test_wrong_options_end_with_what_is_needed(arguments, message):
+    result = CliRunner().invoke(distributed.app, ["--model", "tiny", *arguments], env={"WORLD_SIZE": "2"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("losses", [False, True])
+def test_speeds_are_not_noted_where_losses_are_compared(losses):
+    settings = Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, tp=1, losses=losses)
+    entry = Measured(settings.contestants()[0], losses=[3.0, 2.0, 1.0], seconds=[9.0, 9.0, 2.0])
+    (noted,) = in_threads(lambda ranks: compare.row(settings, entry, ranks))
+    assert noted["losses"] == [entry.losses]
+    assert noted["seconds"] == (None if losses else 2.0)
+    assert noted["step_seconds"] == ([] if losses else entry.seconds)
+    assert ("tokens_per_second" in noted) is not losses
+
+
+def test_contestants_of_tensor_parallelism():
+    settings = Settings("tiny", ("rowwise",), 2, 1, 16, dp=1, tp=2, losses=True)
+    assert [c.name for c in settings.contestants()] == [
+        "bf16, TP", "rowwise, TP", "rowwise, TP, DTensors between layers", "rowwise, TP, FP8 styles",
+        "bf16, one process", f"bf16, {REORDERED}", "rowwise, one process", f"rowwise, {REORDERED}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ({}, "distributed-160m-x2-losses-eager"),
+    ({"compile": True}, "distributed-160m-x2-losses"),
+    ({"compile": True, "losses": False, "dp": 1, "tp": 2}, "distributed-160m-tp2-dp1"),
+    ({"compile": True, "lr": 3e-5}, "distributed-160m-x2-losses-lr3e-05"),
+])  # fmt: skip
+def test_runs_of_other_settings_have_other_folders(given, name):
+    settings = Settings(**{"model": "160m", "recipes": ("rowwise",), "steps": 3, "batch_size": 1, "seq_len": 16,
+                           "dp": 2, "losses": True, **given})  # fmt: skip
+    with mock.patch.object(distributed, "results_folder", return_value=Path("results")):
+        assert distributed.default_folder(settings, "cuda") == Path("results") / name
+
+
+@pytest.mark.parametrize("lr", [0.0, -1e-4, math.inf, math.nan])
+def test_a_learning_rate_is_positive_and_finite(lr):
+    with pytest.raises(ValueError, match=f"lr must be positive and finite; got {lr}"):
+        Settings("tiny", ("rowwise",), 3, 1, 16, dp=1, lr=lr)

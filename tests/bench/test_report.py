@@ -1,0 +1,401 @@
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench import report, shapes, tables
+from bench.contest import cases
+from bench.contest.bars import BARS, HIGHEST, LOWEST, MEAN, QUANTITIES, Bar, judge
+from bench.plots import PLOTS, layer_breakdown
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = ROOT / "bench" / "results" / "nvidia-h200"
+PNG = b"\x89PNG\r\n\x1a\n"
+SQUARE, UP = (8192, 8192, 8192), (16384, 14336, 4096)
+
+
+def row(suite, case, shape, contender, seconds, own=False, peer=None, **fields):
+    return {
+        "suite": suite, "case": case, "set": shape.set, "name": shape.name, "shape": list(shape.size),
+        "contender": contender, "own": own, "peer": peer, "seconds": seconds, **fields,
+    }  # fmt: skip
+
+
+def product_rows(shape, own, peer, case="rowwise", accumulation="precise"):
+    work = {"flops": cases.gemm_flops(*shape.size), "bytes": cases.gemm_bytes(*shape.size)}
+    name = f"torch {accumulation}"
+    return [
+        row("scaled_matmul", case, shape, f"tritonfp8 {accumulation}", own, True, name, **work),
+        row("scaled_matmul", case, shape, name, peer, **work),
+    ]
+
+
+def synthetic_rows():
+    """A whole run in which everything of our own takes 2 s where peers take 3."""
+    rows = []
+    for case in (*cases.CASTS, *cases.FUSED):
+        for shape in shapes.select("cast"):
+            work = {"bytes": case.moved_bytes(shape.size, 2)}
+            rows.append(row("quantize", case.name, shape, "tritonfp8", 2.0, True, "copy", **work))
+            rows.append(row("quantize", case.name, shape, "copy", 3.0, bytes=2 * work["bytes"]))
+    for case in cases.PRODUCTS:
+        for shape in filter(lambda s: case.serves(s.set), shapes.select("gemm")):
+            for accumulation in case.accumulations:
+                rows += product_rows(shape, 2.0, 3.0, case.name, accumulation)
+    for shape in filter(lambda s: cases.EPILOGUE.serves(s.set), shapes.select("gemm")):
+        for name in cases.EPILOGUES:
+            alone = name == cases.BARE_PRODUCT
+            seconds, peer = (3.0, None) if alone else (2.0, cases.BARE_PRODUCT)
+            rows.append(row("scaled_matmul", cases.EPILOGUE.name, shape, name, seconds, True, peer))
+    layers = cases.recipe_variants(cases.LAYER_RECIPES)
+    for case, kind, names, fields in (
+        (cases.LAYER, "layer", layers, {}),
+        (cases.LAYER_KERNELS, "layer", layers, {"gemm_seconds": 1.25, "other_seconds": 0.25}),
+        (cases.MODEL, "model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
+    ):
+        suite = {"layer": "linear"}.get(kind, kind)
+        for shape in shapes.select(kind):
+            contenders = [*names, "torchao tensorwise"]
+            own = [row(suite, case.name, shape, name, 2.0, True, "bf16", **fields) for name in contenders[:-1]]
+            peers = [row(suite, case.name, shape, name, 3.0, **fields) for name in (contenders[-1], "bf16")]
+            rows += [*own, *peers]
+    for case in cases.CALLS:
+        for shape in shapes.select("launch"):
+            rows += [
+                row("launch", case.name, shape, "tritonfp8", 2e-5, True, "torch._scaled_mm"),
+                row("launch", case.name, shape, "torch._scaled_mm", 3e-5),
+            ]
+    for shape in shapes.select("first_step"):
+        rows += [
+            row("launch", "first step", shape, "cold", 30.0, True, "bf16", extra_launches=0),
+            row("launch", "first step", shape, "after warm-up", 20.0, True, "bf16", extra_launches=0),
+            row("launch", "first step", shape, "bf16", 19.0, extra_launches=0),
+        ]
+    return rows
+
+
+def write(folder, rows):
+    folder.mkdir(exist_ok=True)
+    for suite in report.SUITES:
+        if found := [r for r in rows if r["suite"] == suite]:
+            (folder / f"{suite}.json").write_text(json.dumps({"rows": found}))
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("synthetic")
+    write(folder, synthetic_rows())
+    return folder, report.render(folder)
+
+
+def markdown(path):
+    lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_a_whole_run_is_shown_in_tables_and_plots(rendered):
+    folder, written = rendered
+    assert {path.name for path in written} == {"tables.md", "bars.md", *PLOTS}
+    for name in PLOTS:
+        content = (folder / name).read_bytes()
+        assert content.startswith(PNG)
+        assert len(content) > 10_000
+
+
+def test_the_rest_of_a_layer_is_time_without_a_kernel():
+    figure = layer_breakdown(synthetic_rows())
+    products, others, none = figure.axes[0].containers
+    for parts, milliseconds in ((products, 1250), (others, 250), (none, 500)):
+        assert parts[-1].get_width() == pytest.approx(milliseconds)
+
+
+def test_every_row_is_in_the_tables(rendered):
+    folder, _ = rendered
+    rows = synthetic_rows()
+    cells = [line for line in markdown(folder / "tables.md") if len(line) == 8 and line[0] not in ("case", "---")]
+    assert len(cells) == len(rows)
+    times = [tables.seconds_text(r["seconds"]) for suite in by_suite(rows).values() for r in suite]
+    assert [cell[3] for cell in cells] == times
+
+
+def test_ratios_to_peers_and_their_means(rendered):
+    folder, _ = rendered
+    means = [line for line in markdown(folder / "tables.md") if len(line) == 9]
+    by_key = {tuple(line[:4]): line for line in means}
+    assert by_key["scaled_matmul", "rowwise", "llama-8b", "tritonfp8 precise"][4:] == [
+        "torch precise", "1.500", "1.500", "1.500", "8",
+    ]  # fmt: skip
+    # Half the bytes of a copy in two thirds of its time.
+    assert by_key["quantize", "1x128", "large", "tritonfp8"][5] == "0.750"
+    assert by_key["linear", "layer", "layers", "rowwise fast"][5] == "1.500"
+
+
+def test_every_bar_of_a_whole_run_has_a_verdict(rendered):
+    folder, _ = rendered
+    lines = markdown(folder / "bars.md")
+    assert lines[0] == ["what", "bar", "measured", "holds"]
+    assert len(lines) == 2 + len(BARS)
+    cells = {line[0]: line[1:] for line in lines[2:]}
+    assert {holds for _, _, holds in cells.values()} == {"yes", "**no**"}
+    assert cells["rowwise GEMM, precise, over torch._scaled_mm, large shapes"][2] == "yes"
+    assert cells["cast 1x128, each tensor of 64 MB or more: share of copy speed"][2] == "**no**"
+    assert cells["llama 8b layers, forward + backward, rowwise precise, over bf16: peak memory"][2] == "**no**"
+    assert cells["first step, cold: seconds beyond bf16's"] == ["<= 10", "11.000", "**no**"]
+    assert cells["first step, warm: seconds beyond bf16's"] == ["<= 2", "1.000", "yes"]
+    assert cells["first step, cold: launches beyond the second's"] == ["<= 0", "0.000", "yes"]
+
+
+def test_bars_are_about_shapes_that_exist():
+    for bar in BARS:
+        assert bar.sizes(), bar
+        assert bar.suite in report.SUITES
+        assert bar.quantity in QUANTITIES
+    assert len({bar.what for bar in BARS}) == len(BARS)
+
+
+LLAMA = [shape for shape in shapes.select("gemm") if shape.size in (SQUARE, UP)]
+PAIR = Bar("pair", "gemm", "scaled_matmul", "rowwise", "tritonfp8 precise", "torch precise", 1.0, ("square",))
+
+
+def judged(rows, **changes):
+    (verdict,) = judge(rows, [dataclasses.replace(PAIR, **changes)])
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "measured", "holds"),
+    [
+        (2.0, {"bar": 1.5}, 1.5, True),
+        (2.0, {"bar": 1.51}, 1.5, False),
+        (2.0, {"bar": 1.5, "at_most": True, "reduce": HIGHEST}, 1.5, True),
+        (2.0, {"bar": 1.49, "at_most": True, "reduce": HIGHEST}, 1.5, False),
+        (2.0, {"quantity": "host time ratio", "bar": 0.7, "at_most": True}, 2 / 3, True),
+        (14.0, {"quantity": "more seconds", "bar": 10, "at_most": True}, 11.0, False),
+    ],
+)
+def test_a_bar_is_met_or_not(own, changes, measured, holds):
+    verdict = judged(product_rows(LLAMA[0], own, 3.0), **changes)
+    assert verdict.measured == pytest.approx(measured)
+    assert verdict.holds is holds
+
+
+def test_means_are_geometric_and_the_worst_shape_decides_where_each_has_to_do():
+    rows = [*product_rows(LLAMA[0], 1.0, 4.0), *product_rows(LLAMA[1], 1.0, 1.0)]
+    sets = ("square", "llama-8b")
+    assert judged(rows, sets=sets, reduce=MEAN).measured == pytest.approx(2.0)
+    assert judged(rows, sets=sets, reduce=LOWEST).measured == 1.0
+
+
+def test_a_bar_on_a_part_of_its_shapes_is_not_met_yet():
+    rows = product_rows(LLAMA[0], 1.0, 4.0)
+    partly = {"sets": ("square", "llama-8b")}
+    assert judged(rows, **partly, reduce=LOWEST).holds is None
+    assert judged(rows, **partly, reduce=MEAN).holds is None
+    # A shape that is too slow decides it all the same.
+    assert judged(rows, **partly, reduce=LOWEST, bar=5.0).holds is False
+    assert judged(rows, **partly, reduce=MEAN, bar=5.0).holds is None
+    assert "8 not measured" in tables.bars_table([judged(rows, **partly)])
+
+
+def test_a_shape_without_a_peer_is_left_out():
+    rows = product_rows(LLAMA[0], 1.0, 2.0)
+    own, peer = product_rows(LLAMA[1], 1.0, 2.0)
+    peer |= {"seconds": None, "reason": "RuntimeError: not on this shape"}
+    verdict = judged([*rows, own, peer], sets=("square", "llama-8b"))
+    assert verdict.expected == 8
+    assert len(verdict.values) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([], "not measured"),
+        (product_rows(LLAMA[0], None, 3.0), "not measured"),
+        ([r | {"seconds": None, "reason": "AssertionError: wrong"} for r in product_rows(LLAMA[0], 1.0, 3.0)],
+         "not measured: AssertionError: wrong"),
+    ],
+)  # fmt: skip
+def test_a_bar_without_data_says_so(rows, text):
+    verdict = judged(rows)
+    assert verdict.measured is None
+    assert verdict.holds is None
+    assert f"| {text} | not known |" in tables.bars_table([verdict])
+
+
+def test_a_case_that_no_suite_has_is_not_built():
+    assert judged([], case="RMSNorm + nothing").reason == "not built"
+
+
+def test_committed_data_is_shown(tmp_path):
+    for path in COMMITTED.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    written = {path.name for path in report.render(tmp_path)}
+    assert written >= {"tables.md", "bars.md", "products.png", "product_speed_ups.png"}
+    rows = report.read_rows(tmp_path)["scaled_matmul"]
+    assert {tuple(r["shape"]) for r in rows} >= {SQUARE, UP}
+    assert any(r["own"] and r["case"] == "blockwise grad_weight" for r in rows)
+    verdict = judge(rows, [b for b in BARS if b.what.startswith("rowwise GEMM, precise, over torch")])[0]
+    assert 0.5 < verdict.measured < 2
+
+
+def test_nothing_committed_names_a_host_or_a_place():
+    for path in COMMITTED.rglob("*"):
+        if path.suffix in (".json", ".md"):
+            text = path.read_text()
+            assert platform.node() not in text, path
+            assert str(ROOT) not in text, path
+
+
+def test_a_run_that_was_cut_off_is_shown_as_far_as_it_came(tmp_path):
+    first, second = product_rows(LLAMA[0], 1.0, 2.0)
+    write(tmp_path, product_rows(LLAMA[1], 1.0, 9.0))
+    report.rows_path(tmp_path, "scaled_matmul").write_text(f"{json.dumps(first)}\n{json.dumps(second)[:20]}")
+    assert report.read_rows(tmp_path) == {"scaled_matmul": [first]}
+
+
+def command(*arguments):
+    return CliRunner().invoke(report.app, arguments)
+
+
+def test_render_alone(tmp_path):
+    write(tmp_path, product_rows(LLAMA[0], 2.0, 3.0))
+    result = command("--render", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "rowwise GEMM, precise" in result.output
+    assert (tmp_path / "product_speed_ups.png").exists()
+    assert not (tmp_path / "casts.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--only", "gemms"), "no suite is named gemms"),
+        (("--shapes", "huge"), "no set of shapes is named huge"),
+        (("--render", "."), "holds no data of a suite"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_pytest_benchmark_it_is_said_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = command("--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "tritonfp8[bench]" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_there_are_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    write(tmp_path, product_rows(LLAMA[0], 2.0, 3.0))
+    assert [path.name for path in report.render(tmp_path)] == ["tables.md", "bars.md"]
+    assert "matplotlib is missing" in capsys.readouterr().out
+
+
+def environment():
+    # The suites are tried as a user runs them: without Triton's interpreter, and by no worker of this run.
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST")}
+    # Threads that share ops of microseconds wait for each other as soon as the machine has anything else to do.
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def bench(*arguments):
+    line = [sys.executable, "-m", *arguments]
+    return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
+
+
+def by_suite(rows):
+    return {suite: [r for r in rows if r["suite"] == suite] for suite in report.SUITES}
+
+
+@pytest.mark.slow
+def test_every_suite_runs_on_a_cpu(tmp_path):
+    noted, benchmarks = tmp_path / "rows.jsonl", tmp_path / "benchmark.json"
+    arguments = ("--shapes", "smoke", "--runs", "3", "--rows", str(noted), f"--benchmark-json={benchmarks}")
+    done = bench("pytest", "bench", *arguments)
+    assert done.returncode == 0, done.stdout[-4000:]
+    rows = by_suite([json.loads(line) for line in noted.read_text().splitlines()])
+    untimed = {r["case"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None}
+    assert untimed == ({cases.LAYER_KERNELS.name} if not torch.cuda.is_available() else set())
+    assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
+    assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.PRODUCTS, cases.EPILOGUE)}
+    assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), "first step"}
+    assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
+    assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
+    # Of every op, that is; a whole model holds attention, and the first step is a time.
+    repeated = {suite: {r.get("same_bits_runs") for r in found if r["own"]} for suite, found in rows.items()}
+    assert repeated == {"quantize": {3}, "scaled_matmul": {3}, "linear": {3}, "model": {None}, "launch": {3, None}}
+    assert {r["case"] for r in rows["launch"] if r["own"] and "same_bits_runs" not in r} == {"first step"}
+
+    # pytest-benchmark's own file: our own figure is its figure, and the host has no name.
+    text = benchmarks.read_text()
+    assert platform.node() not in text
+    assert json.loads(text)["machine_info"]["torch"] == torch.__version__
+    for figure in json.loads(text)["benchmarks"]:
+        own = next(r for r in figure["extra_info"]["rows"] if r["own"])
+        assert figure["stats"]["median"] == pytest.approx(own["seconds"], rel=1e-3)
+
+
+def test_the_report_keeps_what_a_suite_measured(tmp_path):
+    done = bench("bench.report", "--only", "scaled_matmul", "--shapes", "smoke", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "scaled_matmul: complete" in done.stdout
+    data = json.loads((tmp_path / "scaled_matmul.json").read_text())
+    assert data["outcome"] == "complete"
+    assert data["command"] == "python -m bench.report --only scaled_matmul --shapes smoke"
+    assert str(tmp_path) not in json.dumps(data)
+    assert {r["case"] for r in data["rows"]} == {case.name for case in (*cases.PRODUCTS, cases.EPILOGUE)}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"scaled_matmul.json", "tables.md", "bars.md", "products.png", "product_speed_ups.png"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_the_suites_are_skipped_visibly():
+    done = bench("pytest", "bench/suites/test_model.py")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "2 skipped" in done.stdout
+    assert "needs a GPU with FP8 tensor cores; --shapes smoke tries the suites on a CPU" in done.stdout
+
+
+def test_a_budget_ends_a_suite_between_two_tests(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    arguments = ("--shapes", "smoke", "--budget", "0", "--rows", str(path))
+    done = bench("pytest", "bench/suites/test_scaled_matmul.py", *arguments)
+    assert report.OUTCOMES[done.returncode] == "cut off", done.stdout[-4000:]
+    assert "the budget of 0 s is used up" in done.stdout
+    assert not path.exists()
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    line = [sys.executable, "-m", "bench.report", "--only", "quantize", "--only", "model", "--shapes", "smoke"]
+    process = subprocess.Popen(
+        [*line, "--out", str(tmp_path)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    noted = report.rows_path(tmp_path, "quantize")
+    deadline = time.monotonic() + 60
+    while not (noted.exists() and noted.read_text().count("\n")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "quantize: interrupted" in output
+    assert "model:" not in output
+    data = json.loads((tmp_path / "quantize.json").read_text())
+    assert data["outcome"] == "interrupted"
+    assert data["rows"]

@@ -1,0 +1,186 @@
+import pytest
+import torch
+
+from bench import shapes, tune
+from bench.contest import cases, gates
+from tritonfp8 import recipes, reference
+from tritonfp8.recipes import GEMMS
+from tritonfp8.specs import BLOCKS
+from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.warmup.run import read_shapes
+
+DIMS = {"gemm": 3, "cast": 2, "layer": 3, "model": 7, "launch": 3, "first_step": 2}
+BF16_BYTES = 2
+
+
+def gemms(*names):
+    return shapes.select("gemm", names)
+
+
+@pytest.mark.parametrize("kind", shapes.SHAPES)
+def test_sizes_have_the_dims_of_their_kind(kind):
+    for shape in shapes.SHAPES[kind]:
+        assert len(shape.size) == DIMS[kind]
+        assert min(shape.size) >= 1
+
+
+@pytest.mark.parametrize("kind", shapes.SHAPES)
+def test_no_shape_is_measured_twice(kind):
+    sizes = [shape.size for shape in shapes.SHAPES[kind]]
+    assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize("kind", shapes.SHAPES)
+def test_every_kind_has_a_default_and_tiny_shapes(kind):
+    assert shapes.select(kind)
+    tiny = shapes.select(kind, [shapes.SMOKE])
+    assert tiny
+    assert all(max(shape.size) <= 512 for shape in tiny)
+
+
+def test_by_default_what_the_bars_are_about_is_measured():
+    assert set(shapes.DEFAULT) <= set(shapes.set_names())
+    assert set(shapes.LARGE_GEMMS) < {shape.set for shape in shapes.select("gemm")}
+    assert shapes.SMOKE not in shapes.DEFAULT
+
+
+def test_all_is_everything_but_smoke():
+    for kind, found in shapes.SHAPES.items():
+        assert shapes.select(kind, [shapes.ALL]) == [shape for shape in found if shape.set != shapes.SMOKE]
+
+
+def test_an_unknown_set_is_refused_with_the_names_of_all():
+    with pytest.raises(ValueError, match=r"no set of shapes is named llama; sets: square, llama-8b, .*or all"):
+        shapes.select("gemm", ["llama"])
+
+
+def test_forward_products_are_tuned_in_both_accumulations():
+    (shape,) = gemms(shapes.SMOKE)
+    given = [call.named() for call in tune.calls_of([shapes.SMOKE])]
+    assert {(*g["a"].shape, g["b"].shape[0]) for g in given} == {(shape.size[0], shape.size[2], shape.size[1])}
+    assert sorted((g["a_spec"].split(":")[1], g["accumulation"]) for g in given) == [
+        ("1x128", "precise"),
+        ("rowwise", "fast"),
+        ("rowwise", "precise"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [([], "of square.*none"), (["launch"], "got launch"), (["llama"], "no set")]
+)
+def test_what_to_tune_has_to_be_said(monkeypatch, names, message):
+    monkeypatch.setattr("sys.argv", ["bench.tune", *names])
+    with pytest.raises(SystemExit, match=message):
+        tune.main()
+
+
+def test_large_casts_are_large():
+    for shape in shapes.select("cast", ["large"]):
+        assert shape.size[0] * shape.size[1] * BF16_BYTES >= shapes.LARGE_CAST_BYTES
+
+
+def test_decode_has_the_token_counts_of_the_bars():
+    tokens = {shape.size[0] for shape in gemms("decode")}
+    assert min(tokens) == 1
+    assert max(tokens) == 256
+    assert tokens <= set(range(257))
+
+
+def test_large_products_suit_torch():
+    # torch._scaled_mm takes N and K that are multiples of 16 only.
+    for shape in gemms(*shapes.LARGE_GEMMS, "decode", "hidden-1024", "hidden-2048"):
+        assert all(size % 16 == 0 for size in shape.size[1:])
+
+
+def test_odd_shapes_are_odd():
+    assert all(any(size % 128 for size in shape.size) for shape in gemms("odd"))
+    assert all(any(size % 128 for size in shape.size) for shape in shapes.select("cast", ["odd"]))
+
+
+def test_projections_are_those_of_the_models():
+    assert ("gate, up, 16384 tokens", (16384, 14336, 4096)) in [(s.name, s.size) for s in gemms("llama-8b")]
+    assert {shape.size for shape in gemms("llama-8b")} >= {(4096, 1024, 4096), (16384, 4096, 14336)}
+    assert {shape.size for shape in gemms("llama-70b")} >= {(4096, 8192, 28672), (16384, 1024, 8192)}
+    assert {shape.size for shape in gemms("deepseek-v3")} >= {(4096, 24576, 1536), (4096, 7168, 2048)}
+
+
+# Bytes an element of bf16.
+BYTES = {
+    "rowwise": 3,
+    "rowwise transposed": 5,
+    "rowwise both": 6,
+    "1x128": 3,
+    "1x128 both": 4,
+    "128x128": 3,
+    "tensorwise": 5,
+    "tensorwise both": 6,
+    "1x32": 3,
+    "1x32 both": 4,
+    "RMSNorm + quantize": 3,
+    "RMSNorm + quantize both": 6,
+    "RMSNorm + quantize 1x128 both": 4,
+    "SiLU-mul + quantize": 5,
+    "SiLU-mul + quantize both": 10,
+    "SiLU-mul + quantize 1x128 both": 6,
+}
+CASTS = (*cases.CASTS, *cases.FUSED)
+
+
+def test_bytes_that_must_move():
+    assert {cast.name: cast.moved_bytes((10, 1), BF16_BYTES) / 10 for cast in CASTS} == BYTES
+
+
+@pytest.mark.parametrize("case", CASTS, ids=str)
+def test_casts_compute_what_they_are_compared_with(case):
+    x = torch.randn(256, 384, dtype=torch.bfloat16)
+    inputs = case.inputs(x)
+    actual, expected, plain = case.run(*inputs), case.expected(*inputs), case.plain(*inputs)
+    assert case.takes_whole_blocks(x.shape)
+    assert_bitwise_equal(actual, expected)
+    # Torch divides a number by a tensor in two steps: its scale is a bit off at times, and an element in many.
+    for data, e in zip(plain[::2], expected[::2], strict=True):
+        gates.nearly_same_bytes(e)((data,))
+    for scale, e in zip(plain[1::2], expected[1::2], strict=True):
+        torch.testing.assert_close(scale, e.float(), rtol=1e-6, atol=0)
+
+
+def test_plain_casts_take_whole_blocks_only():
+    whole = {case.name: case.takes_whole_blocks((130, 256)) for case in cases.CASTS}
+    assert not whole["128x128"]
+    assert not whole["1x128 both"]
+    assert whole["1x128"]
+    assert whole["rowwise both"]
+
+
+def test_casts_cover_every_block():
+    assert {spec.block for c in cases.CASTS for spec in (c.spec, c.spec_t) if spec} == set(BLOCKS)
+
+
+def test_variants_differ_in_accumulation_alone():
+    variants = cases.recipe_variants(cases.LAYER_RECIPES)
+    assert [name for name in variants if name.endswith("fast")] == ["rowwise fast", "tensorwise fast"]
+    fast, precise = variants["rowwise fast"], recipes.get("rowwise")
+    for gemm in GEMMS:
+        assert getattr(fast, gemm).accumulation == "fast"
+        assert getattr(fast, gemm).lhs == getattr(precise, gemm).lhs
+    assert variants["rowwise precise"] is precise
+
+
+def test_work_of_a_product():
+    assert cases.gemm_flops(2, 3, 5) == 60
+    assert cases.gemm_bytes(2, 3, 5) == 2 * 5 + 3 * 5 + 2 * 2 * 3
+
+
+def test_reference_and_package_agree_on_tails():
+    case = next(case for case in cases.CASTS if case.name == "1x128 both")
+    x = torch.randn(130, 256, dtype=torch.bfloat16)
+    data, *_ = case.run(x)
+    assert torch.equal(data.view(torch.uint8), reference.quantize(x, *case.spec.args)[0].view(torch.uint8))
+
+
+def test_products_are_printed_as_warmup_reads_them(tmp_path):
+    file = tmp_path / "shapes.json"
+    file.write_text(shapes.as_json(["decode"]))
+    assert set(read_shapes(file)) == {shape.size for shape in gemms("decode")}
+    assert len(read_shapes(file)) == len(gemms("decode"))
+    assert shapes.as_json([]) == shapes.as_json(shapes.TUNED)

@@ -1,0 +1,176 @@
+"""Launches everything on the stub of the CUDA driver, the usual way and replayed, and compares each parameter.
+
+Runs in a process of its own, with ``LD_LIBRARY_PATH`` at the stub; prints a line a case, exits with 1 on a difference.
+"""
+
+import ctypes
+import re
+import sys
+import warnings
+
+import torch
+
+torch.cuda.is_available = lambda: True
+torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.cuda.is_current_stream_capturing = lambda: False
+torch._C._cuda_getCurrentRawStream = lambda index: 0
+
+from triton.backends.nvidia import compiler, driver
+
+driver.CudaDriver.is_active = staticmethod(lambda: True)
+# The stub reads no machine code, and half of the time would go into assembling it.
+compiler.CUDABackend.make_cubin = lambda *args: b"no machine code"
+
+from tritonfp8 import hardware, recipes, reference
+from tritonfp8.launch import cast, fused, kernel_cache, plan
+from tritonfp8.specs import BLOCKS, QuantSpec
+
+HOPPER = hardware.Abilities("stub", (9, 0), True, True, True, True, True, False, 132, 232448)
+hardware.abilities = lambda device: HOPPER
+BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u64": 8}
+SCRATCH = 2
+
+stub = ctypes.CDLL("libcuda.so.1")
+stub.stub_word.restype = ctypes.c_uint64
+
+
+def param_bytes(kernel):
+    """Size of each parameter of a compiled kernel, as the driver gets them."""
+    sizes = []
+    for kind in kernel.src.signature.values():
+        if kind.startswith("tensordesc"):
+            rank = re.search(r"\[([\d, ]+)\]", kind)[1].count(",") + 1
+            sizes += [128, *[4] * rank, *[8] * rank]
+        elif kind != "constexpr":
+            sizes.append(8 if kind.startswith("*") else BYTES[kind])
+    return [*sizes, *[8] * SCRATCH]
+
+
+def described():
+    for kernel in kernel_cache._compiled.values():
+        sizes = param_bytes(kernel)
+        stub.stub_describe(kernel.function, len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+    return {kernel.function: param_bytes(kernel) for kernel in kernel_cache._compiled.values()}
+
+
+def launched(call, names):
+    """What ``call`` launched, with the addresses of tensors by name; temporaries by their order."""
+    stub.stub_clear()
+    out = call()
+    results = out if isinstance(out, tuple | list) else (out,)
+    known = {t.data_ptr(): name for name, t in names.items() if t is not None}
+    known |= {t.data_ptr(): f"result {i}" for i, t in enumerate(results)}
+    sizes, log = described(), []
+    for i in range(stub.stub_launches()):
+        function = stub.stub_function(i)
+        words = [[stub.stub_word(i, p, w) for w in range(max(1, size // 8))] for p, size in enumerate(sizes[function])]
+        for word, size in zip(words, sizes[function], strict=True):
+            if size >= 8 and word[0] > 2**32:
+                word[0] = known.setdefault(word[0], f"temporary {len(known)}")
+        log.append((function, stub.stub_grid(i), stub.stub_threads(i), stub.stub_shared(i), words))
+    return log, [(t.shape, t.stride(), t.dtype) for t in results]
+
+
+def cases():
+    def x(m, n, dtype=torch.bfloat16, step=1):
+        return torch.randn(m * step, n).to(dtype)[::step]
+
+    for block, entry in BLOCKS.items():
+        scale_format = entry.scale_formats[0]
+        spec = QuantSpec("e4m3", block, scale_format, "pow2")
+        for shape in ((256, 512), (129, 1000)):
+            label = f"{entry.name} {shape}"
+            yield f"quantize {label}", cast.quantize, lambda s=shape, q=spec: (x(*s), *q.args, False, None)
+            yield (
+                f"both {label}",
+                cast.quantize_both,
+                lambda s=shape, q=spec: (x(*s, torch.float32), *q.args, *q.args),
+            )
+
+        def dequantize(q=spec):
+            return (*cast.quantize.__wrapped__(x(129, 384), *q.args), *q.args, torch.float32)
+
+        yield f"dequantize {entry.name}", cast.dequantize, dequantize
+        yield f"transposed {entry.name}", cast.quantize, lambda q=spec: (x(129, 384), *q.args, True, None)
+        yield f"amax {entry.name}", cast.amax, lambda b=block: (x(129, 384), list(b))
+        for transposed in (False, True):
+
+            def given_amax(q=spec, b=block, transposed=transposed):
+                values = x(129, 384)
+                return values, *q.args, transposed, reference.amax(values.t() if transposed else values, list(b))
+
+            yield f"given amax {entry.name} transposed={transposed}", cast.quantize, given_amax
+        yield f"strided {entry.name}", cast.quantize, lambda q=spec: (x(128, 384, step=2), *q.args, False, None)
+    products = [(name, "output") for name in ("tensorwise", "rowwise", "blockwise", "mxfp8")]
+    for name, gemm in (*products, ("blockwise", "grad_weight")):
+        g = getattr(recipes.get(name), gemm)
+        for (m, n, k), epilogue in (((256, 512, 384), False), ((2048, 4096, 512), True), ((33, 70, 129), True)):
+            yield (
+                f"{name} {gemm} {m, n, k} epilogue={epilogue}",
+                cast.scaled_matmul,
+                lambda g=g, m=m, n=n, k=k, e=epilogue: product(g, m, n, k, e, torch.bfloat16),
+            )
+
+
+def fused_cases():
+    # Scales of whole dims, and of blocks.
+    for name in ("rowwise", "blockwise"):
+        recipe = recipes.get(name)
+        specs = (*recipe.output.lhs.args, *recipe.grad_weight.rhs.args)
+        for (m, n), orientation in (((256, 512), "both"), ((132, 392), "normal"), ((256, 512), "transposed")):
+
+            def x(count, m=m, n=n):
+                return tuple(torch.randn(m, n).bfloat16() for _ in range(count))
+
+            def norm(x=x, n=n, rest=(*specs, orientation, False)):
+                return (*x(1), torch.randn(n), 1e-5, "output", *rest)
+
+            label = f"{name} {m, n} {orientation}"
+            rest = (*specs, orientation, True)
+            yield f"rms_norm {label}", fused.rms_norm_quantize, norm
+            yield f"silu_mul {label}", fused.silu_mul_quantize, lambda x=x, r=rest: (*x(2), *r)
+            yield f"backward {label}", fused.silu_mul_backward_quantize, lambda x=x, r=rest: (*x(3), *r)
+    for residual in (False, True):
+
+        def gradient(residual=residual):
+            grad, x, added = (torch.randn(256, 512).bfloat16() for _ in range(3))
+            return grad, x, torch.randn(512), torch.rand(256), "output", added if residual else None, True
+
+        yield f"gradient of rms_norm residual={residual}", fused.rms_norm_backward, gradient
+
+
+def product(gemm, m, n, k, epilogue, out):
+    a, b = torch.randn(m, k), torch.randn(n, k)
+    qa, qb = cast.quantize.__wrapped__(a, *gemm.lhs.args), cast.quantize.__wrapped__(b, *gemm.rhs.args)
+    extra = (torch.randn(n), "gelu", torch.randn(m, n)) if epilogue else (None, None, None)
+    return (*qa, *gemm.lhs.args, *qb, *gemm.rhs.args, *extra, out, "precise")
+
+
+def compare(label, function, sets):
+    """Whether the usual launch on one set of arguments and a replay on another agree, and whether it was a replay."""
+    names = [{f"argument {i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)} for args in sets]
+    function(*sets[0])
+    described()
+    expected = launched(lambda: function.__wrapped__(*sets[1]), names[1])
+    before = len(plan._plans)
+    actual = launched(lambda: function(*sets[2]), names[2])
+    replayed = len(plan._plans) == before and list(plan._plans.values())[-1] is not None
+    if actual != expected:
+        print("DIFFERENT", label, expected, actual, sep="\n")
+    else:
+        print("same", label, len(expected[0]), "launches", "replayed" if replayed else "not replayed")
+    return actual == expected, replayed
+
+
+def main():
+    warnings.simplefilter("error")
+    results = [
+        compare(label, function, [make() for _ in range(3)]) for label, function, make in (*cases(), *fused_cases())
+    ]
+    different = sum(not same for same, _ in results)
+    print(f"{sum(replayed for _, replayed in results)} replayed, {different} different")
+    sys.exit(different > 0)
+
+
+main()

@@ -1,0 +1,245 @@
+"""FSDP2 with FP8 all-gather: the same losses, bit for bit, as without."""
+
+from dataclasses import replace
+
+import fsdp_cases
+import pytest
+import torch
+from cases import QUANTIZED
+from fsdp_cases import Setup
+from process_group import Processes
+
+from tritonfp8 import recipes
+from tritonfp8.distributed.fsdp.byte_layout import forms
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = Processes(4)
+    yield processes
+    processes.stop()
+
+
+def check_equal_to_off(ranks, world, setup, steps=3):
+    on, off = (
+        ranks.run(world, fsdp_cases.train, setup=replace(setup, enabled=enabled), steps=steps)
+        for enabled in (True, False)
+    )
+    assert on == off
+    return on
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_losses_with_fp8_all_gather_equal_those_without(ranks, world, recipe):
+    on = check_equal_to_off(ranks, world, Setup(recipe), steps=10)
+    losses, digests = zip(*on, strict=True)
+    assert len(set(digests)) == 1
+    assert all(rank[-1] < rank[0] for rank in losses)
+
+
+OPTIONS = {
+    "no_reshard": Setup(reshard=False),
+    "root_reshards": Setup(root_reshard=True),
+    "hybrid": Setup(hybrid=True),
+    "hybrid_blockwise": Setup("blockwise", hybrid=True),
+    "float32_compute": Setup(param_dtype=None),
+    "float16_compute": Setup(param_dtype=torch.float16),
+    "bf16_parameters": Setup(dtype=torch.bfloat16),
+    "fused": Setup(optimizer="fused"),
+    "loop": Setup(optimizer="loop"),
+    "frozen_mlp": Setup(frozen="up"),
+    "frozen_weights": Setup(frozen="weight"),
+    "offload": Setup(offload=True),
+    "meta": Setup(meta=True),
+    "recompute": Setup(recompute="yes"),
+    "recompute_reentrant": Setup(recompute="reentrant"),
+    "recompute_mxfp8": Setup("mxfp8", recompute="yes"),
+    # Around the hooks of FSDP, as transformers does: they run again, too.
+    "recompute_with_hooks": Setup(recompute_with_hooks="yes"),
+    "recompute_with_hooks_reentrant": Setup(recompute_with_hooks="reentrant"),
+    "accumulate": Setup(accumulate=2),
+    "clip": Setup(clip=True),
+    "tied": Setup(tied=True),
+    "enable_last": Setup(enable_last=True),
+    "enable_last_meta": Setup("tensorwise", enable_last=True, meta=True, root_reshard=True),
+    "compile_block": Setup(compile="block"),
+    "compile_block_tensorwise": Setup("tensorwise", compile="block"),
+    "compile_block_recompute": Setup(compile="block", recompute="yes"),
+    "compile_whole": Setup(compile="whole"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(ranks, option):
+    setup = OPTIONS[option]
+    # Each rank compiles for itself: one option of three ranks is enough. Shards are uneven over two as well.
+    compiles_more = setup.compile and option != "compile_block"
+    world = 4 if setup.hybrid else 2 if compiles_more else 3
+    check_equal_to_off(ranks, world, setup)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_reshard_after_forward_to_fewer_ranks(ranks, recipe):
+    check_equal_to_off(ranks, 4, Setup(recipe, reshard=2))
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("recipe", ["bf16"])
+def test_weights_that_no_gemm_reads_in_8_bits(ranks, recipe, hybrid):
+    """They are gathered and computed with as they are: the loss is that of one process."""
+    options = {"setup": Setup(recipe, False, hybrid=hybrid)}
+    sharded, alone = (ranks.run(4, f, **options) for f in (fsdp_cases.train, fsdp_cases.first_loss_alone))
+    assert [losses[0] for losses, _ in sharded] == alone
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_conversion_after_fully_shard(ranks, recipe):
+    """Weights are then gathered in bf16, and the losses are those of the usual order."""
+    last, first = (ranks.run(3, fsdp_cases.train, setup=Setup(recipe, False, last=x), steps=3) for x in (True, False))
+    assert last == first
+
+
+# Shards of 5 rows over 4 ranks are 2, 2, 1 and 0; the others straddle blocks of 128 and of 32.
+SHAPES = [(5, 40), (131, 42), (300, 200), (40, 130), (512, 64)]
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("world", "poisoned"), [(1, False), (2, True), (3, False), (4, True)])
+def test_operands_are_those_of_the_whole_weight(ranks, world, poisoned, reshard, recipe):
+    options = {"recipe": recipe, "shapes": SHAPES, "reshard": reshard, "poisoned": poisoned}
+    for different, compared in ranks.run(world, fsdp_cases.compare_operands, **options):
+        assert different == []
+        assert compared == len(SHAPES)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_cast_master_quantizes_the_float32_shard(ranks, recipe):
+    options = {"recipe": recipe, "shapes": SHAPES, "reshard": True, "poisoned": False}
+    master = ranks.run(3, fsdp_cases.compare_operands, cast="master", **options)
+    assert [different for different, _ in master] == [[]] * 3
+
+
+CHANGES = ["step", "load", "assign", "data", "load_before_forward", "assign_before_forward"]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *(f"swap_{name}" for name in ("rowwise", "mxfp8", "bf16"))])
+def test_scales_are_never_stale(ranks, change):
+    on, off = (ranks.run(3, fsdp_cases.after_change, change=change, enabled=e) for e in (True, False))
+    assert on == off
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_forward_that_does_not_go_through_the_model(ranks, recipe):
+    on, off = (ranks.run(2, fsdp_cases.through_submodules, enabled=e, recipe=recipe) for e in (True, False))
+    assert on == off
+
+
+def test_checkpoint_loads_at_another_world_size_and_into_a_plain_model(ranks, tmp_path):
+    setup = Setup("rowwise")
+    saved = ranks.run(3, fsdp_cases.save, folder=str(tmp_path), setup=setup)
+    before, _, _, types, keys = saved[0]
+    assert types == ["Tensor"]
+    assert keys == list(fsdp_cases.Llama().state_dict())
+    for options in (setup, replace(setup, enabled=False), replace(setup, recipe="mxfp8")):
+        loaded = ranks.run(2, fsdp_cases.load, folder=str(tmp_path), setup=options)
+        assert [digest for digest, _ in loaded] == [before] * 2
+    same = ranks.run(3, fsdp_cases.load, folder=str(tmp_path), setup=setup)
+    assert [losses for _, losses in same] == [losses for _, losses, _, _, _ in saved]
+    plain, different, loss = ranks.run(1, fsdp_cases.load_plain, folder=str(tmp_path))[0]
+    assert (plain, different) == (before, [])
+    assert loss == pytest.approx(saved[0][1][0], rel=0.1)
+
+
+def test_full_tensor(ranks):
+    assert ranks.run(3, fsdp_cases.gathers_like_a_plain_parameter) == [True] * 3
+
+
+def test_weights_only_loads(ranks, tmp_path):
+    assert ranks.run(2, fsdp_cases.saved_with_torch, path=str(tmp_path), setup=Setup("rowwise")) == [True, True]
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("shape", [(1024, 4096)])
+def test_gathered_bytes_are_half_of_those_of_bf16(ranks, shape, recipe):
+    on, off = (
+        ranks.run(4, fsdp_cases.gathered_bytes, recipe=recipe, shape=shape, enabled=enabled)[0]
+        for enabled in (True, False)
+    )
+    assert off[0]["all_gather"] == 2 * 2 * shape[0] * shape[1]
+    assert on[0]["all_gather"] <= 0.52 * off[0]["all_gather"]
+    assert on[0]["all_gather"] + 2 * on[0].get("all_reduce", 0) <= 0.52 * off[0]["all_gather"]
+
+
+def test_a_compiled_step_gathers_what_an_eager_one_does(ranks):
+    """The compiler moves no read of the form for backward into forward, where it would be gathered once more."""
+
+    def gathered(**options):
+        return ranks.run(2, fsdp_cases.traffic, setup=Setup("rowwise", **options))[0][0]["all_gather"]
+
+    once, again = gathered(), gathered(recompute="yes")
+    assert gathered(compile="block") == gathered(compile="block_min_cut") == once
+    compiled = gathered(compile="block_min_cut", recompute="yes")
+    if torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
+        # It keeps what the GEMMs return, and recomputes the rest.
+        assert compiled == once < again
+    else:
+        # A compiler recomputes no more than backward needs.
+        assert once < compiled <= again
+
+
+@pytest.mark.parametrize("recompute", ["yes", "reentrant"])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_gathered_bytes_where_forward_is_recomputed(ranks, recipe, recompute):
+    """A weight of two forms crosses the wire three times in 8 bits, where bf16 crosses it twice."""
+    shape, gathers = (256, 1024), 1 + len(forms(recipes.get(recipe)))
+    on, off = (
+        ranks.run(4, fsdp_cases.gathered_bytes, recipe=recipe, shape=shape, enabled=enabled, recompute=recompute)[0]
+        for enabled in (True, False)
+    )
+    assert off[0]["all_gather"] == 2 * 2 * shape[0] * shape[1]
+    assert (on[1]["all_gather"], off[1]["all_gather"]) == (gathers, 2)
+    assert gathers / 4 <= on[0]["all_gather"] / off[0]["all_gather"] <= 1.04 * gathers / 4
+
+
+def test_scales_of_all_weights_take_one_collective_a_step(ranks):
+    for _, calls in ranks.run(2, fsdp_cases.traffic, setup=Setup("rowwise")):
+        assert calls["all_reduce"] == 1
+
+
+# On GPUs.
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("compiled", ["", "block"])
+def test_losses_on_gpus(gpus, recipe, compiled):
+    check_equal_to_off(gpus, gpus.size, Setup(recipe, compile=compiled, sizes=(192, 3, 1000)), steps=10)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("option", [name for name in OPTIONS if "hybrid" not in name])
+def test_option_on_gpus(gpus, option):
+    check_equal_to_off(gpus, gpus.size, OPTIONS[option])
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_operands_on_gpus(gpus, recipe, reshard):
+    shapes = [*SHAPES, (1000, 3000)]
+    options = {"recipe": recipe, "shapes": shapes, "reshard": reshard, "poisoned": True}
+    for different, compared in gpus.run(gpus.size, fsdp_cases.compare_operands, **options):
+        assert different == []
+        assert compared == len(shapes)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_gathered_bytes_on_gpus(gpus, recipe):
+    options = {"recipe": recipe, "shape": (1024, 4096)}
+    on, off = (gpus.run(gpus.size, fsdp_cases.gathered_bytes, enabled=e, **options)[0] for e in (True, False))
+    assert on[0]["all_gather"] <= 0.52 * off[0]["all_gather"]

@@ -1,0 +1,157 @@
+"""Many shards cast in one launch: the bits of each cast by itself."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import each_device
+
+from tritonfp8 import QuantSpec, recipes
+from tritonfp8.distributed.fsdp import all_gather, grouped
+from tritonfp8.distributed.fsdp.byte_layout import Layout, forms
+from tritonfp8.distributed.fsdp.gather_plan import Batch, Known, Plan
+from tritonfp8.distributed.fsdp.shard_casts import one_nan
+from tritonfp8.distributed.shard_layout import DimLayout, Interval
+from tritonfp8.recipes import Gemm, Recipe
+
+GROUPED = {name: recipes.get(name) for name in ("tensorwise", "rowwise", "blockwise")}
+EXACT = QuantSpec("e5m2", (1, -1), "fp32", "none")
+GROUPED["exact e5m2"] = Recipe("exact e5m2", Gemm(EXACT, EXACT), Gemm(EXACT, EXACT))
+SHAPES = [(256, 256), (131, 42), (5, 300), (3, 16), (384, 130)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_anywhere(monkeypatch):
+    """On CPU tensors they run in the interpreter."""
+    monkeypatch.setattr(grouped, "runs_kernels", lambda shard: shard.is_contiguous())
+
+
+def weight(rows, cols, seed, dtype, device):
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-30, 30, (rows, 1), generator=generator)
+    return (torch.randn(rows, cols, generator=generator) * 2.0**exponents).to(device, dtype)
+
+
+def batch_of(recipe, rank, shards, device, dtype, together=False, within=None, shapes=SHAPES):
+    """The shards of one rank, in two groups."""
+    plans = {}
+    for i, shape in enumerate(shapes):
+        layout = Layout(*shape, shards, forms(recipe), together, within)
+        start, count = layout.shard(rank)
+        local = weight(*shape, i, dtype, device)[start : start + count].contiguous()
+        managed = SimpleNamespace(local=local, rank=rank, device=local.device, group=("first", "second")[i % 2])
+        grids = tuple((len(layout.reduced(form)), layout.grid(form)[1]) for form in layout.forms)
+        plans[f"{i}"] = Plan(managed, layout, torch.bfloat16, torch.bfloat16, torch.bfloat16, grids, ())
+    return Batch(plans)
+
+
+def amaxes_of(batch, fill):
+    amaxes = torch.zeros(sum(batch.sizes), device=next(iter(batch.plans.values())).managed.device)
+    fill(amaxes)
+    return one_nan(amaxes)
+
+
+def both_amaxes(batch):
+    one_by_one = amaxes_of(batch, lambda out: grouped._fill_one_by_one(batch, list(batch.plans), out))
+    return amaxes_of(batch, lambda out: grouped.fill_amaxes(batch, out)), one_by_one
+
+
+def check_pieces(batch, amaxes):
+    rounded = one_nan(amaxes.bfloat16().float())
+    reduced = batch.split(rounded)
+    sent = {}
+    for group in batch.groups.values():
+        known = {name: Known(batch, (), rounded, tuple(reduced[name]), ()) for name in group.plans}
+        layouts = [plan.layout for plan in group.plans.values()]
+        every = tuple(range(len(layouts[0].forms)))
+        for wanted in [every] if layouts[0].together else [(i,) for i in every]:
+            found = grouped.pieces(group, known[next(iter(group.plans))], wanted)
+            assert set(found) == (set(group.plans) if group.is_groupable else set())
+            if not found:
+                continue
+            for name, plan in group.plans.items():
+                alone = all_gather._piece(plan, known[name], plan.local(), [plan.layout.forms[i] for i in wanted])
+                assert torch.equal(found[name], alone), f"{name}, forms {wanted}"
+                sent[name, wanted] = found[name]
+    return sent
+
+
+@each_device
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", GROUPED)
+def test_the_bits_of_each_shard_by_itself(device, recipe, dtype, together):
+    for rank, shards in ((0, 1), (1, 2), (2, 4)):
+        batch = batch_of(GROUPED[recipe], rank, shards, device, dtype, together)
+        amaxes, one_by_one = both_amaxes(batch)
+        assert torch.equal(amaxes.view(torch.int32), one_by_one.view(torch.int32))
+        sent = check_pieces(batch, amaxes)
+        # Only where blocks of several rows begin where a shard does.
+        assert len(sent) == 0 if recipe == "blockwise" and rank else {name for name, _ in sent} == set(batch.plans)
+
+
+@each_device
+def test_aligned_shards(device):
+    """Rows, columns and places that a thread reads and writes 16 bytes at a time."""
+    batch = batch_of(recipes.get("rowwise"), 1, 2, device, torch.float32, shapes=[(256, 256), (512, 128)])
+    amaxes, one_by_one = both_amaxes(batch)
+    assert torch.equal(amaxes, one_by_one)
+    check_pieces(batch, amaxes)
+    assert all(table.aligned for _, table in batch.tables.values())
+
+
+@each_device
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_a_number_reaches_its_blocks_alone(device, value):
+    batch = batch_of(recipes.get("rowwise"), 0, 2, device, torch.float32)
+    batch.plans["1"].managed.local[7, 11] = value
+    amaxes, one_by_one = both_amaxes(batch)
+    assert torch.equal(amaxes.view(torch.int32), one_by_one.view(torch.int32))
+    assert (~amaxes.isfinite()).sum() == 2
+    check_pieces(batch, amaxes)
+
+
+@each_device
+def test_scales_of_zero(device):
+    batch = batch_of(recipes.get("rowwise"), 0, 2, device, torch.float32)
+    for plan in batch.plans.values():
+        plan.managed.local[1:].zero_()
+    check_pieces(batch, both_amaxes(batch)[0])
+
+
+def test_a_shard_that_moved_is_found_where_it_is():
+    batch = batch_of(recipes.get("rowwise"), 0, 2, "cpu", torch.float32)
+    before = both_amaxes(batch)[0]
+    local = batch.plans["2"].managed.local
+    batch.plans["2"].managed.local = local.clone().mul_(2)
+    local.fill_(torch.nan)
+    amaxes, one_by_one = both_amaxes(batch)
+    assert torch.equal(amaxes, one_by_one)
+    assert not torch.equal(amaxes, before)
+
+
+def test_one_table_serves_every_step():
+    batch = batch_of(recipes.get("rowwise"), 0, 2, "cpu", torch.float32)
+    tables = []
+    for _ in range(2):
+        check_pieces(batch, both_amaxes(batch)[0])
+        tables.append({purpose: table for purpose, (_, table) in batch.tables.items()})
+        for plan in batch.plans.values():
+            plan.managed.local.mul_(3)
+    assert tables[0].keys() == tables[1].keys()
+    assert all(tables[0][purpose] is tables[1][purpose] for purpose in tables[0])
+    # The amaxes, and the two forms of each of two groups.
+    assert len(tables[0]) == 5
+
+
+INSIDE_A_BLOCK = DimLayout(320, (Interval(64, 200),), cuts=(64,)), DimLayout(300, (Interval(0, 300),))
+
+
+@pytest.mark.parametrize(("recipe", "within"), [("mxfp8", None), ("blockwise", INSIDE_A_BLOCK)])
+def test_what_the_kernels_do_not_serve_is_cast_shard_by_shard(recipe, within):
+    batch = batch_of(recipes.get(recipe), 0, 2, "cpu", torch.float32, shapes=[(200, 300)], within=within)
+    amaxes, one_by_one = both_amaxes(batch)
+    assert torch.equal(amaxes, one_by_one)
+    assert batch.tables == {}
+    known = Known(batch, (), amaxes, (), ())
+    assert [grouped.pieces(group, known, (0,)) for group in batch.groups.values()] == [{}]

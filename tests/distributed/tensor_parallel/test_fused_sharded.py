@@ -1,0 +1,70 @@
+"""Fused norms and MLPs on many devices: FSDP2 as without, and the order for tensor parallelism."""
+
+import fused_cases
+import pytest
+from process_group import Processes
+
+from tritonfp8 import recipes
+from tritonfp8.layers.linear import is_fusable
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+FUSABLE = [name for name in recipes.names() if is_fusable(recipes.get(name))]
+# Two layers: in each both norms and the MLP.
+FUSED = 6
+ORDER = "Call parallelize_module before tritonfp8.convert(model, recipe, fuse=True)"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = Processes(3)
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.parametrize("recipe", FUSABLE)
+def test_losses_with_fp8_all_gather_equal_those_without(ranks, recipe):
+    on, off = (ranks.run(3, fused_cases.train, recipe=recipe, gathers=gathers) for gathers in (True, False))
+    assert on == off
+    assert [fused for *_, fused in on] == [FUSED] * 3
+    assert all(losses[-1] < losses[0] for losses, *_ in on)
+    # SiLU and product round once: these are not the losses of the same model, not fused.
+    assert ranks.run(3, fused_cases.train, recipe=recipe, fuse=False)[0][0] != on[0][0]
+
+
+@pytest.mark.parametrize("options", [{"compile": True}, {"recompute": True}], ids=["compile", "recompute"])
+def test_options_of_fused_layers_leave_losses_alone(ranks, options):
+    runs = [
+        ranks.run(2, fused_cases.train, recipe="rowwise", gathers=g, **o) for g in (True, False) for o in ({}, options)
+    ]
+    assert all(run == runs[0] for run in runs)
+
+
+@pytest.mark.parametrize("swap", ["tensorwise", "bf16"])
+def test_recipe_of_fused_layers_is_swapped_between_steps(ranks, swap):
+    on, off, kept = (
+        ranks.run(2, fused_cases.train, recipe="rowwise", gathers=gathers, swap=to)
+        for gathers, to in ((True, swap), (False, swap), (True, None))
+    )
+    assert on == off
+    assert on[0][0][0] == kept[0][0][0]
+    assert on[0][0][1:] != kept[0][0][1:]
+
+
+def test_fused_layers_are_assigned_sharded_weights(ranks):
+    on, off = (ranks.run(2, fused_cases.assigned, recipe="rowwise", gathers=gathers) for gathers in (True, False))
+    assert on == off
+
+
+@pytest.mark.parametrize("recipe", FUSABLE)
+def test_sharding_fused_layers_is_an_error_that_says_the_order(ranks, recipe):
+    for found in ranks.run(2, fused_cases.errors_of_shards, recipe=recipe):
+        refused = {name for name, error in found.items() if error is not None and ORDER in error}
+        # Nothing fused reads these two or is read by them.
+        assert refused == found.keys() - {"model.layers.1.self_attn.o_proj", "model.norm"}
+        assert {name for name, error in found.items() if error is None} == found.keys() - refused
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_layers_that_are_sharded_first_are_not_fused(ranks, float8):
+    assert ranks.run(2, fused_cases.shards_first, recipe="rowwise", float8=float8) == [[]] * 2

@@ -1,0 +1,98 @@
+"""Rows that lie more than 2^31 elements apart: kernels take their offsets in 64 bits, or get a copy."""
+
+import mmap
+
+import pytest
+import torch
+from cases import INTERPRETER, normal
+from matmul_cases import PAIRS, Product, family
+
+from tritonfp8 import reference
+from tritonfp8.launch import cast, fused, matmul
+from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec, empty_scale
+from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.tuning import chooser
+
+STRIDE = 2**30
+HALF = 2**31
+# Of Linux; Python names it since 3.13.
+MAP_NORESERVE = 0x4000
+ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+
+interpreted = pytest.mark.parametrize("device", [INTERPRETER])
+
+
+@pytest.fixture
+def far():
+    """Copies a tensor to where a dim of it has a stride of 2^30.
+
+    The address space takes no memory before it is written. Where an offset wraps around at 2^31 there are zeros.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+
+    def spread(x, dim):
+        strides = [1] * x.ndim
+        strides[dim] = STRIDE
+        if x.ndim == 2:
+            strides[1 - dim] = 1
+        reach = HALF + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) + 1
+        memory = mmap.mmap(-1, reach * x.element_size(), flags=flags)
+        buffer = torch.frombuffer(memory, dtype=x.dtype)
+        return buffer.as_strided(x.shape, strides, HALF).copy_(x)
+
+    return spread
+
+
+def smallest(pair, split):
+    configs = chooser.space(family(pair), "precise")
+    return next(c for c in reversed(configs) if not c.specialized and (c.split_k > 1) == split)
+
+
+@interpreted
+@pytest.mark.parametrize("split", [False, True])
+def test_scales_of_rows(device, far, split):
+    product = Product.of(normal, PAIRS["rowwise"], (3, 3, 160), device)
+    options = {"config": smallest(PAIRS["rowwise"], split), "tma": False}
+    expected = product.run(**options)
+    product.a_scale, product.b_scale = far(product.a_scale, 0), far(product.b_scale, 0)
+    assert_bitwise_equal(product.run(**options), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", ["1x128 x 128x128", "1x128 x 1x128"])
+def test_scales_along_k(device, far, name, split):
+    product = Product.of(normal, PAIRS[name], (2, 3, 5 * 128), device)
+    options = {"config": smallest(PAIRS[name], split), "tma": False}
+    expected = product.run(**options)
+    product.a_scale, product.b_scale = far(product.a_scale, 1), far(product.b_scale, 1)
+    assert_bitwise_equal(product.run(**options), expected)
+
+
+@interpreted
+def test_weights_of_norms(device, far):
+    x, weight, grad = normal(5, 3), normal(3, seed=1), normal(5, 3, seed=2)
+    forward = (1e-5, "output", *ROW.args, *ROW.args, "both", True)
+    expected = fused.rms_norm_quantize(x, weight, *forward)
+    assert_bitwise_equal(fused.rms_norm_quantize(x, far(weight, 0), *forward), expected)
+    rstd = (x.square().mean(1) + 1e-5).rsqrt()
+    expected = fused.rms_norm_backward(grad, x, weight, rstd, "output", None, True)
+    assert_bitwise_equal(fused.rms_norm_backward(grad, x, far(weight, 0), rstd, "output", None, True), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [0, 1])
+def test_casts(device, far, dim):
+    x = normal(3, 3).bfloat16()
+    assert_bitwise_equal(cast.quantize(far(x, dim), *ROW.args), reference.quantize(x, *ROW.args))
+
+
+def test_scales_beyond_the_coordinates_of_the_copy_engine_are_copied(far, monkeypatch):
+    """A step's rows are found by one int32: here the fourth step begins beyond it."""
+    described = []
+    monkeypatch.setattr(matmul, "_hopper_descriptor", lambda x, *args, **options: described.append(x))
+    scale = empty_scale((8, 4 * 128), BLOCK_1X128, "fp32", "cpu").copy_(normal(8, 4))
+    for given in (scale, far(scale, 1)):
+        _, row, step = matmul._scale_along_k(given, 1, 32)
+        assert (row, step) == (1, scale.stride(1))
+        assert_bitwise_equal(described[-1].as_strided(scale.shape, (row, step)).contiguous(), scale.contiguous())

@@ -1,0 +1,461 @@
+"""torch.compile: one graph, the same bytes as eager, and no compilation that a user would not expect."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from cases import SPECS, banded, cpu_and_cuda, llama, normal, recorded_casts, tokens
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import tritonfp8
+from tritonfp8 import Float8Linear, convert, ops, recipes, swap_recipe
+from tritonfp8.counting import count_gemms
+from tritonfp8.functional import linear
+from tritonfp8.ops import graph_op
+from tritonfp8.recipes import Recipe
+from tritonfp8.testing import assert_bitwise_equal, sqnr
+
+BACKENDS = ["aot_eager", "inductor"]
+each_recipe = pytest.mark.parametrize("name", recipes.names())
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, backend):
+    """The function compiled as one graph, and the counter of the graphs that it took."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True), counter
+
+
+def converted_llama(name, device="cpu", dtype=torch.bfloat16, layers=1):
+    model = llama(num_hidden_layers=layers).to(device, dtype)
+    convert(model, name)
+    return model
+
+
+def loss_function(model):
+    return lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def step(model, loss, ids):
+    """Loss and gradients, and the products that ran."""
+    model.zero_grad()
+    with count_gemms() as counts:
+        value = loss(ids)
+        value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, counts.calls
+
+
+def check_llama(name, backend, device, layers):
+    # In float32, where fused elementwise ops round as they do one by one, to within a few ulps.
+    model = converted_llama(name, device, torch.float32, layers)
+    ids = tokens(device=device)
+    eager = step(model, loss_function(model), ids)
+    loss, graphs = compiled(loss_function(model), backend)
+    for _ in range(2):
+        value, grads, calls = step(model, loss, ids)
+        assert calls == eager[2]
+        assert abs(value - eager[0]) < 2e-3
+        # Sums in another order move a few elements to the neighbouring code.
+        assert all(sqnr(grads[p], eager[1][p]) > 20 for p in grads)
+    assert graphs.frame_count == 1
+    assert not counters["graph_break"]
+
+
+@each_recipe
+def test_llama_is_one_graph(name):
+    check_llama(name, "aot_eager", "cpu", layers=1)
+
+
+@pytest.mark.slow
+def test_llama_through_inductor():
+    check_llama("rowwise", "inductor", "cpu", layers=2)
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_llama_through_inductor_on_cuda(name):
+    check_llama(name, "inductor", "cuda", layers=2)
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_cuda_graphs_of_compiled_layers_replay_the_same_bits(name):
+    """``mode="reduce-overhead"``: steps with new inputs and with weights that the optimizer changed in place."""
+    inputs = [normal(96, 256, seed=i).to("cuda", torch.bfloat16) for i in range(5)]
+    grads = [normal(96, 128, seed=10 + i).to("cuda", torch.bfloat16) for i in range(5)]
+
+    def training(mode):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 128)).to("cuda", torch.bfloat16)
+        convert(layers, name)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        run, found = torch.compile(layers, mode=mode, fullgraph=True), []
+        for x, grad in zip(inputs, grads, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            with count_gemms() as counts:
+                out = run(x)
+                out.backward(grad)
+            found.append([out.detach().clone(), *(p.grad.clone() for p in layers.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, counts.calls
+
+    (expected, called), (found, replayed) = training(None), training("reduce-overhead")
+    assert called
+    # Graphs run without the ops, which count.
+    assert not replayed
+    for step_found, step_expected in zip(found, expected, strict=True):
+        for result, right in zip(step_found, step_expected, strict=True):
+            assert_bitwise_equal(result, right)
+
+
+def contents(results):
+    """The distinct ``(qdata, scale)``, by shape and bytes: compiled code quantizes an input of three layers once."""
+
+    def content(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+        return x.shape, x.view(torch.uint8).numpy().tobytes()
+
+    pairs = (result[start : start + 2] for result in results for start in range(0, len(result), 2))
+    return {tuple(map(content, pair)) for pair in pairs}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@each_recipe
+def test_quantized_bytes_of_a_llama_are_those_of_eager(name):
+    model = converted_llama(name)
+    eager_loss, ids = loss_function(model), tokens()
+    loss, graphs = compiled(eager_loss, "aot_eager")
+    loss(ids)
+    with recorded_casts() as eager:
+        expected = eager_loss(ids)
+    with recorded_casts() as forward:
+        actual = loss(ids)
+    # Of wide inputs, the operands of grad_weight are cast there.
+    with recorded_casts() as backward:
+        actual.backward()
+    assert graphs.frame_count == 1
+    assert contents(forward) <= contents(eager) <= contents(forward) | contents(backward)
+    assert bool(eager) == (recipes.get(name).quantized_share > 0)
+    assert_bitwise_equal(actual, expected)
+
+
+@cpu_and_cuda
+@each_backend
+@each_recipe
+def test_linear_is_eager_to_the_bit(device, backend, name):
+    """All arithmetic is inside the ops, forward and backward, whatever surrounds them."""
+    recipe = recipes.get(name)
+    function, graphs = compiled(lambda x, w: linear(x, w, None, recipe), backend)
+    for shape in ((33, 70), (2, 5, 70)):
+        x = normal(*shape, dtype=torch.bfloat16, device=device).requires_grad_()
+        w = normal(20, 70, seed=1, dtype=torch.bfloat16, device=device).requires_grad_()
+        grad = normal(*shape[:-1], 20, seed=2, dtype=torch.bfloat16, device=device)
+        results = []
+        for call in (function, lambda x, w: linear(x, w, None, recipe)):
+            out = call(x, w)
+            results.append((out.detach(), *torch.autograd.grad(out, (x, w), grad)))
+        assert_bitwise_equal(*results)
+    assert graphs.frame_count == 2
+
+
+@cpu_and_cuda
+@each_backend
+def test_public_functions_are_eager_to_the_bit(device, backend):
+    x, y = banded(130, 70).to(device), banded(40, 70, seed=1).to(device)
+
+    def every_spec(x, y):
+        results = []
+        for spec in SPECS:
+            a, b = tritonfp8.quantize(x, spec), tritonfp8.quantize(y, spec)
+            both = tritonfp8.quantize_both(x, spec, spec)
+            results.append((a, both, tritonfp8.dequantize(a), tritonfp8.scaled_matmul(a, b, out_dtype=torch.float32)))
+        return results
+
+    function, graphs = compiled(every_spec, backend)
+    assert_bitwise_equal(function(x, y), every_spec(x, y))
+    assert graphs.frame_count == 1
+
+
+# Two rows of so many tokens fill more than one block of 128: torch specializes on a size of 1, of a single block too.
+LENGTH = 80
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_at_most_two_graphs_over_batch_sizes(name):
+    model = converted_llama(name)
+    loss, graphs = compiled(loss_function(model), "aot_eager")
+    for batch in range(1, 9):
+        ids = tokens(batch, LENGTH)
+        value, _, calls = step(model, loss, ids)
+        assert abs(value - loss_function(model)(ids)) < 2e-3
+        assert calls == {"reference": 24}
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+def test_one_graph_with_mark_dynamic(name):
+    model = converted_llama(name)
+    loss, graphs = compiled(loss_function(model), "aot_eager")
+    for batch in range(2, 9):
+        ids = tokens(batch, LENGTH)
+        torch._dynamo.mark_dynamic(ids, 0)
+        step(model, loss, ids)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize(("name", "graphs_in_all"), [("rowwise", 1), ("blockwise", 2)])
+def test_odd_numbers_of_tokens_take_no_graph_of_their_own(name, graphs_in_all):
+    layer = Float8Linear(70, 20, recipe=name)
+    call, graphs = compiled(layer, "aot_eager")
+    for rows in (400, 129, 1001, 256, 127, 2, 3):
+        x = normal(rows, 70)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_bitwise_equal(call(x), layer(x))
+    assert graphs.frame_count == graphs_in_all
+
+
+def test_swapping_to_an_equal_recipe_compiles_nothing():
+    model = nn.Sequential(nn.Linear(70, 40), nn.ReLU(), nn.Linear(40, 20))
+    convert(model, "rowwise")
+    call, graphs = compiled(model, "aot_eager")
+    x = normal(33, 70)
+    first = call(x)
+    for equal in ("rowwise", recipes.get("rowwise"), Recipe.from_toml(recipes.get("rowwise").to_toml())):
+        swap_recipe(model, equal)
+        assert_bitwise_equal(call(x), first)
+    assert graphs.frame_count == 1
+    swap_recipe(model, "mxfp8")
+    assert_bitwise_equal(call(x), model(x))
+    assert graphs.frame_count == 2
+    # What was compiled for the first recipe is still there.
+    swap_recipe(model, "rowwise")
+    assert_bitwise_equal(call(x), first)
+    assert graphs.frame_count == 2
+
+
+def test_autocast_inside_the_graph():
+    layer = Float8Linear(70, 20)
+    x = normal(33, 70).requires_grad_()
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    call, graphs = compiled(run, "aot_eager")
+    assert_bitwise_equal(call(x), run(x))
+    assert call(x).dtype == torch.bfloat16
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_hp_grad_weight"])
+def test_activation_checkpointing_inside_the_graph(name):
+    model = nn.Sequential(nn.Linear(70, 40), nn.Tanh(), nn.Linear(40, 20)).bfloat16()
+    convert(model, name)
+    x = normal(33, 70, dtype=torch.bfloat16).requires_grad_()
+    call, graphs = compiled(lambda x: checkpoint(model, x, use_reentrant=False), "aot_eager")
+    with count_gemms() as counts:
+        out = call(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+    assert_bitwise_equal(out.detach(), model(x).detach())
+    assert_bitwise_equal(grad, torch.autograd.grad(model(x).sum(), x)[0])
+    assert graphs.frame_count == 1
+    # The output of the first layer a second time; that of the last is not needed again.
+    assert counts.calls.total() == 7
+
+
+@cpu_and_cuda
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_hp_grad_weight", "blockwise"])
+def test_weights_quantized_once_take_one_more_graph(device, name):
+    model = nn.Sequential(nn.Linear(70, 40), nn.Tanh(), nn.Linear(40, 20)).to(device, torch.bfloat16)
+    convert(model, name)
+    call, graphs = compiled(model, "aot_eager")
+    x = normal(33, 70, dtype=torch.bfloat16, device=device).requires_grad_()
+
+    def gradients(function):
+        out = function(x)
+        return out.detach(), *torch.autograd.grad(out.sum(), (x, *model.parameters()))
+
+    expected = gradients(model)
+    for _ in range(2):
+        assert_bitwise_equal(gradients(call), expected)
+        for _ in range(2):
+            with tritonfp8.quantize_weights_once(model):
+                assert_bitwise_equal(gradients(call), expected)
+                assert_bitwise_equal(gradients(call), expected)
+    assert graphs.frame_count == 2
+
+
+def test_a_change_inside_the_block_does_not_pass_in_a_graph():
+    layer = Float8Linear(70, 20)
+    call, _ = compiled(layer, "aot_eager")
+
+    def change_inside():
+        with tritonfp8.quantize_weights_once(layer):
+            call(normal(33, 70))
+            layer.weight.detach().mul_(2)
+            call(normal(33, 70))
+
+    with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once"):
+        change_inside()
+    assert_bitwise_equal(call(normal(33, 70)), layer(normal(33, 70)))
+
+
+@pytest.mark.slow
+def test_layers_that_read_one_input_quantize_it_once():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(70, 40), nn.Linear(70, 40)
+
+        def forward(self, x):
+            return self.q(x) * self.k(x)
+
+    model = Heads()
+    convert(model, "rowwise")
+    call, graphs = compiled(model, "inductor")
+    call(normal(33, 70)).sum().backward()
+    with recorded_casts() as results:
+        call(normal(33, 70))
+    assert graphs.frame_count == 1
+    assert sum(result[0].shape == (33, 70) for result in results) == 1
+
+
+def test_layers_that_are_alike_compile_once():
+    model, counter = converted_llama("rowwise", layers=2), CompileCounterWithBackend("eager")
+    assert len(model.model.layers) > 1
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    model(tokens(), use_cache=False).logits.sum().backward()
+    assert counter.frame_count == 1
+
+
+def nodes_of_dynamo(model):
+    """What Dynamo makes of a model: the targets of all calls, those in the bodies of higher-order ops among them."""
+    found = []
+
+    def backend(module, inputs):
+        graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
+        found.extend(node.target for graph in graphs for node in graph.nodes if node.op.startswith("call"))
+        return module.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(tokens(), use_cache=False)
+    return found
+
+
+@each_recipe
+def test_dynamo_traces_as_much_as_without_conversion(name):
+    """The first step takes as long as Dynamo traces, and that is one call a layer."""
+    model = llama(num_hidden_layers=2)
+    plain = nodes_of_dynamo(model)
+    converted = len(convert(model, name).converted)
+    nodes = nodes_of_dynamo(model)
+    assert converted == 2 * 7 + 1
+    assert nodes.count(graph_op.call) == converted
+    assert len(nodes) == len(plain)
+
+
+def inlined_functions(model):
+    """How many calls of functions in the package Dynamo follows."""
+    package = os.path.dirname(tritonfp8.__file__)
+    inlined = []
+    translate = InliningInstructionTranslator.inline_call_
+
+    def counting(self):
+        inlined.append(self.f_code.co_filename)
+        return translate(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InliningInstructionTranslator, "inline_call_", counting)
+        nodes_of_dynamo(model)
+    return sum(name.startswith(package) for name in inlined)
+
+
+def test_dynamo_follows_few_functions_of_a_layer():
+    model = converted_llama("rowwise", layers=1), converted_llama("rowwise", layers=2)
+    fewer, more = map(inlined_functions, model)
+    # Of seven linears, and of the hooks of two modules whose linears share an input.
+    assert 0 < more - fewer <= 7 * 9 + 4
+
+
+def test_compiled_graphs_consist_of_the_ops_of_the_layer():
+    """The op of a whole layer is gone before anything is compiled: only what it consists of is fused and counted."""
+    seen = []
+
+    def compiler(module, inputs):
+        seen.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return make_boxed_func(module.forward)
+
+    x = normal(33, 70).requires_grad_()
+    torch.compile(Float8Linear(70, 20), backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(x).sum().backward()
+    assert graph_op.call not in seen
+    assert seen.count(ops.scaled_matmul) == 3
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_operands_that_do_not_go_together_raise_as_in_eager(autocast):
+    layer = Float8Linear(70, 20)
+    call = torch.compile(layer, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(ValueError, match=r"linear needs input \[..., K\] and weight \[N, K\]; got \(33, 40\)"):
+            call(normal(33, 40))
+        if not autocast:
+            with pytest.raises(TypeError, match=r"got weight of torch.float32 with input of torch.bfloat16"):
+                call(normal(33, 70, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_graph_says_by_what_its_layers_compute(dtype):
+    """Torch keeps compiled graphs on disk, and takes two of one text for the same."""
+    texts = set()
+
+    def backend(module, inputs):
+        texts.update(node.args[-2:] for node in module.graph.nodes if node.target is graph_op.call)
+        return module.forward
+
+    with torch.autocast("cpu", dtype):
+        torch.compile(Float8Linear(70, 20), backend=backend)(normal(33, 70))
+    assert texts == {(dtype, graph_op.CODE)}
+
+
+@pytest.mark.parametrize("shares_input", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_recipe
+def test_the_op_of_a_layer_is_the_layer(name, dtype, shares_input):
+    # An input with a history: one that is given is not cast again.
+    recipe, x = recipes.get(name), normal(2, 33, 70, dtype=dtype).requires_grad_() * 2
+    layer = Float8Linear(70, 20, recipe=recipe, dtype=dtype)
+    outs = layer(x), graph_op.call(x, layer.weight, layer.bias, *recipe.args, shares_input, dtype, graph_op.CODE)
+    wanted = (x, layer.weight, layer.bias)
+    assert_bitwise_equal(*([out, *torch.autograd.grad(out, wanted, normal(*out.shape, dtype=dtype))] for out in outs))
+
+
+def test_the_key_of_the_op_changes_with_a_module_of_any_folder(tmp_path):
+    """Torch would go on with a graph that it kept on disk from before a change in a folder that is not read."""
+    shutil.copytree(graph_op.PACKAGE, tmp_path / "tritonfp8", ignore=shutil.ignore_patterns("__pycache__"))
+    files = sorted((tmp_path / "tritonfp8").rglob("*.py"))
+    before = graph_op.digest(files)
+    assert before == graph_op.CODE
+    for folder in {path.parent for path in files}:
+        changed = next(path for path in files if path.parent == folder)
+        text = changed.read_text()
+        changed.write_text(text + "\n")
+        assert graph_op.digest(files) != before, changed
+        changed.write_text(text)
+    assert graph_op.digest(files) == before

@@ -1,0 +1,334 @@
+"""quantize_weights_once: the same bits with fewer casts, and no weight that changed is used as it was."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from cases import QUANTIZED, llama, normal, tokens
+from cast_counts import casts_of
+from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import tritonfp8
+from tritonfp8 import Float8Linear, convert, quantize_weights_once, recipes, revert, swap_recipe
+from tritonfp8.functional import linear, quantize_weight
+from tritonfp8.layers.linear.weight_cache import SAMPLES, HeldWeight
+from tritonfp8.testing import assert_bitwise_equal
+
+each_recipe = pytest.mark.parametrize("name", recipes.names())
+SHAPE = (24, 40)
+STEPS = 3
+
+
+def layer(name="rowwise", dtype=torch.float32):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(*SHAPE[::-1]), nn.ReLU(), nn.Linear(24, 24, bias=False)).to(dtype)
+    convert(module, name)
+    return module
+
+
+def inputs(dtype=torch.float32):
+    return [normal(33, 40, seed=seed, dtype=dtype).requires_grad_() for seed in range(STEPS)]
+
+
+def accumulate(module, xs):
+    """Outputs, gradients of the inputs and accumulated gradients of the parameters."""
+    module.zero_grad()
+    outs = [module(x) for x in xs]
+    for out in outs:
+        out.backward(torch.ones_like(out))
+    results = [*outs, *(x.grad for x in xs), *(p.grad for p in module.parameters())]
+    for x in xs:
+        x.grad = None
+    return results
+
+
+def inside_a_block(module, *actions):
+    with quantize_weights_once(module):
+        for action in actions:
+            action()
+
+
+def weight_casts(function):
+    counts = [casts_of(function, shape) for shape in (SHAPE, (24, 24))]
+    return sum(count for count, _ in counts)
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits(name, dtype):
+    module, xs = layer(name, dtype), inputs(dtype)
+    expected = accumulate(module, xs)
+    with quantize_weights_once(module):
+        assert_bitwise_equal(accumulate(module, xs), expected)
+    assert_bitwise_equal(accumulate(module, xs), expected)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_no_pass_quantizes_a_weight(name):
+    module, xs = layer(name), inputs()
+    assert weight_casts(lambda: accumulate(module, xs)) == 2 * 2 * STEPS
+    with quantize_weights_once(module):
+        assert weight_casts(lambda: accumulate(module, xs)) == 0
+
+
+@each_recipe
+def test_bytes_held(name):
+    """One copy where the transposed weight is the weight transposed, else two."""
+    recipe = recipes.get(name)
+    operands = quantize_weight(normal(256, 384), recipe)
+    held = sum(q.qdata.nbytes for q in operands if q is not None)
+    copies = {"bf16": 0, "tensorwise": 1, "blockwise": 1}.get(name, 2)
+    assert held == copies * 256 * 384
+    assert quantize_weight(normal(256, 384), recipe, needs_grad_input=False)[1] is None
+
+
+@each_recipe
+def test_without_gradients(name):
+    module, (x, *_) = layer(name), inputs()
+    with torch.no_grad():
+        expected = module(x)
+        with quantize_weights_once(module):
+            assert_bitwise_equal(module(x), expected)
+    if recipes.get(name).grad_input.quantized and name not in ("tensorwise", "blockwise"):
+        with torch.no_grad(), quantize_weights_once(module), torch.enable_grad():
+            refused = pytest.raises(ValueError, match=r"weight\.T as recipe .* reads it.*got None")
+            with refused:
+                module(x)
+
+
+def replace_parameter(module):
+    module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
+
+
+def replace_data(module):
+    module[0].weight.data = module[0].weight.data * 2
+
+
+CHANGES = {
+    "in place": lambda module: module[0].weight.detach().mul_(2),
+    "optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=1.0).step(),
+    "load_state_dict": lambda module: module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()}),
+    "assign": lambda module: module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()}, assign=True),
+    "new Parameter": replace_parameter,
+    "data": replace_data,
+    "data in place": lambda module: module[0].weight.data.mul_(-3),
+    "storage": lambda module: (
+        module[0].weight.untyped_storage().copy_((module[0].weight.detach() * 3).untyped_storage())
+    ),
+}
+UNSEEN = {"data in place", "storage"}
+each_change = pytest.mark.parametrize("change", CHANGES)
+
+
+@each_change
+def test_a_change_after_the_block_is_seen(change):
+    module, (x, *_) = layer(), inputs()
+    with quantize_weights_once(module):
+        accumulate(module, [x])
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    CHANGES[change](module)
+    after = module(x)
+    expected = linear(x, module[0].weight, module[0].bias, "rowwise").relu()
+    assert_bitwise_equal(after, linear(expected, module[2].weight, None, "rowwise"))
+    with quantize_weights_once(module):
+        assert_bitwise_equal(module(x), after)
+
+
+@each_change
+def test_a_change_inside_the_block_is_an_error(change):
+    module, (x, *_) = layer(), inputs()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once.*: 0"):
+        inside_a_block(module, lambda: module(x), lambda: CHANGES[change](module))
+    assert_bitwise_equal(module(x), copy.deepcopy(module)(x))
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if change not in UNSEEN])
+def test_a_visible_change_is_an_error_at_the_next_use(change):
+    module, (x, *_) = layer(), inputs()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="a weight was changed inside.*after the block"):
+        inside_a_block(module, lambda: CHANGES[change](module), lambda: module(x))
+    module(x)
+
+
+def swapped(module, change, *inside):
+    """Change weights as torch cannot see, run something, and change them back."""
+    before = [p.detach().clone() for p in module.parameters()]
+    for p in module.parameters():
+        change(p.data)
+    for action in inside:
+        action()
+    for p, old in zip(module.parameters(), before, strict=True):
+        p.data.copy_(old)
+
+
+def one_row(data):
+    data[-1] = 1
+
+
+def one_column(data):
+    data[..., -1] = 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_swapped_in_and_out_are_an_error(compiled):
+    """EMA: where the block ends, nothing is left of it."""
+    module, (x, *_) = layer(), inputs()
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    inside_a_block(module, lambda: run(x), lambda: swapped(module, lambda data: data.mul_(1.01)), lambda: run(x))
+    with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once.*: 0, 2.*EMA"):
+        inside_a_block(module, lambda: swapped(module, lambda data: data.mul_(1.01), lambda: run(x)))
+    inside_a_block(module, lambda: run(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", [one_row, one_column, torch.Tensor.zero_])
+@pytest.mark.parametrize("shape", [(300, 70), (64, 512), (130, 130)])
+def test_a_row_or_column_that_was_changed_in_passing_is_an_error(mode, change, shape):
+    module = nn.Linear(*shape[::-1], bias=False, dtype=torch.bfloat16)
+    convert(module, "rowwise")
+    x = normal(3, shape[1], dtype=torch.bfloat16)
+    with mode():
+        inside_a_block(module, lambda: module(x))
+        with pytest.raises(RuntimeError, match="weights changed inside"):
+            inside_a_block(module, lambda: swapped(module, change, lambda: module(x)))
+
+
+def test_the_sample_is_small_and_of_the_weight():
+    for weight in (normal(1024, 700), normal(1024, 700).t(), normal(2048, 1400)[::2, ::2]):
+        held = HeldWeight(weight, weight.dtype, recipes.get("rowwise"), (None, None))
+        assert 1024 <= held.differences.numel() <= 3 * SAMPLES
+        assert held._sample.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_checkpointing_with_held_weights():
+    module, (x, *_) = layer(), inputs()
+    save = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+    with quantize_weights_once(module):
+        expected = torch.autograd.grad(module(x).sum(), x)
+        for _ in range(2):
+            out = checkpoint(module, x, use_reentrant=False, context_fn=save)
+            assert_bitwise_equal(torch.autograd.grad(out.sum(), x), expected)
+
+
+@pytest.mark.parametrize("how", [weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)])
+def test_weights_that_are_computed_are_refused(how):
+    module = layer()
+    how(module[2])
+    with pytest.raises(TypeError, match="weight of 2 must be a Parameter; it is computed for each use"):
+        inside_a_block(module)
+    assert module[0].held_weight is None
+    module(inputs()[0])
+
+
+def test_an_interrupt_while_the_block_opens_holds_nothing():
+    class Interrupted(Float8Linear):
+        def __setattr__(self, name, value):
+            raise KeyboardInterrupt
+
+    module = layer()
+    module[2].__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        inside_a_block(module)
+    assert "held_weight" not in module[0].__dict__
+    assert module[0].held_weight is None
+
+
+def test_an_error_inside_the_block_is_the_callers_own():
+    module, (x, *_) = layer(), inputs()
+    with pytest.raises(KeyError, match="mine"):
+        inside_a_block(module, lambda: module[0].weight.data.mul_(2), lambda: {}["mine"])
+    assert module[0].held_weight is None
+    module(x)
+
+
+def test_autocast():
+    module, xs = layer(), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(xs[0])
+        with quantize_weights_once(module):
+            assert_bitwise_equal(module(xs[0]), expected)
+    with quantize_weights_once(module, dtype=torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_bitwise_equal(module(xs[0]), expected)
+        with pytest.raises(RuntimeError, match=r"computes in torch.float32.*from torch.bfloat16.*dtype="):
+            module(xs[0])
+
+
+def test_tied_weights_are_held_once():
+    module = layer()
+    module[2].weight = nn.Parameter(normal(24, 24))
+    twin = nn.Sequential(*module, nn.ReLU(), copy.deepcopy(module[2]))
+    twin[4].weight = module[2].weight
+    with quantize_weights_once(twin):
+        assert twin[2].held_weight is twin[4].held_weight
+        twin(inputs()[0])
+
+
+def test_a_copy_holds_nothing():
+    module, (x, *_) = layer(), inputs()
+    with quantize_weights_once(module):
+        twin, shallow = copy.deepcopy(module), copy.copy(module[0])
+        assert twin[0].held_weight is None
+    for each in (twin[0], shallow):
+        each.weight = nn.Parameter(module[0].weight.detach() * 2)
+        assert_bitwise_equal(each(x), linear(x, each.weight, each.bias, "rowwise"))
+
+
+def test_state_dict_is_that_of_the_model():
+    module = layer()
+    keys = list(module.state_dict())
+    with quantize_weights_once(module):
+        assert list(module.state_dict()) == keys
+    assert "held_weight" not in module[0].__dict__
+
+
+def test_what_else_cannot_be():
+    module = layer()
+    with pytest.raises(ValueError, match="convert first"):
+        inside_a_block(nn.Linear(3, 4))
+    with quantize_weights_once(module):
+        with pytest.raises(ValueError, match="do not nest, and one is open on 0, 2"):
+            inside_a_block(module)
+        with pytest.raises(ValueError, match="open on 0, 2: revert after"):
+            revert(module)
+    with pytest.raises(RuntimeError, match="recipe was changed"):
+        inside_a_block(module, lambda: swap_recipe(module, "blockwise"), lambda: module(inputs()[0]))
+    with pytest.raises(TypeError, match=r"weight of 0 must be a plain tensor with data.*meta"):
+        inside_a_block(module.to("meta"))
+
+
+def test_a_weight_of_another_recipe_is_refused():
+    x, weight = normal(5, 40), normal(24, 40)
+    held = quantize_weight(weight, recipes.get("blockwise"))
+    with pytest.raises(ValueError, match=r"weight as recipe 'rowwise' reads it.*got e4m3 128x128"):
+        linear(x, weight, recipe="rowwise", quantized_weight=held)
+    held = quantize_weight(normal(24, 41), recipes.get("rowwise"))
+    with pytest.raises(ValueError, match=r"shape \(24, 40\); got .*\(24, 41\)"):
+        linear(x, weight, recipe="rowwise", quantized_weight=held)
+
+
+@pytest.mark.slow
+def test_llama_accumulates_the_same_gradients():
+    model = llama()
+    convert(model, "blockwise")
+    batches = [tokens(seed=seed) for seed in range(2)]
+
+    def gradients():
+        model.zero_grad()
+        for ids in batches:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with quantize_weights_once(model):
+        assert_bitwise_equal(gradients(), expected)
+    assert tritonfp8.quantize_weights_once is quantize_weights_once

@@ -1,0 +1,268 @@
+"""Classes are changed in place: under those that others derive, around forwards that they keep, all or nothing."""
+
+import copy
+import functools
+import sys
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from cases import normal
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils import parametrize
+
+from tritonfp8 import Float8Linear, convert, quantize_weights_once, recipes, revert, swap_recipe
+from tritonfp8.counting import count_gemms
+from tritonfp8.layers.in_place import all_or_nothing, rebase
+from tritonfp8.testing import assert_bitwise_equal
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.head = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x)))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+    def right_inverse(self, weight):
+        return weight / 2
+
+
+def state(model):
+    """What convert and revert may change of each module."""
+    return {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()}
+
+
+def gemms(model, x):
+    with count_gemms() as counts:
+        model(x)
+    return counts.calls.total()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class TestDerivedClasses:
+    @pytest.mark.xdist_group("ranks")
+    def test_revert_of_sharded_modules(self, alone):
+        """torchtitan shards the last norm and the head as one."""
+        model, plain, x = Model(), Model(), normal(5, 32)
+        expected = plain(x)
+        convert(model, "rowwise")
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+        assert revert(model) == ["first", "head"]
+        assert isinstance(model.head, FSDPModule)
+        assert isinstance(model.head, nn.Linear)
+        assert not isinstance(model.head, Float8Linear)
+        assert type(model.head).__name__ == "FSDPLinear"
+        assert gemms(model, x) == 0
+        assert_bitwise_equal(model(x).detach(), expected.detach())
+        model(x).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        # A class made of it makes a layer of the class below.
+        assert type(type(model.head)(32, 16)) is nn.Linear
+
+    def test_parametrized_after_convert(self):
+        model, x = Model(), normal(5, 32)
+        convert(model, "rowwise")
+        expected = model(x)
+        parametrize.register_parametrization(model.head, "weight", Doubled())
+        assert_bitwise_equal(model(x), expected)
+        assert list(swap_recipe(model, "blockwise").converted) == ["first", "head"]
+        assert model.head.recipe is recipes.get("blockwise")
+        with pytest.raises(TypeError, match="weight of head must be a Parameter"), quantize_weights_once(model):
+            pass
+        assert revert(model) == ["first", "head"]
+        assert gemms(model, x) == 0
+        assert_bitwise_equal(model(x), Model()(x))
+        parametrize.remove_parametrizations(model.head, "weight")
+        assert type(model.head) is nn.Linear
+        assert list(convert(model, "rowwise").converted) == ["first", "head"]
+
+    @pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), nn.Sequential])
+    def test_wrapped(self, wrap):
+        inner = Model()
+        inner.head = wrap(inner.head)
+        model = wrap(inner)
+        assert len(convert(model, "rowwise").converted) == 2
+        assert set(swap_recipe(model, "mxfp8").converted.values()) == {recipes.get("mxfp8")}
+        with quantize_weights_once(model):
+            assert inner.first.held_weight is not None
+        assert len(revert(model)) == 2
+        assert not any(isinstance(m, Float8Linear) for m in model.modules())
+
+    def test_layers_alike_get_one_class(self):
+        derived = type("FSDPFloat8Linear", (FSDPModule, Float8Linear), {})
+        assert rebase(derived, Float8Linear, nn.Linear) is rebase(derived, Float8Linear, nn.Linear)
+        assert rebase(nn.ReLU, Float8Linear, nn.Linear) is nn.ReLU
+
+    def test_a_subclass_with_code_of_its_own_is_not_reverted(self):
+        class Scaled(Float8Linear):
+            def forward(self, input):
+                return 2 * super().forward(input)
+
+        model = Model()
+        convert(model, "rowwise")
+        model.head = Scaled(32, 32, recipe="rowwise")
+        before = state(model)
+        with pytest.raises(TypeError, match="Scaled is a class of its own on Float8Linear"):
+            revert(model)
+        assert state(model) == before
+
+
+def hooked(model):
+    add_hook_to_module(model.head, ModelHook())
+
+
+def hooked_once(model):
+    hooked(model)
+    remove_hook_from_submodules(model)
+
+
+def hooked_twice(model):
+    hooked(model)
+    add_hook_to_module(model.head, ModelHook(), append=True)
+
+
+def offloaded(model):
+    accelerate.cpu_offload(model, execution_device="cpu")
+
+
+def dispatched(model):
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+class TestForwardsOnTheInstance:
+    @pytest.mark.parametrize("first", [True, False])
+    @pytest.mark.parametrize("change", [hooked, hooked_once, hooked_twice, offloaded, dispatched])
+    def test_hooks_of_accelerate(self, change, first):
+        """They keep the forward that the layer had."""
+        plain, model, x = Model(), Model(), normal(5, 32)
+        expected = plain(x)
+        convert(plain, "rowwise")
+        steps = [change, lambda model: convert(model, "rowwise")]
+        for step in steps if first else reversed(steps):
+            step(model)
+        assert gemms(model, x) == 2
+        assert_bitwise_equal(model(x), plain(x))
+        assert_bitwise_equal(copy.deepcopy(model)(x), plain(x))
+        assert revert(model) == ["first", "head"]
+        assert gemms(model, x) == 0
+        assert_bitwise_equal(model(x), expected)
+        remove_hook_from_submodules(model)
+        assert gemms(model, x) == 0
+        convert(model, "rowwise")
+        assert gemms(model, x) == 2
+
+    def test_another_forward_is_reported_and_runs(self):
+        model, x = Model(), normal(5, 32)
+        model.head.forward = lambda x: -x
+        model.first.forward = functools.partial(nn.Linear.forward, model.first)
+        report = convert(nn.ModuleList([model, nn.Linear(32, 32)]), "rowwise")
+        assert report.skipped == {
+            f"0.{name}": "its forward was replaced on the instance: it may compute otherwise"
+            for name in ("first", "head")
+        }
+        assert type(model.head) is nn.Linear
+        assert_bitwise_equal(model(x), -model.norm(model.first(x)))
+
+
+class Stop(BaseException):
+    """Not an Exception: as KeyboardInterrupt."""
+
+
+class TestAllOrNothing:
+    def test_an_interrupt_in_the_middle(self, monkeypatch):
+        model = Model()
+        hooked(model)
+        before = state(model)
+        convert(model, "rowwise")
+        converted = state(model)
+
+        def stop(*args):
+            raise Stop
+
+        monkeypatch.setattr(sys.modules["tritonfp8.convert"], "_unshare_inputs", stop)
+        with pytest.raises(Stop):
+            revert(model)
+        assert state(model) == converted
+        monkeypatch.undo()
+        revert(model)
+        assert state(model).keys() == before.keys()
+        monkeypatch.setattr(sys.modules["tritonfp8.convert"], "_share_inputs", stop)
+        before = state(model)
+        with pytest.raises(Stop):
+            convert(model, "rowwise")
+        assert state(model) == before
+
+    def test_a_setter_that_raises(self, monkeypatch):
+        model = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 32))
+
+        def swap(self, name, value):
+            if name == "recipe" and value is recipes.get("mxfp8") and self is model[2]:
+                raise Stop(name)
+            nn.Module.__setattr__(self, name, value)
+
+        monkeypatch.setattr(Float8Linear, "__setattr__", swap, raising=False)
+        before = state(model)
+        with pytest.raises(Stop):
+            convert(model, "mxfp8")
+        assert state(model) == before
+        convert(model, "rowwise")
+        before = state(model)
+        with pytest.raises(Stop):
+            swap_recipe(model, "mxfp8")
+        assert state(model) == before
+
+    def test_what_others_prepared(self):
+        """All of it is released before anything changes, and taken back if one cannot be."""
+        model, log = Model(), []
+
+        def release(layer):
+            log.append("release")
+            return lambda: log.append("undo")
+
+        def fail(layer):
+            raise Stop
+
+        convert(model, "rowwise")
+        model.first.on_revert, model.head.on_revert = release, fail
+        before = state(model)
+        with pytest.raises(Stop):
+            revert(model)
+        assert state(model) == before
+        assert log == ["release", "undo"]
+        model.head.on_revert = release
+        revert(model)
+        assert log == ["release", "undo", "release", "release"]
+        assert "on_revert" not in model.head.__dict__
+
+    def test_modules_get_all_back(self):
+        model = Model()
+        before = state(model)
+
+        def change():
+            model.head.__class__ = Float8Linear
+            model.norm.extra = 1
+            del model.first.in_features
+            raise Stop
+
+        with pytest.raises(Stop), all_or_nothing(model):
+            change()
+        assert state(model) == before

@@ -1,0 +1,247 @@
+"""What a forward decided holds in its recompute, and the options of one thread are those of no other."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from cases import normal
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tritonfp8 import convert, swap_recipe
+from tritonfp8.distributed import options, scales, token_counts
+from tritonfp8.distributed.options import Options, current
+from tritonfp8.layers import recompute
+from tritonfp8.testing import assert_bitwise_equal
+
+each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+
+
+class Seen(nn.Module):
+    """Notes the options that it runs under."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.options = nn.Parameter(torch.ones(())), []
+
+    def forward(self, x):
+        self.options.append(current())
+        return (x * self.scale).tanh()
+
+
+def run(kind, module, x):
+    if kind == "sequential":
+        return checkpoint_sequential([module, module], 2, x, use_reentrant=True)
+    if kind == "composable":
+        return composable_checkpoint(module)(x)
+    if kind == "nested":
+        # The inner region is run by the recompute of the outer one, and again by its own.
+        return checkpoint(lambda x: checkpoint(module, x, use_reentrant=True), x, use_reentrant=True)
+    return checkpoint(module, x, use_reentrant=kind == "reentrant")
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [("reentrant", 2), ("non-reentrant", 2), ("nested", 3), ("sequential", 3), ("composable", 2)],
+)
+@pytest.mark.parametrize("other", ["global", None])
+def test_a_recompute_has_the_options_of_its_forward(kind, calls, other):
+    module, x = Seen(), normal(3).requires_grad_()
+    with scales("local"), token_counts([1, 2]):
+        out = run(kind, module, x)
+    assert current() == Options()
+    if other is None:
+        out.sum().backward()
+    else:
+        with scales(other), token_counts([3]):
+            out.sum().backward()
+            assert current() == Options("global", (3,))
+    assert module.options == [Options("local", (1, 2))] * calls
+    assert current() == Options()
+
+
+@each_kind
+def test_a_recompute_outside_of_blocks_is_not_told_of_those_around_backward(reentrant):
+    module = Seen()
+    out = checkpoint(module, normal(3).requires_grad_(), use_reentrant=reentrant)
+    with scales("local"):
+        out.sum().backward()
+        assert current().scales == "local"
+    assert module.options == [Options()] * 2
+
+
+def test_an_error_in_a_recompute_leaves_nothing_behind():
+    def broken(x):
+        if torch.is_grad_enabled():
+            raise KeyError("again")
+        return x * 2
+
+    with scales("local"):
+        out = checkpoint(broken, normal(3).requires_grad_(), use_reentrant=True)
+    with pytest.raises(KeyError, match="again"):
+        out.sum().backward()
+    assert current() == Options()
+
+
+def test_options_are_of_one_thread():
+    inside, found = threading.Event(), []
+
+    def other():
+        found.append(current())
+        with token_counts([4]):
+            inside.wait(10)
+            found.append(current())
+
+    with scales("local"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert current() == Options("local")
+        inside.set()
+        thread.join()
+        assert current() == Options("local")
+    assert found == [Options(), Options("global", (4,))]
+
+
+def test_blocks_may_end_in_another_order_than_they_began_in():
+    blocks = [scales("local"), token_counts([1]), scales("global")]
+    for block in blocks:
+        block.__enter__()
+    assert current() == Options("global", (1,))
+    blocks[0].__exit__(None, None, None)
+    assert current() == Options("global", (1,))
+    blocks[2].__exit__(None, None, None)
+    assert current() == Options("global", (1,))
+    blocks[1].__exit__(None, None, None)
+    assert current() == Options()
+
+
+def test_a_block_that_ends_on_another_thread_says_so():
+    block, raised = scales("local"), []
+
+    def leave():
+        try:
+            block.__exit__(None, None, None)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=lambda: (block.__enter__(), options._thread.set(())))
+    thread.start()
+    thread.join()
+    leave()
+    assert "ends on another thread than it began on" in raised[0]
+    assert current() == Options()
+
+
+@pytest.mark.parametrize(
+    ("counts", "error"),
+    [([-1], ValueError), ("ab", TypeError), (3, TypeError), ([1.5], TypeError), ([None], TypeError), (None, TypeError)],
+)
+def test_token_counts_are_checked(counts, error):
+    with pytest.raises(error, match="token counts"), token_counts(counts):
+        pass
+
+
+@pytest.mark.parametrize("mode", ["rank", None, 3, ["local"]])
+def test_modes_of_scales_are_checked(mode):
+    with pytest.raises(ValueError, match="scales must be one of 'global', 'local'"), scales(mode):
+        pass
+
+
+def test_a_compiled_graph_is_of_the_options_of_its_thread():
+    call = torch.compile(lambda x: x * (2 if current().scales == "global" else 3), backend="eager", fullgraph=True)
+    one, found = torch.ones(()), []
+    assert call(one) == 2
+    with scales("local"):
+        assert call(one) == 3
+        thread = threading.Thread(target=lambda: found.append(call(one)))
+        thread.start()
+        thread.join()
+    assert found == [2]
+    assert call(one) == 2
+
+
+@each_kind
+def test_a_compiled_region_has_the_options_of_its_forward(reentrant):
+    call = torch.compile(lambda x: (x * (2 if current().scales == "global" else 3)).sin(), backend="aot_eager")
+    x = normal(3).requires_grad_()
+    with scales("local"):
+        out = checkpoint(call, x, use_reentrant=reentrant)
+    out.sum().backward()
+    assert_bitwise_equal(x.grad, 3 * (3 * x.detach()).cos())
+
+
+def residual():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    convert(model, "blockwise")
+    return model
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(64, 96, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(96, 64, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def compiled():
+    model = residual()
+    for layer in (model[0], model[2]):
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def fused():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), Mlp())
+    assert len(convert(model, "blockwise", fuse=True).fused) == 2
+    return model
+
+
+@pytest.mark.parametrize("make", [residual, fused, compiled])
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
+def test_a_recompute_follows_the_recipe_of_its_forward(make, kind):
+    def gradients(swap):
+        model, x = make(), normal(33, 64).requires_grad_()
+        out = run(kind, model, x)
+        if swap:
+            swap_recipe(model, "tensorwise")
+        out.backward(normal(33, 64, seed=1))
+        # The next forward follows the new one.
+        return [x.grad, *(p.grad for p in model.parameters())], model(x.detach()).detach()
+
+    (expected, before), (found, after) = gradients(False), gradients(True)
+    assert_bitwise_equal(found, expected)
+    assert not torch.equal(before, after)
+
+
+def test_nothing_is_kept_of_swaps_that_no_region_may_ask_for():
+    model = residual()
+    gc.collect()
+    swap_recipe(model, "rowwise")
+    assert recompute._swaps == []
+    out = checkpoint(model, normal(3, 64).requires_grad_(), use_reentrant=False)
+    swap_recipe(model, "tensorwise")
+    assert len(recompute._swaps) == 2
+    out.sum().backward()
+    del out
+    gc.collect()
+    swap_recipe(model, "rowwise")
+    assert recompute._swaps == []
+
+
+def test_two_backwards_recompute_alike():
+    model, x = residual(), normal(33, 64).requires_grad_()
+    out = checkpoint(model, x, use_reentrant=True)
+    swap_recipe(model, "tensorwise")
+    out.sum().backward(retain_graph=True)
+    first = [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    out.sum().backward()
+    assert_bitwise_equal([x.grad, *(p.grad for p in model.parameters())], first)

@@ -1,0 +1,168 @@
+"""Compile a Triton kernel for a CUDA target with no GPU at hand, and report what the assembler says of it.
+
+Needs a process in which triton compiles (``TRITON_INTERPRET`` unset or 0), so its users are in tests/compile_only.
+"""
+
+import contextlib
+import dataclasses
+import io
+import re
+from dataclasses import dataclass
+
+import torch
+import triton
+from packaging.version import Version
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tritonfp8 import hardware
+from tritonfp8.launch.kernel_cache import COMPILER_OPTIONS
+
+WARP_SIZE = 32
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+WAIT = "griddepcontrol.wait"
+WAIT_OR_ACCESS = re.compile(rf"{re.escape(WAIT)}|\b(ld|st|red|atom|prefetch)(\.\w+)*?\.global|\bcp\.(async|reduce)")
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """What became of a kernel.
+
+    Attributes:
+        ptx: the PTX text.
+        registers: registers a thread, for the part of the kernel that takes most.
+        spill_bytes: bytes a thread spilled, stores and loads together.
+        shared_bytes: shared memory of a block, as the launcher asks for it.
+        log: what ``ptxas -v`` wrote, performance warnings included.
+    """
+
+    ptx: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    log: str
+
+
+def triton_since(version):
+    """Whether triton is of this version or a later one."""
+    return Version(triton.__version__) >= Version(version)
+
+
+def descriptor(element, block, layout=None):
+    """Type of a host TMA descriptor in a signature, such as ``tensordesc<fp8e4nv[128, 128]>``.
+
+    Args:
+        element: element type, ``"fp8e4nv"``, ``"fp8e5"``, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        block: block shape.
+        layout: for Gluon, the layout of the block in shared memory.
+    """
+    return f"tensordesc<{element}{list(block)}{f',{layout!r}' if layout else ''}>"
+
+
+def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, divisible_by_16=(), **options):
+    """Compile ``fn`` for compute capability ``cc`` and return a :class:`CompiledReport`.
+
+    Args:
+        fn: a ``triton.jit`` or ``gluon.jit`` function.
+        signature: name -> type of each argument that is passed at run time: ``"*fp8e4nv"`` a pointer, ``"i32"``, a host
+            TMA descriptor as :func:`descriptor` writes it.
+        constexprs: name -> value of every other argument, also of what the launcher specializes: None, the integer 1.
+            DEPENDENT is chosen as the launcher does.
+        cc: 89, 90, 100, ...
+        divisible_by_16: names of pointers and integers that the launcher would specialize as divisible by 16.
+        options: what else a launch may set, such as ``maxnreg``.
+
+    Raises:
+        ValueError: the names do not add up to those of ``fn``.
+        RuntimeError: kernels are interpreted in this process; or the kernel, which may start while the one before it
+            still runs, reads or writes memory before it waits for that one.
+        triton.CompilationError and others: what the compiler raises.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("triton interprets in this process: run it as TRITON_INTERPRET=0 pytest tests/compile_only")
+    index = {name: i for i, name in enumerate(fn.arg_names)}
+    if "DEPENDENT" in index:
+        signature = {name: kind for name, kind in signature.items() if name != "DEPENDENT"}
+        constexprs = {**constexprs, "DEPENDENT": cc >= 90}
+    if set(signature) & set(constexprs) or set(signature) | set(constexprs) != set(index):
+        raise ValueError(
+            f"signature and constexprs must name each of {sorted(index)} once; "
+            f"got {sorted(signature)} and {sorted(constexprs)}"
+        )
+    if unknown := set(divisible_by_16) - set(signature):
+        raise ValueError(f"divisible_by_16 names {sorted(unknown)}, which the signature does not")
+    source = (GluonASTSource if fn.is_gluon() else ASTSource)(
+        fn=fn,
+        signature={name: signature.get(name, "constexpr") for name in fn.arg_names},
+        constexprs={(index[name],): value for name, value in constexprs.items()},
+        attrs={(index[name],): [["tt.divisibility", 16]] for name in divisible_by_16},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILER_OPTIONS, **options}
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
+        # From the cache nothing would be assembled and nothing logged.
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        with contextlib.redirect_stdout(io.StringIO()) as captured:
+            kernel = triton.compile(source, target=GPUTarget("cuda", cc, WARP_SIZE), options=options)
+    if constexprs.get("DEPENDENT") and not waits_first(kernel.asm["ptx"]):
+        raise RuntimeError(f"{fn.__name__} reads or writes memory before it waits for the kernel before it")
+    return read_report(kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue())
+
+
+def waits_first(ptx):
+    """Whether a kernel waits for what was launched before it, and that before its text first turns to memory."""
+    first = WAIT_OR_ACCESS.search(ptx)
+    return first is not None and first[0] == WAIT
+
+
+def note_launches(monkeypatch, cc, *modules):
+    """Have ``modules`` launch for a device of compute capability ``cc`` from now on, and note what they would launch.
+
+    Returns:
+        A list, filled by and by, of ``(kernel, arguments of run after the number of programs, options)``.
+    """
+    found = []
+    abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
+    monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
+
+    def note(kernel, programs, *arguments, **options):
+        found.append((kernel, arguments, options))
+
+    for module in modules:
+        monkeypatch.setattr(module, "run", note)
+    return found
+
+
+def compile_launch(cc, kernel, pointers, integers, constants, **options):
+    """Compile what :func:`tritonfp8.launch.kernel_cache.run` would launch for these arguments, all pointers aligned.
+
+    Args:
+        cc: as in :func:`compile_kernel`.
+        kernel, pointers, integers, constants, options: as in :func:`tritonfp8.launch.kernel_cache.run`.
+    """
+    names = list(kernel.arg_names)
+    signature = {name: POINTERS[pointer.dtype] for name, pointer in zip(names, pointers, strict=False)}
+    divisible = list(signature)
+    constants = dict(constants)
+    for name, value in zip(names[len(pointers) :], integers, strict=False):
+        if value == 1:
+            constants[name] = 1
+            continue
+        signature[name] = "i32" if value < 2**31 else "i64"
+        if value % 16 == 0:
+            divisible.append(name)
+    return compile_kernel(kernel, signature, constants, cc, divisible_by_16=divisible, **options)
+
+
+def read_report(ptx, shared_bytes, log):
+    """The figures in the log of ``ptxas -v``. Raises RuntimeError where it holds none, as a changed format would."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    if not registers or not spills:
+        raise RuntimeError(f"no registers or spills in what ptxas wrote:\n{log}")
+    return CompiledReport(ptx, max(registers), sum(spills), shared_bytes, log)

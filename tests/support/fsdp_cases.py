@@ -1,0 +1,466 @@
+"""What the tests of the FP8 all-gather run on each rank."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import tritonfp8
+from tritonfp8.distributed import enable_float8_all_gather
+
+VOCABULARY = 67
+
+
+def recomputed(call, x, how):
+    """``call(x)``, once more in backward: ``"yes"``, ``"reentrant"`` or None."""
+    return call(x) if how is None else checkpoint(call, x, use_reentrant=how == "reentrant")
+
+
+class Block(nn.Module):
+    """A Llama layer of sizes that nothing divides."""
+
+    def __init__(self, hidden, heads, intermediate):
+        super().__init__()
+        self.head_size = hidden // heads
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+        self.recompute = None
+
+    def forward(self, x):
+        return recomputed(self.layer, x, self.recompute)
+
+    def layer(self, x):
+        h = self.norm1(x)
+        q, k, v = (linear(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nn.Module):
+    """``forward`` gives the loss of the next token."""
+
+    def __init__(self, hidden=42, heads=3, intermediate=131, layers=2, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden)
+        self.layers = nn.ModuleList(Block(hidden, heads, intermediate) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, VOCABULARY)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.recompute = None
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = recomputed(layer, x, self.recompute)
+        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def initialize(model):
+    """The same everywhere, and over so many binades that a wrong scale shows."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 2:
+            values = 0.05 * values * torch.exp(1.5 * torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(1 + 0.1 * values if "norm" in name else values)
+    return model
+
+
+# The second divides forward from backward as the default one does, by what it costs to keep.
+BACKENDS = {"block": "aot_eager", "block_min_cut": "aot_eager_decomp_partition"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to train."""
+
+    recipe: str = "rowwise"
+    enabled: bool = True
+    cast: str = "param_dtype"
+    reshard: object = True
+    root_reshard: object = None
+    dtype: torch.dtype = torch.float32
+    param_dtype: torch.dtype | None = torch.bfloat16
+    optimizer: str = "foreach"
+    hybrid: bool = False
+    offload: bool = False
+    meta: bool = False
+    frozen: str = ""
+    recompute: str | None = None
+    recompute_with_hooks: str | None = None
+    accumulate: int = 1
+    clip: bool = False
+    tied: bool = False
+    compile: str = ""
+    reverse: bool = False
+    sizes: tuple = ()
+    last: bool = False
+    enable_last: bool = False
+
+
+def build(mesh, setup):
+    """The model, converted and sharded; and what it was before."""
+    if setup.hybrid:
+        mesh = init_device_mesh(mesh.device_type, (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta" if setup.meta else "cpu"):
+        model = Llama(*setup.sizes, tied=setup.tied)
+    if not setup.meta:
+        initialize(model).to(setup.dtype)
+        if not setup.offload:
+            model.to(mesh.device_type)
+    if not setup.last:
+        tritonfp8.convert(model, setup.recipe)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not setup.frozen or setup.frozen not in name)
+    for layer in model.layers:
+        layer.recompute = setup.recompute
+    model.recompute = setup.recompute_with_hooks
+    report = enable_float8_all_gather(model, setup.cast) if setup.enabled and not setup.enable_last else None
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=setup.param_dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.offload else OffloadPolicy(),
+    }
+    for name, layer in model.layers.named_children():
+        if setup.compile in BACKENDS:
+            layer = torch.compile(layer, backend=BACKENDS[setup.compile], fullgraph=True)
+            model.layers.register_module(name, layer)
+        fully_shard(layer, reshard_after_forward=setup.reshard, **options)
+    fully_shard(model, reshard_after_forward=setup.root_reshard, **options)
+    if setup.last:
+        tritonfp8.convert(model, setup.recipe)
+    if setup.enable_last and setup.enabled:
+        report = enable_float8_all_gather(model, setup.cast)
+    if setup.meta:
+        model.to_empty(device=mesh.device_type)
+        full = initialize(Llama(*setup.sizes, tied=setup.tied).to(setup.dtype)).state_dict()
+        load_full(model, full)
+    if setup.compile == "whole":
+        model.compile(backend="aot_eager")
+    return model, report
+
+
+def load_full(model, full, **options):
+    """Load plain tensors, the same on all ranks, into the sharded model."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    state = {}
+    for name, now in model.state_dict().items():
+        value = full[name].to(now.device, now.dtype)
+        state[name] = (
+            distribute_tensor(value, now.device_mesh, now.placements, src_data_rank=None)
+            if isinstance(now, DTensor)
+            else value
+        )
+    return model.load_state_dict(state, strict=True, **options)
+
+
+def tokens_of(micro, batch=2, length=7):
+    generator = torch.Generator().manual_seed(1000 * micro + torch.distributed.get_rank())
+    return torch.randint(VOCABULARY, (batch, length), generator=generator)
+
+
+def full_parameters(model):
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def gathers_like_a_plain_parameter(mesh):
+    """``full_tensor`` of the sharded parameters."""
+    model, _ = build(mesh, Setup())
+    expected = full_parameters(model)
+    return all(torch.equal(p.full_tensor(), expected[name]) for name, p in model.named_parameters())
+
+
+def digest(model):
+    """Of every bit of every parameter."""
+    found = hashlib.sha256()
+    for name, value in full_parameters(model).items():
+        found.update(name.encode() + value.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+OPTIMIZERS = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "loop": {"foreach": False},
+}
+
+
+def step_of(model, optimizer, setup):
+    losses = []
+    for micro in range(setup.accumulate):
+        model.set_requires_gradient_sync(micro == setup.accumulate - 1)
+        loss = model(tokens_of(micro))
+        loss.backward()
+        losses.append(loss.item())
+    if setup.clip:
+        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor().item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def gathered_weights(model):
+    """The weights of the converted layers as their GEMMs find them, by name."""
+    from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
+
+    found = {}
+
+    def record(name):
+        def hook(module, args):
+            if isinstance(module.weight, GatheredWeight):
+                found[name] = module.weight
+
+        return hook
+
+    handles = [
+        m.register_forward_pre_hook(record(n)) for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"
+    ]
+    with torch.no_grad():
+        model(tokens_of(0))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def train(mesh, setup, steps=10):
+    """Losses of each step, and a digest of the final parameters."""
+    model, _ = build(mesh, setup)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, **OPTIMIZERS[setup.optimizer])
+    losses = [loss for _ in range(steps) for loss in step_of(model, optimizer, setup)]
+    return losses, digest(model)
+
+
+def first_loss_alone(mesh, setup):
+    """Of this rank's tokens, by a model that is not sharded."""
+    model = initialize(Llama()).to(setup.param_dtype)
+    tritonfp8.convert(model, setup.recipe)
+    return model(tokens_of(0)).item()
+
+
+def traffic(mesh, setup):
+    """Bytes that a step gathers, how often, and how many collectives find scales."""
+    from tritonfp8.distributed import count_collective_bytes
+
+    model, _ = build(mesh, setup)
+    model(tokens_of(0)).backward()
+    with count_collective_bytes() as counted:
+        model(tokens_of(0)).backward()
+    return dict(counted.bytes), dict(counted.calls)
+
+
+class Linears(nn.Module):
+    """Linear layers ``[N, K]`` of their own, on slices of one input."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias=False) for n, k in shapes)
+
+    def forward(self, x):
+        return sum(layer(x[:, : layer.in_features]).sum(1) for layer in self.layers)
+
+
+def _poisoned(model):
+    """Values with what may go wrong: a NaN, infinities, zeros, subnormals."""
+    initialize(model)
+    with torch.no_grad():
+        for layer in model.layers:
+            weight = layer.weight
+            weight[:, 0] = 0
+            weight[-1, -1] = 1e-42
+            weight[weight.shape[0] // 2, 3] = -torch.nan
+            weight[weight.shape[0] // 3, 7] = -torch.inf
+            # To bf16 it rounds to infinity.
+            weight[0, 9] = torch.finfo(torch.float32).max
+    return model
+
+
+def _bits(q):
+    return q.qdata.reshape(-1).view(torch.uint8), q.scale.reshape(-1).view(torch.uint8)
+
+
+def both_operands(weight, recipe):
+    """A whole weight as ``output`` reads it, and transposed as ``grad_input`` does, both of them quantized."""
+    from tritonfp8.functional import quantize_weight
+
+    q, q_t = quantize_weight(weight, recipe)
+    return q, q_t or tritonfp8.Quantized(q.qdata.t().contiguous(), q.scale.t().contiguous(), q.spec)
+
+
+def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype", dtype=torch.bfloat16):
+    """Names of operands whose bits are not those that a single process makes of the whole weight."""
+    model = (_poisoned if poisoned else initialize)(Linears(shapes))
+    seen = dtype if cast == "param_dtype" else torch.float32
+    full = [layer.weight.detach().clone().to(seen) for layer in model.layers]
+    tritonfp8.convert(model, recipe, filter=lambda module, name: True)
+    enable_float8_all_gather(model, cast)
+    model.to(mesh.device_type)
+    full = [weight.to(mesh.device_type) for weight in full]
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=reshard)
+    different, seen_layers = [], []
+
+    def compare(index, layer):
+        for transposed, expected in enumerate(both_operands(full[index], layer.recipe)):
+            found = layer.weight.operand(layer.weight, layer.recipe, bool(transposed))
+            same = all(torch.equal(a, b) for a, b in zip(_bits(found), _bits(expected), strict=True))
+            if not same or found.spec != expected.spec or layer.weight.dtype != dtype:
+                different.append((shapes[index], "transposed" if transposed else "as it lies"))
+        seen_layers.append(index)
+
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda module, args, index=index: compare(index, module))
+    x = torch.randn(3, max(k for _, k in shapes), requires_grad=True)
+    model(x).sum().backward()
+    return different, len(seen_layers)
+
+
+def after_change(mesh, change, enabled, recipe="tensorwise"):
+    """Losses before and after the weights change in some way."""
+    model, _ = build(mesh, Setup(recipe, enabled))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    other = {name: 1.7 * value for name, value in full_parameters(model).items()}
+    losses = []
+    if change == "assign_before_forward":
+        load_full(model, other, assign=True)
+    if change == "load_before_forward":
+        load_full(model, other)
+    for _ in range(2):
+        loss = model(tokens_of(0))
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            model(tokens_of(1))
+            if change == "load":
+                load_full(model, other)
+            elif change == "assign":
+                load_full(model, other, assign=True)
+            elif change == "data":
+                model.reshard()
+                for parameter in model.parameters():
+                    parameter.data.mul_(1.7)
+            elif change == "step":
+                optimizer.step()
+            elif change.startswith("swap_"):
+                tritonfp8.swap_recipe(model, change.removeprefix("swap_"))
+        # FSDP keeps what a forward without backward gathered for the root, as long as nobody reshards it.
+        model.reshard()
+        optimizer.zero_grad()
+        losses.append(model(tokens_of(0)).item())
+        losses.append(model.layers[0](torch.ones(1, 3, 42)).sum().item())
+    return losses, digest(model)
+
+
+def through_submodules(mesh, enabled, recipe):
+    """Gradients when forward goes through layers of the model and never through the model."""
+    model, _ = build(mesh, Setup(recipe, enabled))
+    model.set_is_last_backward(True)
+    optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        for layer in model.layers:
+            generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+            loss = layer(torch.randn(2, 5, 42, generator=generator)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, digest(model)
+
+
+def save(mesh, folder, setup):
+    """Train a little and save model and optimizer with DCP."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, _ = build(mesh, setup)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step_of(model, optimizer, setup)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    types = {type(getattr(v, "_local_tensor", v)).__name__ for v in model_state.values()}
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=mesh.get_group())
+    before = digest(model)
+    return before, step_of(model, optimizer, setup), digest(model), sorted(types), list(model.state_dict())
+
+
+def load(mesh, folder, setup):
+    """Load what :func:`save` saved, at another world size, and go on."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, _ = build(mesh, setup)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return digest(model), step_of(model, optimizer, setup)
+
+
+def load_plain(mesh, folder):
+    """Into an ordinary model, and into one in bf16: a digest of the first; the names of parameters of the second that
+    are not its rounding; and the loss of the second.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    models = Llama(), Llama().to(torch.bfloat16)
+    for model in models:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        model.load_state_dict(state["model"], strict=True)
+    wide, narrow = models
+    pairs = zip(wide.named_parameters(), narrow.parameters(), strict=True)
+    different = [name for (name, p), q in pairs if not torch.equal(p.bfloat16(), q)]
+    return digest(wide), different, narrow(tokens_of(0)).item()
+
+
+def saved_with_torch(mesh, path, setup):
+    """``torch.save`` of the sharded state_dict, loaded with ``weights_only``."""
+    model, _ = build(mesh, setup)
+    path = f"{path}/{torch.distributed.get_rank()}.pt"
+    torch.save(model.state_dict(), path)
+    before = digest(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(torch.load(path, weights_only=True), strict=True)
+    return before == digest(model)
+
+
+def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
+    """What one step of one layer carries, after a first forward, in which FSDP learns of the hooks."""
+    from tritonfp8.distributed import count_collective_bytes
+
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, device=mesh.device_type))
+    tritonfp8.convert(model, recipe)
+    if enabled:
+        enable_float8_all_gather(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # In the dtype that FSDP would cast to: torch 2.11 does not where forward is recomputed.
+    x = torch.ones(2, shape[1], dtype=policy.param_dtype, requires_grad=True)
+    with torch.no_grad():
+        model(x)
+    model.reshard()
+    with count_collective_bytes() as counted:
+        recomputed(model, x, recompute).sum().backward()
+    return dict(counted.bytes), dict(counted.calls)

@@ -1,0 +1,207 @@
+"""What the tests of FSDP2 on top of tensor parallelism run on each rank."""
+
+import hashlib
+
+import torch
+from fsdp_cases import VOCABULARY, Linears, Llama, both_operands, initialize
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tritonfp8
+from tritonfp8.distributed import enable_float8_all_gather
+
+HEADS, LAYERS = 4, 2
+
+
+def mesh_of(world_mesh, sizes):
+    names = ("replicate", "shard", "tp") if len(sizes) == 3 else ("shard", "tp")
+    mesh = init_device_mesh(world_mesh.device_type, sizes, mesh_dim_names=names)
+    return mesh[names[:-1]], mesh["tp"]
+
+
+def plan(local):
+    found = {"head": ColwiseParallel(output_layouts=Replicate())}
+    for i in range(LAYERS):
+        found |= {f"layers.{i}.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+        found |= {f"layers.{i}.{name}": ColwiseParallel(use_local_output=local) for name in ("gate", "up")}
+        found |= {f"layers.{i}.{name}": RowwiseParallel() for name in ("o", "down")}
+    return found
+
+
+def build(
+    world_mesh,
+    sizes,
+    recipe,
+    enabled,
+    local=True,
+    reshard=True,
+    compiled=0,
+    first=True,
+    recompute=None,
+    enable="after_parallel",
+):
+    """A Llama of sizes that do not divide where torch allows it, sharded by both, its first layers compiled."""
+    dp, tp = mesh_of(world_mesh, sizes)
+    # Local outputs do not say how many features there are in all.
+    model = initialize(Llama(10 * HEADS, HEADS, 132 if local else 131, LAYERS)).to(world_mesh.device_type)
+    if first:
+        tritonfp8.convert(model, recipe)
+    report = enable_float8_all_gather(model) if enabled and enable == "before_parallel" else None
+    parallelize_module(model, tp, plan(local))
+    if not first:
+        tritonfp8.convert(model, recipe)
+    if enabled and enable == "after_parallel":
+        report = enable_float8_all_gather(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name, layer in model.layers.named_children():
+        layer.recompute = recompute
+        if int(name) < compiled:
+            layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            model.layers.register_module(name, layer)
+        fully_shard(layer, mesh=dp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dp, mp_policy=policy)
+    if enabled and enable == "last":
+        report = enable_float8_all_gather(model)
+    return model, report, dp
+
+
+def digest(model):
+    """Of every bit of every parameter here."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        value = parameter.to_local()
+        found.update(name.encode() + value.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def tokens_of(step, dp, batch=4, length=7):
+    """Those of this rank: the same for all ranks of tensor parallelism."""
+    generator = torch.Generator().manual_seed(100 * step)
+    every = torch.randint(VOCABULARY, (batch * dp.size(), length), generator=generator)
+    index = sum(c * n for c, n in zip(dp.get_coordinate(), (*dp.shape[1:], 1), strict=True))
+    return every.chunk(dp.size())[index]
+
+
+def train(world_mesh, sizes, recipe, enabled, steps, **options):
+    """Losses of each step and a digest of this rank's shards."""
+    model, report, dp = build(world_mesh, sizes, recipe, enabled, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        loss = model(tokens_of(step, dp))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / torch.distributed.get_world_size())
+    return losses, digest(model), None if report is None else len(report.converted)
+
+
+CHANGES = {
+    "load": lambda model, other: model.load_state_dict(other),
+    "assign": lambda model, other: model.load_state_dict(other, assign=True),
+    "data": lambda model, other: [p.data.mul_(1.7) for p in model.parameters()],
+    "swap": lambda model, other: tritonfp8.swap_recipe(model, "blockwise"),
+    "revert": lambda model, other: tritonfp8.revert(model),
+}
+
+
+def after_change(world_mesh, enabled, change):
+    """Losses before and after the weights change in some way, and how many gathers and reductions a step makes."""
+    from tritonfp8.distributed import count_collective_bytes
+
+    model, _, dp = build(world_mesh, (2, 2), "rowwise", enabled)
+    other = {name: value * 1.7 for name, value in model.state_dict().items()}
+    losses = [model(tokens_of(0, dp)).item()]
+    with torch.no_grad():
+        # FSDP keeps what a forward without backward gathered for the root, as long as nobody reshards it.
+        model.reshard()
+        CHANGES[change](model, other)
+    loss = model(tokens_of(0, dp))
+    loss.backward()
+    with count_collective_bytes() as counted:
+        model(tokens_of(1, dp)).backward()
+    return [*losses, loss.item()], dict(counted.bytes)
+
+
+def save(world_mesh, folder, sizes, recipe):
+    """Save with DCP; the digest of the whole parameters."""
+    import torch.distributed.checkpoint as dcp
+
+    model, _, _ = build(world_mesh, sizes, recipe, True)
+    state = model.state_dict()
+    dcp.save({"model": state}, checkpoint_id=folder)
+    return sorted(state), {type(value.to_local()).__name__ for value in state.values()}
+
+
+def load(world_mesh, folder, sizes, recipe, enabled):
+    """Load what :func:`save` saved; names of the parameters that are not those which it had."""
+    import torch.distributed.checkpoint as dcp
+
+    model, _, _ = build(world_mesh, sizes, recipe, enabled)
+    with torch.no_grad():
+        expected = [p.to_local().detach().clone() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"], strict=True)
+    pairs = zip(model.named_parameters(), expected, strict=True)
+    return [name for (name, p), value in pairs if not torch.equal(p.to_local(), value)]
+
+
+def compare_operands(world_mesh, sizes, recipe, shapes):
+    """As :func:`fsdp_cases.compare_operands`, of weights of which every other one is sharded by in features."""
+    from tritonfp8.distributed.tensor_parallel.placements import largest_blocks
+
+    dp, tp = mesh_of(world_mesh, sizes)
+    model = initialize(Linears(shapes)).to(world_mesh.device_type)
+    full = [layer.weight.detach().to(torch.bfloat16) for layer in model.layers]
+    tritonfp8.convert(model, recipe, filter=lambda module, name: True)
+    styles = (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate()))
+    parallelize_module(model, tp, {f"layers.{i}": styles[i % 2] for i in range(len(shapes))})
+    enable_float8_all_gather(model)
+    fully_shard(model, mesh=dp, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True)
+    different, seen = [], []
+
+    def compare(index, layer):
+        spec = layer.recipe
+        _, *blocks = largest_blocks(spec)
+        dim, rank = index % 2, tp.get_local_rank()
+        step = -(-shapes[index][dim] // tp.size())
+        start = step * rank
+        gaps = [0, 0]
+        local = layer.weight.to_local()
+        gaps[dim] = start % blocks[dim]
+        padded = torch.nn.functional.pad(local, (gaps[1], 0, gaps[0], 0)) if any(gaps) else local
+        for transposed, expected in enumerate(both_operands(full[index], spec)):
+            found = padded.operand(padded, spec, bool(transposed))
+            if not part_of(found, expected, dim ^ transposed, start, gaps[dim]):
+                different.append((shapes[index], "transposed" if transposed else "as it lies"))
+            seen.append(index)
+
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda module, args, index=index: compare(index, module))
+    model(torch.randn(3, max(k for _, k in shapes), requires_grad=True)).sum().backward()
+    return different, len(seen)
+
+
+def part_of(found, expected, dim, start, gap):
+    """Whether a part, with a gap before it, has the elements and scales of the whole from ``start`` on."""
+    size = found.qdata.shape[dim] - gap
+    same = torch.equal(
+        found.qdata.view(torch.uint8).narrow(dim, gap, size), expected.qdata.view(torch.uint8).narrow(dim, start, size)
+    )
+    block = found.spec.block[dim]
+    if block == -1:
+        mine, whole = found.scale, expected.scale
+    else:
+        first, skip = start // block, gap // block
+        mine = found.scale.narrow(dim, skip, found.scale.shape[dim] - skip)
+        whole = expected.scale.narrow(dim, first, mine.shape[dim])
+    # A scale of one element may have any strides, which a view as bytes does not take.
+    mine, whole = (torch.empty(s.shape, dtype=s.dtype).copy_(s).view(torch.uint8) for s in (mine, whole))
+    return same and torch.equal(mine, whole)

@@ -1,0 +1,73 @@
+"""Calls of every op that the kernels and the reference implement."""
+
+import torch
+from cases import SPEC_OF_BLOCK, banded, normal
+
+from tritonfp8 import ops, reference
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+
+ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
+SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
+MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
+MATMUL_PAIRS = [(ROW, ROW), (QuantSpec("e5m2"), QuantSpec("e4m3")), (VECTOR, SQUARE), (VECTOR, VECTOR), (MX, MX)]
+
+
+def matmul_args(pair, device, bias=False, residual=False, activation=None, out_dtype=torch.bfloat16, k=70):
+    m, n = 33, 24
+    operands = []
+    for x, spec in zip((normal(m, k), normal(n, k, seed=1)), pair, strict=True):
+        operands += [*reference.quantize(x.to(device), *spec.args), *spec.args]
+    return (
+        *operands,
+        normal(n, seed=2, device=device) if bias else None,
+        activation,
+        normal(m, n, seed=3, device=device) if residual else None,
+        out_dtype,
+        "precise",
+    )
+
+
+def samples(device):
+    """``(op, args)``: every op, every block shape, both orientations, several ranks and layouts."""
+    x = banded(130, 70, dtype=torch.bfloat16).to(device)
+    deep = banded(2, 3, 40, dtype=torch.float32).to(device)
+    for spec in SPEC_OF_BLOCK:
+        yield ops.amax, (x, list(spec.block))
+        yield ops.quantize, (x, *spec.args)
+        yield ops.quantize, (x.t(), *spec.args, True)
+        yield ops.quantize, (deep, *spec.args)
+        yield ops.quantize, (x, *spec.args, False, reference.amax(x, spec.block))
+        yield ops.quantize_both, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
+    for part in (x, x.t(), x[:0], x[::2, 1:]):
+        # Without NaN, which opcheck's comparison takes for a difference.
+        yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)
+    yield ops.quantize, (x[:0], *ROW.args)
+    yield ops.quantize, (x[0], *ROW.args)
+    for pair in MATMUL_PAIRS:
+        yield ops.scaled_matmul, matmul_args(pair, device)
+    yield ops.scaled_matmul, matmul_args((ROW, ROW), device, True, True, "gelu", torch.float32)
+    yield ops.scaled_matmul, matmul_args((ROW, ROW), device, k=0)
+    yield from fused_samples(device)
+    yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
+    yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
+
+
+def fused_samples(device):
+    x, up, grad = (normal(40, 70, seed=seed, dtype=torch.bfloat16, device=device) for seed in range(3))
+    weight = normal(70, seed=3, device=device)
+    rstd = reference.rms_norm(x, weight, 1e-6, "output")[1]
+    for spec, spec_t, orientation, keep in (
+        (ROW, VECTOR, "both", True), (MX, MX, "transposed", False), (VECTOR, SQUARE, "normal", False)
+    ):  # fmt: skip
+        specs = *spec.args, *spec_t.args, orientation, keep
+        yield ops.rms_norm_quantize, (x, weight, 1e-6, "normalized", *specs)
+        yield ops.silu_mul_quantize, (x.t().contiguous().t(), up, *specs)
+        yield ops.silu_mul_backward_quantize, (grad, x, up, *specs)
+    yield ops.rms_norm_backward, (grad, x, weight, rstd, "output", None, False)
+    yield ops.rms_norm_backward, (grad, x, weight, rstd, "normalized", up, True)
+
+
+SAMPLES = list(samples("cpu"))

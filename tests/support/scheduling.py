@@ -1,0 +1,62 @@
+"""Which tests a worker of pytest-xdist takes together, and in which order: what takes long first.
+
+A worker that begins a long test when nothing else is left to do keeps the others waiting.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadGroupScheduling
+
+# Files in the order in which they begin: before all others, whose tests take a few seconds at most. The first stands
+# for all of its group.
+FIRST = (
+    "distributed/fsdp/test_fsdp_tp.py",
+    "test_compile_only.py",
+    "launch/test_plan.py",
+    "distributed/tensor_parallel/test_tensor_parallel.py",
+    "bench/test_report.py",
+    "training/test_loop.py",
+    "warmup/test_run.py",
+    "layers/linear/test_compile.py",
+    "cli/test_app.py",
+)
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def order(item):
+    """Place of a test, as a key to sort by."""
+    name = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
+@functools.cache
+def group_of(path):
+    """The group of a file, as its marks say, or None."""
+    found = re.search(r'xdist_group\("(.+?)"\)', Path(path).read_text())
+    return found and found[1]
+
+
+class Scheduling(LoadGroupScheduling):
+    """Groups of files by the mark ``xdist_group``, in the order of collection.
+
+    Workers tell the names of tests and no marks. xdist's own groups append theirs to the names, which pytest 9.2 does
+    not allow: all tests were distributed one by one, without a word.
+    """
+
+    def __init__(self, config, log=None):
+        super().__init__(config, log)
+        self._root = config.rootpath
+        # By how many tests they have is not by how long they take.
+        config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid):
+        """What is distributed as one: a group of files, or a test."""
+        return group_of(self._root / nodeid.partition("::")[0]) or nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None

@@ -1,0 +1,83 @@
+"""What the tests of Hugging Face's Trainer run on each rank."""
+
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+
+import tritonfp8
+from bench.distributed.trainer import Program, Tokens, compare, model_of, reset
+from tritonfp8.distributed import enable_float8_all_gather
+
+SMALL = {"layers": 2, "hidden": 64, "tokens": 16, "steps": 3, "backend": "aot_eager", "use_cpu": True}
+
+
+def _shard_on_cpus():
+    """Let accelerate choose FSDP2 on CPUs, where it would take DDP: it asks for a GPU, FSDP2 itself does not."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    original = AcceleratorState.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = init
+
+
+def _act_as_launched():
+    """What torchrun would set."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
+    _shard_on_cpus()
+    torch.set_num_threads(1)
+
+
+def compare_on_cpus(mesh, **options):
+    """See :func:`bench.distributed.trainer.compare`."""
+    _act_as_launched()
+    return compare(Program(**{**SMALL, **options}))
+
+
+def accelerate_loop(mesh, gather, order):
+    """Losses of accelerate's own loop, whose optimizer is made before the model is sharded; and what did not move."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    _act_as_launched()
+    program = Program(**SMALL, dtype="float32")
+    model = model_of(program)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if order == "optimizer first" else None
+    tritonfp8.convert(model, "tensorwise")
+    if gather:
+        enable_float8_all_gather(model)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = Tokens(6, program.tokens).rows.chunk(2)[dist.get_rank()]
+    losses = []
+    for row in rows:
+        loss = model(input_ids=row[None], labels=row[None]).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    stuck = [name for name, p in model.named_parameters() if torch.equal(p.full_tensor(), before[name])]
+    reset()
+    return losses, stuck

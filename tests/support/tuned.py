@@ -1,0 +1,36 @@
+"""What the tests of tuned configurations share."""
+
+import torch
+
+from tritonfp8.hardware import CPU, Abilities, machine_key
+from tritonfp8.tuning.matmul_space import space
+from tritonfp8.tuning.store import Entry, Key, Kind, read_user
+from tritonfp8.warmup.measure import products
+from tritonfp8.warmup.record import record_linear
+
+H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
+MACHINE = "nvidia-h200-sm90-132"
+CPU_MACHINE = machine_key(CPU)
+ROWWISE = Kind("epilogue", "precise", 0, 0, 2, True, True)
+_BY_RATE = sorted(space("epilogue", "precise"), key=lambda config: config.rate)
+# The fastest of the space, and of those that take an epilogue; two others.
+WIDE, WIDE_WITH_EPILOGUE = _BY_RATE[-1].name, next(config.name for config in reversed(_BY_RATE) if not config.bare)
+SMALL, PLAIN = "64x64x128-w4-s3", "128x128x128-w8-s4"
+
+
+def entry(config=WIDE, microseconds=10.0, triton="3.6.0", tritonfp8="0.1.0"):
+    return Entry(config, microseconds, triton, tritonfp8)
+
+
+def key(n=4096, k=4096, m=4096, kind=ROWWISE, **fields):
+    return Key(kind._replace(**fields), n, k, m)
+
+
+def stored():
+    """What the user's file for the CPU holds."""
+    return read_user(CPU_MACHINE)
+
+
+def layer_products(*shapes, recipe="rowwise"):
+    calls = [call for mnk in shapes for call in record_linear(mnk, recipe, "bfloat16")]
+    return calls, products(calls, torch.device("cpu"))

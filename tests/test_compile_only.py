@@ -1,0 +1,36 @@
+"""Runs tests/compile_only in a process of its own: triton compiles there, where this process may interpret.
+
+One pytest process either interprets kernels or compiles them: which is fixed when triton is imported.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+from compile_target import compile_kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled in this process")
+def test_this_process_cannot_compile():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=0"):
+        compile_kernel(None, {}, {}, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_kernels_compile_without_a_gpu(tmp_path):
+    # No pytest-xdist variables: the process inside is no worker of the one outside.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", "tests/compile_only"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{' '.join(command)} failed:\n{output}"
+    assert re.search(r"\b[1-9]\d* passed", done.stdout), f"nothing ran:\n{output}"
+    print(output)

@@ -1,0 +1,354 @@
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from models import SMALL
+
+from tritonfp8 import hardware, recipes
+from tritonfp8.training import loop, report
+from tritonfp8.training import models as training_models
+from tritonfp8.training import settings as training_settings
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+@pytest.fixture
+def settings(config):
+    def make(**changes):
+        given = {
+            "model": config,
+            "recipes": ("bf16", "rowwise"),
+            "steps": 6,
+            "batch_size": 2,
+            "seq_len": 20,
+            "lr": 1e-2,
+            "device": "cpu",
+            "data": __file__,
+        }
+        return training_settings.Settings.resolve(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture
+def compare(settings):
+    def run(observer=None, **changes):
+        return loop.run(training_settings.prepare(settings(**changes)), observer)
+
+    return run
+
+
+class InterruptAt(loop.Observer):
+    """Presses Ctrl-C after a step of a recipe."""
+
+    def __init__(self, recipe, step):
+        self.recipe, self.step, self.current = recipe, step, None
+
+    def started(self, recipe, steps):
+        self.current = recipe
+
+    def stepped(self, step, loss, tokens_per_second):
+        if (self.current, step) == (self.recipe, self.step):
+            raise KeyboardInterrupt
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "tny"}, "no model is named 'tny'.*did you mean 'tiny'"),
+        ({"recipes": ("rowwize",)}, "did you mean 'rowwise'"),
+        ({"recipes": ()}, "at least one recipe is needed"),
+        ({"recipes": ("bf16", "rowwise", "bf16")}, "given more often: bf16"),
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"batch_size": -1}, "batch_size must be at least 1; got -1"),
+        ({"seq_len": 0}, "seq_len must be at least 1; got 0"),
+        ({"lr": 0.0}, "learning rate must be a positive number; got 0.0"),
+        ({"lr": math.nan}, "learning rate must be a positive number; got nan"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"device": "gpu"}, "device must be 'cpu' or 'cuda', or 'cuda:N'; got 'gpu'"),
+        ({"device": "meta"}, "device must be 'cpu' or 'cuda', or 'cuda:N'; got 'meta'"),
+        ({"device": "cuda:99"}, "'cuda:99' was asked for; torch .* sees"),
+    ],
+)
+def test_bad_settings_are_refused(settings, changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)
+
+
+def test_defaults_come_from_the_device_and_the_model(settings):
+    default = training_settings.Settings.resolve(device="cpu")
+    expected = dataclasses.asdict(training_settings.DEFAULTS["cpu"])
+    assert {name: getattr(default, name) for name in expected} == expected
+    assert default.lr == training_models.MODELS["tiny"].lr
+    assert settings(lr=None).lr == training_models.CONFIG_FILE_LR
+    assert default.recipes == ("bf16", "rowwise", "blockwise")
+
+
+def fake_gpu(monkeypatch, name, capability):
+    abilities = dataclasses.replace(hardware.CPU, name=name, capability=capability, has_fp8_mma=capability >= (8, 9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
+
+
+def test_no_gpu_means_the_cpu_and_a_word_about_speeds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device, notice = training_settings.choose_device(None)
+    assert device.type == "cpu"
+    assert "No CUDA GPU" in notice
+    assert "speeds mean nothing" in notice
+
+
+def test_old_gpu_is_named_and_left_alone(monkeypatch):
+    fake_gpu(monkeypatch, "NVIDIA A100", (8, 0))
+    device, notice = training_settings.choose_device(None)
+    assert device.type == "cpu"
+    assert "NVIDIA A100 (sm_80) has no FP8 tensor cores" in notice
+    assert "speeds mean nothing" in notice
+    with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) has no FP8 tensor cores.*use 'cpu'"):
+        training_settings.choose_device("cuda")
+
+
+def test_gpu_with_fp8_is_taken_without_a_word(monkeypatch):
+    fake_gpu(monkeypatch, "NVIDIA L4", (8, 9))
+    assert training_settings.choose_device(None) == (torch.device("cuda", 0), None)
+    assert training_settings.choose_device("cuda") == (torch.device("cuda", 0), None)
+    assert training_settings.choose_device("cpu")[0] == torch.device("cpu")
+
+
+# Models
+
+
+def parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_named_models_have_the_sizes_they_are_named_after():
+    with torch.device("meta"):
+        models = {name: training_models.build_model(name, 1024, 0) for name in training_models.MODELS}
+    assert 1e6 < parameters(models["tiny"]) < 2e6
+    assert 150e6 < parameters(models["160m"]) < 170e6
+    assert 0.9e9 < parameters(models["1b"]) < 1.1e9
+    # Llama-3-8B: 6.98 G parameters in 32 layers.
+    assert len(models["8b-slice"].model.layers) == 4
+    assert parameters(models["8b-slice"].model.layers) / 4 * 32 == pytest.approx(6.98e9, rel=0.001)
+    for model in models.values():
+        assert model.lm_head.weight is not model.model.embed_tokens.weight
+        assert model.lm_head.out_features == 256
+
+
+def test_weights_depend_on_the_seed_alone(config):
+    first, again, other = (
+        torch.nn.utils.parameters_to_vector(training_models.build_model(config, 20, seed).parameters())
+        for seed in (0, 0, 1)
+    )
+    assert first.dtype == torch.float32
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_folder_with_a_config_is_a_model(config, tmp_path):
+    model = training_models.build_model(str(tmp_path), 20, 0)
+    assert model.config.hidden_size == SMALL["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no transformers config"),
+        ("[1]", "is no transformers config: a JSON object is needed"),
+        ("{}", "is no transformers config"),
+        (json.dumps({**SMALL, "model_type": "no such model"}), "is no transformers config"),
+        (json.dumps({"model_type": "vit"}), "vocab_size must be at least 256; .* has None"),
+        (json.dumps({"model_type": "t5", "vocab_size": 300}), "is no config of a causal language model"),
+        (json.dumps({**SMALL, "vocab_size": 255}), "vocab_size must be at least 256; .* has 255"),
+        (json.dumps({**SMALL, "max_position_embeddings": 19}), "seq_len must be at most 19"),
+    ],
+)
+def test_config_that_cannot_be_trained_is_refused(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        training_models.build_model(str(path), 20, 0)
+    assert str(path) in str(error.value)
+
+
+def test_missing_packages_are_named_with_what_to_install(monkeypatch, settings):
+    monkeypatch.setattr(training_models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r'transformers and matplotlib: pip install "tritonfp8\[train\]"'):
+        training_settings.prepare(settings())
+
+
+# The loop
+
+
+def test_learning_rate_warms_up_and_decays_to_a_tenth():
+    factors = [loop.lr_factor(step, 200) for step in range(200)]
+    assert factors[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
+    assert factors[20] == 1.0
+    assert factors[20:] == sorted(factors[20:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1, abs=1e-3)
+    assert loop.lr_factor(0, 1) == 1.0
+    assert loop.lr_factor(99, 100_000) == 1.0
+
+
+def test_the_noise_of_a_comparison_is_a_run_of_its_own(compare):
+    """bf16 from slightly other weights: nothing is converted, losses are close and not equal."""
+    bf16, perturbed = compare(recipes=("bf16", training_settings.PERTURBED)).runs
+    assert not perturbed.converted
+    assert perturbed.losses != bf16.losses
+    assert perturbed.losses == pytest.approx(bf16.losses, rel=1e-2)
+
+
+def test_losses_are_the_same_for_the_same_seed(compare):
+    first, again, other = compare(), compare(), compare(seed=1)
+    assert [run.losses for run in first.runs] == [run.losses for run in again.runs]
+    assert first.runs[0].losses != other.runs[0].losses
+
+
+def test_recipes_start_from_the_same_weights_and_text(compare):
+    result = compare(recipes=("rowwise", "bf16", "blockwise"))
+    base = result.run_of("bf16")
+    for run in result.runs:
+        assert run.failure is None
+        assert len(run.losses) == len(run.step_seconds) == 6
+        assert run.losses[0] == pytest.approx(base.losses[0], rel=1e-2)
+    assert result.run_of("rowwise").losses[0] != base.losses[0]
+    # An earlier recipe leaves nothing behind in a later one.
+    assert compare(recipes=("bf16",)).runs[0].losses == base.losses
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "mxfp8"])
+def test_the_model_learns(compare, recipe):
+    (run,) = compare(recipes=(recipe,), steps=40, batch_size=8).runs
+    assert run.failure is None
+    assert sum(run.losses[-5:]) / 5 < run.losses[0] - 1.0
+
+
+def test_linear_flops_are_six_a_weight_and_token(compare):
+    result = compare(recipes=("bf16",), steps=1)
+    weights = sum(module.weight.numel() for module in result.job.model.modules() if isinstance(module, torch.nn.Linear))
+    assert result.linear_flops == 6 * weights * 2 * 20
+
+
+@pytest.mark.parametrize("recipe", [name for name in recipes.names() if name != "bf16"])
+def test_share_is_counted_and_is_what_the_recipe_states(compare, recipe):
+    result = compare(recipes=(recipe,), steps=2)
+    (run,) = result.runs
+    assert run.failure is None
+    assert sum(run.flops.values()) == 2 * result.linear_flops
+    shares = report.summarize(result, run).shares
+    assert shares["reference"] == pytest.approx(recipes.get(recipe).quantized_share)
+
+
+def test_layers_left_as_they_are_count_in_the_denominator(compare, monkeypatch):
+    convert = loop.convert
+    monkeypatch.setattr(
+        loop, "convert", lambda model, recipe: convert(model, recipe, filter=lambda module, fqn: "mlp" in fqn)
+    )
+    result = compare(recipes=("rowwise",), steps=1)
+    (run,) = result.runs
+    mlp, everything = (
+        sum(
+            module.weight.numel()
+            for name, module in result.job.model.named_modules()
+            if isinstance(module, torch.nn.Linear) and part in name
+        )
+        for part in ("mlp", "")
+    )
+    assert report.summarize(result, run).shares["reference"] == pytest.approx(mlp / everything)
+    assert all("mlp" in name for name in run.converted)
+    assert "lm_head" in run.skipped
+
+
+@pytest.mark.slow
+def test_compiled_losses_are_close_to_eager_and_counted(compare, config):
+    Path(config).write_text(json.dumps({**SMALL, "num_hidden_layers": 1}))
+    eager = compare(recipes=("rowwise",), steps=3)
+    compiled = compare(recipes=("rowwise",), steps=3, compile=True)
+    assert compiled.runs[0].failure is None
+    assert compiled.runs[0].losses == pytest.approx(eager.runs[0].losses, rel=1e-2)
+    assert compiled.runs[0].flops == eager.runs[0].flops
+
+
+@pytest.mark.parametrize(("flops_a_thread", "threads"), [(10**20, 1), (1, 3)])
+def test_threads_are_as_many_as_the_work_is_worth(compare, monkeypatch, flops_a_thread, threads):
+    seen = []
+    monkeypatch.setattr(loop, "FLOPS_A_THREAD", flops_a_thread)
+    monkeypatch.setattr(loop, "convert", lambda *args: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        result = compare(recipes=("rowwise",))
+        assert seen == [result.threads] == [threads]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_loss_that_is_not_finite_is_reported(compare):
+    result = compare(recipes=("bf16",), lr=1e30)
+    (run,) = result.runs
+    assert math.isfinite(run.losses[0])
+    assert run.first_non_finite is not None
+    assert not math.isfinite(run.losses[run.first_non_finite - 1])
+    assert all(map(math.isfinite, run.losses[: run.first_non_finite - 1]))
+
+
+def test_interrupt_keeps_the_steps_done_and_ends_the_run(compare):
+    result = compare(InterruptAt("rowwise", 4), recipes=("bf16", "rowwise", "blockwise"))
+    assert result.interrupted
+    assert [(run.recipe, len(run.losses), run.interrupted) for run in result.runs] == [
+        ("bf16", 6, False),
+        ("rowwise", 4, True),
+    ]
+    assert len(result.runs[1].step_seconds) == 4
+    assert sum(result.runs[1].flops.values()) == 4 * result.linear_flops
+
+
+def test_failure_of_a_recipe_is_noted_and_the_next_one_runs(compare, monkeypatch):
+    convert = loop.convert
+
+    def broken(model, recipe):
+        if recipe == "rowwise":
+            raise RuntimeError("out of luck\nwith details")
+        return convert(model, recipe)
+
+    monkeypatch.setattr(loop, "convert", broken)
+    result = compare(recipes=("bf16", "rowwise", "blockwise"))
+    assert [run.failure for run in result.runs] == [None, "RuntimeError: out of luck", None]
+    assert "with details" in result.runs[1].details
+    assert [len(run.losses) for run in result.runs] == [6, 0, 6]
+    assert not result.interrupted
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_recipe_trains_on_the_gpu():
+    names = tuple(recipes.names())
+    settings = training_settings.Settings.resolve(
+        model="tiny", recipes=names, steps=100, batch_size=16, seq_len=512, device="cuda"
+    )
+    result = loop.run(training_settings.prepare(settings))
+    assert settings.compile
+    for run in result.runs:
+        summary = report.summarize(result, run)
+        assert run.failure is None
+        assert summary.first_non_finite is None
+        assert abs(summary.difference) < 0.02
+        assert summary.peak_bytes > 0
+        assert summary.shares.get("reference", 0) == 0
+        quantized = summary.shares.get("fp8", 0) + summary.shares.get("emulated", 0)
+        assert quantized == pytest.approx(recipes.get(run.recipe).quantized_share)

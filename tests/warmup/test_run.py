@@ -1,0 +1,406 @@
+"""warm_up: what it finds to do, what it does, and what is left when it is stopped."""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import warmup_jobs
+from models import SMALL
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tuned import CPU_MACHINE, entry, layer_products, stored
+from warmup_jobs import SHAPES, Touch, choices, last_is_fastest
+
+import tritonfp8
+from tritonfp8 import hardware, recipes
+from tritonfp8.training import loop
+from tritonfp8.training.models import build_model
+from tritonfp8.tuning import store
+from tritonfp8.tuning.matmul_space import space
+from tritonfp8.warmup import run as warmup
+from tritonfp8.warmup.measure import OpJob
+from tritonfp8.warmup.ranks import Ranks
+from tritonfp8.warmup.record import Layout, Recorder, record_linear, record_model, training_step
+from tritonfp8.warmup.workers import run_jobs
+
+RECIPES = [name for name in recipes.names() if name != "bf16"]
+CPU = torch.device("cpu")
+JOBS = [sys.executable, warmup_jobs.__file__]
+
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+class TestRecording:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_a_model_calls_what_its_step_really_calls(self, config, recipe):
+        model = build_model(config, 20, seed=0).train()
+        tritonfp8.convert(model, recipe)
+        with Recorder() as recorder:
+            loop._loss(model, torch.randint(0, 256, (2, 21))).backward()
+        recorded = record_model(config, recipe, (2, 20), "float32")
+        assert recorded == list(recorder.calls)
+        assert {call.op for call in recorded} >= {"quantize", "scaled_matmul"}
+        assert len(recorded) == len(set(recorded)) > 10
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_weights_of_another_dtype(self, config, dtype):
+        model = build_model(config, 20, seed=0).train().to(dtype)
+        tritonfp8.convert(model, "rowwise")
+        with Recorder() as recorder:
+            training_step(model, torch.zeros(2, 21, dtype=torch.long), autocast=False)
+        assert record_model(config, "rowwise", (2, 20), str(dtype)[6:]) == list(recorder.calls)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_a_layer_calls_what_it_really_calls(self, recipe):
+        layer = tritonfp8.Float8Linear(50, 70, bias=False, dtype=torch.bfloat16, recipe=recipe)
+        with Recorder() as recorder:
+            layer(torch.randn(33, 50, dtype=torch.bfloat16, requires_grad=True)).backward(
+                torch.randn(33, 70, dtype=torch.bfloat16)
+            )
+        assert record_linear((33, 70, 50), recipe, "bfloat16") == list(recorder.calls)
+        assert record_linear((33, 70, 50), recipe, "float32") == list(recorder.calls)
+
+    def test_nothing_is_left_behind(self, config):
+        before = torch.random.get_rng_state()
+        record_model(config, "rowwise", (2, 20), "float32")
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert type(torch.ones(1)) is torch.Tensor
+
+    def test_a_step_that_decides_by_data_is_a_clear_error(self, config, monkeypatch):
+        monkeypatch.setattr(
+            "tritonfp8.warmup.record.training_step", lambda model, tokens, autocast: tokens.sum().item()
+        )
+        with pytest.raises(ValueError, match=r"cannot be followed without running it .* file of shapes"):
+            record_model(config, "rowwise", (2, 20), "float32")
+
+    @pytest.mark.parametrize(
+        "x",
+        [
+            torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(5, 6)[1:, ::2], torch.randn(1, 3).expand(4, 3),
+            torch.randn(0, 3), torch.tensor(1.0), torch.randn(4, 4).to(torch.float8_e4m3fn),
+            torch.ones(2, 2).to(torch.float8_e8m0fnu),
+        ],
+    )  # fmt: skip
+    def test_layouts_are_made_again(self, x):
+        again = Layout.of(x).zeros("cpu")
+        assert Layout.of(again) == Layout.of(x)
+        assert again.float().count_nonzero() == 0 or x.dtype == torch.float8_e8m0fnu
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_calls_can_be_made_again(self, recipe):
+        """With the layouts that the fake ops promised."""
+        for call in record_linear((33, 70, 50), recipe, "bfloat16"):
+            real = call.overload(*call.arguments("cpu"))
+            with FakeTensorMode():
+                fake = call.overload(*call.arguments("cpu"))
+            assert torch.utils._pytree.tree_map(Layout.of, real) == torch.utils._pytree.tree_map(Layout.of, fake)
+
+
+class TestShapes:
+    def test_a_file(self, tmp_path):
+        path = tmp_path / "shapes.json"
+        path.write_text('[{"m": 1, "n": 2, "k": 3}, {"k": 6, "n": 5, "m": 4}]')
+        assert warmup.read_shapes(path) == ((1, 2, 3), (4, 5, 6))
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "cannot be read"), ("[" * 100_000, "cannot be read"), ("[]", r"it holds \[\]"), ("{}", "it holds {}"),
+            ('[{"m": 1, "n": 2, "k": 3}, {"m": 1, "n": 2}]', "entry 2 is"),
+            ('[{"m": 1, "n": 2, "k": 0}]', "entry 1 is"),
+            ('[{"m": 1, "n": 2, "k": true}]', "entry 1 is"), ('[{"m": 1, "n": 2, "k": 3.0}]', "entry 1 is"),
+            ('[{"m": 1, "n": 2, "k": 3, "x": 1}]', "entry 1 is"), ("[[1, 2, 3]]", "entry 1 is"),
+        ],
+    )  # fmt: skip
+    def test_a_bad_file(self, tmp_path, text, message):
+        path = tmp_path / "shapes.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            warmup.read_shapes(path)
+
+    def test_no_file(self, tmp_path):
+        with pytest.raises(ValueError, match="cannot be read"):
+            warmup.read_shapes(tmp_path / "none.json")
+
+    def test_tokens(self):
+        assert warmup.parse_tokens("4x2048") == (4, 2048)
+        assert warmup.parse_tokens("8192") == (1, 8192)
+        for text in ("", "x", "4x", "1x2x3", "-1", "4x0", "4.5"):
+            with pytest.raises(ValueError, match="sequences x tokens"):
+                warmup.parse_tokens(text)
+
+
+@pytest.fixture
+def no_process_is_left():
+    """Of those that a test starts; other tests in this process may have some that serve them all."""
+    before = set(multiprocessing.active_children())
+    yield
+    assert not set(multiprocessing.active_children()) - before
+
+
+@pytest.mark.usefixtures("no_process_is_left")
+class TestWorkers:
+    def run(self, jobs, workers=2):
+        outcome = {}
+
+        def done(index, error):
+            assert index not in outcome
+            outcome[index] = error
+
+        run_jobs(jobs, CPU, workers, done)
+        return outcome
+
+    def test_a_job_that_dies_or_fails_is_reported_and_the_others_run(self, tmp_path):
+        jobs = [Touch(str(tmp_path / str(i))) for i in range(5)]
+        jobs[0] = dataclasses.replace(jobs[0], kill=signal.SIGKILL)
+        jobs[1] = dataclasses.replace(jobs[1], error="CUDA out of memory")
+        outcome = self.run(jobs)
+        assert outcome == {
+            **dict.fromkeys(range(5)), 0: "its process was ended by SIGKILL", 1: "RuntimeError: CUDA out of memory",
+        }  # fmt: skip
+        pids = [int((tmp_path / str(i)).read_text().split()[0]) for i in (2, 3, 4)]
+        assert os.getpid() not in pids
+
+    def test_none_run_here(self, tmp_path):
+        jobs = [Touch(str(tmp_path / str(i)), error="no" if i else None) for i in range(2)]
+        assert self.run(jobs, workers=0) == {0: None, 1: "RuntimeError: no"}
+        assert (tmp_path / "0").read_text() == f"{os.getpid()} cpu"
+
+    def test_ctrl_c_ends_the_workers(self, tmp_path):
+        def stop(index, error):
+            raise KeyboardInterrupt
+
+        jobs = [Touch(str(tmp_path / "0")), Touch(str(tmp_path / "1"), nap=60)]
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            run_jobs(jobs, CPU, 2, stop)
+        assert time.monotonic() - begin < 30
+        assert not (tmp_path / "1").exists()
+
+
+class TestWarmUp:
+    def warm_up(self, **options):
+        return warmup.warm_up(**{"shapes": SHAPES, "recipes": ["rowwise"], "device": "cpu", "workers": 0, **options})
+
+    def test_every_op_runs_in_a_worker_and_here(self, monkeypatch):
+        ran, stages = [], []
+        real = OpJob.run
+        monkeypatch.setattr(OpJob, "run", lambda job, device: ran.append(job) or real(job, device))
+        report = self.warm_up(progress=lambda *step: stages.append(step))
+        calls, _ = layer_products(*SHAPES)
+        distinct = list(dict.fromkeys(calls))
+        assert [job.call for job in ran] == distinct * 2
+        assert (report.compiled, report.skipped, report.tuned, report.failed) == (len(distinct), 0, 0, ())
+        assert 0 < report.seconds < 60
+        assert not report.interrupted
+        n = len(distinct)
+        assert stages == [*(("compile", i, n) for i in range(n + 1)), *(("load", i, n) for i in range(n + 1))]
+        # A worker compiles what this process has chosen.
+        for job in ran[:n]:
+            assert (job.config is not None) == (job.call.op == "scaled_matmul")
+        assert stored() == {}
+
+    def test_workers_run_them(self):
+        report = self.warm_up(workers=2, shapes=SHAPES[:1])
+        assert report.failed == ()
+        assert report.compiled == len(layer_products(SHAPES[0])[0])
+
+    def test_tuning_comes_first_and_decides_what_is_compiled(self, monkeypatch):
+        ran = []
+        real = OpJob.run
+        monkeypatch.setattr(OpJob, "run", lambda job, device: ran.append(job) or real(job, device))
+        report = self.warm_up(tune=True, timer=last_is_fastest)
+        _, found = layer_products(*SHAPES)
+        assert (report.tuned, report.skipped) == (len(found), 0)
+        tried = sum(len(product.candidates(CPU)) for product in found)
+        chosen = {job.call: job.config for job in ran[tried:] if job.config}
+        for product in found:
+            assert chosen[product.call] == product.candidates(CPU)[-1].name
+        again = self.warm_up(tune=True, timer=pytest.fail)
+        assert (again.tuned, again.skipped) == (0, len(found))
+        assert self.warm_up(tune=True, timer=last_is_fastest, force=True).tuned == len(found)
+
+    def test_of_a_machine_one_rank_compiles_and_of_all_one_tunes(self, monkeypatch):
+        ran = []
+        monkeypatch.setattr(OpJob, "run", lambda job, device: ran.append(job))
+        monkeypatch.setattr(warmup, "joined", lambda timeout: contextlib.nullcontext(Ranks(rank=9, local_rank=1)))
+        report = self.warm_up(tune=True, timer=pytest.fail)
+        calls, _ = layer_products(*SHAPES)
+        assert [job.call for job in ran] == list(dict.fromkeys(calls))
+        assert (report.compiled, report.tuned, report.failed) == (len(ran), 0, ())
+
+    def test_what_fails_is_reported_and_not_tried_again_here(self, monkeypatch):
+        ran = []
+
+        def run(job, device):
+            ran.append(job)
+            if job.call.op == "quantize_both":
+                raise RuntimeError("ptxas\ndied")
+
+        monkeypatch.setattr(OpJob, "run", run)
+        report = self.warm_up(shapes=SHAPES[:1])
+        calls, _ = layer_products(SHAPES[0])
+        bad = [call for call in calls if call.op == "quantize_both"]
+        assert report.failed == tuple(f"{call}: RuntimeError: ptxas" for call in bad)
+        assert report.compiled == len(calls) - len(bad)
+        assert len(ran) == len(calls) + report.compiled
+
+    def test_ctrl_c_keeps_what_is_done(self):
+        def stop(stage, done, total):
+            if (stage, done) == ("compile", 3):
+                raise KeyboardInterrupt
+
+        report = self.warm_up(progress=stop, tune=True, timer=last_is_fastest)
+        assert report.interrupted
+        assert report.compiled == 3
+        assert report.tuned == len(stored()) > 0
+
+    def test_a_killed_one_goes_on(self, home):
+        _, found = layer_products(*SHAPES)
+        killed = subprocess.run([*JOBS, "killed_while_tuning"], env={**os.environ, "XDG_CACHE_HOME": str(home)})
+        assert killed.returncode == -signal.SIGKILL
+        before = stored()
+        assert len(before) == 2
+        report = self.warm_up(tune=True, timer=last_is_fastest)
+        assert (report.skipped, report.tuned) == (2, len(found) - 2)
+        assert stored().items() >= before.items()
+
+    def test_a_read_only_home_is_no_obstacle(self, monkeypatch, home):
+        (home / "tritonfp8").write_text("in the way")
+        with pytest.warns(UserWarning, match="tuned configurations") as caught:
+            report = self.warm_up(tune=True, timer=last_is_fastest)
+        assert len(caught) == 1
+        _, found = layer_products(*SHAPES)
+        assert report.tuned == len(found)
+        assert choices() == {str(product): product.candidates(CPU)[-1].name for product in found}
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"shapes": None}, "a model or a file of shapes is needed"),
+            ({"recipes": []}, "at least one recipe"),
+            ({"recipes": ["rowise"]}, "did you mean 'rowwise'"),
+            ({"recipes": ["bf16"]}, "nothing to warm up"),
+            ({"dtype": "int8"}, "dtype must be one of"),
+            ({"model": "8b"}, "no model is named '8b'"),
+            ({"device": "cuda:7"}, "needs a CUDA GPU with FP8 tensor cores"),
+            ({"model": "tiny", "tokens": [(1, 10**6)]}, "seq_len must be at most"),
+        ],
+    )
+    def test_bad_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            self.warm_up(**options)
+
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [
+            ("model", [3, ["tiny"]]),
+            ("shapes", [3, [(1, 2)], [(0, 1, 1)], ["abc"], [(1, 2, None)], [3]]),
+            ("recipes", [3, None, "rowwise", [None]]),
+            ("tokens", [3, None, [(1,)], [("1", "2")], [(-1, 2)], "4x4"]),
+            ("device", [3, torch.device("cpu")]),
+            ("timeout", [0, -1, "1", None, float("nan"), True, 1e30]),
+            ("workers", [-1, "2", 1.5, True]),
+        ],
+    )
+    def test_arguments_of_another_type(self, name, values):
+        for value in values:
+            with pytest.raises((ValueError, TypeError), match="must be"):
+                self.warm_up(**{name: value})
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+    def test_without_a_gpu_it_says_what_is_needed(self):
+        with pytest.raises(ValueError, match=r"needs a CUDA GPU with FP8 tensor cores \(sm_89 or later\)"):
+            warmup.warm_up(shapes=SHAPES)
+
+
+class TestRanks:
+    def test_one_alone(self):
+        ranks = Ranks()
+        assert ranks.exchange(b"x") == [b"x"]
+        assert ranks.together(lambda: 3) == 3
+        assert ranks.together(None) is None
+        with pytest.raises(ZeroDivisionError):
+            ranks.together(lambda: 1 / 0)
+
+    def test_two_machines_choose_alike_and_share_their_errors(self, home, monkeypatch):
+        """torchrun, two ranks with homes of their own: rank 0 tunes, then fails, then is gone."""
+        _, found = layer_products(*SHAPES)
+        other = found[0].key._replace(n=999)
+        for rank in (0, 1):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(home / str(rank)))
+            own = {other._replace(k=100 + rank): entry(found[0].candidates(CPU)[1].name)}
+            store.save({**own, found[0].key: entry(found[0].candidates(CPU)[0].name, triton="0")}, CPU_MACHINE)
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        ended = subprocess.run(
+            [*run, warmup_jobs.__file__, "rank_of_two_machines", str(home)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        seen = [json.loads(path.read_text()) for path in (home / "0/seen.json", home / "1/seen.json") if path.exists()]
+        assert len(seen) == 2, ended.stderr[-3000:]
+        expected = {str(product): product.candidates(CPU)[-1].name for product in found}
+        for rank, each in enumerate(seen):
+            assert each["choices"] == expected
+            assert each["report"]["failed"] == []
+            assert each["report"]["tuned"] == (0 if rank else len(found))
+            assert each["report"]["compiled"] > len(found)
+        # Rank 1 has an argument that it cannot take: both end at once.
+        messages = ["dtype must be one of", "recipes must be a sequence", "timeout must be a number", "workers must be"]
+        kinds = ["ValueError", "TypeError", "ValueError", "ValueError"]
+        for kind, message, here, there in zip(kinds, messages, seen[1]["bad"], seen[0]["bad"], strict=True):
+            assert here.startswith(f"{kind}: {message}")
+            assert there.startswith(f"RuntimeError: the warm-up failed on rank 1: {kind}: {message}")
+        assert max(each["waited"] for each in seen) < 30
+        assert seen[0]["errors"] == ["out of luck"]
+        assert seen[1]["errors"][0] == "the warm-up failed on rank 0: RuntimeError: out of luck"
+        assert "waited in vain" in seen[1]["errors"][1]
+        stores = []
+        for rank in (0, 1):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(home / str(rank)))
+            stores.append(stored())
+        assert stores[0] == stores[1]
+        assert len(stores[0]) == len(found) + 2
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    STEP = (
+        "import torch, tritonfp8; layer = tritonfp8.Float8Linear(512, 384, bias=False, device='cuda', "
+        "dtype=torch.bfloat16, recipe='{}'); x = torch.randn(640, 512, device='cuda', dtype=torch.bfloat16, "
+        "requires_grad=True); out = layer(x); out.backward(torch.randn_like(out)); torch.cuda.synchronize()"
+    )
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_the_first_step_compiles_nothing(self, recipe, tmp_path, monkeypatch):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+        report = warmup.warm_up(shapes=[(640, 384, 512)], recipes=[recipe], workers=2)
+        assert report.failed == ()
+        before = set((tmp_path / "triton").iterdir())
+        assert before
+        subprocess.run([sys.executable, "-c", self.STEP.format(recipe)], check=True)
+        assert set((tmp_path / "triton").iterdir()) == before
+
+    def test_tuning_measures_and_is_used(self):
+        report = warmup.warm_up(shapes=[(640, 384, 512)], recipes=["rowwise", "blockwise"], tune=True, workers=2)
+        assert report.failed == ()
+        machine = hardware.machine_key(hardware.abilities("cuda"))
+        entries = store.read_user(machine)
+        assert len(entries) == report.tuned > 3
+        for at, found in entries.items():
+            assert 1 < found.microseconds < 1000
+            assert found.config in {config.name for config in space(at.kind.family, at.kind.accumulation)}

@@ -1,0 +1,151 @@
+import dataclasses
+import importlib.metadata
+import re
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+import tritonfp8
+from tritonfp8 import hardware, recipes
+from tritonfp8.cli import app
+from tritonfp8.quantized import Quantized
+from tritonfp8.specs import BLOCKS
+from tritonfp8.workflow import doctor
+
+CPU = torch.device("cpu")
+
+
+def run_doctor():
+    return CliRunner().invoke(app.app, ["doctor"])
+
+
+@pytest.fixture
+def examined():
+    return run_doctor()
+
+
+def test_doctor_finds_this_machine_well(examined):
+    assert examined.exit_code == 0, examined.output
+    assert "FAILED" not in examined.output
+    # A package may be without the local part (+cu130) that the module has.
+    for version in (tritonfp8.__version__, torch.__version__.partition("+")[0]):
+        assert version in examined.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_doctor_says_that_kernels_need_a_gpu(examined):
+    assert "This machine has no CUDA GPU: the ops run the reference" in examined.output
+    assert "measured on a GPU" in examined.output
+
+
+def test_doctor_shows_every_ability_and_recipe(examined):
+    for name in (*(each.name for each in dataclasses.fields(hardware.Abilities)), *recipes.names()):
+        assert name in examined.output
+
+
+def test_self_tests_cover_every_block_and_orientation_and_pass():
+    checks = list(doctor.self_tests(CPU))
+    assert all(check.ok for check in checks), [check for check in checks if not check.ok]
+    names = {check.name for check in checks}
+    assert len(names) == len(checks)
+    for block in BLOCKS.values():
+        assert {
+            f"quantize {block.name}",
+            f"quantize {block.name}, transposed",
+            f"quantize_both {block.name}",
+            f"dequantize {block.name}",
+            f"scaled_matmul {block.name} x {block.name}",
+        } <= names
+
+
+def wrong_byte(q):
+    qdata = q.qdata.clone()
+    qdata.view(torch.uint8)[5, 7] ^= 1
+    return Quantized(qdata, q.scale, q.spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("quantize", wrong_byte),
+        ("quantize_both", lambda pair: (pair[0], wrong_byte(pair[1]))),
+        ("dequantize", lambda x: x + 1),
+        ("scaled_matmul", lambda out: out.index_fill(0, torch.tensor([3]), 0)),
+    ],
+)
+def test_wrong_op_fails_its_self_test_and_the_command(monkeypatch, name, spoil):
+    right = getattr(tritonfp8, name)
+    monkeypatch.setattr(tritonfp8, name, lambda *args, **kwargs: spoil(right(*args, **kwargs)))
+    failed = [check.name for check in doctor.self_tests(CPU) if not check.ok]
+    assert {f"{name} {block.name}" for block in BLOCKS.values()} <= {each.split(" x ")[0] for each in failed}
+    done = run_doctor()
+    assert done.exit_code == 1
+    assert "FAILED" in done.output
+
+
+def test_crash_of_an_op_is_a_finding(monkeypatch):
+    def crash(*args, **kwargs):
+        raise RuntimeError("no such [kernel]")
+
+    monkeypatch.setattr(tritonfp8, "dequantize", crash)
+    details = {check.name: check.detail for check in doctor.self_tests(CPU) if not check.ok}
+    assert details["dequantize rowwise"] == "RuntimeError: no such [kernel]"
+    assert "no such [kernel]" in run_doctor().output
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_recipes_are_seen_to_run_as_they_state(name):
+    kinds = doctor.recipe_kinds(name, CPU)
+    quantized = round(3 * recipes.get(name).quantized_share)
+    expected = {"reference": quantized, "high_precision": 3 - quantized} if quantized else {}
+    assert kinds == {kind: count for kind, count in expected.items() if count}
+
+
+def test_versions_are_those_installed():
+    found = doctor.versions()
+    assert found["tritonfp8"] == tritonfp8.__version__
+    assert found["torch"] == importlib.metadata.version("torch")
+    assert found["python"].count(".") == 2
+
+
+def test_package_that_is_too_old_or_missing_is_flagged(monkeypatch):
+    required = ["torch>=99", "triton>=1", "matplotlib; extra == 'train'", "numpy"]
+    monkeypatch.setattr(doctor, "requirements", lambda: {r.name: r for r in map(Requirement, required)})
+    monkeypatch.setattr(
+        doctor, "versions", lambda: {"torch": "2.11.0+cu130", "triton": "3.6.0", "matplotlib": None, "numpy": None}
+    )
+    lines = {row.split()[1]: row for row in run_doctor().output.splitlines() if re.match(r"│ \w+ +│ [\d-]", row)}
+    assert "not supported" in lines["torch"]
+    assert "not supported" not in lines["triton"]
+    assert 'missing, needed with extra == "train"' in lines["matplotlib"]
+    assert "missing" in lines["numpy"]
+
+
+def test_requirements_are_those_of_the_installed_package(monkeypatch):
+    lines = {"tritonfp8": ["torch>=2.11", 'transformers>=5; extra == "train"']}
+    monkeypatch.setattr(importlib.metadata, "requires", lines.__getitem__)
+    required = doctor.requirements()
+    assert required["torch"].specifier.contains("2.11")
+    assert not required["torch"].specifier.contains("2.10")
+    assert required["transformers"].marker is not None
+
+
+def test_checkout_that_is_not_installed_requires_nothing(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert doctor.requirements() == {}
+
+
+@pytest.mark.gpu
+def test_kernels_pass_and_accumulation_differs_on_the_gpu():
+    cuda = torch.device("cuda")
+    checks = list(doctor.self_tests(cuda))
+    assert all(check.ok for check in checks), [check for check in checks if not check.ok]
+    figures = {(k, data): each for k, data, each in doctor.accumulation_figures(cuda)}
+    assert len(figures) == 2 * len(doctor.ACCUMULATION_KS)
+    assert all(each["precise"] >= 60 for each in figures.values())
+    assert all(each["fast"] < each["precise"] for each in figures.values())

@@ -1,0 +1,10 @@
+"""The ``tritonfp8`` command.
+
+Exports its entry point.
+"""
+
+from tritonfp8.cli.app import main
+
+__all__ = [
+    "main",
+]

@@ -1,0 +1,12 @@
+"""The FP8 all-gather of FSDP2: shards are quantized, gathered in 8 bits, and read by the GEMMs without a copy.
+
+Exports the function that turns it on and the type of a gathered weight.
+"""
+
+from tritonfp8.distributed.fsdp.enable import enable_float8_all_gather
+from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
+
+__all__ = [
+    "GatheredWeight",
+    "enable_float8_all_gather",
+]

@@ -1,0 +1,129 @@
+"""FSDP2 with weights gathered in 8 bits: half the bytes on the wire, the same losses bit for bit.
+
+Each rank quantizes its rows by the scales of the whole weight, which one small collective finds for all weights when
+the model's forward begins. So they are never older than that forward, whatever changed the weights before; the gathers
+of its backward use the same. A forward that does not go through the model finds its scales itself, in one collective
+for each ``fully_shard``.
+
+What crosses the wire for a weight of N x K, in each gather: N K bytes (bf16 sends 2 N K) and, for mxfp8, N K / 32 of
+scales. Forward gathers the weight as ``output`` reads it, backward as ``grad_input`` does, transposed. Where one gather
+serves both passes (``reshard_after_forward`` False or an int), it carries both, unless they are the same bytes
+(tensorwise, blockwise). Forward recomputed in backward (activation checkpointing) reads the untransposed form there
+too: rowwise and mxfp8 gather it once more, layer by layer, 1.5 times the bytes of a step.
+
+Weights that tensor parallelism shards (TP x FSDP2, HSDP x TP) are gathered alike, each part over its ranks of FSDP2; a
+second small collective, over the ranks of tensor parallelism, makes their scales those of the whole weight too. These
+stay global under ``scales("local")``.
+
+Ranks must run the same layers in the same order, as FSDP itself requires. A rank that fails or skips a layer leaves the
+others waiting in a collective until the process group's timeout.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tritonfp8.convert import ConversionReport
+from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
+from tritonfp8.distributed.fsdp.byte_layout import forms
+from tritonfp8.distributed.torch_private import FSDP, require_names
+from tritonfp8.layers.linear import Float8Linear, require_module
+from tritonfp8.specs import require
+
+CASTS = ("param_dtype", "master")
+
+
+def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
+    """Why a parameter with these owners cannot be gathered in 8 bits, or None."""
+    for name, module, parameter in layers:
+        if not isinstance(module, Float8Linear) or parameter != "weight":
+            return f"shared with {name}.{parameter}, which needs it in high precision"
+    recipes = [module.recipe for _, module, _ in layers if isinstance(module, Float8Linear)]
+    if not forms(recipes[0]):
+        return f"recipe {recipes[0].name!r} reads it in high precision"
+    if any(forms(recipe) != forms(recipes[0]) for recipe in recipes):
+        return "shared by layers whose recipes read other bytes: " + ", ".join(name for name, _, _ in layers)
+    return None
+
+
+def _check_once(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear) and module.on_revert is not None:
+            raise ValueError(
+                f"the weight of {name or 'the model'} is gathered in 8 bits already: call enable_float8_all_gather once"
+            )
+
+
+def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, str]]:
+    """The layers whose weight is gathered in 8 bits, by the first one's name, and why others' are not."""
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((name, module, key))
+    enabled: dict[str, list[Float8Linear]] = {}
+    skipped: dict[str, str] = {}
+    for found in owners.values():
+        mine = [name for name, module, key in found if isinstance(module, Float8Linear) and key == "weight"]
+        if not mine:
+            continue
+        if reason := _reason_to_skip(found):
+            skipped.update(dict.fromkeys(mine, reason))
+        else:
+            enabled[mine[0]] = [module for _, module, _ in found if isinstance(module, Float8Linear)]
+    return enabled, skipped
+
+
+def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> ConversionReport:
+    """Gather the weights of converted layers in 8 bits under FSDP2: half the bytes of bf16, and the same losses.
+
+    Call it after :func:`tritonfp8.convert`, on the outermost module that ``fully_shard`` is applied to. It may come
+    before or after ``parallelize_module``, ``fully_shard``, ``torch.compile`` and the optimizer: no parameter is
+    touched, the first forward has FSDP gather the weights in 8 bits::
+
+        tritonfp8.convert(model, "rowwise")
+        enable_float8_all_gather(model)
+        for block in model.layers:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        fully_shard(model, mp_policy=...)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    What is sent when, and what ranks must do alike: :mod:`tritonfp8.distributed.fsdp.enable`.
+
+    Works with tensor parallelism, HSDP, mixed precision policies, CPU offload, meta-device init, frozen weights,
+    gradient accumulation, ``torch.compile`` and autocast around the model's call. Parameters, their state_dict and
+    gradients are those of ``fully_shard`` without this. :func:`tritonfp8.revert` undoes it, before ``fully_shard`` and
+    after.
+
+    Args:
+        model: a converted model, sharded or not. Tied layers stay tied.
+        cast: what is quantized. ``"param_dtype"``: the shard rounded to the dtype that the layer computes in (the
+            ``param_dtype`` of ``MixedPrecisionPolicy``, else autocast's where it is on around the model's call), which
+            is what the layer would see without this, so the losses are those without it, bit for bit. ``"master"``:
+            the shard as it is; one rounding less, and losses that differ.
+
+    Returns:
+        A :class:`~tritonfp8.ConversionReport`: the recipe of each weight that is gathered in 8 bits, and why that of
+        each other converted layer is not: its recipe reads it in high precision, or it is shared with a module that
+        does.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: nothing to gather in 8 bits, a second call, or an unknown cast. In forward: a weight that FSDP
+            shards along another dim than 0.
+        RuntimeError: this torch lacks a private name that is needed. In forward: ``fully_shard`` was applied above
+            ``model``, or ranks disagree on how a weight is gathered.
+    """
+    require_names("enable_float8_all_gather", FSDP)
+    require_module(model)
+    require("cast", cast, CASTS)
+    _check_once(model)
+    enabled, skipped = _choose(model)
+    report = ConversionReport({name: layers[0].recipe for name, layers in enabled.items()}, skipped)
+    if not enabled:
+        raise ValueError(f"no weight can be gathered in 8 bits: {report if skipped else 'convert the model first'}")
+    source = Float8AllGather(model, enabled, cast == "param_dtype")
+    for layers in enabled.values():
+        for layer in layers:
+            layer.on_revert = source.release
+    return report

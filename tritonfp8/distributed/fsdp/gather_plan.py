@@ -1,0 +1,169 @@
+"""How the weights of a model are gathered in 8 bits, and what the last reduction of their amaxes found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonfp8.distributed.fsdp.byte_layout import Form, Layout
+from tritonfp8.distributed.fsdp.torch_fsdp import Managed
+from tritonfp8.launch import ALIGNMENT, ShardForm, Table, shards
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How one weight is gathered.
+
+    Attributes:
+        managed: the weight, as FSDP has it.
+        layout: of the bytes.
+        dtype: of the gathered weight, in which FSDP hands it to the layer.
+        quantized_dtype: from which the weight is quantized.
+        rounded: the dtype that the values are rounded to before they are quantized; None if they are not.
+        grids: shape of the amaxes to reduce, a form.
+        split: the forms with a block that several ranks of tensor parallelism share.
+    """
+
+    managed: Managed
+    layout: Layout
+    dtype: torch.dtype
+    quantized_dtype: torch.dtype
+    rounded: torch.dtype | None
+    grids: tuple[tuple[int, int], ...]
+    split: tuple[int, ...]
+
+    @cached_property
+    def places(self) -> tuple[ShardForm, ...]:
+        """Where the rows that lie here begin in the grid of amaxes of each form, the first amax as number 0."""
+        layout = self.layout
+        start, _ = layout.shard(self.managed.rank)
+        return tuple(
+            ShardForm(0, layout.grid(form)[1], layout.lead(form)[0] + start, layout.lead(form)[1])
+            for form in layout.forms
+        )
+
+    @cached_property
+    def is_groupable(self) -> bool:
+        """Whether the kernels that cast many shards at once serve every form."""
+        forms = zip(self.layout.forms, self.places, strict=True)
+        return all(shards.serves(form.spec) and place.fits(form.block) for form, place in forms)
+
+    def local(self) -> Tensor:
+        """The rows that lie here, where they are kept."""
+        return self.managed.local
+
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Changes when the shard does, as far as torch counts writes."""
+        return self.managed.stamp
+
+    def shard(self) -> Tensor:
+        """The rows that lie here, on the device that computes."""
+        return self.local().detach().to(self.managed.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Weights that FSDP gathers together.
+
+    Attributes:
+        key: identity of its parameter group.
+        plans: by the weight's name.
+    """
+
+    key: int
+    plans: dict[str, Plan]
+
+    @cached_property
+    def is_groupable(self) -> bool:
+        """Whether one launch casts all of them to any of their forms."""
+        kinds = {(plan.layout.forms, plan.quantized_dtype) for plan in self.plans.values()}
+        return len(kinds) == 1 and all(plan.is_groupable for plan in self.plans.values())
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where in one buffer the piece of each weight begins; last, its size."""
+        sizes = [-(-plan.layout.piece_size // ALIGNMENT) * ALIGNMENT for plan in self.plans.values()]
+        return tuple(accumulate(sizes, initial=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Weights whose amaxes one collective reduces: those sharded over one process group, or some of them.
+
+    Attributes:
+        plans: by the weight's name.
+        tables: of shards that are cast together, by what they are for; see :mod:`tritonfp8.distributed.fsdp.grouped`.
+    """
+
+    plans: dict[str, Plan]
+    tables: dict[object, tuple[tuple[int, ...], Table]] = field(default_factory=dict)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of amaxes, a form of each weight."""
+        return [rows * cols for plan in self.plans.values() for rows, cols in plan.grids]
+
+    @cached_property
+    def offsets(self) -> dict[str, tuple[int, ...]]:
+        """Where the amaxes of each form of a weight begin among all."""
+        starts = iter(accumulate(self.sizes, initial=0))
+        return {name: tuple(next(starts) for _ in plan.grids) for name, plan in self.plans.items()}
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """From which the weights are quantized."""
+        return {plan.quantized_dtype for plan in self.plans.values()}
+
+    @cached_property
+    def kinds(self) -> set[tuple[str, str]]:
+        """Format and scale rounding of the forms whose scales follow from the amaxes."""
+        forms = [form for plan in self.plans.values() for form in plan.layout.forms if not form.sends_scales]
+        return {kind_of(form) for form in forms}
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether some block lies on several ranks of tensor parallelism."""
+        return any(plan.split for plan in self.plans.values())
+
+    @cached_property
+    def groups(self) -> dict[int, Group]:
+        """The weights that FSDP gathers together, by the identity of its parameter group."""
+        found: dict[int, dict[str, Plan]] = {}
+        for name, plan in self.plans.items():
+            found.setdefault(id(plan.managed.group), {})[name] = plan
+        return {key: Group(key, members) for key, members in found.items()}
+
+    def split(self, flat: Tensor) -> dict[str, list[Tensor]]:
+        """One value an amax as grids, those of a weight by its name."""
+        parts = iter(flat.split(self.sizes))
+        return {name: [next(parts).view(grid) for grid in plan.grids] for name, plan in self.plans.items()}
+
+
+def kind_of(form: Form) -> tuple[str, str]:
+    """What a scale depends on beside the amax: format and scale rounding."""
+    return form.spec.format, form.spec.scale_rounding
+
+
+class Known(NamedTuple):
+    """What the last reduction found for one weight.
+
+    Attributes:
+        batch: with whose other weights.
+        stamp: of the shard that was read.
+        amaxes: reduced, flat, of all weights of the batch that are quantized from this one's dtype, in the places of
+            all.
+        reduced: amaxes, a form.
+        scales: of the whole weight as its forms hold them; None where they come with the bytes.
+    """
+
+    batch: Batch
+    stamp: tuple[object, ...]
+    amaxes: Tensor
+    reduced: tuple[Tensor, ...]
+    scales: tuple[Tensor | None, ...]

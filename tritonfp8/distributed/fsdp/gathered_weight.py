@@ -1,0 +1,359 @@
+"""What FSDP2 and layers see of the FP8 all-gather: the hooks that gather a shard, and the weight gathered in 8 bits."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.distributed.fsdp.byte_layout import Form, Layout, read_pieces
+from tritonfp8.layers.linear import QuantizedWeight
+from tritonfp8.ops import implement
+from tritonfp8.quantized import Quantized
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec, empty_scale, spec_of
+
+aten = torch.ops.aten
+
+
+class Source(Protocol):
+    """Who knows about the sharded weights of a model: see :class:`Float8AllGather`."""
+
+    def can_gather(self, name: str) -> bool:
+        """Whether FSDP is to call the hooks of this weight now."""
+
+    def is_gathered(self, name: str) -> bool:
+        """Whether it is to find them at all."""
+
+    def pieces_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, Any]:
+        """The piece of this rank, flat uint8, and what :meth:`receive` is to know."""
+
+    def receive(self, name: str, buffer: Tensor, sent: Any, out: Tensor | None) -> Tensor | None:
+        """The gathered weight over the pieces of all ranks, or ``out`` refilled."""
+
+    def gather_now(self, index: int, form: Form) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of one form of the whole weight of this index, gathered by this call."""
+
+    def wire(self, index: int) -> Layout:
+        """The layout of the gathered bytes of the weight of this index."""
+
+
+class ShardToGather:
+    """The local shard of a weight as FSDP2 sees it when it gathers: the two hooks of its all-gather extension.
+
+    FSDP reads the hooks from here; the sharded parameter itself stays a plain DTensor of a plain tensor, so optimizers,
+    checkpoints and whatever looks at memory or identity see nothing of the 8-bit gather.
+
+    Args:
+        source: which knows how the weight is gathered.
+        fqn: the name of its layer.
+        data: the local shard.
+    """
+
+    def __init__(self, source: Source, fqn: str, data: Tensor) -> None:
+        self.source = source
+        self.fqn = fqn
+        self.data = data
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardToGather:
+        """The shard on another device: with CPU offload FSDP moves it before it gathers."""
+        return ShardToGather(self.source, self.fqn, self.data.to(*args, **kwargs))
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[[Any], Any]:
+        """The hook of FSDP2, in its form that is called with the mesh alone; absent where FSDP is to do without."""
+        if not (self.source.is_gathered(self.fqn) and self.source.can_gather(self.fqn)):
+            raise AttributeError("fsdp_pre_all_gather")
+        return _PreAllGather(self)
+
+    @property
+    def fsdp_post_all_gather(self) -> Callable[..., Any]:
+        """The other hook of FSDP2."""
+        if not self.source.is_gathered(self.fqn):
+            raise AttributeError("fsdp_post_all_gather")
+        return self._post_all_gather
+
+    def _post_all_gather(
+        self, outputs: tuple[Tensor, ...], sent: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        gathered = self.source.receive(self.fqn, outputs[0] if outputs else None, sent, out)  # type: ignore[arg-type]
+        # FSDP frees what it gathered by itself; there are no other tensors for it to free.
+        return None if out is not None else (gathered, ())
+
+
+class _PreAllGather:
+    """The hook of FSDP2 that says what to send; FSDP asks for its parameters at every gather, so they are known."""
+
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+    def __init__(self, shard: ShardToGather) -> None:
+        self.shard = shard
+
+    def __call__(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
+        shard = self.shard
+        piece, sent = shard.source.pieces_to_send(shard.fqn, shard.data, mesh)
+        return (piece,), sent
+
+
+class GatheredWeight(QuantizedWeight, Tensor):
+    """A weight ``[N, K]`` whose bytes were gathered in 8 bits, in place of its values: for the GEMMs of one recipe.
+
+    It has the dtype in which FSDP hands it to the layer, and a gradient of that dtype. It has no values in high
+    precision: an op that would need them raises TypeError. The one cast it takes is the one that its values had before
+    they were quantized, which is what autocast asks for. A copy of it without a gradient (``p.detach().clone()``, as an
+    EMA takes) gathers the values: a collective, which all ranks must ask for alike.
+
+    Of a weight that tensor parallelism shards, it is this rank's part, before which zeros can be put (``F.pad``).
+    """
+
+    _buffer: Tensor
+    _scale: Tensor | None
+    _scale_t: Tensor | None
+    _tag: Tensor | None
+    _wire: Layout
+    _gaps: tuple[int, int]
+    _rounded: torch.dtype | None
+    # Only of weights that FSDP was given, outside of graphs.
+    gather_values: Callable[[], Tensor] | None = None
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        buffer: Tensor,
+        scale: Tensor | None,
+        scale_t: Tensor | None,
+        tag: Tensor | None,
+        wire: Layout,
+        dtype: torch.dtype,
+        gaps: tuple[int, int] = (0, 0),
+        rounded: torch.dtype | None = None,
+    ) -> GatheredWeight:
+        """A tensor of this type, without data of its own."""
+        shape = (gaps[0] + wire.rows, gaps[1] + wire.cols)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=buffer.device)
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        scale: Tensor | None,
+        scale_t: Tensor | None,
+        tag: Tensor | None,
+        wire: Layout,
+        dtype: torch.dtype,
+        gaps: tuple[int, int] = (0, 0),
+        rounded: torch.dtype | None = None,
+    ) -> None:
+        self._tag = tag
+        self._gaps = gaps
+        self._rounded = rounded
+        self.refill(buffer, scale, scale_t, wire)
+
+    def refill(self, buffer: Tensor, scale: Tensor | None, scale_t: Tensor | None, wire: Layout) -> None:
+        """Hold other bytes.
+
+        Args:
+            buffer: uint8, flat, the pieces of all ranks.
+            scale, scale_t: of the weight as it lies and transposed, where they do not come with the bytes.
+            wire: the layout of the bytes.
+        """
+        self._buffer, self._scale, self._scale_t, self._wire = buffer, scale, scale_t, wire
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = [name for name in _INNER if getattr(self, name) is not None]
+        return names, (self._wire, self.dtype, self._gaps, self._rounded)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
+        return cls(*(inner.get(name) for name in _INNER), *context)  # type: ignore[arg-type]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {', '.join(str(f.spec) for f in self._wire.forms)})"
+
+    @staticmethod
+    def operand(weight: Any, recipe: Recipe, transposed: bool, grad_output: Tensor | None = None) -> Quantized:
+        """See :class:`~tritonfp8.layers.linear.QuantizedWeight`. Bytes that lie in order are not copied."""
+        spec = recipe.grad_input.rhs if transposed else recipe.output.rhs
+        assert spec is not None
+        if torch.compiler.is_compiling():
+            # An op, which dispatches to _operand, as a graph does not see into subclasses.
+            qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
+        else:
+            qdata, scale = weight._operand(spec, transposed)
+        return Quantized(qdata, scale, spec)
+
+    def _same(self, gaps: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> GatheredWeight:
+        """The same bytes, with zeros before them or for a layer that computes in another dtype."""
+        inner = (self._buffer, self._scale, self._scale_t, self._tag, self._wire)
+        same = GatheredWeight(*inner, dtype or self.dtype, gaps or self._gaps, self._rounded)
+        same.gather_values = self.gather_values
+        return same
+
+    def _takes_cast(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a cast asks for what the values were rounded to before they were quantized."""
+        asked = {name for name, value in kwargs.items() if value is not None and value is not False}
+        # Quantized from the master weight, the bytes serve a layer of any dtype.
+        return asked == {"dtype"} and (self._rounded is None or kwargs["dtype"] == self._rounded)
+
+    def _can_copy(self) -> bool:
+        needs_grad = self.requires_grad and torch.is_grad_enabled()
+        return self.gather_values is not None and not needs_grad and not any(self._gaps)
+
+    def _operand(
+        self, spec: QuantSpec, transposed: bool, in_graph: bool = False, grad_output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        wire = self._wire
+        form = wire.forms[-1] if transposed else wire.forms[0]
+        if form.spec != spec:
+            raise ValueError(
+                f"the weight was gathered as {form.spec}, and its recipe reads {spec}: swap recipes between steps, and "
+                "those of layers that share a weight together"
+            )
+        held = self._scale_t if form.transposed else self._scale
+        above, left = wire.lead(form)
+        if self._tag is None:
+            qdata, scale = read_form(self._buffer, held, wire, form)
+        elif in_graph:
+            # Which form the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
+            qdata, *sent = ops.gathered_form(
+                self._buffer, held, self._tag, wire.rows, wire.cols, above, left, *spec.args, transposed, grad_output
+            )
+            scale = sent[0] if held is None else held
+        else:
+            qdata, scale = read_or_gather(self._buffer, held, self._tag, wire, form)
+        qdata, scale = self._with_gaps(qdata, scale, form)
+        if transposed == form.transposed:
+            return qdata, scale
+        return qdata.t().contiguous(), scale.t().contiguous()
+
+    def _with_gaps(self, qdata: Tensor, scale: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        """The operand with zeros before it, of scale 1, so that blocks start where those of the larger weight do."""
+        lead, gaps = self._wire.lead(form), self._gaps
+        missing = [gap - at for gap, at in zip(gaps, lead, strict=True)]
+        if any(block > 1 and n % block for n, block in zip(missing, form.block, strict=True)):
+            raise ValueError(
+                f"the weight starts {lead} rows and columns inside a block of {form.spec}, as its part of a larger "
+                "weight: compute with the DTensor, whose blocks start where they should, and not with its to_local()"
+            )
+        if not any(gaps):
+            return qdata, scale
+        counts = [0 if block == -1 else n // block for n, block in zip(missing, form.block, strict=True)]
+        if form.transposed:
+            gaps, counts = gaps[::-1], counts[::-1]
+        padded = F.pad(qdata.view(torch.uint8), (gaps[1], 0, gaps[0], 0)).view(qdata.dtype)
+        ones = empty_scale(padded.shape, form.spec.block, form.spec.scale_format, scale.device)
+        ones.fill_(1)
+        ones[counts[0] :, counts[1] :].copy_(scale)
+        return padded, ones
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        weight = args[0] if args else None
+        if isinstance(weight, GatheredWeight):
+            same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
+            if same or func in (aten.detach.default, aten.alias.default):
+                return weight._same()
+            if func is aten._to_copy.default and weight._takes_cast(kwargs or {}):
+                return weight._same(dtype=kwargs["dtype"])
+            if func in (aten.clone.default, aten._to_copy.default) and weight._can_copy():
+                assert weight.gather_values is not None
+                # Fresh memory: a clone of it would be one too many.
+                values = weight.gather_values()
+                return values if func is aten.clone.default else func(values, *args[1:], **(kwargs or {}))
+            if func is aten.constant_pad_nd.default and _is_before(args[1], *args[2:]):
+                left, above = args[1][0], args[1][2] if len(args[1]) > 2 else 0
+                return weight._same((weight._gaps[0] + above, weight._gaps[1] + left))
+            if func in _FACTORIES:
+                given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
+                return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
+            if func is ops.weight_operand:
+                return weight._operand(spec_of(args[1]), args[2], True, *args[3:])
+        raise TypeError(
+            f"{func} needs the values of a weight that FSDP gathered in 8 bits for one recipe's GEMMs, and only those "
+            "are there. Outside the layer work on the sharded parameters (model.reshard()). If autocast begins inside "
+            "the model's forward, put it around the call of the model, or give fully_shard a MixedPrecisionPolicy "
+            "whose param_dtype is autocast's dtype. Or leave the layer out of convert by its filter."
+        )
+
+
+def _is_before(pad: list[int], value: float = 0) -> bool:
+    """Whether zeros are put before rows and columns, and none after them."""
+    return value == 0 and all(n >= 0 for n in pad) and not any(pad[1::2])
+
+
+_INNER = ("_buffer", "_scale", "_scale_t", "_tag")
+_FACTORIES: dict[Any, Callable[..., Tensor]] = {
+    aten.zeros_like.default: torch.zeros,
+    aten.ones_like.default: torch.ones,
+    aten.empty_like.default: torch.empty,
+}
+
+
+# Which form lies in a buffer that holds one of two, as data that a compiled graph can look at: a tensor on the CPU of
+# the source's key, the weight's index and the form's.
+_sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+
+
+def register_source(source: Source, key: int) -> int:
+    """The key of a source in the tags of its weights: ``key`` if that is its, else a new one."""
+    if _sources.get(key) is not source:
+        key = max(_sources, default=0) + 1
+        _sources[key] = source
+    return key
+
+
+def read_form(buffer: Tensor, scale: Tensor | None, wire: Layout, form: Form) -> tuple[Tensor, Tensor]:
+    """``(qdata, scale)`` of one form, the scale from the bytes or else ``scale``."""
+    qdata, own = read_pieces(buffer, wire, form)
+    found = scale if own is None else own
+    assert found is not None
+    return qdata, found
+
+
+def read_or_gather(
+    buffer: Tensor, scale: Tensor | None, tag: Tensor, wire: Layout, form: Form
+) -> tuple[Tensor, Tensor]:
+    """``(qdata, scale)`` of one form: from the bytes if they are that, else gathered now.
+
+    The other form is asked for when forward is recomputed in backward, or where ``set_reshard_after_forward`` changed
+    what FSDP gathers when. All ranks ask alike, as they run the same graph.
+    """
+    key, index, content = tag.tolist()
+    if wire.forms[content] == form:
+        return read_form(buffer, scale, wire, form)
+    return _sources[key].gather_now(index, form)
+
+
+def _gathered_form(
+    buffer: Tensor,
+    scale: Tensor | None,
+    tag: Tensor,
+    rows: int,
+    cols: int,
+    above: int,
+    left: int,
+    spec: str,
+    transposed: bool,
+    grad_output: Tensor | None = None,
+) -> list[Tensor]:
+    key, index, content = tag.tolist()
+    layout = _sources[key].wire(index)
+    form = layout.forms[content]
+    if form.transposed != transposed or form.spec.args[0] != spec:
+        form = Form(spec_of(spec), transposed)
+    found = read_or_gather(buffer, scale, tag, layout, form)
+    # An op's results may not share the memory of what it was given.
+    given = buffer.untyped_storage().data_ptr()
+    wanted = found if scale is None else found[:1]
+    return [x.clone() if x.untyped_storage().data_ptr() == given else x for x in wanted]
+
+
+implement("gathered_form", _gathered_form)

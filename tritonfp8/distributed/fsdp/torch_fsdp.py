@@ -1,0 +1,238 @@
+"""What FSDP2 does not tell in public: which parameter group manages a weight, and what it is doing.
+
+Its private names: :mod:`tritonfp8.distributed.torch_private`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
+
+
+class _GathersByHooks:
+    """Mixin of FSDP's parameter: what it gathers is asked for by hooks, though its shard is a plain tensor.
+
+    FSDP looks for the hooks of its all-gather extension on the local shard, which would have to be a tensor subclass.
+    Optimizers, checkpoints and clients that replace ``param.data`` or compare ``data_ptr()`` would then meet it, too.
+    """
+
+    hooks_of: Callable[[torch.Tensor], Any]
+
+    @property
+    def _sharded_local_tensor(self) -> Any:
+        param: Any = self
+        return self.hooks_of(param.sharded_param._local_tensor)
+
+
+@functools.cache
+def _by_hooks(owner: Any) -> type:
+    return type(owner.__name__, (_GathersByHooks, owner), {})
+
+
+def _version(x: torch.Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+class Managed(NamedTuple):
+    """A parameter that FSDP manages."""
+
+    group: Any
+    param: Any
+
+    @property
+    def process_group(self) -> torch.distributed.ProcessGroup:
+        """Over which the parameter is sharded (with HSDP, not those over which it is replicated)."""
+        return self.group.mesh_info.shard_process_group
+
+    @property
+    def rank(self) -> int:
+        """Which shard lies here."""
+        return int(self.group.mesh_info.shard_mesh_rank)
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return int(self.group.mesh_info.shard_mesh_size)
+
+    @property
+    def shard_dim(self) -> int:
+        """The dim along which the parameter is sharded."""
+        placement = self.param.fsdp_placement
+        return placement.dim if isinstance(placement, Shard) else 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of the matrix that is gathered: with tensor parallelism, the part of it that lies here."""
+        rows, cols = self.param._orig_size
+        return rows, cols
+
+    @property
+    def tensor_parallel(self) -> Any:
+        """The DTensorSpec that the parameter had before ``fully_shard``, or None if it was a plain tensor."""
+        if not self.param.is_dtensor:
+            return None
+        # Its name since torch 2.12, and before.
+        found = getattr(self.param, "_unsharded_dtensor_spec", None)
+        return self.param._tp_spec if found is None else found
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed with."""
+        return self.group.device
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """The dtype in which the layer computes, or None for the parameter's own."""
+        # Of each parameter since torch 2.15, and of its group before.
+        policy = getattr(self.param, "mp_policy", None)
+        return (self.group.mp_policy if policy is None else policy).param_dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The shard."""
+        return self.param.sharded_param._local_tensor
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether what is gathered now is for backward."""
+        return self.group._training_state.name == "PRE_BACKWARD"
+
+    @property
+    def is_resharded_to_fewer(self) -> bool:
+        """Whether the gathered bytes are sharded over a part of the ranks (``reshard_after_forward`` an int)."""
+        return self.param.sharded_state.name == "SHARDED_POST_FORWARD"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing is gathered at the moment."""
+        return bool(self.group.is_sharded)
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether backward gathers from the shards again, or uses what forward gathered."""
+        post_forward = self.group.post_forward_mesh_info
+        return post_forward is not None and post_forward == self.group.mesh_info
+
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Changes with every write to the shard that torch counts, on the DTensor or on its local tensor."""
+        param = self.param.sharded_param
+        local = param._local_tensor
+        return local.data_ptr(), _version(param), _version(local)
+
+    @property
+    def gathers_by_hooks(self) -> bool:
+        """Whether FSDP asks our hooks for what to gather."""
+        return isinstance(self.param, _GathersByHooks)
+
+    def gather_by_hooks(self, hooks_of: Callable[[torch.Tensor], Any]) -> bool:
+        """Have FSDP ask ``hooks_of(local shard)`` for the hooks of its all-gather extension.
+
+        Returns:
+            Whether the values were gathered already: then :meth:`gather_again` must follow.
+        """
+        # A gather that was begun ahead (prefetched) must end before it is dropped.
+        self.group.wait_for_unshard()
+        gathered = not self.is_sharded
+        self.forget_gathered()
+        self.param.hooks_of = hooks_of
+        owner: Any = type(self.param)
+        self.param.__class__ = _by_hooks(owner)
+        self.param._init_extensions()
+        return gathered
+
+    def gather_values(self) -> None:
+        """Undo :meth:`gather_by_hooks`."""
+        self.forget_gathered()
+        if self.gathers_by_hooks:
+            self.param.__class__ = type(self.param).__mro__[2]
+            del self.param.hooks_of
+
+    def gather_again(self) -> None:
+        """Gather the whole group, as it was before :meth:`gather_by_hooks`."""
+        self.group.unshard()
+        self.group.wait_for_unshard()
+
+    def forget_gathered(self) -> None:
+        """Make FSDP take new memory for the next gather, whose size or type is another. Gradients stay."""
+        self.group._to_sharded()
+        self.param.all_gather_outputs = []
+        gathered = self.param.__dict__.pop("_unsharded_param", None)
+        if gathered is not None and gathered.grad is not None:
+            if self.param.unsharded_accumulated_grad is None:
+                self.param.unsharded_accumulated_grad = gathered.grad
+            else:
+                self.param.unsharded_accumulated_grad += gathered.grad
+
+    @property
+    def reshards_to_fewer(self) -> bool:
+        """Whether FSDP shards what it gathered over a part of the ranks (``reshard_after_forward`` an int)."""
+        post_forward = self.group.post_forward_mesh_info
+        return post_forward is not None and post_forward != self.group.mesh_info
+
+    def keep_bytes(self) -> None:
+        """Have FSDP shard what it gathered over fewer ranks: bytes, which it takes for values of the parameter.
+
+        It would cast them to the dtype that the layer computes in, and requires that values of a parameter with a
+        gradient are floats.
+        """
+        self.param.param_dtype = None
+        self.param.all_gather_outputs = [x.view(torch.float8_e4m3fn) for x in self.param.all_gather_outputs]
+
+    def send_bytes(self) -> None:
+        """Have FSDP gather from fewer ranks: bytes again, as not all backends send 8-bit floats."""
+        self.param._sharded_post_forward_param_data = self.param._sharded_post_forward_param_data.view(torch.uint8)
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+def _owners(group: Any) -> Iterator[tuple[tuple[nn.Module, str], Managed]]:
+    for param in group.fsdp_params:
+        info = param._module_info
+        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        for owner in zip(modules, names, strict=True):
+            yield owner, Managed(group, param)
+
+
+def managed_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], Managed]:
+    """Every parameter that FSDP manages in ``model``, by the module that owns it and its name there."""
+    found: dict[tuple[nn.Module, str], Managed] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                found.update(_owners(group))
+    return found
+
+
+def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:
+    """Those of the layers, none of them managed from inside their model, that FSDP manages from a module above it."""
+    found: set[nn.Module] = set()
+    if layers:
+        for module in list(_module_state_mapping):
+            if isinstance(module, FSDPModule):
+                for group in _groups(module._get_fsdp_state()):
+                    found.update(owner for (owner, _), _ in _owners(group) if owner in layers)
+    return found
+
+
+def forget_inference_memory(model: nn.Module) -> None:
+    """Have FSDP take new memory where it gathered into tensors of inference mode, which training may not write to.
+
+    FSDP keeps what the first forward made, so without this a model whose first forward is an evaluation in
+    ``torch.inference_mode()`` cannot be trained.
+    """
+    for managed in managed_parameters(model).values():
+        if any(x.is_inference() for x in managed.param.all_gather_outputs):
+            managed.forget_gathered()

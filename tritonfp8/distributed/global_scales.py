@@ -1,0 +1,159 @@
+"""Quantize shards by the scales of the global tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.distributed.collectives import all_reduce
+from tritonfp8.distributed.shard_layout import DimLayout, is_split, local_blocks, split_blocks
+from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, Quantizer
+from tritonfp8.specs import QuantSpec, transposed
+
+
+class Grid(NamedTuple):
+    """The amax of each block of one orientation, as int32; rows and columns are those of the matrix itself.
+
+    Attributes:
+        bits: of the amaxes ``[blocks along the rows, blocks along the columns]``.
+        blocks: their sizes.
+        layouts: of the rows and the columns.
+        held: the global blocks of the rows and of the columns of ``bits``; None for those of the aligned matrix.
+    """
+
+    bits: Tensor
+    blocks: tuple[int, int]
+    layouts: tuple[DimLayout, DimLayout]
+    held: tuple[Sequence[int], Sequence[int]] | None = None
+
+    def slots(self, dim: int) -> dict[int, int]:
+        """Where along ``dim`` each global block lies."""
+        held = local_blocks(self.layouts[dim], self.blocks[dim]) if self.held is None else self.held[dim]
+        return {block: slot for slot, block in enumerate(held)}
+
+    def split_dims(self) -> list[int]:
+        """The dims along which some block lies on more than one rank."""
+        return [dim for dim in (0, 1) if is_split(self.layouts[dim], self.blocks[dim])]
+
+
+def _picked(grid: Grid, dim: int) -> Tensor:
+    """The entries of ``grid`` for the blocks along ``dim`` that lie on more than one rank, zero where not here."""
+    block = grid.blocks[dim]
+    if block == -1:
+        return grid.bits
+    here = grid.slots(dim)
+    absent = grid.bits.new_zeros(grid.bits.shape[1 - dim])
+    blocks = split_blocks(grid.layouts[dim], block)
+    return torch.stack([grid.bits.select(dim, here[b]) if b in here else absent for b in blocks])
+
+
+def _put_back(grid: Grid, dim: int, reduced: Tensor) -> Grid:
+    block = grid.blocks[dim]
+    if block == -1:
+        return grid._replace(bits=reduced.reshape(grid.bits.shape))
+    here = grid.slots(dim)
+    bits = grid.bits.clone()
+    for i, b in enumerate(split_blocks(grid.layouts[dim], block)):
+        if b in here:
+            bits.select(dim, here[b]).copy_(reduced[i])
+    return grid._replace(bits=bits)
+
+
+def _reduce_dims(grids: list[Grid], dims: dict[int, int], groups: tuple[str, ...]) -> None:
+    """One MAX over each group for the grids of these indices, along one dim of each."""
+    picked = [_picked(grids[i], dim) for i, dim in dims.items()]
+    buffer = torch.cat([p.flatten() for p in picked])
+    for group in groups:
+        # As integers, non-negative floats keep their order and NaN is the largest: a float MAX may drop it.
+        buffer = all_reduce(buffer, "max", group)
+    parts = buffer.split([p.numel() for p in picked])
+    for (i, dim), p, part in zip(dims.items(), picked, parts, strict=True):
+        grids[i] = _put_back(grids[i], dim, part.view(p.shape))
+
+
+def reduce_grids(grids: Sequence[Grid]) -> list[Grid]:
+    """Make each amax that of the whole block, by one collective over each group for all grids that it shards once."""
+    found = list(grids)
+    for turn in (0, 1):
+        by_groups: dict[tuple[str, ...], dict[int, int]] = {}
+        for i, grid in enumerate(found):
+            for dim in grid.split_dims()[turn : turn + 1]:
+                by_groups.setdefault(grid.layouts[dim].groups, {})[i] = dim
+        for groups, dims in by_groups.items():
+            _reduce_dims(found, dims, groups)
+    return found
+
+
+def global_amax(
+    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, layouts: tuple[DimLayout, DimLayout]
+) -> Amaxes:
+    """The ``amax`` with which to quantize a shard ``x`` and its transpose.
+
+    Args:
+        x: this rank's part ``[rows, cols]``, aligned as ``layouts`` says.
+        spec, spec_t: of ``x`` and of ``x.T``, or None.
+        layouts: of the rows and the columns.
+
+    Returns:
+        float32, the amax over the blocks of the global matrix, those that are (partly) here; None where each block is
+        whole on one rank, or the spec is None.
+    """
+    if spec is not None and spec == spec_t and spec.block == transposed(spec.block):
+        amax, _ = global_amax(x, spec, None, layouts)
+        return amax, None if amax is None else amax.t().contiguous()
+    grids, of = [], []
+    for i, (s, transpose) in enumerate(((spec, False), (spec_t, True))):
+        if s is None:
+            continue
+        blocks = (s.block[1], s.block[0]) if transpose else (s.block[0], s.block[1])
+        if is_split(layouts[0], blocks[0]) or is_split(layouts[1], blocks[1]):
+            amax = ops.amax(x.t(), list(s.block)).t() if transpose else ops.amax(x, list(s.block))
+            grids.append(Grid(amax.contiguous().view(torch.int32), blocks, layouts))
+            of.append(i)
+    found: list[Tensor | None] = [None, None]
+    for i, grid in zip(of, reduce_grids(grids), strict=True):
+        amax = grid.bits.view(torch.float32)
+        found[i] = amax.t().contiguous() if i else amax
+    return found[0], found[1]
+
+
+def quantize_shard(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, amaxes: Amaxes) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the amaxes of the global matrix."""
+    amax, amax_t = amaxes
+    if amax is None and amax_t is None:
+        return Quantizer().quantize("", x, spec, spec_t)
+    return (
+        NO_PAIR if spec is None else ops.quantize(x, *spec.args, False, amax),
+        NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True, amax_t),
+    )
+
+
+@dataclass(frozen=True)
+class ShardedQuantizer(Quantizer):
+    """Quantizes the operands of a layer whose dims lie as these layouts say: M tokens, N out and K in features."""
+
+    m: DimLayout
+    n: DimLayout
+    k: DimLayout
+
+    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
+        """See :meth:`tritonfp8.layers.linear.Quantizer.amaxes`."""
+        layouts = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[operand]
+        return global_amax(x, spec, spec_t, layouts)
+
+    def quantize(
+        self,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec | None,
+        spec_t: QuantSpec | None,
+        amaxes: Amaxes | None = None,
+    ) -> tuple[Pair, Pair]:
+        """See :meth:`tritonfp8.layers.linear.Quantizer.quantize`; ``x`` is this rank's part."""
+        found = self.amaxes(operand, x, spec, spec_t) if amaxes is None else amaxes
+        return quantize_shard(x, spec, spec_t, found)

@@ -1,0 +1,266 @@
+"""Which part of each dim of a matrix lies on this rank, and how its blocks lie to those of the global matrix.
+
+Plain integers, the same arithmetic on each rank: whatever decides whether a collective runs is derived from the global
+shape alone, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tritonfp8.recipes import Recipe
+
+
+class Interval(NamedTuple):
+    """``length`` positions from ``start`` on."""
+
+    start: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """``gap`` zeros, then ``length`` positions of the data."""
+
+    gap: int
+    length: int
+
+
+class Mesh(NamedTuple):
+    """A device mesh in plain values.
+
+    Attributes:
+        sizes: of its dims.
+        here: the coordinates of a rank, usually this one.
+        groups: the name of the process group of each dim.
+        counts: how many positions each rank of a mesh dim holds of a sharded dim with that many in all, in place of
+            what torch.chunk would give it.
+    """
+
+    sizes: tuple[int, ...]
+    here: tuple[int, ...]
+    groups: tuple[str, ...]
+    counts: tuple[int, ...] | None = None
+
+
+def plain_mesh(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
+    """The first fields of a :class:`Mesh`.
+
+    Raises:
+        ValueError: this rank is not part of the mesh.
+    """
+    here = mesh.get_coordinate()
+    if here is None:
+        raise ValueError("this rank is not part of the device mesh of the operands")
+    dims = range(mesh.ndim)
+    return tuple(mesh.size(i) for i in dims), tuple(here), tuple(mesh.get_group(i).group_name for i in dims)
+
+
+@dataclass(frozen=True)
+class DimLayout:
+    """One dim of a global matrix, and the part of it that lies here. Plain data: a compiled graph holds it.
+
+    Attributes:
+        size: of the global dim.
+        segments: what lies here, in order: rows of a flattened ``[batch, tokens]`` are several segments if tokens are
+            sharded.
+        groups: names of the process groups over which the dim is sharded; empty if the whole of it is here.
+        cuts: positions within the global dim at which a segment of some rank starts.
+        alignment: blocks of this size start at multiples of it here, too, once :func:`align` has put zeros where
+            blocks of the global dim begin on another rank.
+        pieces: how the aligned local dim is put together from the segments; empty if it is what lies here.
+        local_size: how many positions lie here.
+        aligned_size: how many the aligned local dim has.
+    """
+
+    size: int
+    segments: tuple[Interval, ...]
+    groups: tuple[str, ...] = ()
+    cuts: tuple[int, ...] = ()
+    alignment: int = 1
+    pieces: tuple[Piece, ...] = ()
+    local_size: int = field(init=False)
+    aligned_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        here = sum(segment.length for segment in self.segments)
+        object.__setattr__(self, "local_size", here)
+        object.__setattr__(self, "aligned_size", here + sum(piece.gap for piece in self.pieces))
+
+
+def aligned_to(layout: DimLayout, block: int) -> DimLayout:
+    """The layout whose blocks of this size start as the global ones do; -1 and 1 always do."""
+    needed = block > 1 and any(cut % block for cut in layout.cuts)
+    return replace(layout, alignment=block, pieces=_pieces(layout.segments, block)) if needed else layout
+
+
+def split_blocks(layout: DimLayout, block: int) -> list[int]:
+    """The global blocks of this size that lie on more than one rank, in order."""
+    return sorted({cut // block for cut in layout.cuts if cut % block})
+
+
+def is_split(layout: DimLayout, block: int) -> bool:
+    """Whether some block of this size (-1: the whole dim) lies on more than one rank."""
+    return len(layout.groups) > 0 and (block == -1 or (block > 1 and len(split_blocks(layout, block)) > 0))
+
+
+def local_blocks(layout: DimLayout, block: int) -> list[int]:
+    """The global blocks of this size, a divisor of the alignment, that the aligned local dim holds, in its order."""
+    step = max(layout.alignment, block)
+    found: dict[int, None] = {}
+    # By name: torch 2.11 cannot trace the unpacking of a named tuple that a constant holds.
+    for segment in layout.segments:
+        for whole_block in range(segment.start // step, -(-(segment.start + segment.length) // step)):
+            found[whole_block] = None
+    parts = step // block
+    return [b * parts + i for b in found for i in range(parts)][: -(-layout.aligned_size // block)]
+
+
+def _front_padded(x: Tensor, dim: int, gap: int) -> Tensor:
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [gap, 0])
+
+
+def align(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
+    """``x``, whose dim holds the segments, with zeros before those of whose first block others hold the start."""
+    if not layout.pieces:
+        return x
+    if len(layout.pieces) == 1:
+        gap = layout.pieces[0].gap
+        return _front_padded(x, dim, gap) if gap else x
+    parts, start = [], 0
+    for piece in layout.pieces:
+        parts.append(_front_padded(x.narrow(dim, start, piece.length), dim, piece.gap))
+        start += piece.length
+    return torch.cat(parts, dim)
+
+
+def unalign(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
+    """Undo :func:`align`."""
+    if not layout.pieces:
+        return x
+    parts, start = [], 0
+    for piece in layout.pieces:
+        parts.append(x.narrow(dim, start + piece.gap, piece.length))
+        start += piece.gap + piece.length
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _pieces(segments: Sequence[Interval], alignment: int) -> tuple[Piece, ...]:
+    slots: dict[int, int] = {}
+    end, pieces = 0, []
+    for start, length in segments:
+        for block in range(start // alignment, -(-(start + length) // alignment)):
+            slots.setdefault(block, len(slots))
+        begin = slots[start // alignment] * alignment + start % alignment
+        pieces.append(Piece(begin - end, length))
+        end = begin + length
+    return tuple(pieces)
+
+
+def whole(size: int) -> DimLayout:
+    """A dim that is not sharded."""
+    return DimLayout(size, (Interval(0, size),))
+
+
+def chunk(interval: Interval, parts: int, index: int) -> Interval:
+    """The part of an interval that :class:`~torch.distributed.tensor.Shard` gives to a rank: that of torch.chunk."""
+    step = -(-interval.length // parts)
+    start = min(index * step, interval.length)
+    return Interval(interval.start + start, min(step, interval.length - start))
+
+
+def interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) -> Interval:
+    """What the rank of ``mesh.here`` holds of a tensor dim of this global size."""
+    found = Interval(0, size)
+    for placement, parts, index in zip(placements, mesh.sizes, mesh.here, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            if mesh.counts is not None and len(mesh.counts) == parts and sum(mesh.counts) == found.length == size:
+                found = Interval(sum(mesh.counts[:index]), mesh.counts[index])
+            else:
+                found = chunk(found, parts, index)
+    return found
+
+
+def local_sizes(sizes: Sequence[int], placements: Sequence[Placement], mesh: Mesh) -> list[int]:
+    """What the rank of ``mesh.here`` holds of the first dims of a tensor, of these global sizes."""
+    return [interval(n, d, placements, mesh).length for d, n in enumerate(sizes)]
+
+
+def _segments(sizes: Sequence[int], intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Intervals of several dims as segments of the one dim that they flatten to."""
+    segments = [Interval(0, 1)]
+    for size, (start, length) in zip(sizes, intervals, strict=True):
+        if length == size:
+            segments = [Interval(s.start * size, s.length * size) for s in segments]
+        else:
+            positions = itertools.chain.from_iterable(range(s.start, s.start + s.length) for s in segments)
+            segments = [Interval(p * size + start, length) for p in positions]
+    return tuple(s for s in segments if s.length)
+
+
+def _everywhere(mesh: Mesh, moving: Sequence[int]) -> Iterator[Mesh]:
+    """The mesh as each rank sees it, of those that differ in these dims."""
+    for at in itertools.product(*(range(n) if i in moving else (0,) for i, n in enumerate(mesh.sizes))):
+        yield mesh._replace(here=at)
+
+
+def _moving(sizes: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+    """The mesh dims over which one of these dims, the first of a tensor, is sharded."""
+    return [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim < len(sizes)]
+
+
+def _held(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[Interval, ...]:
+    return _segments(sizes, [interval(n, d, placements, mesh) for d, n in enumerate(sizes)])
+
+
+def cuts_of(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The ``cuts`` of :func:`flattened`: the same on each rank."""
+    ranks = _everywhere(mesh, _moving(sizes, placements))
+    return tuple(sorted({s.start for each in ranks for s in _held(sizes, each, placements)} - {0}))
+
+
+def flattened(
+    sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement], cuts: tuple[int, ...] | None = None
+) -> DimLayout:
+    """The layout of the one dim to which the dims of these global sizes, the first of a DTensor, flatten.
+
+    ``cuts``, if they are known: layouts of several ranks share them, as there are as many as segments of all ranks.
+    """
+    moving = _moving(sizes, placements)
+    if not moving:
+        return whole(math.prod(sizes))
+    groups = tuple(mesh.groups[i] for i in moving)
+    cuts = cuts_of(sizes, mesh, placements) if cuts is None else cuts
+    return DimLayout(math.prod(sizes), _held(sizes, mesh, placements), groups, cuts)
+
+
+# The dims of the problem that the operands of each GEMM have, in the order of their specs' blocks.
+_DIMS_OF_OPERANDS = (
+    ("output", "lhs", ("M", "K")),
+    ("output", "rhs", ("N", "K")),
+    ("grad_input", "lhs", ("M", "N")),
+    ("grad_input", "rhs", ("K", "N")),
+    ("grad_weight", "lhs", ("N", "M")),
+    ("grad_weight", "rhs", ("K", "M")),
+)
+
+
+def largest_blocks(recipe: Recipe) -> tuple[int, int, int]:
+    """The largest block along M, N and K in which some operand is scaled; 1 if none is, or only as a whole."""
+    found = {"M": 1, "N": 1, "K": 1}
+    for gemm, side, dims in _DIMS_OF_OPERANDS:
+        spec = getattr(getattr(recipe, gemm), side)
+        if spec is not None:
+            for dim, block in zip(dims, spec.block, strict=True):
+                found[dim] = max(found[dim], block)
+    return found["M"], found["N"], found["K"]

@@ -1,0 +1,228 @@
+"""A linear layer on DTensors: local tensors with explicit placements, and the scales of the global tensors.
+
+Which placements go together, and what follows from them: the table in :mod:`.placements`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from tritonfp8.distributed import options
+from tritonfp8.distributed.fsdp import GatheredWeight
+from tritonfp8.distributed.global_scales import ShardedQuantizer
+from tritonfp8.distributed.shard_layout import align, largest_blocks, plain_mesh, unalign, whole
+from tritonfp8.distributed.tensor_parallel.placements import Layer, cached_layer_of, layer_of
+from tritonfp8.distributed.tensor_parallel.token_gather import GatheringQuantizer, gathered_placeholder, gathered_rows
+from tritonfp8.layers import register_linear
+from tritonfp8.layers.linear import Pair, Quantizer, SharedInput, forget, local_linear
+from tritonfp8.ops import sealed
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
+
+
+class _AddedOnce(torch.autograd.Function):
+    """A bias for the rank that adds it, zeros for the others; each computes the whole gradient by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, here: bool) -> Tensor:
+        return sealed(bias.clone() if here else torch.zeros_like(bias), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _FromShards(torch.autograd.Function):
+    """The gathered rows of a DTensor whose tokens are sharded; its gradient is a DTensor that is yet to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, input: DTensor, gathered: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        ctx.like = input.device_mesh, input.shape, input.stride()
+        return sealed(gathered.view_as(gathered), input._local_tensor, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        layer: Layer = ctx.layer
+        mesh, shape, stride = ctx.like
+        grad = unalign(layer.k, unalign(layer.m, grad, 0), 1).reshape(*layer.lead, layer.k.local_size)
+        placements = layer.placements.grad_input
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None, None
+
+
+class _InputOf(SharedInput):
+    """The operands of one DTensor input: shared under the DTensor itself, quantized from this rank's rows."""
+
+    def __init__(self, shared: SharedInput | None, input: Tensor, rows: Tensor, quantizer: Quantizer) -> None:
+        self._shared = shared
+        self._input = input
+        self._own_rows = rows
+        self._quantizer = quantizer
+
+    def quantize(
+        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
+    ) -> tuple[Pair, Pair]:
+        if self._shared is None:
+            if not torch.compiler.is_compiling():
+                forget()
+            return self._quantizer.quantize("input", self._own_rows, *specs)
+        return self._shared.quantize(self._input, self._own_rows, specs, self._quantizer)
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, x in (("input", input), ("weight", weight), ("bias", bias)):
+        if x is not None and not isinstance(x, DTensor):
+            raise TypeError(
+                f"linear got a plain {type(x).__name__} as {name} beside DTensors: nothing says how it lies on the "
+                "mesh. Give the layer a parallel style (parallelize_module with ColwiseParallel, RowwiseParallel or "
+                "PrepareModuleInput), or use DTensor.from_local."
+            )
+    meshes = {x.device_mesh for x in (input, weight, bias) if isinstance(x, DTensor)}
+    if len(meshes) > 1:
+        raise ValueError(f"the operands of a linear layer must be on one device mesh; got {len(meshes)} different ones")
+    if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear needs input [..., K] and weight [N, K]; got {tuple(input.shape)} and {tuple(weight.shape)}. "
+            "Features that do not divide by the ranks need use_local_output=False in the style of the layer before: a "
+            "local tensor does not say how many there are."
+        )
+
+
+def _tokens_are_sharded(input: DTensor) -> bool:
+    return any(p.is_shard() and p.dim < input.ndim - 1 for p in input.placements)  # type: ignore[attr-defined]
+
+
+def _stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides[: len(shape)])
+
+
+def _cast(x: DTensor) -> DTensor:
+    """``x`` as autocast will have it: it is quantized and sent in that dtype."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))  # type: ignore[return-value]
+
+
+def sharded_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, shared_input: SharedInput | None = None
+) -> Tensor:
+    """:func:`tritonfp8.functional.linear` on DTensors; the table in :mod:`.placements`.
+
+    Args:
+        input: DTensor ``[..., K]``.
+        weight: DTensor ``[N, K]`` on the same mesh.
+        bias: DTensor ``[N]`` or None.
+        recipe: a :class:`~tritonfp8.Recipe`.
+        shared_input: where layers that read the same DTensor find it quantized (and gathered).
+
+    Returns:
+        DTensor ``[..., N]``.
+
+    Raises:
+        TypeError: a plain tensor among DTensors.
+        ValueError: placements or shapes that do not go together.
+    """
+    _check(input, weight, bias)
+    assert isinstance(input, DTensor)
+    assert isinstance(weight, DTensor)
+    mesh = input.device_mesh
+    # How many tokens there are decides nothing unless they are sharded: a compiled graph then serves any number.
+    sharded = _tokens_are_sharded(input)
+    leading = tuple([operator.index(size) if sharded else 0 for size in input.shape[:-1]])
+    build = layer_of if torch.compiler.is_compiling() else cached_layer_of
+    layer = build(
+        plain_mesh(mesh), leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
+        largest_blocks(recipe), isinstance(weight._local_tensor, GatheredWeight), *options.current(),
+    )  # fmt: skip
+    out = _local(input, weight, bias, recipe, shared_input, layer)
+    shape = (*input.shape[:-1], weight.shape[0])
+    return DTensor.from_local(
+        out, mesh, layer.placements.output, run_check=False, shape=torch.Size(shape), stride=_stride(shape)
+    )
+
+
+def _local(
+    input: DTensor,
+    weight: DTensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    shared_input: SharedInput | None,
+    layer: Layer,
+) -> Tensor:
+    """This rank's part of the output."""
+    moved = _placed(_cast(input), layer.placements.input)
+    summed_later = layer.gather is not None and not layer.counted
+    local = moved.to_local(grad_placements=layer.placements.grad_input)
+    if summed_later:
+        # Its graph is that of _FromShards.
+        local = local.detach()
+    rows = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
+    sharded = _tokens_are_sharded(input)
+    if (sharded and rows.shape[0] != layer.rows) or rows.shape[1] != layer.k.local_size:
+        raise ValueError(
+            f"of an input {tuple(input.shape)} with placements {tuple(input.placements)} and a weight "
+            f"{tuple(weight.shape)}, this rank must hold {layer.rows} rows of {layer.k.local_size} features; got "
+            f"{tuple(rows.shape)}. Tokens that lie otherwise than torch.chunk divides them need "
+            "tritonfp8.distributed.token_counts."
+        )
+    # Products in high precision read the input itself.
+    reads_input = torch.is_grad_enabled() and weight.requires_grad and not recipe.grad_weight.quantized
+    if layer.gather is not None and recipe.output.quantized and not reads_input:
+        adapter = _InputOf(shared_input, input, rows.detach(), GatheringQuantizer(layer.gather, layer.k))
+        operand = gathered_placeholder(rows, layer.gather, layer.k)
+    else:
+        operand = _aligned_rows(rows, layer, input, shared_input)
+        # Siblings have other out features.
+        of_input = ShardedQuantizer(layer.scaled[0], whole(0), layer.scaled[2])
+        adapter = _InputOf(shared_input, input, operand.detach(), of_input)
+    if summed_later:
+        operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
+    w = align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
+    of_layer = ShardedQuantizer(*layer.scaled)
+    out = local_linear(operand, w, _local_bias(bias, layer), recipe, shared_input=adapter, quantizer=of_layer)
+    lead = layer.lead if sharded else local.shape[:-1]
+    return unalign(layer.n, unalign(layer.m, out, 0), 1).reshape(*lead, layer.n.local_size)
+
+
+def _placed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    # Each by itself: torch 2.11 cannot trace a comparison of tuples of them.
+    same = all(here == wanted for here, wanted in zip(x.placements, placements, strict=True))
+    return x if same else x.redistribute(placements=placements)
+
+
+def _aligned_rows(rows: Tensor, layer: Layer, input: DTensor, shared_input: SharedInput | None) -> Tensor:
+    """The rows that the products read, gathered where they have to be."""
+
+    def make() -> Tensor:
+        gathered = rows if layer.gather is None else gathered_rows(rows, layer.gather)
+        return align(layer.k, align(layer.m, gathered, 0), 1)
+
+    # Rows with a gradient of their own are not shared: nothing is kept of a graph.
+    if layer.gather is None or shared_input is None or rows.requires_grad:
+        return make()
+    return shared_input.once(input, (rows.dtype, rows.shape, layer.gather, layer.k), make)
+
+
+def _local_bias(bias: Tensor | None, layer: Layer) -> Tensor | None:
+    if bias is None:
+        return None
+    assert isinstance(bias, DTensor)
+    bias = _placed(bias, layer.placements.bias)
+    local = align(layer.n, bias.to_local(grad_placements=layer.placements.grad_bias), 0)
+    if any(isinstance(p, Partial) for p in layer.placements.output):
+        return _AddedOnce.apply(local, layer.adds_bias)  # type: ignore[no-untyped-call]
+    return local
+
+
+register_linear(DTensor, sharded_linear)

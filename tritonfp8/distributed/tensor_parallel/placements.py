@@ -1,0 +1,224 @@
+"""What the placements of a linear layer's operands come to.
+
+Per mesh dim, those of the input and the weight decide which dim of the problem (M tokens, N out features, K in
+features) is sharded there, and from this follows the rest::
+
+    input      weight    sharded   output       grad_input   grad_weight   bias, grad_bias
+    Replicate  Replicate none      Replicate    Replicate    Replicate     Replicate
+    Replicate  Shard(0)  N         Shard(-1)    Partial      Shard(0)      Shard(0)
+    Shard(-1)  Shard(1)  K         Partial      Shard(-1)    Shard(1)      Replicate, added once
+    Shard(t)   Replicate M         Shard(t)     Shard(t)     Partial       Replicate, Partial
+    Shard(t)   Shard(0)  N         Shard(-1)    Partial      Shard(0)      Shard(0); input gathered
+
+The last grad_input is Partial so that layers that read one input sum theirs before ranks do: once. With token counts of
+their own (:func:`~.token_counts`), which torch does not know to scatter by, each layer does, to Shard(t).
+
+Any other input is redistributed first: a Partial one is reduced, a replicated one meets ``Shard(1)`` as its own chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tritonfp8.distributed.shard_layout import DimLayout, Mesh, aligned_to, cuts_of, flattened, local_sizes, whole
+from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather
+
+
+class Way(NamedTuple):
+    """What happens along one mesh dim."""
+
+    input: str
+    """How the input lies when the layer begins: "whole", "M" or "K"."""
+    sharded: str | None
+    """Which dim of the problem is sharded: "M", "N", "K" or None."""
+
+
+_COLWISE = Way("whole", "N")
+_GATHERS = Way("M", "N")
+# (how the input comes, how the weight lies): the table above.
+_WAYS = {
+    **{(input, "whole"): Way("whole", None) for input in ("whole", "K", "sum")},
+    ("M", "whole"): Way("M", "M"),
+    **{(input, "N"): _COLWISE for input in ("whole", "K", "sum")},
+    ("M", "N"): _GATHERS,
+    **{(input, "K"): Way("K", "K") for input in ("whole", "M", "K", "sum")},
+}
+
+
+class Placements(NamedTuple):
+    """Of the operands when the layer begins, of the gradients that it computes, and of its output."""
+
+    input: tuple[Placement, ...]
+    weight: tuple[Placement, ...]
+    bias: tuple[Placement, ...]
+    grad_input: tuple[Placement, ...]
+    grad_weight: tuple[Placement, ...]
+    grad_bias: tuple[Placement, ...]
+    output: tuple[Placement, ...]
+
+
+class Layer(NamedTuple):
+    """What the placements of one call come to, on this rank."""
+
+    placements: Placements
+    rows: int
+    """How many rows of the input lie here when the layer begins."""
+    lead: tuple[int, ...]
+    """The leading sizes of this rank's output."""
+    adds_bias: bool
+    m: DimLayout
+    n: DimLayout
+    k: DimLayout
+    scaled: tuple[DimLayout, DimLayout, DimLayout]
+    """M, N and K as the scales see them."""
+    gather: TokenGather | None
+    counted: bool
+    """Whether tokens lie otherwise than torch divides them."""
+
+
+def _kind(name: str, placement: Placement, dims: Sequence[str]) -> str:
+    """How a tensor, whose dims carry these dims of the problem, lies on a mesh dim."""
+    if isinstance(placement, Replicate):
+        return "whole"
+    if type(placement) is Shard:
+        return dims[placement.dim]
+    if isinstance(placement, Partial) and placement.reduce_op == "sum" and name == "input":
+        return "sum"
+    raise ValueError(
+        f"the {name} of a linear layer must be Replicate, Shard{' or Partial(sum)' if name == 'input' else ''} on each "
+        f"mesh dim; got {placement}. Redistribute it first."
+    )
+
+
+def _token_gather(
+    sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement], at: int, target: DimLayout, block: int
+) -> TokenGather:
+    """The gather over mesh dim ``at`` of an input whose leading dims have these global sizes."""
+    placement = placements[at]
+    assert isinstance(placement, Shard)
+    dim = placement.dim
+    if any(isinstance(p, Shard) and p.dim == dim for p in placements[at + 1 :]):
+        raise ValueError(
+            f"dim {dim} of the input is sharded on a later mesh dim than {at}, over which its parts are gathered: put "
+            "the mesh dim of tensor parallelism last"
+        )
+    sources, counts, outer = [], [], 1
+    cuts = cuts_of(sizes, mesh, placements)
+    for rank in range(mesh.sizes[at]):
+        there = mesh._replace(here=(*mesh.here[:at], rank, *mesh.here[at + 1 :]))
+        lengths = local_sizes(sizes, placements, there)
+        sources.append(aligned_to(flattened(sizes, there, placements, cuts), block))
+        outer = math.prod(lengths[:dim])
+        counts.append(math.prod(lengths[dim:]))
+    return TokenGather(outer, tuple(counts), mesh.here[at], mesh.groups[at], tuple(sources), target)
+
+
+def _ways(came: Sequence[Sequence[Placement]], input_dims: int, counted: bool) -> list[Way]:
+    kinds = [_kind("input", p, ("M",) * (input_dims - 1) + ("K",)) for p in came[0]]
+    weight_kinds = [_kind("weight", p, ("N", "K")) for p in came[1]]
+    ways = [_WAYS[pair] for pair in zip(kinds, weight_kinds, strict=True)]
+    gathers = [i for i, way in enumerate(ways) if way == _GATHERS]
+    if counted and any(pair == ("M", "K") for pair in zip(kinds, weight_kinds, strict=True)):
+        raise ValueError(
+            "tokens in other numbers than torch.chunk makes (token_counts) meet a weight sharded by in features: "
+            "gather them before this layer, or shard its weight by out features (ColwiseParallel)"
+        )
+    if len(gathers) > 1:
+        raise ValueError(
+            f"the tokens of the input are sharded on the mesh dims {gathers}, on which the weight is sharded, too: "
+            "they can be gathered over one. Redistribute the input to Replicate on the others."
+        )
+    return ways
+
+
+def _placements(
+    ways: Sequence[Way], came: Sequence[Placement], weight: Sequence[Placement], t: int, counted: bool
+) -> Placements:
+    """``came`` is how the input comes; ``t`` its last dim."""
+    summed_later = (_COLWISE,) if counted else (_COLWISE, _GATHERS)
+    starts: list[Placement] = []
+    for way, p in zip(ways, came, strict=True):
+        starts.append(p if way.input == "M" else Shard(t) if way.input == "K" else Replicate())
+    bias: list[Placement] = [Shard(0) if way.sharded == "N" else Replicate() for way in ways]
+    outputs: dict[str | None, Placement] = {"N": Shard(t), "K": Partial(), None: Replicate()}
+
+    def gradient(placements: Sequence[Placement], summed: Callable[[Way], bool]) -> tuple[Placement, ...]:
+        return tuple(Partial() if summed(way) else p for way, p in zip(ways, placements, strict=True))
+
+    return Placements(
+        input=tuple(starts),
+        weight=tuple(weight),
+        bias=tuple(bias),
+        grad_input=gradient(starts, lambda way: way in summed_later),
+        grad_weight=gradient(weight, lambda way: way.sharded == "M"),
+        grad_bias=gradient(bias, lambda way: way.sharded == "M"),
+        output=tuple(p if way.sharded == "M" else outputs[way.sharded] for way, p in zip(ways, starts, strict=True)),
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def layer_of(
+    mesh_args: tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]],
+    leading: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    came: tuple[tuple[Placement, ...], tuple[Placement, ...]],
+    blocks: tuple[int, int, int],
+    gathered: bool,
+    mode: str,
+    counts: tuple[int, ...] | None,
+) -> Layer:
+    """Work out one call.
+
+    Args:
+        mesh_args: the first fields of a :class:`Mesh`; plain, for a compiled graph.
+        leading: the global sizes of all dims of the input but the last; zeros where none of them is sharded.
+        weight_shape: ``[N, K]``, global.
+        came: the placements of the input and of the weight.
+        blocks: see :func:`largest_blocks`.
+        gathered: whether the weight was gathered in 8 bits: it has the scales of the global one whatever the mode.
+        mode, counts: see :mod:`tritonfp8.distributed.options`.
+
+    Raises:
+        ValueError: placements that a linear layer does not take.
+    """
+    mesh = Mesh(*mesh_args)
+    token_mesh = mesh._replace(counts=counts)
+    t = len(leading)
+    ways = _ways(came, t + 1, counts is not None)
+    placements = _placements(ways, *came, t, counts is not None)
+    gathers = [i for i, way in enumerate(ways) if way == _GATHERS]
+    to = blocks if mode == "global" or gathers or gathered else (1, 1, 1)
+    in_features = [Shard(0) if p == Shard(1) else Replicate() for p in placements.weight]
+    m = aligned_to(flattened(leading, token_mesh, placements.output), to[0])
+    n = aligned_to(flattened(weight_shape[:1], mesh, placements.weight), to[1])
+    k = aligned_to(flattened(weight_shape[1:], mesh, in_features), to[2])
+    gather = None
+    if gathers:
+        gather = _token_gather(leading, token_mesh, placements.input, gathers[0], m, blocks[0])
+    return Layer(
+        placements,
+        rows=m.local_size if gather is None else gather.sources[gather.rank].local_size,
+        lead=tuple(local_sizes(leading, placements.output, token_mesh)),
+        adds_bias=all(way.sharded != "K" or at == 0 for way, at in zip(ways, mesh.here, strict=True)),
+        m=m,
+        n=n,
+        k=k,
+        scaled=(m, n, k) if mode == "global" else (whole(m.local_size), whole(n.local_size), whole(k.local_size)),
+        gather=gather,
+        counted=counts is not None,
+    )
+
+
+CACHED_LAYERS = 256
+"""How many calls are remembered: a model makes about ten for each number of tokens.
+
+With sequence parallelism an entry lists where each sequence of each rank begins: 130 kB for 64 sequences on 8 ranks.
+"""
+cached_layer_of = functools.lru_cache(maxsize=CACHED_LAYERS)(layer_of)

@@ -1,0 +1,260 @@
+"""Parallel styles that send FP8: the names of torchao.float8.float8_tensor_parallel, for every recipe.
+
+torch's own ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` work on converted models as they are.
+These differ where tokens are sharded (sequence parallelism): torch's gather them in high precision before the layer,
+these leave that to the layer, which quantizes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.placement_types import Placement
+
+from tritonfp8.distributed import options
+from tritonfp8.distributed.collectives import all_gather_rows, reduce_scatter_sum
+from tritonfp8.layers.linear import Float8Linear
+from tritonfp8.ops import sealed
+from tritonfp8.specs import require_flag, shown
+
+_CONVERT = "use tritonfp8.convert(model, recipe), before or after parallelize_module"
+
+
+def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A local tensor as the part of a DTensor; its tokens may lie as :func:`~.token_counts` says."""
+    if isinstance(x, DTensor):
+        return x
+    counts = options.current().token_counts
+    (placement,) = placements
+    if counts is None or not isinstance(placement, Shard) or placement.dim % x.ndim == x.ndim - 1:
+        return DTensor.from_local(x, mesh, placements, run_check=False)
+    dim = placement.dim % x.ndim
+    if len(counts) != mesh.size() or counts[mesh.get_local_rank()] != x.shape[dim]:
+        raise ValueError(
+            f"token_counts says {counts}, of which rank {mesh.get_local_rank()} of {mesh.size()} came with an input of "
+            f"{x.shape[dim]} tokens: give every rank the counts of all, in the order of the mesh"
+        )
+    shape = (*x.shape[:dim], sum(counts), *x.shape[dim + 1 :])
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _summing_gradient_once(x: DTensor) -> DTensor:
+    """``x``; if it is sharded, with a gradient that the ranks sum here.
+
+    As layers leave it, yet to be summed, each op before them that cannot go on so would sum it for itself: three in the
+    backward of a norm, two of them in float32.
+    """
+    if not any(placement.is_shard() for placement in x.placements):
+        return x
+    return DTensor.from_local(
+        x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _check_placements(**layouts: Any) -> None:
+    """Raise TypeError unless each is a Placement, a tuple of them (None for other arguments), or None."""
+    for name, given in layouts.items():
+        each = given if isinstance(given, tuple) else (given,)
+        if not all(isinstance(p, Placement | None) for p in each):
+            raise TypeError(
+                f"{name} must be a Placement (Shard(dim), Replicate()), a tuple of these and None, or None; got "
+                f"{shown(given)}"
+            )
+
+
+def _require_converted(style: str, module: nn.Module) -> None:
+    if not isinstance(module, Float8Linear):
+        raise TypeError(f"{style} needs a converted layer; got {type(module).__name__}: {_CONVERT}")
+
+
+def _require_linear(style: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.Linear):
+        raise TypeError(f"{style} is for linear layers that follow a recipe; got {type(module).__name__}")
+
+
+def _input_as_it_lies(style: str) -> Any:
+    """The hook of a style that takes the input as a DTensor and does not redistribute it.
+
+    The layer itself moves what it has quantized.
+    """
+
+    def prepare(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> DTensor:
+        _require_converted(style, mod)
+        x = _distributed(inputs[0], device_mesh, input_layouts)
+        # Siblings add theirs first: PrepareFloat8ModuleInput sees to that.
+        return _summing_gradient_once(x) if x is inputs[0] and mod.shared_input is None else x
+
+    return staticmethod(prepare)
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """``ColwiseParallel`` of a converted linear layer; an input whose tokens are sharded is gathered in FP8.
+
+    One collective carries codes and scales: M K bytes and the scales for ``output``; as much again for ``grad_weight``,
+    whose operand is quantized along the other dim, unless the recipe is tensorwise, where one serves both. The operand
+    of ``grad_weight`` is kept gathered for backward, M K bytes. Recipes that keep one of the two in high precision
+    gather the input in its own dtype: both products need it.
+
+    Args:
+        input_layouts: placement of a plain input; ``Shard(tokens)`` for sequence parallelism. Default: ``Replicate()``.
+        output_layouts: placement of the output. Default: ``Shard(-1)``.
+        use_local_output: whether the output is a plain tensor. Default: True.
+
+    Raises:
+        TypeError: something else than placements; when it is applied, the module is not a linear layer; when it runs,
+            it is not converted.
+    """
+
+    _prepare_input_fn = _input_as_it_lies("Float8ColwiseParallel")
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        _check_placements(input_layouts=input_layouts, output_layouts=output_layouts)
+        require_flag("use_local_output", use_local_output)
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require_linear("Float8ColwiseParallel", module)
+        return super()._apply(module, device_mesh)
+
+
+class Float8RowwiseParallel(RowwiseParallel):
+    """``RowwiseParallel`` of a converted linear layer, whose output may be left with any number of tokens on each rank.
+
+    What it sends is the output (reduced, or reduce-scattered to ``Shard(tokens)``) and its gradient, in their own
+    dtype, and the amax of the input's rows: 4 bytes a token for the recipe rowwise.
+
+    Args:
+        input_layouts: placement of a plain input. Default: ``Shard(-1)``.
+        output_layouts: placement of the output. Default: ``Replicate()``.
+        use_local_output: whether the output is a plain tensor. Default: True.
+
+    Raises:
+        TypeError: something else than placements; when it is applied, the module is not a linear layer; when it runs,
+            it is not converted.
+    """
+
+    _prepare_input_fn = _input_as_it_lies("Float8RowwiseParallel")
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        _check_placements(input_layouts=input_layouts, output_layouts=output_layouts)
+        require_flag("use_local_output", use_local_output)
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        counts = options.current().token_counts
+        (placement,) = output_layouts
+        if counts is None or not isinstance(placement, Shard) or placement.dim % outputs.ndim == outputs.ndim - 1:
+            return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        dim = placement.dim % outputs.ndim
+        local = _ScatterTokens.apply(  # type: ignore[no-untyped-call]
+            outputs.to_local(), dim, counts, device_mesh.get_local_rank(), device_mesh.get_group().group_name
+        )
+        return local if use_local_output else _distributed(local, device_mesh, output_layouts)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require_linear("Float8RowwiseParallel", module)
+        return super()._apply(module, device_mesh)
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """The sum over the ranks, of which each keeps its tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, dim: int, counts: tuple[int, ...], rank: int, group: str) -> Tensor:
+        ctx.args = dim, counts, group
+        return sealed(reduce_scatter_sum(partial, dim, counts, rank, group), partial)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dim, counts, group = ctx.args
+        return all_gather_rows(grad, dim, counts, group), None, None, None, None
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """``PrepareModuleInput`` whose gather of tokens is left to the converted linear layers inside, in FP8.
+
+    An input ``Shard(tokens)`` whose desired layout is ``Replicate()`` is handed on as the DTensor of the shards. The
+    first layer that reads it quantizes and gathers it; its siblings (layers of one parent, converted together) find it
+    gathered, so it crosses the wire once for q, k and v. In a compiled graph equal gathers are the compiler's to merge.
+
+    Args: as ``PrepareModuleInput``; ``use_local_output`` must be False, since a plain tensor does not say how it lies.
+
+    Raises:
+        ValueError: ``use_local_output=True``, or one of the layouts without the other.
+        TypeError: something else than placements; when it runs, no layer inside is converted.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        _check_placements(input_layouts=input_layouts, desired_input_layouts=desired_input_layouts)
+        require_flag("use_local_output", use_local_output)
+        if (input_layouts is None) != (desired_input_layouts is None):
+            raise ValueError(
+                f"input_layouts and desired_input_layouts are given both or neither: how each input comes, and how the "
+                f"module wants it; got {input_layouts} and {desired_input_layouts}"
+            )
+        if use_local_output:
+            raise ValueError(
+                "PrepareFloat8ModuleInput hands on DTensors, from which the layers gather in FP8: use_local_output "
+                "must be False. For local tensors use PrepareModuleInput, which gathers in high precision."
+            )
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=False,
+        )
+
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
+    ) -> Any:
+        if input_layout is None:
+            return input
+        x = _distributed(input, mesh, (input_layout,))
+        (placement,) = x.placements
+        features = isinstance(placement, Shard) and placement.dim == x.ndim - 1
+        if desired_layout is None or (isinstance(desired_layout, Replicate) and placement.is_shard() and not features):
+            # A local tensor's gradient is summed where it became a DTensor.
+            return _summing_gradient_once(x) if x is input else x
+        return x.redistribute(placements=(desired_layout,))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def require_converted(module: nn.Module, *args: Any) -> None:
+            if not any(isinstance(m, Float8Linear) for m in module.modules()):
+                raise TypeError(f"PrepareFloat8ModuleInput needs a converted layer inside; got none: {_CONVERT}")
+
+        module.register_forward_pre_hook(require_converted)
+        return super()._apply(module, device_mesh)

@@ -1,0 +1,216 @@
+"""Gather tokens that are sharded over ranks in FP8: quantized by the scales of the global tensor, then sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
+from tritonfp8.distributed.global_scales import global_amax, quantize_shard
+from tritonfp8.distributed.shard_layout import DimLayout, align, local_blocks, unalign
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, Quantizer
+from tritonfp8.ops import sealed
+from tritonfp8.specs import QuantSpec, empty_scale, transposed
+
+
+@dataclass(frozen=True)
+class TokenGather:
+    """How the token dim of ``[outer, tokens]`` rows is put together from the ranks of a group.
+
+    Attributes:
+        outer: how many times each rank's tokens are interleaved: the product of the dims before the sharded one.
+        counts: tokens of each rank, in each of the ``outer``.
+        rank: of this process in the group.
+        group: its name.
+        sources: the layout of the rows of each rank.
+        target: that of the gathered rows.
+    """
+
+    outer: int
+    counts: tuple[int, ...]
+    rank: int
+    group: str
+    sources: tuple[DimLayout, ...]
+    target: DimLayout
+
+
+def _join(gather: TokenGather, parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The rows of each rank, in the order of the gathered tensor."""
+    if gather.outer == 1:
+        return torch.cat(list(parts), dim)
+    split = [p.unflatten(dim, (gather.outer, count)) for p, count in zip(parts, gather.counts, strict=True)]
+    return torch.cat(split, dim + 1).flatten(dim, dim + 1)
+
+
+class _Whole(torch.autograd.Function):
+    """Stands for the gathered rows, of which only the shape is read; its gradient is reduced to each rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
+        ctx.layouts = gather, k
+        return sealed(rows.new_zeros(()).expand(gather.target.aligned_size, k.aligned_size), rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gather, k = ctx.layouts
+        return _own_sum(unalign(k, unalign(gather.target, grad, 0), 1), gather), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks, as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gather: TokenGather) -> Tensor:
+        ctx.gather = gather
+        own = rows.unflatten(0, (gather.outer, gather.counts[gather.rank]))
+        return sealed(all_gather_rows(own, 1, gather.counts, gather.group).flatten(0, 1), rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_sum(grad, ctx.gather), None
+
+
+def _own_sum(grad: Tensor, gather: TokenGather) -> Tensor:
+    """Of gradients of all rows, one on each rank, the sum for the rows of this one."""
+    grad = grad.unflatten(0, (gather.outer, sum(gather.counts)))
+    return reduce_scatter_sum(grad, 1, gather.counts, gather.rank, gather.group).flatten(0, 1)
+
+
+def gathered_rows(rows: Tensor, gather: TokenGather) -> Tensor:
+    """The rows of all ranks in their own dtype, for recipes that need them so."""
+    return _Gathered.apply(rows, gather)  # type: ignore[no-untyped-call]
+
+
+def gathered_placeholder(rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
+    """A tensor in the shape of the gathered rows, aligned, that takes no memory; its gradient is that of the rows."""
+    return _Whole.apply(rows, gather, k)  # type: ignore[no-untyped-call]
+
+
+def _bits(scale: Tensor) -> Tensor:
+    """A scale in a dtype that every op takes: 1-byte floats know few."""
+    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
+
+
+def _to_send(pair: tuple[Tensor, Tensor], spec: QuantSpec, dim: int, source: DimLayout) -> list[Tensor]:
+    """What another rank needs of a quantized shard whose tokens lie along ``dim``."""
+    qdata, scale = pair
+    parts = [unalign(source, qdata.view(torch.uint8), dim)]
+    if spec.block[dim] == 1:
+        parts.append(unalign(source, _bits(scale), dim))
+    elif spec.block[dim] > 1:
+        parts.append(_bits(scale))
+    return parts
+
+
+def _shapes(spec: QuantSpec, dim: int, source: DimLayout, width: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what :func:`_to_send` gives on the rank of this layout."""
+
+    def oriented(tokens: int, others: int) -> tuple[int, int]:
+        return (others, tokens) if dim else (tokens, others)
+
+    found: list[tuple[tuple[int, ...], torch.dtype]] = [(oriented(source.local_size, width), torch.uint8)]
+    block = spec.block[dim]
+    if block != -1:
+        tokens = source.local_size if block == 1 else -(-source.aligned_size // block)
+        across = spec.block[1 - dim]
+        others = 1 if across == -1 else -(-width // across)
+        found.append((oriented(tokens, others), SCALE_FORMATS[spec.scale_format].dtype))
+    return found
+
+
+def _join_scales(parts: Sequence[Tensor], block: int, dim: int, gather: TokenGather) -> Tensor:
+    if block == 1:
+        return align(gather.target, _join(gather, parts, dim), dim)
+    first: dict[int, int] = {}
+    position = 0
+    for source in gather.sources:
+        for b in local_blocks(source, block):
+            first.setdefault(b, position)
+            position += 1
+    joined = torch.cat(list(parts), dim)
+    order = [first[b] for b in local_blocks(gather.target, block)]
+    if order == list(range(position)):
+        return joined
+    return joined.index_select(dim, torch.tensor(order, device=joined.device))
+
+
+def _received(
+    parts: Sequence[Sequence[Tensor]], own_scale: Tensor, spec: QuantSpec, dim: int, gather: TokenGather, width: int
+) -> tuple[Tensor, Tensor]:
+    codes = align(gather.target, _join(gather, [part[0] for part in parts], dim), dim)
+    qdata = codes.contiguous().view(FORMATS[spec.format].dtype)
+    if spec.block[dim] == -1:
+        return qdata, own_scale
+    joined = _join_scales([_bits(part[1]) for part in parts], spec.block[dim], dim, gather)
+    scale = empty_scale(qdata.shape, spec.block, spec.scale_format, qdata.device)
+    return qdata, scale.copy_(joined.view(scale.dtype))
+
+
+@dataclass(frozen=True)
+class GatheringQuantizer(Quantizer):
+    """Quantizes this rank's tokens and gathers those of all: the same bits as quantizing the gathered tensor.
+
+    One collective carries codes and scales, ``M K`` bytes and the scales for ``output``, and as much again for
+    ``grad_weight`` where the weight needs a gradient, unless one serves both (tensorwise).
+    """
+
+    gather: TokenGather
+    k: DimLayout
+
+    def quantize(
+        self,
+        operand: str,
+        x: Tensor,
+        spec: QuantSpec | None,
+        spec_t: QuantSpec | None,
+        amaxes: Amaxes | None = None,
+    ) -> tuple[Pair, Pair]:
+        """The gathered ``(qdata, scale)`` of ``x [tokens, K]``, this rank's rows, and of ``x.T``."""
+        source = self.gather.sources[self.gather.rank]
+        x = align(self.k, align(source, x, 0), 1)
+        one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)
+        wanted = [(spec, 0), (None if one_serves_both else spec_t, 1)]
+        specs = wanted[0][0], wanted[1][0]
+        pairs = quantize_shard(x, *specs, global_amax(x, *specs, (source, self.k)))
+        width = self.k.aligned_size
+        mine: list[Tensor] = []
+        shapes: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in self.gather.sources]
+        for (s, dim), (qdata, scale) in zip(wanted, pairs, strict=True):
+            if s is not None and qdata is not None and scale is not None:
+                mine += _to_send((qdata, scale), s, dim, source)
+                for of_rank, layout in zip(shapes, self.gather.sources, strict=True):
+                    of_rank += _shapes(s, dim, layout, width)
+        if not mine:
+            return NO_PAIR, NO_PAIR
+        sizes = [[_nbytes(shape, dtype) for shape, dtype in of_rank] for of_rank in shapes]
+        received = all_gather_bytes(mine, sizes, self.gather.group)
+        parts = [
+            [part.view(dtype).view(shape) for part, (shape, dtype) in zip(got, of_rank, strict=True)]
+            for got, of_rank in zip(received, shapes, strict=True)
+        ]
+        found: list[Pair] = []
+        for (s, dim), (_, scale) in zip(wanted, pairs, strict=True):
+            if s is None or scale is None:
+                found.append(NO_PAIR)
+                continue
+            taken = 1 if s.block[dim] == -1 else 2
+            found.append(_received([p[:taken] for p in parts], scale, s, dim, self.gather, width))
+            parts = [p[taken:] for p in parts]
+        if one_serves_both:
+            qdata, scale = found[0]
+            assert qdata is not None
+            assert scale is not None
+            found[1] = (qdata.t().contiguous(), scale.t().contiguous())
+        return found[0], found[1]
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    return size

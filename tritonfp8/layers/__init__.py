@@ -1,0 +1,23 @@
+"""Layers that compute by a recipe: linear layers, and layers fused with their producers, in a folder each.
+
+Exports what both kinds share: changing modules in place, decisions that a recompute repeats, and which function serves
+tensors of another type.
+"""
+
+from tritonfp8.layers.handlers import PLAIN, handler_of, register_linear
+from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase
+from tritonfp8.layers.recompute import carry, decided, swapping
+
+__all__ = [
+    "PLAIN",
+    "all_or_nothing",
+    "carry",
+    "change_class",
+    "decided",
+    "handler_of",
+    "is_bound",
+    "is_own_forward",
+    "rebase",
+    "register_linear",
+    "swapping",
+]

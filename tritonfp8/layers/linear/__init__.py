@@ -1,0 +1,99 @@
+"""A linear layer whose three GEMMs follow a recipe.
+
+For an input ``[M, K]``, a weight ``[N, K]`` and the gradient of the output, ``grad_output [M, N]``, a layer computes
+
+    output      = input @ weight.T              [M, N]   contracts over K
+    grad_input  = grad_output @ weight          [M, K]   contracts over N
+    grad_weight = grad_output.T @ input         [N, K]   contracts over M
+
+Each tensor is read by two GEMMs that contract over different dims. FP8 tensor cores read their operands along the
+contraction, and scales lie along it, so a tensor is quantized twice: untransposed for one GEMM, transposed for the
+other. A recipe names the :class:`~tritonfp8.QuantSpec` of both operands of each GEMM.
+
+    dispatch         linear(): eager code, compiled graphs, traced graphs and sharded tensors each take their path
+    operands         quantizes a tensor for the GEMMs that read it
+    function         the autograd function: runs the GEMMs, saves what backward reads
+    module           Float8Linear
+
+Exports the layer as a function and as a module, and the parts that fused and sharded layers are built from.
+"""
+
+from tritonfp8.layers.linear import traced  # noqa: F401  implements the ops of a trace
+from tritonfp8.layers.linear.checks import autocast_all, check_linear
+from tritonfp8.layers.linear.dispatch import linear, local_linear
+from tritonfp8.layers.linear.first_order import first_order
+from tritonfp8.layers.linear.function import Plan, apply_linear, held_for_backward, multiply, weight_pairs, weight_t
+from tritonfp8.layers.linear.input_cache import SharedInput, forget
+from tritonfp8.layers.linear.module import Float8Linear, require_module
+from tritonfp8.layers.linear.operands import (
+    NO_PAIR,
+    WHOLE,
+    Amaxes,
+    Operands,
+    Pair,
+    QuantizedWeight,
+    Quantizer,
+    pair_of,
+    quantize_for,
+    quantize_weight,
+    serves_both,
+)
+from tritonfp8.layers.linear.quantized_input import (
+    QuantizedInput,
+    as_input,
+    check_input,
+    check_reader,
+    check_tensors,
+    check_whole,
+    folded,
+    handle_of,
+    input_specs,
+    is_distributed,
+    is_fusable,
+    quantize_input,
+    quantized_linear,
+)
+from tritonfp8.layers.linear.weight_scope import quantize_weights_once
+
+__all__ = [
+    "NO_PAIR",
+    "WHOLE",
+    "Amaxes",
+    "Float8Linear",
+    "Operands",
+    "Pair",
+    "Plan",
+    "QuantizedInput",
+    "QuantizedWeight",
+    "Quantizer",
+    "SharedInput",
+    "apply_linear",
+    "as_input",
+    "autocast_all",
+    "check_input",
+    "check_linear",
+    "check_reader",
+    "check_tensors",
+    "check_whole",
+    "first_order",
+    "folded",
+    "forget",
+    "handle_of",
+    "held_for_backward",
+    "input_specs",
+    "is_distributed",
+    "is_fusable",
+    "linear",
+    "local_linear",
+    "multiply",
+    "pair_of",
+    "quantize_for",
+    "quantize_input",
+    "quantize_weight",
+    "quantize_weights_once",
+    "quantized_linear",
+    "require_module",
+    "serves_both",
+    "weight_pairs",
+    "weight_t",
+]

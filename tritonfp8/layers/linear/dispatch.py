@@ -1,0 +1,216 @@
+"""A linear layer whose three GEMMs follow a recipe.
+
+For an input ``[M, K]``, a weight ``[N, K]`` and the gradient of the output, ``grad_output [M, N]``, a layer computes
+
+    output      = input @ weight.T              [M, N]   contracts over K
+    grad_input  = grad_output @ weight          [M, K]   contracts over N
+    grad_weight = grad_output.T @ input         [N, K]   contracts over M
+
+Each operand is read by two GEMMs that contract over different dims, so it is quantized twice, once as it is and once
+transposed: the tensor cores read FP8 only along the contraction, and scales lie along it. A recipe names the
+:class:`~tritonfp8.QuantSpec` of both operands of each GEMM. :mod:`tritonfp8.layers.linear.operands` quantizes,
+:mod:`tritonfp8.layers.linear.function` runs the GEMMs and saves what backward reads; this file decides which of its
+callers (eager code, a compiled graph, a traced one, tensors of another type) get which of these.
+
+Public as :mod:`tritonfp8.functional`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.layers import recompute
+from tritonfp8.layers.handlers import PLAIN, handler_of
+from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
+from tritonfp8.layers.linear.function import Plan, apply_linear
+from tritonfp8.layers.linear.input_cache import SharedInput, forget
+from tritonfp8.layers.linear.operands import WHOLE, Operands, QuantizedWeight, Quantizer, check_held, pair_of
+from tritonfp8.ops import graph_op, is_traced
+from tritonfp8.recipes import Recipe, get, recipe_of
+from tritonfp8.specs import require_type
+
+
+def _may_cast_again(weight: Tensor, shares_input: bool) -> bool:
+    """Whether grad_weight's operand is worth a second pass over the input in backward, if that need not be saved.
+
+    A compiled layer mostly has what makes its inputs at hand in backward: the residual stream before a norm, the result
+    of attention. Casting there is a byte less to save for each element, for two more to move. A wide input of a single
+    layer, such as the activation of an MLP, has to be written anew before it is cast: twice the price.
+    """
+    return shares_input or weight.shape[1] <= weight.shape[0]
+
+
+def _is_made_in_graph(x: Tensor) -> bool:
+    """Whether the graph that is traced makes ``x``, rather than being given it."""
+    if torch.compiler.is_dynamo_compiling():
+        return not x.is_leaf
+    # What a graph is given has no history, or one that says that it must not be used.
+    return x.grad_fn is not None and x.grad_fn.name() != "torch::autograd::Error"
+
+
+def local_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    quantized_weight: Operands | None = None,
+    shared_input: SharedInput | None = None,
+    quantizer: Quantizer = WHOLE,
+    may_cast_again: bool = False,
+) -> Tensor:
+    """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards.
+
+    ``may_cast_again``: in a graph, whose compiler chooses what is saved; see :func:`_may_cast_again`.
+    """
+    cast_input, cast_weight, cast_bias = autocast_all(input.device.type, input, weight, bias)
+    assert cast_input is not None
+    assert cast_weight is not None
+    check_linear(cast_input, cast_weight, cast_bias)
+    return computed_linear(
+        cast_input,
+        cast_weight,
+        cast_bias,
+        recipe,
+        came_as=input,
+        quantized_weight=quantized_weight,
+        shared_input=shared_input,
+        quantizer=quantizer,
+        may_cast_again=may_cast_again,
+    )
+
+
+def computed_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    came_as: Tensor | None = None,
+    quantized_weight: Operands | None = None,
+    shared_input: SharedInput | None = None,
+    quantizer: Quantizer = WHOLE,
+    may_cast_again: bool = False,
+) -> Tensor:
+    """:func:`local_linear` of operands that are checked, in the dtype to compute in.
+
+    ``came_as`` is the input as the layer was called with it, before autocast: siblings share under that.
+    """
+    came_as = input if came_as is None else came_as
+    rows = torch.atleast_2d(input).flatten(0, -2) if input.ndim != 2 else input
+    grad = torch.is_grad_enabled()
+    needs = (grad and input.requires_grad, grad and weight.requires_grad)
+    again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(came_as)
+    sharded = quantizer is not WHOLE or isinstance(weight, QuantizedWeight)
+    plan = Plan(recipe, *needs, quantized_weight is not None, quantizer, again, no_op_has_gradient=sharded)
+    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
+    data = rows.detach()
+    if shared_input is None:
+        if not torch.compiler.is_compiling():
+            forget()
+        pairs = quantizer.quantize("input", data, *specs)
+    else:
+        require_type("shared_input", shared_input, SharedInput, "a tritonfp8.functional.SharedInput or None")
+        pairs = shared_input.quantize(came_as, data, specs, quantizer)
+    out = apply_linear(rows, pairs, weight, bias, plan, quantized_weight)
+    return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def _linear_of_op(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, shares_input: bool, *key: object
+) -> Tensor:
+    again = _may_cast_again(weight, shares_input)
+    return local_linear(input, weight, bias, recipe_of(recipe), may_cast_again=again)
+
+
+ops.implement("linear", _linear_of_op)
+
+
+def _linear_in_graph(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, shared_input: SharedInput | None
+) -> Tensor:
+    """:func:`linear` of plain tensors while Dynamo traces."""
+    # What is raised inside the op comes to the caller as a RuntimeError of the compiler's.
+    check_shapes(input, weight, bias)
+    dtype = autocast_dtype(input.device.type)
+    if dtype is None:
+        check_dtypes(input, weight, bias)
+    shares_input = shared_input is not None
+    return graph_op.call(input, weight, bias, *recipe.args, shares_input, dtype or input.dtype, graph_op.CODE)
+
+
+def _linear_in_trace(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantized_weight: Operands | None
+) -> Tensor:
+    """:func:`linear` as one op with its gradient, for the graph that is being traced."""
+    x, w, b = autocast_all(input.device.type, input, weight, bias)
+    assert x is not None
+    assert w is not None
+    check_linear(x, w, b)
+    held: Operands = (None, None)
+    if quantized_weight is not None:
+        needs_grad_input = torch.is_grad_enabled() and x.requires_grad
+        check_held(quantized_weight, w, recipe, needs_grad_input)
+        held = quantized_weight
+    return ops.whole_linear(x, w, *recipe.args, b, *pair_of(held[0]), *pair_of(held[1]))
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: str | Recipe = "rowwise",
+    *,
+    quantized_weight: Operands | None = None,
+    shared_input: SharedInput | None = None,
+) -> Tensor:
+    """``input @ weight.T + bias``, its three GEMMs by ``recipe``; differentiable once, composes with ``torch.compile``.
+
+    Args:
+        input: ``[..., K]``; any leading dims, empty ones too.
+        weight: ``[N, K]``, in the dtype of ``input`` (or any where autocast is on, which casts as ``F.linear`` does).
+        bias: ``[N]`` or None.
+        recipe: a name or a :class:`~tritonfp8.Recipe`.
+        quantized_weight: what :func:`quantize_weight` made of ``weight`` (of its cast, where autocast is on), in place
+            of quantizing it in this call and again in its backward. It is used as it is: that the weight has not
+            changed since is up to its owner. ``weight`` still gets the gradient.
+        shared_input: where layers that read the same ``input`` find it quantized.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``input`` (autocast's where it is on).
+
+    Saved for backward, a layer: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32,
+    mxfp8 M K / 32), or the input itself, 2 M K bytes in bf16, where the recipe computes grad_weight in high precision.
+    Nothing of the input is saved if the weight needs no grad. In a compiled graph an input that the graph makes is cast
+    for grad_weight in backward, where the compiler has it or computes it anew, and then nothing is saved of it either;
+    not that of a single layer (no ``shared_input``) with K > N. The weight is kept for grad_input as it is; where
+    autocast casts it, that is a copy of 2 N K bytes, as in ``F.linear``.
+
+    Raises:
+        TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
+        ValueError: shapes that do not go together, an unknown recipe, or a ``quantized_weight`` of another recipe.
+        RuntimeError: when a gradient of the gradient is asked for.
+    """
+    recipe = get(recipe)
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
+        recipe = recompute.decided(weight, recipe)
+    traced = torch.compiler.is_exporting() if compiling else is_traced()
+    in_graph = compiling and not traced and quantized_weight is None
+    if in_graph and type(input) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN:
+        return _linear_in_graph(input, weight, bias, recipe, shared_input)
+    handler = handler_of(input, weight, bias)
+    if handler is not None:
+        if quantized_weight is not None:
+            raise ValueError(
+                "quantized_weight goes with plain tensors; got an operand of another type, such as DTensor"
+            )
+        return handler(input, weight, bias, recipe, shared_input)
+    if traced and not isinstance(weight, QuantizedWeight):
+        return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
+    again = compiling and _may_cast_again(weight, shared_input is not None)
+    return local_linear(
+        input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input, may_cast_again=again
+    )

@@ -1,0 +1,159 @@
+"""Layers that read one tensor quantize it once."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.layers.linear.operands import Pair, Quantizer
+from tritonfp8.specs import QuantSpec
+
+_T = TypeVar("_T")
+_PLAIN = (Tensor, nn.Parameter)
+# Absent where torch is built without CUDA, which has no CUDA tensors either.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class _Entry:
+    """The casts of one tensor, and the layers that have read them."""
+
+    __slots__ = ("input", "readers", "siblings", "state", "values")
+
+    def __init__(self, input: Tensor, state: object, siblings: object) -> None:
+        values: dict[object, Any] = {}
+        # The casts die with the input: no other reader can come.
+        self.input = weakref.ref(input, lambda _: values.clear())
+        self.state = state
+        self.siblings = siblings
+        self.readers: set[SharedInput] = set()
+        self.values = values
+
+
+class _Thread(threading.local):
+    entry: _Entry | None = None
+
+
+_thread = _Thread()
+
+
+def forget() -> None:
+    """Drop what this thread shares: a layer that does not share came in between."""
+    if _thread.entry is not None:
+        _thread.entry = None
+
+
+def _versions(x: Tensor) -> int | tuple[Any, ...] | None:
+    """What every visible write to ``x`` changes; None if writes to it, or to a tensor inside, cannot be seen."""
+    if x.is_inference():
+        return None
+    if type(x) in _PLAIN or not hasattr(x, "__tensor_flatten__"):
+        return x._version
+    # A DTensor's local tensor may be written by itself. Torch also flattens a DTensor's mesh.
+    parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    inner = tuple([_versions(part) for part in parts if isinstance(part, Tensor)])
+    return None if None in inner else (x._version, *inner)
+
+
+def _state(x: Tensor) -> tuple[Any, ...] | None:
+    """What must be the same for a cast of ``x`` to serve another layer; None if nothing may be shared."""
+    versions = _versions(x)
+    if versions is None:
+        return None
+    # A cast made outside a dispatch mode must not be missing inside: selective checkpointing numbers the ops it sees.
+    depth = torch._C._len_torch_dispatch_stack()
+    modes = tuple([weakref.ref(torch._C._get_dispatch_stack_at(i)) for i in range(depth)]) if depth else ()
+    # Nothing orders another stream after the cast, and a captured graph must contain it.
+    where = (_raw_stream(x.get_device()), torch.cuda.is_current_stream_capturing()) if x.is_cuda else None
+    # Inference tensors cannot be saved for backward.
+    return versions, modes, where, torch.is_inference_mode_enabled()
+
+
+class _Siblings:
+    """Layers that may read one tensor.
+
+    Attributes:
+        count: how many layers.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class SharedInput:
+    """What lets one of several sibling layers find its input quantized by another; each layer has its own.
+
+    A thread keeps one entry: the casts of the last tensor that a sibling was called with. They serve a layer of the
+    same group that is called with the very same object, at the same version, on the same thread, stream and dispatch
+    modes. Each layer takes them once: the next call with that tensor starts over. The entry is dropped after all
+    siblings took theirs, when the tensor dies, and when another converted layer or tensor comes.
+
+    Writes that torch does not count (``.data``, a kernel of the caller's) between the calls of two siblings are not
+    noticed. A tensor without a version counter (of inference mode) is never shared. In a compiled graph nothing is:
+    there torch makes equal casts one if the graph has a backward.
+    """
+
+    def __init__(self, siblings: _Siblings | None = None) -> None:
+        self._siblings = siblings or _Siblings(1)
+
+    @staticmethod
+    def group(count: int) -> list[SharedInput]:
+        """One for each of ``count`` siblings."""
+        siblings = _Siblings(count)
+        return [SharedInput(siblings) for _ in range(count)]
+
+    def _entry(self, input: Tensor) -> _Entry | None:
+        """The entry that this layer may use, a new one if there is none; None if ``input`` cannot be shared."""
+        state = _state(input)
+        if state is None:
+            _thread.entry = None
+            return None
+        found = _thread.entry
+        if (
+            found is None
+            or found.input() is not input
+            or found.siblings is not self._siblings
+            or self in found.readers
+            or found.state != state
+        ):
+            found = _thread.entry = _Entry(input, state, self._siblings)
+        return found
+
+    def once(self, input: Tensor, key: object, make: Callable[[], _T]) -> _T:
+        """What ``make`` returns, the same for all siblings that are called with this ``input``.
+
+        For what :meth:`quantize` needs first: that ends what a layer may take.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        entry = self._entry(input)
+        if entry is None:
+            return make()
+        if key not in entry.values:
+            entry.values[key] = make()
+        value: _T = entry.values[key]
+        return value
+
+    def quantize(
+        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
+    ) -> tuple[Pair, Pair]:
+        """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
+        if torch.compiler.is_compiling():
+            return quantizer.quantize("input", rows, *specs)
+        entry = self._entry(input)
+        if entry is None:
+            return quantizer.quantize("input", rows, *specs)
+        key = (specs, rows.dtype, rows.shape, quantizer)
+        pairs: tuple[Pair, Pair] | None = entry.values.get(key)
+        if pairs is None:
+            pairs = entry.values[key] = quantizer.quantize("input", rows, *specs)
+        entry.readers.add(self)
+        if len(entry.readers) == self._siblings.count:
+            _thread.entry = None
+        return pairs

@@ -1,0 +1,96 @@
+"""A linear layer and its gradients as two ops, to the bits of the eager layer; for graphs that are traced.
+
+See :mod:`tritonfp8.ops.tracing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.layers.linear.dispatch import computed_linear
+from tritonfp8.layers.linear.first_order import refuse_second_derivative
+from tritonfp8.layers.linear.function import Plan, Saved, gradients, held_for_backward
+from tritonfp8.layers.linear.operands import WHOLE, Operands
+from tritonfp8.ops import implement, saved
+from tritonfp8.quantized import Quantized
+from tritonfp8.recipes import Recipe, recipe_of
+from tritonfp8.specs import QuantSpec
+
+
+def _quantized(pair: Sequence[Tensor | None], spec: QuantSpec | None) -> Quantized | None:
+    qdata, scale = pair
+    return None if qdata is None or scale is None or spec is None else Quantized(qdata, scale, spec)
+
+
+def _operands(recipe: Recipe, held: Sequence[Tensor | None]) -> Operands | None:
+    found = _quantized(held[:2], recipe.output.rhs), _quantized(held[2:], recipe.grad_input.rhs)
+    return None if found == (None, None) else found
+
+
+def _forward(
+    input: Tensor,
+    weight: Tensor,
+    recipe: str,
+    bias: Tensor | None = None,
+    qdata: Tensor | None = None,
+    scale: Tensor | None = None,
+    qdata_t: Tensor | None = None,
+    scale_t: Tensor | None = None,
+) -> Tensor:
+    how = recipe_of(recipe)
+    held = _operands(how, (qdata, scale, qdata_t, scale_t))
+    # The operands have the dtype to compute in: an autocast around the graph must not choose another.
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+        return computed_linear(input, weight, bias, how, quantized_weight=held)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else torch.atleast_2d(x).flatten(0, -2)
+
+
+def _backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    recipe: str,
+    needs_input: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    qdata: Tensor | None = None,
+    scale: Tensor | None = None,
+    qdata_t: Tensor | None = None,
+    scale_t: Tensor | None = None,
+) -> list[Tensor]:
+    how = recipe_of(recipe)
+    held, held_t = (qdata, scale), (qdata_t, scale_t)
+    plan = Plan(how, needs_input, needs_weight, _operands(how, (*held, *held_t)) is not None, WHOLE)
+    grad, rows = _rows(grad_output), _rows(input)
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+        spec = how.grad_weight.rhs if needs_weight else None
+        input_pair = WHOLE.quantize("input", rows, None, spec)[1]
+        kept = held_for_backward(plan, held, held_t)
+        grad_input, grad_weight = gradients(
+            plan, grad, Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype))
+        )
+        results = [None if grad_input is None else grad_input.reshape(input.shape), grad_weight]
+        results.append(grad.sum(0) if needs_bias else None)
+    return [x for x in results if x is not None]
+
+
+def _formula(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, recipe, _, *held = saved(ctx)
+    # Of the arguments that the op was given, without those at the end that are at their defaults.
+    given = ctx.needs_input_grad
+    needs = given[0], given[1], len(given) > 3 and given[3]
+    found = iter(ops.whole_linear_backward(grad_output, input, weight, recipe, *needs, *held))
+    grad_input, grad_weight, grad_bias = (next(found) if need else None for need in needs)
+    return (grad_input, grad_weight, None, grad_bias, None, None, None, None)[: len(given)]
+
+
+implement("whole_linear", _forward, _formula)
+implement("whole_linear_backward", _backward, refuse_second_derivative)

@@ -1,0 +1,130 @@
+"""Quantize weights once for several forward and backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.layers.linear.module import Float8Linear, require_module
+from tritonfp8.layers.linear.operands import Operands, quantize_weight
+from tritonfp8.layers.linear.weight_cache import HeldWeight
+from tritonfp8.specs import shown
+
+
+def _bits(operands: Operands) -> list[Tensor]:
+    return [t.view(torch.uint8) for q in operands if q is not None for t in (q.qdata, q.scale.contiguous())]
+
+
+def _differ(a: Operands, b: Operands) -> Tensor:
+    flags = [(x != y).any() for x, y in zip(_bits(a), _bits(b), strict=True)]
+    return torch.stack(flags).any()
+
+
+def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a layer will compute with this weight."""
+    if dtype is None and torch.is_autocast_enabled(weight.device.type):
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype if dtype is None else dtype
+
+
+def _hold(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> HeldWeight:
+    if "weight" not in layer._parameters:
+        raise TypeError(
+            f"the weight of {name} must be a Parameter; it is computed for each use (parametrized, pruned or "
+            "normalized): make that permanent first (remove_parametrizations, prune.remove), or leave out the block"
+        )
+    weight = layer.weight
+    if type(weight.data) is not Tensor or weight.is_meta:
+        raise TypeError(
+            f"the weight of {name} must be a plain tensor with data; got {type(weight.data).__name__} on "
+            f"{weight.device}. Sharded and meta weights are quantized in each pass."
+        )
+    computed = _dtype_of(weight, dtype)
+    operands = quantize_weight(weight.to(computed), layer.recipe, torch.is_grad_enabled())
+    return HeldWeight(weight, computed, layer.recipe, operands)
+
+
+def _changed(layer: Float8Linear, held: HeldWeight) -> Tensor:
+    """Whether the layer's weight quantizes to other bits than those held."""
+    if not _bits(held.operands):
+        return torch.zeros((), dtype=torch.bool, device=held.weight.device)
+    if layer.weight is not held.weight:
+        return torch.ones((), dtype=torch.bool, device=held.weight.device)
+    both = held.operands[1] is not None
+    now = _differ(held.operands, quantize_weight(held.weight.to(held.dtype), held.recipe, both))
+    return now | held.differences.any()
+
+
+def _check_unchanged(layers: Mapping[str, Float8Linear], of_layer: Mapping[str, HeldWeight]) -> None:
+    changed = [_changed(layer, of_layer[name]) for name, layer in layers.items()]
+    names = [name for name, flag in zip(layers, changed, strict=True) if flag.item()]
+    if names:
+        raise RuntimeError(
+            f"weights changed inside quantize_weights_once, and passes may have used their old values: "
+            f"{', '.join(names)}. Change weights (optimizer.step, load_state_dict) after the block; open a block for "
+            "each set of weights that is swapped in (EMA)."
+        )
+
+
+@contextmanager
+def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Quantize the weights of a converted model once, for every pass inside the ``with`` block.
+
+    For gradient accumulation, where the weights are the same in every micro-batch, and for inference::
+
+        with tritonfp8.quantize_weights_once(model):
+            for batch in micro_batches:
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    The results are those without the scope, bit for bit. Held until the block ends, for a weight of N x K: N K bytes
+    and scales, twice that where grad_input reads other bytes than the output's transposed (rowwise, 1x32) and gradients
+    are enabled. Compiled layers take one graph inside the block and one outside.
+
+    Inside the block weights must not change. A change that shows (in place, another Parameter, other storage) is an
+    error at the next eager use; any other (``.data``, a kernel of the caller's; everything, in a compiled graph) when
+    the block ends, where each weight is quantized again and compared. So is one that was undone by then, such as EMA
+    weights swapped in by ``.data.copy_``: each use compares a sample of the weight by two small kernels, with elements
+    of every row and column. Only a change that misses the sample and is undone is not seen. Nothing is held beyond the
+    block, so no change outside it is ever missed.
+
+    Args:
+        model: a converted model; its weights plain tensors with data.
+        dtype: in which the layers compute. The default is that of autocast where it is enabled around the block, else
+            each weight's own.
+
+    Raises:
+        ValueError: the model has no converted layer, or a scope is open on one already.
+        TypeError: a weight is sharded, on the meta device, or no Parameter (parametrized, pruned); or an argument of
+            another type.
+        RuntimeError: a weight changed inside the block.
+    """
+    require_module(model)
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"dtype must be torch.bfloat16, torch.float16, torch.float32 or None; got {shown(dtype)}")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    if not layers:
+        raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+    if open_already := [name for name, layer in layers.items() if layer.held_weight is not None]:
+        raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
+    held: dict[tuple[Any, ...], HeldWeight] = {}
+    for name, layer in layers.items():
+        # Tied weights share what is held.
+        key = (id(layer._parameters.get("weight")), layer.recipe)
+        held[key] = held.get(key) or _hold(name, layer, dtype)
+    of_layer = {name: held[id(layer.weight), layer.recipe] for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.held_weight = of_layer[name]
+        yield
+        _check_unchanged(layers, of_layer)
+    finally:
+        for each in held.values():
+            each.open = False
+        for layer in layers.values():
+            layer.__dict__.pop("held_weight", None)

@@ -1,0 +1,60 @@
+"""The only place where ops are registered with torch.
+
+Exports the ops as functions, the table of their rows (:data:`OPS`), and what code needs while a graph is traced.
+"""
+
+from tritonfp8.ops import graph_op
+from tritonfp8.ops.registry import (
+    NAMESPACE,
+    OPS,
+    Op,
+    amax,
+    dequantize,
+    gathered_form,
+    implement,
+    matmul,
+    quantize,
+    quantize_both,
+    rms_norm_backward,
+    rms_norm_quantize,
+    saved,
+    scaled_matmul,
+    silu_mul_backward_quantize,
+    silu_mul_quantize,
+    transpose,
+    weight_operand,
+    whole_linear,
+    whole_linear_backward,
+    without_backward,
+)
+from tritonfp8.ops.sharding import Operand, Rule
+from tritonfp8.ops.tracing import is_traced, sealed
+
+__all__ = [
+    "NAMESPACE",
+    "OPS",
+    "Op",
+    "Operand",
+    "Rule",
+    "amax",
+    "dequantize",
+    "gathered_form",
+    "graph_op",
+    "implement",
+    "is_traced",
+    "matmul",
+    "quantize",
+    "quantize_both",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "saved",
+    "scaled_matmul",
+    "sealed",
+    "silu_mul_backward_quantize",
+    "silu_mul_quantize",
+    "transpose",
+    "weight_operand",
+    "whole_linear",
+    "whole_linear_backward",
+    "without_backward",
+]

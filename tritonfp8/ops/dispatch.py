@@ -1,0 +1,66 @@
+"""What runs when an op is called on a device: the kernels, or the reference; and the count of GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import counting, hardware, launch
+
+
+def on_cuda(
+    launcher: Callable[..., Any], fallback: Callable[..., Any], kind: Callable[..., str] | None = None
+) -> Callable[..., Any]:
+    """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it).
+
+    Products, which have a ``kind``, are counted here: a function around this one would cost each eager call.
+    """
+    of_device: dict[int, Callable[..., Any]] = {}
+    # There is a tensor on CUDA, so CUDA is initialized, which torch.cuda.current_device would look into.
+    current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+    def run(x: Tensor, *args: Any) -> Any:
+        index = x.get_device()
+        function = of_device.get(index)
+        if function is None:
+            function = of_device[index] = launcher if hardware.abilities(x.device).has_fp8_mma else fallback
+        if index == current_device():
+            out = function(x, *args)
+        else:
+            # Triton launches on the current device.
+            with torch.cuda.device(index):
+                out = function(x, *args)
+        if kind is not None and counting.is_active():
+            _count(kind, out, x, *args)
+        return out
+
+    return run
+
+
+def counted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[..., Any]:
+    """``function``, a GEMM, with a count of its calls while somebody counts."""
+
+    def run(a: Tensor, *args: Any) -> Any:
+        out = function(a, *args)
+        if counting.is_active():
+            _count(kind, out, a, *args)
+        return out
+
+    return run
+
+
+def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None:
+    counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1])
+
+
+def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:
+    """How a GEMM on quantized operands is counted: by what computes it on this device."""
+    return launch.product_kind(a_spec, a.device)
+
+
+def matmul_kind(*args: object) -> str:
+    """How a GEMM on operands in high precision is counted."""
+    return "high_precision"

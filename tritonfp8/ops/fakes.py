@@ -1,0 +1,102 @@
+"""Shapes, dtypes and devices of what the ops return, without computing it; named as the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import reference
+from tritonfp8.formats import FORMATS
+from tritonfp8.specs import empty_scale, scale_shape, spec_of
+
+
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    return x.new_empty(scale_shape(x.shape, block), dtype=torch.float32)
+
+
+def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    s = spec_of(spec)
+    shape = x.shape[::-1] if transpose else x.shape
+    qdata = torch.empty(shape, dtype=FORMATS[s.format].dtype, device=x.device)
+    return qdata, empty_scale(shape, s.block, s.scale_format, x.device)
+
+
+def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *quantize(x, spec), *quantize(x.t(), spec_t)
+
+
+def dequantize(qdata: Tensor, scale: Tensor, *args: Any) -> Tensor:
+    return torch.empty(qdata.shape, dtype=args[-1], device=qdata.device)
+
+
+def transpose(qdata: Tensor) -> Tensor:
+    return qdata.new_empty(qdata.shape[::-1])
+
+
+def scaled_matmul(a: Tensor, *args: Any) -> Tensor:
+    b, out_dtype = args[2], args[8] if len(args) > 8 else torch.bfloat16
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]))
+
+
+def _results_fake(x: Tensor, count: int, args: Sequence[Any]) -> list[Tensor]:
+    spec, spec_t, orientation = args[:3]
+    return reference.empty_results(count, x.shape, spec_of(spec), spec_of(spec_t), orientation, x.device)
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str, *args: Any) -> list[Tensor]:
+    rstd = x.new_empty(x.shape[:1], dtype=torch.float32)
+    return [*_results_fake(x, 0, args), rstd, *([x.new_empty(x.shape)] if args[-1] else [])]
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape), *([weight.new_empty(weight.shape)] if args[-1] else [])]
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, *args: Any) -> list[Tensor]:
+    return [*_results_fake(gate, 0, args), *([gate.new_empty(gate.shape)] if args[-1] else [])]
+
+
+def silu_mul_backward_quantize(grad: Tensor, gate: Tensor, up: Tensor, *args: Any) -> list[Tensor]:
+    return [*_results_fake(gate, 2, args), *([gate.new_empty((2, *gate.shape))] if args[-1] else [])]
+
+
+def whole_linear(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+def whole_linear_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, recipe: str, *needs_and_cached: Any
+) -> list[Tensor]:
+    shapes = input.shape, weight.shape, weight.shape[:1]
+    return [input.new_empty(shape) for shape, need in zip(shapes, needs_and_cached[:3], strict=True) if need]
+
+
+def without_backward(out: Tensor, *sources: Tensor | None) -> Tensor:
+    return out.clone()
+
+
+def gathered_form(
+    buffer: Tensor,
+    scale: Tensor | None,
+    tag: Tensor,
+    rows: int,
+    cols: int,
+    above: int,
+    left: int,
+    spec: str,
+    transposed: bool,
+    grad_output: Tensor | None = None,
+) -> list[Tensor]:
+    s = spec_of(spec)
+    shape, scaled = (rows, cols), (above + rows, left + cols)
+    if transposed:
+        shape, scaled = shape[::-1], scaled[::-1]
+    qdata = buffer.new_empty(shape, dtype=FORMATS[s.format].dtype)
+    return [qdata] if scale is not None else [qdata, empty_scale(scaled, s.block, s.scale_format, buffer.device)]

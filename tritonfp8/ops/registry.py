@@ -1,0 +1,249 @@
+"""The place where ops are registered: a row has the schema, fake, reference, launch and sharding of an op.
+
+``Library.define`` / ``impl`` and not ``custom_op``, which costs a third more host time a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tritonfp8 import launch, reference
+from tritonfp8.ops import fakes
+from tritonfp8.ops.dispatch import counted, matmul_kind, on_cuda, scaled_matmul_kind
+from tritonfp8.ops.sharding import Operand, Rule
+
+NAMESPACE = "tritonfp8"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op.
+
+    Attributes:
+        schema: arguments and results, as torch spells them.
+        fake: the results without their contents. None for an op that consists of other ops, or whose tensor subclass
+            answers for it.
+        reference: the op in plain torch, with the parameters and defaults of the schema: what runs on a CPU, and what
+            the kernels must agree with. None for an op that another module implements (:func:`implement`).
+        launch: the same on the kernels. None where the reference runs on CUDA, too.
+        kind: under which kind a GEMM is counted (:mod:`tritonfp8.counting`).
+        sharding: how DTensor may shard it. None: it is not called on DTensors, or DTensor cannot be told (an op that
+            returns a list does not say how long that is).
+    """
+
+    schema: str
+    fake: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+    launch: Callable[..., Any] | None = None
+    kind: Callable[..., str] | None = None
+    sharding: Rule | None = None
+
+
+_PRODUCER = "str spec, str spec_t, str orientation, bool keep"
+# Tensors that may be missing come last: the dispatcher leaves out what is None at the end, and
+# torch.export.draft_export takes an optional tensor that is given as None for one that the op writes to.
+_CACHED_WEIGHT = "Tensor? qdata=None, Tensor? scale=None, Tensor? qdata_t=None, Tensor? scale_t=None"
+
+_CASTS = {
+    "amax": Op(
+        "(Tensor x, int[] block) -> Tensor",
+        fakes.amax,
+        reference.amax,
+        launch.amax,
+        sharding=Rule({"x": Operand("RC")}, (Operand("RC", "block", "max"),)),
+    ),
+    "quantize": Op(
+        "(Tensor x, str spec, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)",
+        fakes.quantize,
+        reference.quantize,
+        launch.quantize,
+        sharding=Rule(
+            {"x": Operand("RC"), "amax": Operand("RC", "spec")},
+            (Operand("RC"), Operand("RC", "spec")),
+            flag="transpose",
+            needs="amax",
+        ),
+    ),
+    "quantize_both": Op(
+        "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor)",
+        fakes.quantize_both,
+        reference.quantize_both,
+        launch.quantize_both,
+        sharding=Rule(
+            {"x": Operand("RC")},
+            (Operand("RC"), Operand("RC", "spec", None), Operand("CR"), Operand("CR", "spec_t", None)),
+        ),
+    ),
+    "dequantize": Op(
+        "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
+        fakes.dequantize,
+        reference.dequantize,
+        launch.dequantize,
+        sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
+    ),
+    "transpose": Op(
+        "(Tensor qdata) -> Tensor",
+        fakes.transpose,
+        reference.transpose,
+        launch.transpose,
+        sharding=Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
+    ),
+}
+_GEMMS = {
+    "scaled_matmul": Op(
+        "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
+        "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType out_dtype=bfloat16, "
+        "str accumulation='precise') -> Tensor",
+        fakes.scaled_matmul,
+        reference.scaled_matmul,
+        launch.scaled_matmul,
+        kind=scaled_matmul_kind,
+        sharding=Rule(
+            {
+                "a": Operand("MK"),
+                "a_scale": Operand("MK", "a_spec"),
+                "b": Operand("NK"),
+                "b_scale": Operand("NK", "b_spec"),
+                "bias": Operand("N"),
+                "residual": Operand("MN"),
+            },
+            (Operand("MN"),),
+            forbids=("bias", "activation", "residual"),
+        ),
+    ),
+    "matmul": Op(
+        "(Tensor a, Tensor b) -> Tensor",
+        fakes.matmul,
+        reference.matmul,
+        kind=matmul_kind,
+        sharding=Rule({"a": Operand("MK"), "b": Operand("NK")}, (Operand("MN"),)),
+    ),
+}
+_FUSED = {
+    "rms_norm_quantize": Op(
+        f"(Tensor x, Tensor weight, float eps, str rounding, {_PRODUCER}) -> Tensor[]",
+        fakes.rms_norm_quantize,
+        reference.rms_norm_quantize,
+        launch.rms_norm_quantize,
+    ),
+    "rms_norm_backward": Op(
+        "(Tensor grad, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? residual, bool needs_weight) "
+        "-> Tensor[]",
+        fakes.rms_norm_backward,
+        reference.rms_norm_backward,
+        launch.rms_norm_backward,
+    ),
+    "silu_mul_quantize": Op(
+        f"(Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]",
+        fakes.silu_mul_quantize,
+        reference.silu_mul_quantize,
+        launch.silu_mul_quantize,
+    ),
+    "silu_mul_backward_quantize": Op(
+        f"(Tensor grad, Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]",
+        fakes.silu_mul_backward_quantize,
+        reference.silu_mul_backward_quantize,
+        launch.silu_mul_backward_quantize,
+    ),
+}
+# Implemented above the ops, in terms of them.
+_LAYERS = {
+    # Torch keeps on disk what it made of a graph, and finds it by the graph's text. The last two arguments are there
+    # for that alone: without them a graph would go on as it was after the dtype of the autocast around it, or the code
+    # of the op, has changed.
+    "linear": Op(
+        "(Tensor input, Tensor weight, Tensor? bias, str recipe, bool shares_input, ScalarType dtype, str code) "
+        "-> Tensor"
+    ),
+    "whole_linear": Op(
+        f"(Tensor input, Tensor weight, str recipe, Tensor? bias=None, {_CACHED_WEIGHT}) -> Tensor", fakes.whole_linear
+    ),
+    "whole_linear_backward": Op(
+        "(Tensor grad_output, Tensor input, Tensor weight, str recipe, bool needs_input, bool needs_weight, "
+        f"bool needs_bias, {_CACHED_WEIGHT}) -> Tensor[]",
+        fakes.whole_linear_backward,
+    ),
+    "without_backward": Op(
+        "(Tensor out, Tensor a, Tensor? b=None, Tensor? c=None, Tensor? d=None) -> Tensor", fakes.without_backward
+    ),
+    # Without grad_output, a compiler may have forward read what backward is gathered for.
+    "weight_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
+    # (qdata, scale), or qdata alone where the scale is given.
+    "gathered_form": Op(
+        "(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, str spec, "
+        "bool transposed, Tensor? grad_output=None) -> Tensor[]",
+        fakes.gathered_form,
+    ),
+}
+OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_GEMMS, **_FUSED, **_LAYERS})
+"""Every op of the package by name."""
+
+
+def implement(name: str, function: Callable[..., Any], backward: Callable[..., Any] | None = None) -> None:
+    """Register what an op of a row without a reference does.
+
+    Args:
+        name: of the op.
+        function: of its arguments.
+        backward: ``backward(ctx, *grads)``; ``saved(ctx)`` gives the arguments of the call. None for an op that has no
+            gradient, or none of its own.
+    """
+    composite = OPS[name].fake is None
+    _library.impl(name, function, "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd")
+    if backward is not None:
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=_save, lib=_library)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
+    # What else there was, and where tensors go.
+    ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in inputs]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """The arguments that the op of a ``backward`` was called with."""
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if other is None else other[0] for other in ctx.others]
+
+
+def _register() -> None:
+    for name, op in OPS.items():
+        _library.define(name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        if op.fake is not None:
+            torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_library)
+        if op.reference is not None:
+            cpu = op.reference if op.kind is None else counted(op.reference, op.kind)
+            cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind)
+            _library.impl(name, cpu, "CPU")
+            _library.impl(name, cuda, "CUDA")
+
+
+_register()
+
+amax = torch.ops.tritonfp8.amax.default
+quantize = torch.ops.tritonfp8.quantize.default
+quantize_both = torch.ops.tritonfp8.quantize_both.default
+dequantize = torch.ops.tritonfp8.dequantize.default
+transpose = torch.ops.tritonfp8.transpose.default
+scaled_matmul = torch.ops.tritonfp8.scaled_matmul.default
+matmul = torch.ops.tritonfp8.matmul.default
+rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
+rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default
+silu_mul_quantize = torch.ops.tritonfp8.silu_mul_quantize.default
+silu_mul_backward_quantize = torch.ops.tritonfp8.silu_mul_backward_quantize.default
+whole_linear = torch.ops.tritonfp8.whole_linear.default
+"""``whole_linear(input, weight, *recipe.args, bias, *cached)``, of plain tensors of one dtype, in which it computes.
+
+``cached`` is data and scale of the weight, then of its transpose, where they were quantized before
+(:func:`tritonfp8.functional.quantize_weight`); each None where it was not.
+"""
+whole_linear_backward = torch.ops.tritonfp8.whole_linear_backward.default
+without_backward = torch.ops.tritonfp8.without_backward.default
+weight_operand = torch.ops.tritonfp8.weight_operand.default
+gathered_form = torch.ops.tritonfp8.gathered_form.default

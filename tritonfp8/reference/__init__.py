@@ -1,0 +1,35 @@
+"""The meaning of each op in plain torch, on any device, with the parameters of the op.
+
+Exports one function an op, named as the op; kernels agree with the casts to the bit.
+"""
+
+from tritonfp8.reference.casts import amax, dequantize, quantize, quantize_both, transpose
+from tritonfp8.reference.fused import (
+    empty_results,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_quantize,
+    silu_mul,
+    silu_mul_backward,
+    silu_mul_backward_quantize,
+    silu_mul_quantize,
+)
+from tritonfp8.reference.products import matmul, scaled_matmul
+
+__all__ = [
+    "amax",
+    "dequantize",
+    "empty_results",
+    "matmul",
+    "quantize",
+    "quantize_both",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_quantize",
+    "scaled_matmul",
+    "silu_mul",
+    "silu_mul_backward",
+    "silu_mul_backward_quantize",
+    "silu_mul_quantize",
+    "transpose",
+]

@@ -1,0 +1,157 @@
+"""The meaning of the package: every op in plain torch, on any device, with the signature of the op.
+
+Quantization here and in the kernels agrees to the bit. A matrix product is float32 on dequantized operands; kernels
+agree with it within the tolerances of :mod:`tritonfp8.testing`.
+
+All steps are float32, in IEEE arithmetic with round to nearest even:
+
+    amax  = max |x| over the block                                   NaN or infinite if the block holds one
+    enc   = min(qmax / amax, 2^126), or 1 where amax is 0
+    pow2:   enc = 2^floor(log2 enc)
+    q     = cast(clamp(x * enc, -qmax, qmax))
+    scale = 1 / enc
+
+e8m0 scales are powers of two, clamped to [2^-127, 2^127], with enc = 1 / scale:
+
+    pow2:   the smallest scale with amax / scale <= qmax             "RCEIL"
+    floor:  scale = 2^(floor(log2 amax) - emax)                      OCP MX v1.0, section 6.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS, Format
+from tritonfp8.specs import empty_scale, full_block, spec_of
+
+INFINITY_BITS = 0x7F800000
+MANTISSA_MASK = 0x7FFFFF
+MAGNITUDE_MASK = 0x7FFFFFFF
+MAX_ENCODE = 2.0**126
+
+
+def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
+    """``x`` zero-padded to whole blocks and viewed as ``[n0, b0, n1, b1, ...]``."""
+    full = [max(d, 1) if b == -1 else b for d, b in zip(x.shape, full_block(x.ndim, block), strict=True)]
+    counts = [
+        max(-(-d // b), 1 if whole == -1 else 0)
+        for d, b, whole in zip(x.shape, full, full_block(x.ndim, block), strict=True)
+    ]
+    padding = [
+        p for d, b, n in zip(reversed(x.shape), reversed(full), reversed(counts), strict=True) for p in (0, n * b - d)
+    ]
+    return F.pad(x, padding).reshape([size for pair in zip(counts, full, strict=True) for size in pair])
+
+
+def _spread(per_block: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
+    """``per_block`` repeated so that it broadcasts over a tensor of ``shape``."""
+    for dim, (size, b) in enumerate(zip(shape, full_block(len(shape), block), strict=True)):
+        if b > 1:
+            per_block = per_block.repeat_interleave(b, dim).narrow(dim, 0, size)
+    return per_block
+
+
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    """Largest magnitude of each block.
+
+    Args:
+        x: ``[..., K]``, any floating dtype.
+        block: ``(rows, cols)``; see :class:`~tritonfp8.QuantSpec`.
+
+    Returns:
+        float32, one value a block; 0 for an empty block, infinite or NaN where the block holds such a value.
+    """
+    # The bits of non-negative floats are ordered as integers, with NaN above infinity: nothing is swallowed.
+    bits = _blocked(x.float().abs().view(torch.int32), block)
+    found = bits.amax(dim=tuple(range(1, bits.ndim, 2))).view(torch.float32)
+    return torch.where(found.isnan(), torch.nan, found)
+
+
+def _without_sign(amax: Tensor) -> Tensor:
+    # By bits: -NaN would order below all finite values, as integers, and so count as finite.
+    return (amax.view(torch.int32) & MAGNITUDE_MASK).view(torch.float32)
+
+
+def _encode_fp32(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor, Tensor]:
+    enc = torch.where(amax == 0, torch.ones_like(amax), torch.full_like(amax, fmt.qmax) / amax).clamp(max=MAX_ENCODE)
+    if scale_rounding == "pow2":
+        enc = (enc.view(torch.int32) & ~MANTISSA_MASK).view(torch.float32)
+    # The NaN is chosen and not computed: what arithmetic on NaN leaves in its payload differs by device.
+    finite = amax.view(torch.int32) < INFINITY_BITS
+    return torch.where(finite, enc, torch.nan), torch.where(finite, 1.0 / enc, torch.nan)
+
+
+def _encode_e8m0(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor, Tensor]:
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - fmt.emax
+    if scale_rounding == "pow2":
+        exponent = exponent + ((bits & MANTISSA_MASK) > fmt.qmax_mantissa).int()
+    # The largest biased exponent, 254 - 7 + 1, is below the upper clamp of 254 in both formats.
+    exponent = exponent.clamp(min=0)
+    finite = bits < INFINITY_BITS
+    enc = torch.where(finite, ((254 - exponent) << 23).view(torch.float32), torch.nan)
+    return enc, torch.where(finite, exponent, 255).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def quantize(
+    x: Tensor,
+    spec: str,
+    transpose: bool = False,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantize ``x``, or ``x.T`` if ``transpose``; see :func:`tritonfp8.quantize`.
+
+    Args:
+        x: ``[..., K]``, any floating dtype; 2-D if ``transpose``.
+        spec: the text of a :class:`~tritonfp8.QuantSpec`.
+        transpose: quantize ``x.T``.
+        amax: float32, one value a block of what is quantized, used in place of its own amax. Its sign is ignored, also
+            that of zero, infinity and NaN.
+
+    Returns:
+        ``(qdata, scale)``.
+    """
+    s = spec_of(spec)
+    fmt, scales = FORMATS[s.format], SCALE_FORMATS[s.scale_format]
+    x = (x.t() if transpose else x).float()
+    block_amax = globals()["amax"](x, s.block) if amax is None else _without_sign(amax)
+    encode = _encode_e8m0 if scales.exponent_only else _encode_fp32
+    enc, scale = encode(block_amax, fmt, s.scale_rounding)
+    scaled = x * _spread(enc, x.shape, s.block)
+    codes = scaled.clamp(-fmt.qmax, fmt.qmax).to(fmt.dtype).view(torch.uint8)
+    codes = torch.where(scaled.isnan(), fmt.nan, codes)
+    return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, s.block, s.scale_format, x.device).copy_(scale)
+
+
+def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``quantize(x)`` by the first spec and ``quantize(x, transpose=True)`` by the second: four tensors."""
+    return *quantize(x, spec), *quantize(x, spec_t, transpose=True)
+
+
+def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
+    """``float32(qdata) * float32(scale)``, rounded to ``dtype``.
+
+    Args:
+        qdata: ``[..., K]``, 8-bit.
+        scale: one value a block.
+        spec: the text of a :class:`~tritonfp8.QuantSpec`.
+        dtype: any floating dtype.
+
+    Returns:
+        ``dtype``, in the shape of ``qdata``; infinite where the product is beyond float32 or ``dtype``: a code times a
+        power of two may be 2^128, to which the largest float32 values are rounded.
+    """
+    return (qdata.float() * _spread(scale.float(), qdata.shape, spec_of(spec).block)).to(dtype)
+
+
+def transpose(qdata: Tensor) -> Tensor:
+    """``qdata [M, N]``, 8-bit, as a contiguous copy ``[N, M]``.
+
+    What is quantized with a scale of square blocks is so transposed without another rounding; its scale is the
+    transpose of the scale.
+    """
+    return qdata.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(qdata.dtype)

@@ -1,0 +1,59 @@
+"""The meaning of the matrix products: float32 on dequantized operands, rounded once.
+
+Kernels agree with it within the tolerances of :mod:`tritonfp8.testing`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritonfp8.reference.casts import dequantize
+
+_ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+def scaled_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_spec: str,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulation: str = "precise",
+) -> Tensor:
+    """``activation(a @ b.T + bias) + residual`` on quantized operands, in float32, rounded to ``out_dtype`` at the end.
+
+    Args:
+        a: ``[M, K]``, 8-bit, with its scale and the text of its spec.
+        b: ``[N, K]``, likewise.
+        bias: ``[N]`` or None.
+        activation: None, ``"relu"``, ``"gelu"`` (by erf) or ``"silu"``.
+        residual: ``[M, N]`` or None.
+        out_dtype: bfloat16, float16 or float32.
+        accumulation: of no effect here: float32 is the reference of both.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+    """
+    lhs = dequantize(a, a_scale, a_spec, torch.float32)
+    rhs = dequantize(b, b_scale, b_spec, torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        out = lhs @ rhs.t()
+    if bias is not None:
+        out = out + bias.float()
+    if activation is not None:
+        out = _ACTIVATIONS[activation](out)
+    if residual is not None:
+        out = out + residual.float()
+    return out.to(out_dtype)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a [M, K] @ b [N, K].T`` in the operands' own dtype: the products that a recipe keeps in high precision."""
+    return a @ b.t()

@@ -1,0 +1,26 @@
+"""The training run of ``tritonfp8 train``: settings, loop, report, reference models and text.
+
+Exports the settings, the run, the models, and what shows and writes the result.
+"""
+
+from tritonfp8.training import report
+from tritonfp8.training.loop import UNTIMED_STEPS, lr_factor, run
+from tritonfp8.training.models import MODELS, build_model, default_lr, require_train_extra
+from tritonfp8.training.settings import BASELINE, DEFAULT_RECIPES, DEFAULTS, Settings, choose_device, prepare
+
+__all__ = [
+    "BASELINE",
+    "DEFAULTS",
+    "DEFAULT_RECIPES",
+    "MODELS",
+    "Settings",
+    "UNTIMED_STEPS",
+    "build_model",
+    "choose_device",
+    "default_lr",
+    "lr_factor",
+    "prepare",
+    "report",
+    "require_train_extra",
+    "run",
+]

@@ -1,0 +1,313 @@
+"""Train one model on the same text in several recipes: the models, the settings, the loop and what is measured.
+
+Every recipe starts from the same weights and sees the same batches in the same order. The loop is ordinary
+mixed-precision training: float32 weights, bfloat16 autocast, AdamW (betas 0.9 and 0.95, weight decay 0.1 on matrices),
+linear warm-up over the first tenth of the steps (at most 100), cosine decay to a tenth of the learning rate, gradients
+clipped to norm 1. ``bf16`` is the model as it is, ``bf16-perturbed`` the same from weights changed by about their bf16
+rounding; every other recipe is :func:`tritonfp8.convert` on a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import math
+import statistics
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from tritonfp8.convert import convert
+from tritonfp8.counting import count_gemms
+from tritonfp8.training import corpus
+from tritonfp8.training.models import perturb
+from tritonfp8.training.settings import BASELINE, PERTURBED, Job, Settings
+
+UNTIMED_STEPS = 5
+_POLL_STEPS = 10
+# On a CPU. Threads that share ops of microseconds wait for each other longer than they work as soon as the machine has
+# anything else to do.
+FLOPS_A_THREAD = 10**10
+
+
+@dataclass
+class Run:
+    """What one recipe did and what was measured on the way.
+
+    Attributes:
+        recipe: its name.
+        losses: mean cross-entropy of each step's batch, in nats a byte.
+        step_seconds: wall time of each step; on a GPU between events on its stream.
+        peak_bytes: peak of allocated GPU memory over the timed steps, weights and optimizer included; None on a CPU.
+        flops: linear FLOPs of converted layers that ran, by kind (:data:`tritonfp8.counting.KINDS`), over all steps.
+        converted: recipe of each converted layer, by its name in the model.
+        skipped: reason for each layer that was left as it was, likewise.
+        failure: the error that ended this recipe, or None.
+        details: its traceback.
+        interrupted: whether the user stopped it.
+    """
+
+    recipe: str
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    flops: dict[str, int] = field(default_factory=dict)
+    converted: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    details: str | None = None
+    interrupted: bool = False
+
+    @property
+    def untimed_steps(self) -> int:
+        """Steps at the start that speeds leave out: they compile, warm caches up and fill the allocator."""
+        return min(UNTIMED_STEPS, max(len(self.step_seconds) - 1, 0))
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """Median wall time of a step after the first :attr:`untimed_steps`; None where no step ended."""
+        timed = self.step_seconds[self.untimed_steps :]
+        return statistics.median(timed) if timed else None
+
+    @property
+    def first_non_finite(self) -> int | None:
+        """Number (from 1) of the first step whose loss is NaN or infinite, or None."""
+        return next((step for step, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), None)
+
+
+@dataclass
+class Result:
+    """Everything one comparison measured.
+
+    Attributes:
+        job: what was asked for.
+        linear_flops: FLOPs of all linear layers in one training step, counted over the unconverted model; None where
+            the run ended before they were counted.
+        threads: threads that an op may use on the CPU.
+        runs: what each recipe did, in the order of the settings, as far as it came.
+        interrupted: whether the user stopped it.
+    """
+
+    job: Job
+    linear_flops: int | None = None
+    threads: int | None = None
+    runs: list[Run] = field(default_factory=list)
+    interrupted: bool = False
+
+    def run_of(self, recipe: str) -> Run | None:
+        """The run of this recipe, or None where it was not started."""
+        return next((run for run in self.runs if run.recipe == recipe), None)
+
+
+class Observer:
+    """Is told how a comparison goes. This one does nothing; derive from it."""
+
+    def started(self, recipe: str, steps: int) -> None:
+        """A recipe begins."""
+
+    def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """``step`` steps are done; the speed is that since the last call. Not called for every step on a GPU."""
+
+    def ended(self, run: Run) -> None:
+        """A recipe is over, by its last step, a failure or the user."""
+
+
+def run(job: Job, observer: Observer | None = None) -> Result:
+    """Train in every recipe of the job. What was measured is in the result however a recipe ends.
+
+    KeyboardInterrupt ends the comparison, an error only the recipe in which it happened; both are noted in its
+    :class:`Run`. Losses are reproducible on the CPU; on a GPU as far as torch's own backward passes are.
+    """
+    observer = observer or Observer()
+    result = Result(job)
+    device, threads = torch.device(job.settings.device), torch.get_num_threads()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        result.linear_flops = linear_flops(job)
+        if device.type == "cpu":
+            torch.set_num_threads(min(threads, max(1, result.linear_flops // FLOPS_A_THREAD)))
+        result.threads = torch.get_num_threads()
+        for recipe in job.settings.recipes:
+            result.runs.append(Run(recipe))
+            observer.started(recipe, job.settings.steps)
+            _train(job, result.runs[-1], observer)
+            observer.ended(result.runs[-1])
+            if result.runs[-1].interrupted:
+                break
+    except KeyboardInterrupt:
+        result.interrupted = True
+    finally:
+        torch.set_num_threads(threads)
+    result.interrupted |= any(each.interrupted for each in result.runs)
+    return result
+
+
+def linear_flops(job: Job) -> int:
+    """FLOPs (2 M N K a product) of all linear layers of the unconverted model in one training step.
+
+    Counted by torch as it runs forward and backward of one sequence on the job's device, eager, times the batch size.
+    Matrix products with a batch dimension, those of attention, are not linear layers' and not counted.
+    """
+    settings = job.settings
+    device = torch.device(settings.device)
+    model = copy.deepcopy(job.model).to(device).train()
+    batch = torch.zeros(1, settings.seq_len + 1, dtype=torch.long, device=device)
+    with FlopCounterMode(display=False) as counter:
+        _loss(model, batch).backward()
+    counts = counter.get_flop_counts()["Global"]
+    total = sum(counts.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm)) * settings.batch_size
+    del model
+    _release(settings)
+    return int(total)
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the tokens of ``batch`` (int64 ``[batch, seq_len + 1]``), each from those before it."""
+    with torch.autocast(batch.device.type, torch.bfloat16):
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+class _Meter:
+    """Notes each step as it ends, without waiting for the GPU; an interrupted step leaves no trace."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[tuple[torch.Tensor, Any, Counter[str]]] = []
+        self.begin: Any = None
+
+    def start(self) -> None:
+        """The first step begins."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.begin = self._now()
+
+    def add(self, loss: torch.Tensor, flops: Counter[str]) -> None:
+        """A step has been launched, with this loss and these FLOPs."""
+        self.steps.append((loss, self._now(), flops))
+        if len(self.steps) == UNTIMED_STEPS and self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self, run: Run) -> None:
+        """Wait for the device and move all that was noted into ``run``."""
+        if not self.steps or self.begin is None:
+            return
+        run.losses = torch.stack([loss for loss, _, _ in self.steps]).tolist()
+        times = [self.begin, *(time for _, time, _ in self.steps)]
+        run.step_seconds = [self._seconds(a, b) for a, b in itertools.pairwise(times)]
+        run.flops = dict(sum((flops for _, _, flops in self.steps), Counter()))
+        run.peak_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+    def _now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _seconds(self, a: Any, b: Any) -> float:
+        return float(b - a if self.device.type == "cpu" else a.elapsed_time(b) / 1e3)
+
+
+def _train(job: Job, run: Run, observer: Observer) -> None:
+    """Train one recipe into ``run``; an error or a KeyboardInterrupt is noted there and ends it."""
+    meter = _Meter(torch.device(job.settings.device))
+    with _noted(run):
+        _loop(job, _converted_copy(job, run), meter, observer)
+    # After a CUDA error, reading fails as well: other recipes' figures must not be lost over it.
+    with _noted(run):
+        meter.read(run)
+        _release(job.settings)
+
+
+@contextlib.contextmanager
+def _noted(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.interrupted = True
+    except Exception as error:
+        if run.failure is None:
+            run.failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            run.details = traceback.format_exc()
+
+
+def _converted_copy(job: Job, run: Run) -> nn.Module:
+    model = copy.deepcopy(job.model).to(job.settings.device).train()
+    if run.recipe == PERTURBED:
+        perturb(model, job.settings.seed)
+    if run.recipe not in (BASELINE, PERTURBED):
+        report = convert(model, run.recipe)
+        run.converted = {name: recipe.name for name, recipe in report.converted.items()}
+        run.skipped = dict(report.skipped)
+    return model
+
+
+def _loop(job: Job, model: nn.Module, meter: _Meter, observer: Observer) -> None:
+    settings, device = job.settings, meter.device
+    step = _step(model, settings)
+    sizes = {name: getattr(settings, name) for name in ("steps", "batch_size", "seq_len", "seed")}
+    polled, since = 0, time.perf_counter()
+    meter.start()
+    for done, batch in enumerate(corpus.batches(job.text, **sizes), 1):
+        with count_gemms() as counts:
+            loss = step(batch.to(device, non_blocking=True).long())
+        meter.add(loss, counts.flops)
+        # Reading a loss waits for the GPU, so there it is not done in every step.
+        if device.type == "cpu" or done % _POLL_STEPS == 0 or done == settings.steps:
+            value, now = loss.item(), time.perf_counter()
+            observer.stepped(done, value, (done - polled) * settings.batch_size * settings.seq_len / (now - since))
+            polled, since = done, now
+
+
+def _step(model: nn.Module, settings: Settings) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One optimizer step on a batch (int64 ``[batch, seq_len + 1]``); returns its loss, detached."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, settings.steps))
+    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _loss
+    if settings.compile:
+        loss_of = torch.compile(_loss)
+    torch.manual_seed(settings.seed)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        return loss.detach()
+
+    return step
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Learning rate of ``step`` (from 0) of ``steps``, as a share of the peak: linear warm-up, then cosine to 0.1."""
+    warm_up = min(100, max(1, steps // 10))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def _release(settings: Settings) -> None:
+    """Let nothing of one recipe reach the next: compiled code and what dynamo learned about shapes, memory."""
+    if settings.compile:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.device(settings.device).type == "cuda":
+        torch.cuda.empty_cache()

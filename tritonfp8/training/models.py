@@ -1,0 +1,138 @@
+"""The models that ``tritonfp8 train`` trains: Llama shapes by name, or any transformers config, with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritonfp8.training.corpus import VOCABULARY
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model by name: what goes into its ``transformers.LlamaConfig``, and its default learning rate.
+
+    A comparison needs a learning rate at which two runs of bf16 itself end close together (``bf16-perturbed`` shows how
+    close): a difference between runs that started almost alike grows with it.
+    """
+
+    lr: float
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+MODELS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "tiny": Preset(1e-3, 128, 512, 4, 4, 4),
+        "160m": Preset(1.5e-4, 1024, 3072, 12, 16, 16),
+        "1b": Preset(3e-4, 2048, 8192, 16, 32, 8),
+        "8b-slice": Preset(3e-4, 4096, 14336, 4, 32, 8),
+    }
+)
+CONFIG_FILE_LR = 3e-4
+MAX_SEQ_LEN = 8192
+
+
+def default_lr(model: str) -> float:
+    """The learning rate of a preset, or the one for config files.
+
+    Raises:
+        ValueError: neither a preset nor an existing path; the message names the nearest preset.
+    """
+    if preset := MODELS.get(model):
+        return preset.lr
+    if Path(model).exists():
+        return CONFIG_FILE_LR
+    nearest = max(MODELS, key=lambda name: difflib.SequenceMatcher(None, model.lower(), name).ratio())
+    raise ValueError(
+        f"no model is named {model!r} and no file or folder is there; did you mean {nearest!r}? "
+        f"Models: {', '.join(MODELS)}, or the path of a transformers config"
+    )
+
+
+def require_train_extra() -> None:
+    """Raise ModuleNotFoundError, naming what to install, unless the packages of the ``train`` extra are there."""
+    if missing := [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]:
+        raise ModuleNotFoundError(f'training needs {" and ".join(missing)}: pip install "tritonfp8[train]"')
+
+
+def perturb(model: nn.Module, seed: int) -> None:
+    """Change every parameter, in place, by a random relative 2^-9: about what rounding it to bf16 does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.mul_(1 + 2.0**-9 * noise)
+
+
+def build_model(name: str, seq_len: int, seed: int) -> nn.Module:
+    """A preset, or the model of a config file or folder, with random float32 weights from ``seed``, on the CPU.
+
+    Raises:
+        ValueError: the config cannot be read, is no causal language model's, has a vocabulary below 256 or fewer
+            positions than ``seq_len``.
+    """
+    with _quiet_imports():
+        from transformers import AutoModelForCausalLM
+    config = _config(name)
+    text_config = config.get_text_config()
+    if (getattr(text_config, "vocab_size", None) or 0) < VOCABULARY:
+        raise ValueError(
+            f"a token is a byte, so vocab_size must be at least {VOCABULARY}; {name} has "
+            f"{getattr(text_config, 'vocab_size', None)}"
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        raise ValueError(f"seq_len must be at most {positions}, the positions {name} has; got {seq_len}")
+    torch.manual_seed(seed)
+    try:
+        with _quiet_imports():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(f"{name} is no config of a causal language model: {error}") from error
+    return model
+
+
+def _config(name: str) -> Any:
+    with _quiet_imports():
+        from transformers import AutoConfig, LlamaConfig
+    if preset := MODELS.get(name):
+        sizes = {key: value for key, value in vars(preset).items() if key != "lr"}
+        return LlamaConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=MAX_SEQ_LEN, tie_word_embeddings=False, **sizes
+        )
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    try:
+        if not isinstance(json.loads(path.read_text()), dict):
+            raise ValueError("a JSON object is needed")
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no transformers config: {error}") from error
+
+
+@contextlib.contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Hold back what transformers' imports log about optional extensions of other packages: not the user's concern."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

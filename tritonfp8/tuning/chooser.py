@@ -1,0 +1,177 @@
+"""Which configuration a matrix product is launched with. Nothing is benchmarked at call time.
+
+In this order: what was tuned for the product, what was tuned for the nearest M of the same N and K, what was tuned for
+the nearest sizes, each only so far away; else the least predicted time. The user's own tuning replaces what the package
+ships for the same product, and among others the nearer wins, whoever tuned it. Files are read once a process, when the
+first product of a machine is chosen, and never while a choice is repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping
+
+from tritonfp8.hardware import Abilities, machine_key
+from tritonfp8.tuning import store
+from tritonfp8.tuning.matmul_space import MatmulConfig, predicted_time, space, space_accumulation, supports
+from tritonfp8.tuning.store import Entries, Entry, Key, Kind
+
+__all__ = ["candidates", "choose", "install", "key", "reload", "space", "table"]
+
+MIN_BUCKET = 8
+# In octaves (factors of two): of M where N and K are the same, and of the Euclidean distance of (M, N, K) where not.
+MAX_M_OCTAVES = 2.0
+MAX_OCTAVES = 1.0
+
+_ByKind = dict[Kind, Entries]
+_tables: dict[str, _ByKind] = {}
+_lock = threading.RLock()
+_listeners: list[Callable[[], None]] = []
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Call ``forget`` whenever choices that were made before may not hold any more."""
+    _listeners.append(forget)
+
+
+def bucket(m: int) -> int:
+    """The least of 8, 12, 16, 24, 32, 48, ... that is at least ``m``: sizes of M that share a tuned configuration."""
+    power = max(MIN_BUCKET, 1 << (m - 1).bit_length())
+    between = power * 3 // 4
+    return between if m <= between and between > MIN_BUCKET else power
+
+
+def kind(
+    family: str, accumulation: str, rows: tuple[int, int], out_itemsize: int, bare: bool, copy_engine: bool
+) -> Kind:
+    """The kind of a product; see :func:`choose` for the arguments."""
+    # Scales that leave K whole are read by a stride, 0 or not, in the same kernel; those of MX have one shape.
+    a_rows, b_rows = rows if family == "blockwise" else (0, 0)
+    return Kind(family, space_accumulation(family, accumulation), a_rows, b_rows, out_itemsize, bare, copy_engine)
+
+
+def key(product: Kind, m: int, n: int, k: int) -> Key:
+    """What the configuration tuned for a product is filed under."""
+    return Key(product, n, k, bucket(m))
+
+
+def candidates(product: Kind, m: int, n: int, k: int, device: Abilities) -> list[MatmulConfig]:
+    """The configurations that can run a product, by predicted time; among equals in the order of the space.
+
+    Raises:
+        RuntimeError: the device has too little shared memory for any.
+    """
+    specialized = product.copy_engine and device.has_warpgroup_mma
+    runnable = [
+        config
+        for config in space(product.family, product.accumulation)
+        if (config.max_m is None or m <= config.max_m)
+        and supports(
+            config,
+            product.family,
+            product.out_itemsize,
+            product.bare,
+            specialized,
+            device.max_shared_bytes,
+            native_mx=device.has_native_mx,
+            column_scales=product.b_rows == 1,
+        )
+    ]
+    if not runnable:
+        raise RuntimeError(
+            f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, too little for every "
+            f"{product.family} configuration"
+        )
+    return sorted(runnable, key=lambda config: predicted_time(config, m, n, k, product.out_itemsize, device.num_sms))
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    family: str,
+    accumulation: str,
+    rows: tuple[int, int],
+    m: int,
+    n: int,
+    k: int,
+    out_itemsize: int,
+    bare: bool,
+    copy_engine: bool,
+    device: Abilities,
+) -> MatmulConfig:
+    """The configuration that a product is launched with: always one that can run it.
+
+    Args:
+        family: of the product (:func:`tritonfp8.specs.matmul_family`).
+        accumulation: ``"fast"`` or ``"precise"``.
+        rows: rows of each operand that share a scale.
+        m, n, k: sizes of ``[m, k] @ [n, k].T``.
+        out_itemsize: bytes of an output element.
+        bare: the product has no activation and no residual.
+        copy_engine: TMA can address all three matrices.
+        device: what it runs on.
+    """
+    product = kind(family, accumulation, rows, out_itemsize, bare, copy_engine)
+    runnable = candidates(product, m, n, k, device)
+    by_name = {config.name: config for config in runnable}
+    tuned = table(machine_key(device)).get(product, {})
+    nearest = _nearest({at: entry for at, entry in tuned.items() if entry.config in by_name}, m, n, k)
+    return runnable[0] if nearest is None else by_name[nearest.config]
+
+
+def _nearest(entries: Mapping[Key, Entry], m: int, n: int, k: int) -> Entry | None:
+    """The entry that serves a product, or None where all are too far; of equally near ones that of the least sizes."""
+    found = [(rank, entry) for at, entry in entries.items() if (rank := _rank(at, m, n, k)) is not None]
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _rank(at: Key, m: int, n: int, k: int) -> tuple[float, ...] | None:
+    """Level (0: the same N and K) and distance in octaves; None where that is too far."""
+    of_m = abs(math.log2(at.m / bucket(m)))
+    if (at.n, at.k) == (n, k):
+        return (0, of_m, at.m) if of_m <= MAX_M_OCTAVES else None
+    if not (n and k):
+        return None
+    distance = math.hypot(of_m, math.log2(at.n / n), math.log2(at.k / k))
+    return (1, distance, at.m, at.n, at.k) if distance <= MAX_OCTAVES else None
+
+
+def table(machine: str) -> Mapping[Kind, Entries]:
+    """What is tuned for a machine, shipped and by the user, by kind. Reads the files at the first call."""
+    found = _tables.get(machine)
+    if found is None:
+        with _lock:
+            found = _tables.get(machine)
+            if found is None:
+                found = _tables[machine] = _by_kind({**store.read_shipped(machine), **store.read_user(machine)})
+    return found
+
+
+def _by_kind(entries: Entries) -> _ByKind:
+    grouped: _ByKind = {}
+    for at, entry in entries.items():
+        grouped.setdefault(at.kind, {})[at] = entry
+    return grouped
+
+
+def _forget_choices() -> None:
+    choose.cache_clear()
+    # Repeated launches repeat the choice that they were made with.
+    for forget in _listeners:
+        forget()
+
+
+def install(entries: Entries, machine: str) -> None:
+    """Choose by ``entries`` from now on in this process, before what was there for the same products."""
+    with _lock:
+        present = {at: entry for of_kind in table(machine).values() for at, entry in of_kind.items()}
+        _tables[machine] = _by_kind({**present, **entries})
+        _forget_choices()
+
+
+def reload() -> None:
+    """Forget what was read and chosen: the next choice reads the files anew."""
+    with _lock:
+        _tables.clear()
+        _forget_choices()

@@ -1,0 +1,271 @@
+"""Launch configurations of the matrix products: search spaces as data, and what each one needs.
+
+``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
+predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
+the 64 x 64 ones outside MX, the specialized 256 x 128 one with scales in the epilogue, and the ones for products of few
+rows, which are estimates.
+
+A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
+:class:`MatmulConfig`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
+
+BARRIER_BYTES = 1024
+SCALE_BYTES = 4
+WIDENED_BYTES = 2
+NATIVE_MX_ROWS = 128
+PARTIAL_BYTES = 4
+RATE_UNIT = 1e15
+# Of an H200, bytes a second and seconds: a copy's reads and writes, reads from L2 by all SMs and by one; how long a
+# load takes while the memory is busy, what a dependent launch adds.
+COPY_BANDWIDTH, L2_BANDWIDTH, SM_BANDWIDTH = 4.27e12, 1.0e13, 8.0e10
+LOAD_LATENCY, LAUNCH_LATENCY = 1.5e-6, 2.0e-6
+# The part of the shorter of two overlapping times that adds to the longer one.
+OVERHANG = 0.1
+# Few rows: the weight's bytes decide. Tiles of as many tokens, in as many parts of K.
+SMALL_M = 256
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """Tile ``[block_m, block_n]`` in steps of ``block_k``, and how Triton compiles it.
+
+    ``halves`` stores a tile in two halves of its columns; ``flatten`` joins the loop over tiles with the loop over K;
+    ``group_m`` rows of tiles are walked together. ``swap`` multiplies the transposed operands: the columns of the tile
+    become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
+    their float32 parts are added up in their order by a second launch. ``max_m`` is the largest M that this serves.
+
+    ``specialized`` is the warp-specialized Hopper kernel, whose two groups of warps each multiply 64 rows at a time; a
+    tile of 64 rows, of the transposed operands if swapped, has one group. ``bare`` says that its registers hold no
+    activation or residual besides the product, ``column_scales`` that they hold scales of every column along K.
+    ``stagger`` keeps the groups half a step apart; ``tight`` lets them promote before they start the next product, in
+    fewer registers; ``overlap`` lets them start it before, that many steps in a row, where a group has only one product
+    a step.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    rate: float = 1.0
+    halves: bool = False
+    flatten: bool = False
+    group_m: int = 8
+    blocks_per_sm: int = 1
+    specialized: bool = False
+    bare: bool = False
+    swap: bool = False
+    split_k: int = 1
+    max_m: int | None = None
+    stagger: bool = False
+    tight: bool = False
+    overlap: int = 1
+    column_scales: bool = True
+
+    @property
+    def name(self) -> str:
+        """What it is stored under: stable, readable, unique in its space.
+
+        Of what decides how it runs; a field at its default adds nothing, so a new field leaves old names alone. Not of
+        ``rate``, ``bare``, ``column_scales`` and ``max_m``, which say when to choose it.
+        """
+        default = type(self)
+        parts = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.num_warps}", f"s{self.num_stages}"]
+        parts += [
+            f"{letter}{value}"
+            for letter, value, usual in (
+                ("g", self.group_m, default.group_m),
+                ("b", self.blocks_per_sm, default.blocks_per_sm),
+                ("k", self.split_k, default.split_k),
+                ("o", self.overlap, default.overlap),
+            )
+            if value != usual
+        ]
+        parts += [
+            flag for flag in ("halves", "flatten", "specialized", "swap", "stagger", "tight") if getattr(self, flag)
+        ]
+        return "-".join(parts)
+
+
+def _few_rows(
+    splits: tuple[int, ...], *tiles: tuple[int, int, float], block_n: int = 128, **options: Any
+) -> tuple[MatmulConfig, ...]:
+    """Each tile ``(block_m, num_stages, rate)`` in each number of parts of K."""
+    return tuple(
+        MatmulConfig(block_m, block_n, 128, 4, stages, rate, swap=True, split_k=split, max_m=SMALL_M, **options)
+        for block_m, stages, rate in tiles
+        for split in splits
+    )
+
+
+def _half_tiles(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: Any) -> tuple[MatmulConfig, ...]:
+    """Tiles of 64 rows of the weight: twice as many programs read it, and fewer parts of sums have to be added up."""
+    return _few_rows(splits, *tiles, block_n=SPECIALIZED_WAVE_ROWS, specialized=True, **options)
+
+
+FEW_ROWS_HOPPER = _few_rows((1, 2, 4, 8), (16, 8, 0.30), (32, 8, 0.55), (64, 6, 0.80), (128, 4, 1.10), specialized=True)
+HALF_TILES = _half_tiles((1,), (8, 16, 0.15), (16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.80))
+HALF_TILES_OVERLAPPED = _half_tiles((1,), (8, 16, 0.15), (16, 16, 0.30), (32, 16, 0.50), (64, 12, 0.75), overlap=4)
+# With scales along K, what 128 tokens keep in flight besides their sum would take more registers than there are.
+HALF_TILES_128 = _half_tiles((1, 2), (128, 8, 1.00))
+HALF_TILES_128_OVERLAPPED = _half_tiles((1, 2), (128, 8, 1.00), overlap=4)
+LARGEST_PROMOTED = MatmulConfig(
+    256, 128, 128, 4, 4, 1.20, halves=True, group_m=16, specialized=True, bare=True, stagger=True, tight=True
+)
+FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
+
+SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
+    "epilogue": {
+        "fast": (
+            MatmulConfig(128, 256, 128, 4, 4, 1.51, halves=True, group_m=16, specialized=True, bare=True),
+            MatmulConfig(128, 128, 128, 4, 5, 1.45, specialized=True),
+            MatmulConfig(128, 256, 128, 8, 4, 1.44, halves=True),
+            MatmulConfig(128, 256, 128, 8, 3, 1.42, halves=True),
+            MatmulConfig(128, 128, 128, 8, 4, 1.20),
+            MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *HALF_TILES,
+            *HALF_TILES_128,
+            *FEW_ROWS,
+            MatmulConfig(64, 64, 128, 4, 3, 0.50),
+        ),
+        "precise": (
+            MatmulConfig(128, 128, 128, 4, 5, 1.39, group_m=16, specialized=True, overlap=2),
+            LARGEST_PROMOTED,
+            MatmulConfig(256, 64, 128, 4, 5, 1.20, specialized=True, stagger=True),
+            MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
+            MatmulConfig(128, 128, 128, 8, 4, 0.97),
+            MatmulConfig(64, 128, 128, 4, 4, 0.94, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *HALF_TILES_OVERLAPPED,
+            *HALF_TILES_128_OVERLAPPED,
+            *FEW_ROWS,
+            MatmulConfig(64, 64, 128, 4, 3, 0.50),
+        ),
+    },
+    "blockwise": {
+        "precise": (
+            MatmulConfig(128, 128, 128, 4, 5, 1.33, group_m=16, specialized=True, overlap=4, column_scales=False),
+            LARGEST_PROMOTED,
+            MatmulConfig(256, 64, 128, 4, 5, 1.06, specialized=True, stagger=True),
+            MatmulConfig(128, 128, 128, 4, 4, 1.10, specialized=True),
+            MatmulConfig(128, 128, 128, 8, 4, 0.82),
+            MatmulConfig(64, 128, 128, 4, 4, 0.82, blocks_per_sm=2),
+            *FEW_ROWS_HOPPER,
+            *HALF_TILES_OVERLAPPED,
+            *FEW_ROWS,
+            MatmulConfig(64, 64, 128, 4, 3, 0.50),
+        ),
+    },
+    "mx": {
+        "precise": (
+            MatmulConfig(128, 128, 64, 8, 4, 0.25),
+            MatmulConfig(64, 64, 64, 4, 3, 0.21, blocks_per_sm=4),
+        ),
+    },
+}
+
+
+def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
+    """Upper bound of the shared memory of a block: the stages of both operands and the tile on its way out."""
+    operands = config.num_stages * (config.block_m + config.block_n) * config.block_k
+    if config.specialized and family == "blockwise":
+        scales = max(config.block_m, SCALE_VECTOR) + max(config.block_n, SCALE_VECTOR)
+        operands += config.num_stages * SCALE_BYTES * scales
+    # Without an MX instruction the right operand is written back in bf16.
+    widened = WIDENED_BYTES * config.block_n * config.block_k if family == "mx" else 0
+    out = config.block_m * config.block_n
+    vectors = 0
+    if config.specialized:
+        rows, columns = (config.block_n, config.block_m) if config.swap else (config.block_m, config.block_n)
+        groups = min(2, rows // SPECIALIZED_WAVE_ROWS)
+        out = groups * SPECIALIZED_WAVE_ROWS * columns
+        # Each group's scales or bias of the columns, on their way between layouts.
+        vectors = groups * SCALE_BYTES * columns
+    out *= PARTIAL_BYTES if config.split_k > 1 else out_itemsize
+    return operands + widened + out // (2 if config.halves else 1) + vectors + BARRIER_BYTES
+
+
+def supports(
+    config: MatmulConfig,
+    family: str,
+    out_itemsize: int,
+    bare: bool,
+    specialized: bool,
+    max_shared_bytes: int,
+    native_mx: bool = False,
+    column_scales: bool = False,
+) -> bool:
+    """Whether ``config`` serves a product.
+
+    Args:
+        config: the configuration.
+        family: of the product.
+        out_itemsize: bytes of an output element.
+        bare: the product has no activation and no residual.
+        specialized: the device has warpgroup MMA and the copy engine can address all three matrices.
+        max_shared_bytes: what the device gives a block.
+        native_mx: the device has an MX instruction. It takes 128 rows; of a smaller tile Triton would make bf16.
+        column_scales: every column of the output has a scale of its own for every step of K.
+    """
+    fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
+    native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
+    # Parts of a sum have no epilogue.
+    holds = (bare or not config.bare or config.split_k > 1) and (config.column_scales or not column_scales)
+    return fits and native and holds and (specialized or not config.specialized)
+
+
+def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, num_sms: int) -> float:
+    """Seconds of a product by the figures of an H200; on another GPU in units of its own, whose order counts.
+
+    Whole waves of tiles are paid for, however few of the last one are used, each as long as its area over the rate. To
+    that the bytes of the matrices over the bandwidth are added, as if neither hid any of the other: they are the same
+    for every configuration. Of few rows (SMALL_M) they take longest, and the configuration decides how they are read:
+    what the programs have in flight must make up for the memory's latency, tiles read operands again from L2, one SM
+    can read only so much, and parts of K have to be written and added up.
+
+    Args:
+        config: the configuration.
+        m, n, k: sizes of the product ``[m, k] @ [n, k].T``.
+        out_itemsize: bytes of an output element.
+        num_sms: streaming multiprocessors of the device.
+    """
+    tiles = -(-m // config.block_m) * -(-n // config.block_n)
+    pieces = tiles * config.split_k
+    slots = num_sms * config.blocks_per_sm
+    paid_elements = -(-pieces // slots) * slots * config.block_m * config.block_n
+    multiply = 2 * paid_elements * max(k, 1) / (config.split_k * config.rate * RATE_UNIT)
+    bytes_moved = (m + n) * k + m * n * out_itemsize
+    if m > SMALL_M:
+        return multiply + bytes_moved / COPY_BANDWIDTH
+    rows = min(m, config.block_m) + config.block_n
+    in_flight = min(pieces, slots) * config.num_stages * rows * config.block_k
+    share = min(1.0, in_flight / (LOAD_LATENCY * COPY_BANDWIDTH))
+    read = max(bytes_moved / COPY_BANDWIDTH, tiles * rows * k / L2_BANDWIDTH) / share
+    read = max(read, -(-pieces // slots) * rows * k / config.split_k / SM_BANDWIDTH)
+    seconds = max(multiply, read) + OVERHANG * min(multiply, read)
+    if config.split_k > 1:
+        seconds += LAUNCH_LATENCY + 2 * PARTIAL_BYTES * config.split_k * m * n / L2_BANDWIDTH
+    return seconds
+
+
+def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
+    """The configurations of a family of products; a family that is always promoted has one space for both."""
+    return SPACES[family][space_accumulation(family, accumulation)]
+
+
+def space_accumulation(family: str, accumulation: str) -> str:
+    """The accumulation under which the space of these products is listed."""
+    return accumulation if accumulation in SPACES[family] else "precise"
+
+
+def find(family: str, accumulation: str, name: str) -> MatmulConfig | None:
+    """The configuration of this name, None where this version has none: in the space, or no such space."""
+    configs = space(family, accumulation) if family in SPACES else ()
+    return next((config for config in configs if config.name == name), None)

@@ -1,0 +1,21 @@
+"""Tune and compile before a run: record what a model launches, measure configurations, share them between ranks.
+
+Exports the steps of ``tritonfp8 warmup``.
+"""
+
+from tritonfp8.warmup import ranks, record, run, workers
+from tritonfp8.warmup.measure import MATMUL, tune
+from tritonfp8.warmup.record import Call, record_linear
+from tritonfp8.warmup.run import warm_up
+
+__all__ = [
+    "MATMUL",
+    "Call",
+    "ranks",
+    "record",
+    "record_linear",
+    "run",
+    "tune",
+    "warm_up",
+    "workers",
+]

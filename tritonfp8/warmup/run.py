@@ -1,0 +1,367 @@
+"""Compile, and on request tune, everything that a training step will launch, before it does.
+
+After :func:`warm_up` the compiled kernels are in Triton's disk cache and the first step compiles nothing of this
+package anew. It goes on where a killed one stopped: what is compiled is found in that cache, what is tuned in the store
+of :mod:`tritonfp8.tuning.store`. Under a launcher, one process a machine compiles, one process of all tunes, and all
+end with the same choices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tritonfp8 import hardware, recipes, training, tuning
+from tritonfp8.training import default_lr, require_train_extra
+from tritonfp8.tuning import store
+from tritonfp8.warmup.measure import MATMUL, OpJob, Product, Timer, current, tune
+from tritonfp8.warmup.ranks import Ranks, joined, local_rank
+from tritonfp8.warmup.record import DTYPES, Call, record_linear, record_model
+from tritonfp8.warmup.workers import default_workers, run_jobs
+
+DEFAULT_RECIPES = tuple(name for name in training.DEFAULT_RECIPES if name != training.BASELINE)
+DEFAULT_TOKENS = ((training.DEFAULTS["cuda"].batch_size, training.DEFAULTS["cuda"].seq_len),)
+DEFAULT_TIMEOUT = 3600.0
+MAX_TIMEOUT = 1e8
+MAX_SHAPES_BYTES = 2**20
+_SIZES = ("m", "n", "k")
+
+Mnk = tuple[int, int, int]
+Progress = Callable[[str, int, int], object]
+"""Told the stage (``"tune"``, ``"compile"``, ``"load"``), how many of its steps are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a warm-up did, on this rank; failures are those of all ranks.
+
+    Attributes:
+        compiled: distinct ops that ran once, so that all they launch is compiled.
+        skipped: products that these versions had tuned before.
+        tuned: products tuned now.
+        failed: what went wrong, a line each.
+        seconds: wall time.
+        interrupted: the user stopped it; what was done is kept.
+    """
+
+    compiled: int
+    skipped: int
+    tuned: int
+    failed: tuple[str, ...]
+    seconds: float
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class _Request:
+    model: str | None
+    shapes: tuple[Mnk, ...]
+    recipes: tuple[str, ...]
+    tokens: tuple[tuple[int, int], ...]
+    dtype: str
+    device: torch.device
+
+    def record(self) -> list[Call]:
+        """The distinct calls of all that was asked for."""
+        calls: dict[Call, None] = {}
+        for recipe in self.recipes:
+            for mnk in self.shapes:
+                calls |= dict.fromkeys(record_linear(mnk, recipe, self.dtype))
+            if self.model is not None:
+                for tokens in self.tokens:
+                    calls |= dict.fromkeys(record_model(self.model, recipe, tokens, self.dtype))
+        if not calls:
+            raise ValueError(f"nothing to warm up: {', '.join(self.recipes)} calls no op of this package here")
+        return list(calls)
+
+
+def read_shapes(path: str | Path) -> tuple[Mnk, ...]:
+    """The linear layers listed in a JSON file: ``[{"m": tokens, "n": out features, "k": in features}, ...]``.
+
+    Raises:
+        ValueError: the file cannot be read, or is no such list; the message names the entry.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_SHAPES_BYTES + 1)
+        if len(data) > MAX_SHAPES_BYTES:
+            raise ValueError(f"larger than {MAX_SHAPES_BYTES} bytes")
+        rows = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"the shapes in {path} cannot be read: {error}") from error
+    wanted = 'a list of {"m": tokens, "n": out features, "k": in features} with integers of at least 1'
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path} must hold {wanted}; it holds {_shown(rows)}")
+    for number, row in enumerate(rows, 1):
+        sizes = [row.get(name) for name in _SIZES] if isinstance(row, dict) and set(row) == set(_SIZES) else [None]
+        if not all(type(size) is int and 1 <= size < 2**31 for size in sizes):
+            raise ValueError(f"{path} must hold {wanted}; entry {number} is {_shown(row)}")
+    return tuple((row["m"], row["n"], row["k"]) for row in rows)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 100 else text[:97] + "..."
+
+
+def parse_tokens(text: str) -> tuple[int, int]:
+    """``"4x2048"`` (sequences x tokens a sequence) as ``(4, 2048)``; ``"8192"`` as ``(1, 8192)``.
+
+    Raises:
+        ValueError: anything else.
+    """
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise ValueError(f"tokens must be sequences x tokens a sequence, such as 4x2048; got {text!r}")
+    sizes = [int(part) for part in parts]
+    return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def _choose_device(requested: str | None) -> torch.device:
+    local = local_rank()
+    if requested is None:
+        requested = "cuda" if local is None else f"cuda:{local}"
+    try:
+        device, _ = training.choose_device(requested)
+    except ValueError as error:
+        raise ValueError(
+            f"a warm-up compiles for the GPU it runs on and needs a CUDA GPU with FP8 tensor cores (sm_89 or later): "
+            f"{error}. --device cpu tries out the steps and compiles nothing."
+        ) from error
+    return device
+
+
+def _are_sizes(rows: object, count: int) -> bool:
+    return (
+        isinstance(rows, Sequence)
+        and not isinstance(rows, str | bytes)
+        and all(isinstance(row, Sequence) and len(row) == count for row in rows)
+        and all(type(size) is int and 1 <= size < 2**31 for row in rows for size in row)
+    )
+
+
+def _check_types(model: object, shapes: object, names: object, tokens: object, device: object) -> None:
+    """Raise TypeError for an argument that is of no use at all; the message names it."""
+    checks = {
+        "model must be a str or None": (model, model is None or isinstance(model, str)),
+        "shapes must be a path, None or (m, n, k) of ints of at least 1": (
+            shapes, shapes is None or isinstance(shapes, str | Path) or _are_sizes(shapes, 3),
+        ),
+        "recipes must be a sequence of names": (names, isinstance(names, Sequence) and not isinstance(names, str)),
+        "tokens must be a sequence of (sequences, tokens a sequence), ints of at least 1": (
+            tokens, _are_sizes(tokens, 2),
+        ),
+        "device must be a str or None": (device, device is None or isinstance(device, str)),
+    }  # fmt: skip
+    for what, (value, fits) in checks.items():
+        if not fits:
+            raise TypeError(f"{what}; got {value!r}")
+
+
+def _resolve(
+    model: str | None,
+    shapes: str | Path | Sequence[Mnk] | None,
+    names: Sequence[str],
+    tokens: Sequence[tuple[int, int]],
+    dtype: str,
+    device: str | None,
+) -> _Request:
+    if model is None and shapes is None:
+        raise ValueError("a model or a file of shapes is needed: what is to be warmed up?")
+    _check_types(model, shapes, names, tokens, device)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if not names:
+        raise ValueError(f"at least one recipe is needed; recipes: {', '.join(recipes.names())}")
+    for name in names:
+        recipes.get(name)
+    if model is not None:
+        require_train_extra()
+        default_lr(model)
+    if shapes is None or isinstance(shapes, str | Path):
+        layers = () if shapes is None else read_shapes(shapes)
+    else:
+        layers = tuple(shapes)
+    wanted = tuple(name for name in dict.fromkeys(names) if name != training.BASELINE)
+    return _Request(model, layers, wanted, tuple(dict.fromkeys(tokens)), dtype, _choose_device(device))
+
+
+def warm_up(
+    *,
+    model: str | None = None,
+    shapes: str | Path | Sequence[Mnk] | None = None,
+    recipes: Sequence[str] = DEFAULT_RECIPES,
+    tokens: Sequence[tuple[int, int]] = DEFAULT_TOKENS,
+    dtype: str = "float32",
+    tune: bool = False,
+    force: bool = False,
+    workers: int | None = None,
+    device: str | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    timer: Timer | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Report:
+    """Compile, and on request tune, what training steps launch. Call it on every rank, or on none but one process.
+
+    Args:
+        model: a preset of ``tritonfp8 train`` or the path of a transformers config.
+        shapes: linear layers, as ``(m, n, k)`` or as a file of them (:func:`read_shapes`): ``[m, k]`` tokens, ``n`` out
+            features.
+        recipes: names of built-in recipes.
+        tokens: for a model, the batches to come: (sequences, tokens a sequence).
+        dtype: of the weights: ``"float32"``, with bfloat16 autocast; or ``"bfloat16"`` or ``"float16"``, without.
+        tune: also measure the products' configurations and keep the fastest.
+        force: measure again what these versions have measured before.
+        workers: processes that compile; None for one a core, at most 8; 0 to compile in this process.
+        device: ``"cuda"`` or ``"cuda:N"``; by default the current GPU, under a launcher that of the local rank.
+            ``"cpu"`` goes through the same steps with the reference ops, which compile nothing.
+        timeout: seconds that a rank waits for the others.
+        timer: in place of :func:`tritonfp8.warmup.measure.cuda_seconds`.
+        progress: told of every step done.
+
+    Returns:
+        A :class:`Report`. After Ctrl-C it says so, and what was done is kept; under a launcher Ctrl-C goes through.
+
+    Raises:
+        ValueError, TypeError: a bad argument, a model that cannot be followed, no GPU.
+        ModuleNotFoundError: ``model`` without the ``train`` extra.
+        RuntimeError: another rank failed (with a bad argument, say) or is gone, or a CUDA graph is being captured.
+    """
+
+    def resolve() -> _WarmUp:
+        _check_waiting(timeout)
+        request = _resolve(model, shapes, recipes, tokens, dtype, device)
+        return _WarmUp(request, _checked_workers(workers), timer, progress)
+
+    # Joined first: a rank that raised before would leave the others waiting for it.
+    with joined(timeout if _can_wait(timeout) else DEFAULT_TIMEOUT) as ranks:
+        job = ranks.together(resolve)
+        assert job is not None
+        return job.run(ranks, tune, force)
+
+
+def _can_wait(timeout: object) -> bool:
+    return isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < MAX_TIMEOUT
+
+
+def _check_waiting(timeout: object) -> None:
+    if not _can_wait(timeout):
+        raise ValueError(f"timeout must be a number of seconds above 0 and below {MAX_TIMEOUT:.0f}; got {timeout!r}")
+
+
+def _checked_workers(workers: object) -> int:
+    if workers is None:
+        return default_workers()
+    if type(workers) is not int or workers < 0:
+        raise ValueError(f"workers must be None or an int of at least 0; got {workers!r}")
+    return workers
+
+
+class _WarmUp:
+    """The stages, and what they have done so far."""
+
+    def __init__(self, request: _Request, workers: int, timer: Timer | None, progress: Progress) -> None:
+        self.request, self.workers, self.timer, self.progress = request, workers, timer, progress
+        self.device = request.device
+        self.machine = hardware.machine_key(hardware.abilities(self.device))
+        self.ready: set[Call] = set()
+        self.broken: set[Call] = set()
+        self.entries: store.Entries = {}
+        self.skipped = 0
+        self.failed: list[str] = []
+
+    def run(self, ranks: Ranks, with_tuning: bool, force: bool) -> Report:
+        """All stages, or those before Ctrl-C."""
+        begin = time.perf_counter()
+        interrupted = False
+        try:
+            with current(self.device):
+                self._stages(ranks, with_tuning, force)
+        except KeyboardInterrupt:
+            if ranks.size > 1:
+                raise
+            interrupted = True
+        seconds = time.perf_counter() - begin
+        return Report(len(self.ready), self.skipped, len(self.entries), tuple(self.failed), seconds, interrupted)
+
+    def _stages(self, ranks: Ranks, with_tuning: bool, force: bool) -> None:
+        """In step with the other ranks. Tuning comes first: it decides what is to be compiled."""
+        calls = ranks.together(self.request.record) or []
+        if with_tuning:
+            ranks.together((lambda: self._tune(calls, force)) if ranks.rank == 0 else None)
+        if ranks.size > 1:
+            mine = ranks.together(self._user_entries if ranks.local_rank == 0 else None) or {}
+            shared = ranks.exchange(store.dump(mine, self.machine))
+            ranks.together(lambda: self._take(shared, save=ranks.local_rank == 0))
+        ranks.together((lambda: self._compile(calls)) if ranks.local_rank == 0 else None)
+        ranks.together(lambda: self._load(calls))
+        if ranks.size > 1:
+            reports = ranks.exchange(json.dumps(self.failed).encode())
+            self.failed = [f"rank {i}: {line}" for i, lines in enumerate(reports) for line in json.loads(lines)]
+
+    def _tune(self, calls: Sequence[Call], force: bool) -> None:
+        outcome = tune(
+            calls,
+            self.device,
+            force=force,
+            workers=self.workers,
+            timer=self.timer,
+            progress=lambda done, total: self.progress("tune", done, total),
+        )
+        self.entries, self.skipped = outcome.entries, outcome.skipped
+        self.failed += outcome.failed
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+
+    def _user_entries(self) -> store.Entries:
+        # What was tuned now may be missing from the file, where that cannot be written.
+        return {**store.read_user(self.machine), **self.entries}
+
+    def _take(self, shared: Sequence[bytes], save: bool) -> None:
+        """Make the entries of all machines of this kind those of each, rank 0's before others: all choose alike."""
+        merged: store.Entries = {}
+        for data in reversed(shared):
+            # Of another kind of GPU: what is fast there says nothing here.
+            with contextlib.suppress(store.UnusableError):
+                merged |= store.parse(data, self.machine)[0]
+        if save and merged:
+            store.save(merged, self.machine)
+        tuning.install(merged, self.machine)
+
+    def _compile(self, calls: Sequence[Call]) -> None:
+        jobs = [OpJob(call, self._config_name(call)) for call in calls]
+        self._run("compile", calls, jobs, self.workers)
+
+    def _load(self, calls: Sequence[Call]) -> None:
+        # What failed in a process of its own would fail here, or worse.
+        good = [call for call in calls if call not in self.broken]
+        self._run("load", good, [OpJob(call) for call in good], workers=0)
+
+    def _run(self, stage: str, calls: Sequence[Call], jobs: Sequence[OpJob], workers: int) -> None:
+        steps = 0
+
+        def done(index: int, error: str | None) -> None:
+            nonlocal steps
+            steps += 1
+            if error is None:
+                self.ready.add(calls[index])
+            else:
+                self.ready.discard(calls[index])
+                self.broken.add(calls[index])
+                self.failed.append(f"{calls[index]}: {error}")
+            self.progress(stage, steps, len(jobs))
+
+        self.progress(stage, 0, len(jobs))
+        run_jobs(jobs, self.device, workers, done)
+
+    def _config_name(self, call: Call) -> str | None:
+        """The choice of this process, which a worker must not make anew: the files it reads may be others."""
+        if call.op != MATMUL or not all(size for name in ("a", "b") for size in call.named()[name].shape):
+            return None
+        return Product.of(call, self.device).chosen(self.device).name
