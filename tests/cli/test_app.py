@@ -16,6 +16,7 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 from models import SMALL
 from rich.console import Console
 from typer.testing import CliRunner
@@ -77,7 +78,7 @@ def test_train_compares_recipes_and_writes_everything(invoke, small, tmp_path):
     assert bf16["shares"] == bf16["converted"] == {}
     assert rowwise["shares"] == rowwise["shares_of_converted"] == {"reference": 1.0}
     assert rowwise["difference"] == pytest.approx(rowwise["final_loss"] / bf16["final_loss"] - 1)
-    assert rowwise["speed_up"] == pytest.approx(rowwise["tokens_per_second"] / bf16["tokens_per_second"])
+    assert rowwise["speed_up"] is None
     assert rowwise["converted"]["model.layers.0.mlp.up_proj"] == "rowwise"
     assert rowwise["peak_bytes"] is None
 
@@ -88,6 +89,10 @@ def test_train_compares_recipes_and_writes_everything(invoke, small, tmp_path):
     assert "mean of the last 2 steps" in table
     for cell in (f"{rowwise['final_loss']:.4f}", "100 % (reference)"):
         assert cell in done.output
+    for text in (table, done.output):
+        assert "tokens/s" not in text
+        assert "speed-up" not in text
+        assert "no speeds: a CPU has no FP8 tensor cores" in " ".join(text.split())
 
 
 def test_json_names_settings_machine_versions_and_text(invoke, small, tmp_path):
@@ -251,6 +256,19 @@ def test_terminal_gets_bars_with_loss_and_speed():
     shown = console.export_text()
     assert "rowwise" in shown
     assert "10/10 loss 2.5000 12,345 tokens/s ETA" in shown
+
+
+def test_on_a_gpu_speeds_are_compared():
+    seconds = {"bf16": 0.5, "rowwise": 0.25}
+    settings = training.Settings.resolve(device="cpu", recipes=("bf16", "rowwise"), steps=7, model="tiny")
+    settings = dataclasses.replace(settings, device="cuda:0", batch_size=4, seq_len=128)
+    job = training.settings.Job(settings, None, torch.nn.Linear(2, 2))
+    runs = [training.loop.Run(name, step_seconds=[1.0] * 5 + [t] * 2, losses=[1.0] * 7) for name, t in seconds.items()]
+    result = training.loop.Result(job, runs=runs)
+    header, rows, notes = training_report.table(result)
+    assert rows[0][header.index("tokens/s") :][:2] == ["1,024", "1.00x"]
+    assert rows[1][header.index("tokens/s") :][:2] == ["2,048", "2.00x"]
+    assert not any(training_report.NO_SPEED_ON_A_CPU in note for note in notes)
 
 
 def test_shares_name_what_ran_them():

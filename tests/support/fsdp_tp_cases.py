@@ -155,7 +155,7 @@ def load(world_mesh, folder, sizes, recipe, enabled):
 
 def compare_operands(world_mesh, sizes, recipe, shapes):
     """As :func:`fsdp_cases.compare_operands`, of weights of which every other one is sharded by in features."""
-    from tritonfp8.distributed.tensor_parallel.placements import largest_blocks
+    from tritonfp8.distributed.shard_layout import largest_blocks
 
     dp, tp = mesh_of(world_mesh, sizes)
     model = initialize(Linears(shapes)).to(world_mesh.device_type)

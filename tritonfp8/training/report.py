@@ -14,6 +14,7 @@ from typing import Any
 
 import rich.box
 import rich.progress
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -24,22 +25,31 @@ from tritonfp8.workflow import MISSING, doctor
 KIND_LABELS = {"fp8": "", "emulated": " (emulated in bf16)", "reference": " (reference)"}
 JSON_NAME, PLOT_NAME, TABLE_NAME = "training.json", "loss.png", "table.md"
 _LINES_A_RECIPE = 10
+NO_SPEED_ON_A_CPU = (
+    "no speeds: a CPU has no FP8 tensor cores, so FP8 runs as its reference in plain torch, and bf16 as fast as this "
+    "CPU happens to run it. Compare speeds on a GPU"
+)
 
 
 class Progress(Observer):
     """Progress on a console: bars with loss, tokens/s and ETA on a terminal, ten lines a recipe elsewhere.
 
-    A context manager; use it around :func:`tritonfp8.training.loop.run`.
+    A context manager; use it around :func:`tritonfp8.training.run`.
+
+    Args:
+        console: where to print.
+        with_speed: whether to print tokens/s.
     """
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, with_speed: bool = True) -> None:
+        self.console, self.with_speed = console, with_speed
+        speed = [rich.progress.TextColumn("{task.fields[speed]} tokens/s")] if with_speed else []
         self.bars = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
             rich.progress.MofNCompleteColumn(),
             rich.progress.TextColumn("loss {task.fields[loss]}"),
-            rich.progress.TextColumn("{task.fields[speed]} tokens/s"),
+            *speed,
             rich.progress.TextColumn("ETA"),
             rich.progress.TimeRemainingColumn(),
             console=console,
@@ -70,9 +80,9 @@ class Progress(Observer):
         if step * _LINES_A_RECIPE // self.steps > self.said or step == self.steps:
             self.said = step * _LINES_A_RECIPE // self.steps
             eta = (time.perf_counter() - self.begin) / step * (self.steps - step)
+            speed = f", {speed} tokens/s" if self.with_speed else ""
             self.console.print(
-                f"{self.recipe}: step {step}/{self.steps}, loss {loss:.4f}, {speed} tokens/s, "
-                f"ETA {int(eta) // 60}:{int(eta) % 60:02}"
+                f"{self.recipe}: step {step}/{self.steps}, loss {loss:.4f}{speed}, ETA {int(eta) // 60}:{int(eta) % 60:02}"
             )
 
     def ended(self, run: Run) -> None:
@@ -92,7 +102,7 @@ class Summary:
         first_non_finite: number of the first step with a loss that is NaN or infinite.
         difference: of the final loss from that of bf16 over the same steps, as a share of it.
         tokens_per_second: by the median step after the first few.
-        speed_up: tokens/s over those of bf16.
+        speed_up: tokens/s over those of bf16; None on a CPU (:data:`NO_SPEED_ON_A_CPU`).
         peak_bytes: peak of allocated GPU memory.
         shares: share of the FLOPs of all linear layers, by the kind of product that ran them.
     """
@@ -113,6 +123,11 @@ def final_steps(job: Job) -> int:
     return max(1, min(50, job.settings.steps // 10))
 
 
+def compares_speed(result: Result) -> bool:
+    """Whether the speeds of the recipes say anything about FP8."""
+    return torch.device(result.job.settings.device).type != "cpu"
+
+
 def summarize(result: Result, run: Run) -> Summary:
     """The figures of ``run``, one of ``result.runs``."""
     settings, baseline = result.job.settings, result.run_of(BASELINE)
@@ -128,7 +143,7 @@ def summarize(result: Result, run: Run) -> Summary:
         first_non_finite=run.first_non_finite,
         difference=loss / base_loss - 1 if loss is not None and base_loss else None,
         tokens_per_second=settings.batch_size * settings.seq_len / seconds if seconds else None,
-        speed_up=base_seconds / seconds if seconds and base_seconds else None,
+        speed_up=base_seconds / seconds if seconds and base_seconds and compares_speed(result) else None,
         peak_bytes=run.peak_bytes,
         shares={kind: flops / all_flops for kind, flops in run.flops.items()} if all_flops else {},
     )
@@ -146,7 +161,9 @@ def table(result: Result) -> tuple[list[str], list[list[str]], list[str]]:
     """Header, rows and notes of the comparison, as text. The columns of comparison are there only if bf16 was run."""
     compared = result.run_of(BASELINE) is not None
     header = ["recipe", "final loss", "vs bf16", "tokens/s", "speed-up", "peak memory", "linear FLOPs in FP8"]
-    keep = [compared or name not in ("vs bf16", "speed-up") for name in header]
+    left_out = set() if compared else {"vs bf16", "speed-up"}
+    left_out |= set() if compares_speed(result) else {"tokens/s", "speed-up"}
+    keep = [name not in left_out for name in header]
     rows = [list(itertools.compress(_cells(result, run), keep)) for run in result.runs]
     return list(itertools.compress(header, keep)), rows, _notes(result)
 
@@ -187,9 +204,10 @@ def _notes(result: Result) -> list[str]:
     steps = f"the last {last} steps" if last > 1 else "the last step"
     over = "; vs bf16: over the same steps of both" if result.run_of(BASELINE) else ""
     untimed = max((run.untimed_steps for run in result.runs), default=UNTIMED_STEPS)
+    speed = f"tokens/s: median step; the first {untimed} steps (compilation, warm-up) do not count"
     notes = [
         f"final loss: nats a byte, mean of {steps}{over}",
-        f"tokens/s: median step; the first {untimed} steps (compilation, warm-up) do not count",
+        speed if compares_speed(result) else NO_SPEED_ON_A_CPU,
         "linear FLOPs in FP8: counted from the products that ran, over all those of the model's linear layers",
     ]
     notes += [settings.notice] if settings.notice else []

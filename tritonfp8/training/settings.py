@@ -34,7 +34,7 @@ class Defaults:
 
 
 DEFAULTS: Mapping[str, Defaults] = MappingProxyType(
-    {"cpu": Defaults(100, 8, 128, False), "cuda": Defaults(500, 16, 1024, True)}
+    {"cpu": Defaults(60, 4, 128, False), "cuda": Defaults(500, 16, 1024, True)}
 )
 
 
