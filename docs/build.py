@@ -1,22 +1,28 @@
-"""Make what docs/distributed.md shows, from the code: ``python -m docs.build``, in the root of a checkout.
+"""Make what the pages show from the code and the data: ``python -m docs.build``, in the root of a checkout.
 
-The tables between the page's markers come from the tests that are collected (:mod:`docs.coverage`); the figure from the
-collectives of a step (:mod:`docs.traffic`).
+Between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` a page has a block that is made here: the results from the
+data in bench/results (:mod:`docs.results`), the map of the package from its imports (:mod:`docs.house`), and which
+recipe is tested with which way to shard from the tests that are collected (:mod:`docs.coverage`). The figures are made
+likewise, that of collectives from a step (:mod:`docs.traffic`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from docs import coverage, traffic
+from docs import coverage, house, results, traffic
 
-PAGE = Path(__file__).with_name("distributed.md")
-FIGURE = Path(__file__).with_name("distributed.svg")
-BEGIN, END = "<!-- begin coverage: python -m docs.build -->", "<!-- end coverage -->"
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+BLOCK = re.compile(
+    r"(<!-- begin (?P<name>[\w ]+): python -m docs\.build -->\n\n).*?(\n*<!-- end (?P=name) -->)", re.DOTALL
+)
 
 # By the dtype that a collective carries; amaxes go as int32, whose order is that of the floats.
 COLORS = {
@@ -34,11 +40,28 @@ def size(n: int) -> str:
     return f"{n} B"
 
 
-def with_tables(page: str) -> str:
-    """The page with the tables of the tests that are there now."""
+def tests_of_recipes() -> str:
+    """Which recipe is tested with which way to shard, by the tests that are there now."""
     collected = coverage.collect(test for column in coverage.COLUMNS for test in column.functions)
-    text = coverage.table(coverage.COLUMNS, collected)
-    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
+    return coverage.table(coverage.COLUMNS, collected)
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "coverage": tests_of_recipes,
+    "house": house.rooms_table,
+    **{f"results {name}": make for name, make in results.TABLES.items()},
+}
+"""What makes the block of a name."""
+
+
+def blocks(page: str) -> dict[str, str]:
+    """The blocks of a page by name, as they are."""
+    return {found["name"]: found[0] for found in BLOCK.finditer(page)}
+
+
+def made(page: str) -> str:
+    """The page with its blocks as they should be."""
+    return BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found['name']]().strip()}\n\n{found[3].strip()}", page)
 
 
 def _bars(axes: Any, by_recipe: dict[str, traffic.Parts], most: int) -> None:
@@ -86,14 +109,24 @@ def figure(found: dict[str, dict[str, dict[str, traffic.Parts]]], sizes: traffic
     return drawn
 
 
+FIGURES: Mapping[str, Callable[[], Any]] = {
+    "distributed.svg": lambda: figure(traffic.measured(), traffic.LAYER),
+    "house.svg": house.figure,
+    "speed_ups.svg": results.picture,
+}
+"""What draws the file of a name in docs/."""
+
+
 def main() -> None:
-    """Write the page's tables and the figure."""
+    """Write the blocks of all pages, and the figures."""
     import matplotlib
 
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(made(page.read_text()))
     # The same file for the same content; text as text.
     matplotlib.rcParams.update({"svg.hashsalt": "tritonfp8", "svg.fonttype": "none"})
-    figure(traffic.measured(), traffic.LAYER).savefig(FIGURE, metadata={"Date": None})
+    for name, draw in FIGURES.items():
+        draw().savefig(DOCS / name, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -136,6 +137,8 @@ def measured(sizes: Sizes = LAYER) -> dict[str, dict[str, dict[str, Parts]]]:
 
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     mesh = init_device_mesh("cpu", (RANKS,))
-    found = {way.name: {recipe: way.step(mesh, recipe, sizes) for recipe in recipes.names()} for way in WAYS}
+    # The ranks that are not there describe no layers, with which this one would not agree.
+    with mock.patch("tritonfp8.distributed.fsdp.all_gather.check_agreement"):
+        found = {way.name: {recipe: way.step(mesh, recipe, sizes) for recipe in recipes.names()} for way in WAYS}
     dist.destroy_process_group()
     return found

@@ -1,4 +1,4 @@
-"""quantize, dequantize, scaled_matmul on :class:`Quantized`; and the layer of :mod:`tritonfp8.layers.linear`."""
+"""quantize, dequantize, scaled_matmul on :class:`Quantized`, and the layer of :mod:`tritonfp8.layers.linear`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from docs import build, coverage, traffic
 from docs.coverage import Collected, Column
 from tritonfp8 import recipes
 
-PAGE = build.PAGE.read_text()
+PAGE = (build.DOCS / "distributed.md").read_text()
 NAMED = sorted(set(re.findall(r"tests/[\w/]+\.py::[\w\[\]-]+", PAGE)))
 
 
@@ -19,10 +19,42 @@ def collected():
     return coverage.collect(id.partition("::")[0] for id in NAMED)
 
 
-def test_tables_are_those_of_the_tests(collected):
-    begin, end = (PAGE.index(marker) for marker in (build.BEGIN, build.END))
-    expected = coverage.table(coverage.COLUMNS, collected)
-    assert PAGE[begin + len(build.BEGIN) : end].strip() == expected, "run python -m docs.build"
+def test_table_of_recipes_is_that_of_the_tests(collected):
+    expected = coverage.table(coverage.COLUMNS, collected).strip()
+    assert expected in build.blocks(PAGE)["coverage"], "run python -m docs.build"
+
+
+@pytest.mark.parametrize("name", sorted(build.BLOCKS.keys() - {"coverage"}))
+def test_every_block_is_what_the_code_and_the_data_give(name):
+    """No figure is typed by hand: a block that nobody has made since its data changed fails."""
+    pages = [page for page in build.PAGES if name in build.blocks(page.read_text())]
+    assert len(pages) == 1
+    block = build.blocks(pages[0].read_text())[name]
+    assert build.made(block) == block, "run python -m docs.build"
+    assert build.BLOCKS[name]().strip() in block
+
+
+def test_markers_of_blocks_are_of_known_ones():
+    for page in build.PAGES:
+        text = page.read_text()
+        assert text.count("<!-- begin ") == text.count("<!-- end ") == len(build.blocks(text))
+
+
+def test_a_block_that_was_changed_by_hand_is_made_again():
+    page = (build.DOCS / "benchmarks.md").read_text()
+    assert build.made(page) == page
+    assert build.made(page.replace("| 77.8 dB |", "| 99.9 dB |")) == page
+    assert "99.9 dB" in page.replace("| 77.8 dB |", "| 99.9 dB |")
+
+
+def test_readme_is_short():
+    assert len((build.ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_every_link_leads_to_a_file():
+    for page in build.PAGES:
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_every_test_that_is_named_exists(collected):
@@ -49,9 +81,20 @@ def test_a_test_that_does_not_exist_is_an_error():
 
 
 def test_figure_is_that_of_all_ways_and_recipes():
-    text = build.FIGURE.read_text()
+    text = (build.DOCS / "distributed.svg").read_text()
     for words in (*recipes.names(), *(way.name for way in traffic.WAYS), str(traffic.LAYER.n), "8 bits"):
         assert words in text
+
+
+def test_figure_of_the_house_names_every_room():
+    text = (build.DOCS / "house.svg").read_text()
+    assert all(room in text for room in build.house.purposes())
+
+
+def test_figure_of_speeds_has_the_measured_ones():
+    text = (build.DOCS / "speed_ups.svg").read_text()
+    for of_shapes in build.results.speed_ups("model", "model").values():
+        assert all(f"{ratio:.2f}" in text for ratio in of_shapes.values())
 
 
 def counted(mesh, recipe, sizes):

@@ -82,7 +82,8 @@ class Progress(Observer):
             eta = (time.perf_counter() - self.begin) / step * (self.steps - step)
             speed = f", {speed} tokens/s" if self.with_speed else ""
             self.console.print(
-                f"{self.recipe}: step {step}/{self.steps}, loss {loss:.4f}{speed}, ETA {int(eta) // 60}:{int(eta) % 60:02}"
+                f"{self.recipe}: step {step}/{self.steps}, loss {loss:.4f}{speed}, "
+                f"ETA {int(eta) // 60}:{int(eta) % 60:02}"
             )
 
     def ended(self, run: Run) -> None:

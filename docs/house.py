@@ -1,0 +1,96 @@
+"""The map of the package, from its imports: CONTRIBUTING's table, and the figure beside it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.tables import table
+from tests.architecture import LAYERS, imported_modules, read_module
+
+ROOT = Path(__file__).resolve().parents[1]
+# What a reader of the map need not see: the entry point of `python -m`, and the folder of a checkout.
+LEFT_OUT = {"__main__"}
+
+
+def modules() -> list[Any]:
+    """Every module of the package, with those of kernels/ as the package has them."""
+    tops = (("tritonfp8", ("tritonfp8",)), ("kernels", ("tritonfp8", "kernels")))
+    return [
+        read_module(path, ROOT / top, package) for top, package in tops for path in sorted((ROOT / top).rglob("*.py"))
+    ]
+
+
+def purposes() -> dict[str, str]:
+    """What each room is for: the first sentence of its docstring."""
+    found = {}
+    for module in modules():
+        if module.room not in LEFT_OUT and (module.name in (f"tritonfp8.{module.room}", module.room)):
+            text = " ".join((ast.get_docstring(module.tree) or "").split("\n\n")[0].split())
+            sentence = text.partition(". ")[0].rstrip(".")
+            # As Markdown: roles and literals of reStructuredText.
+            found[module.room] = re.sub(r"(?::\w+:)?`+~?([^`]+)`+", r"`\1`", sentence)
+    return found
+
+
+def arrows() -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    by_name = {module.name: module for module in modules()}
+    found: dict[str, set[str]] = {}
+    for module in by_name.values():
+        rooms = {by_name[name].room for name in imported_modules(module, by_name)} - {module.room}
+        found.setdefault(module.room, set()).update(rooms)
+    return {room: rooms - LEFT_OUT for room, rooms in found.items() if room not in LEFT_OUT}
+
+
+def direct(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The arrows that no chain of others implies."""
+    below: dict[str, set[str]] = {}
+    for room in graphlib.TopologicalSorter(found).static_order():
+        below[room] = set().union(*({each} | below[each] for each in found.get(room, ())))
+    return {
+        room: {each for each in rooms if not any(each in below[other] for other in rooms - {each})}
+        for room, rooms in found.items()
+    }
+
+
+def rooms_table() -> str:
+    """The rooms from the top down: what each is for, and which it imports."""
+    found, what = arrows(), purposes()
+    rooms = [room for layer in reversed(LAYERS) for room in sorted(layer) if room in what]
+    lines = [(f"`{room}`", what[room], ", ".join(f"`{each}`" for each in sorted(found[room]))) for room in rooms]
+    return table(("room", "what it is for", "imports"), lines)
+
+
+def figure() -> Any:
+    """The rooms, a floor each layer, with the arrows that no others imply."""
+    from matplotlib.figure import Figure
+
+    what, found = purposes(), direct(arrows())
+    floors = [sorted(room for room in layer if room in what) for layer in LAYERS]
+    floors = [floor for floor in floors if floor]
+    # A room that has its floor to itself stands left or right by turns: arrows then pass beside it.
+    places = {
+        room: ((i + 0.5) / len(floor) if len(floor) > 1 else 0.4 + 0.2 * (y % 2), y)
+        for y, floor in enumerate(floors)
+        for i, room in enumerate(floor)
+    }
+    drawn = Figure(figsize=(9, 0.5 * len(floors)), layout="constrained")
+    axes = drawn.subplots()
+    for room, below in found.items():
+        for each in below:
+            (x, y), (to_x, to_y) = places[room], places[each]
+            axes.annotate(
+                "", (to_x, to_y + 0.24), (x, y - 0.24), arrowprops={"arrowstyle": "->", "color": "0.6", "lw": 0.8}
+            )
+    for room, (x, y) in places.items():
+        box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "tab:blue"}
+        axes.text(x, y, room, ha="center", va="center", fontsize=9, bbox=box)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.5, len(floors) - 0.5)
+    axes.set_axis_off()
+    return drawn

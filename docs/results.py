@@ -1,0 +1,334 @@
+"""Tables of the README and of docs/benchmarks.md, and the README's picture, from the data in bench/results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.tables import over_peer, table, with_peers
+
+Row = Mapping[str, Any]
+DATA = Path(__file__).resolve().parents[1] / "bench" / "results" / "nvidia-h200"
+LARGE = ("square", "llama-8b", "llama-70b", "deepseek-v3")
+SMALL_M = ("decode",)
+# The order of contenders in tables of layers and models, with their names there.
+CONTENDERS = {
+    "rowwise precise": "rowwise",
+    "rowwise fast": "rowwise, fast accumulation",
+    "tensorwise precise": "tensorwise",
+    "blockwise precise": "blockwise",
+    "rowwise precise, fused": "rowwise, `fuse=True`",
+    "torchao rowwise": "torchao rowwise",
+    "torchao tensorwise": "torchao tensorwise",
+}
+GEMMS = {
+    ("rowwise", "tritonfp8 precise"): "rowwise, precise",
+    ("rowwise", "tritonfp8 fast"): "rowwise, fast",
+    ("tensorwise", "tritonfp8 precise"): "tensorwise, precise",
+    ("tensorwise", "tritonfp8 fast"): "tensorwise, fast",
+    ("blockwise", "tritonfp8 precise"): "blockwise (1x128 by 128x128)",
+    ("blockwise grad_weight", "tritonfp8 precise"): "blockwise grad_weight (1x128 by 1x128)",
+}
+CASTS = (
+    "rowwise", "tensorwise", "1x128", "128x128", "1x32", "rowwise both", "1x128 both",
+    "RMSNorm + quantize", "RMSNorm + quantize both", "SiLU-mul + quantize", "SiLU-mul + quantize both",
+)  # fmt: skip
+CAST_WIDTHS = (2048, 4096, 14336)
+CAST_ROWS = 16384
+ALIKE = "copy of as many bytes"
+EPILOGUE = "rowwise epilogue"
+
+
+def data(name: str) -> dict[str, Any]:
+    """One file of results."""
+    found: dict[str, Any] = json.loads((DATA / name).read_text())
+    return found
+
+
+def ratios(rows: Iterable[Row]) -> Iterator[tuple[Row, float]]:
+    """Each row that has a peer, and how many times as fast it is."""
+    for row, peer in with_peers(rows):
+        if (ratio := over_peer(row, peer)) is not None:
+            yield row, ratio
+
+
+def _mean(name: str, case: str, contender: str, sets: Sequence[str]) -> float | None:
+    """Geometric mean of the ratios to the peer over sets of shapes."""
+    found = [
+        ratio
+        for row, ratio in ratios(data(f"{name}.json")["rows"])
+        if (row["case"], row["contender"]) == (case, contender) and row["set"] in sets
+    ]
+    return statistics.geometric_mean(found) if found else None
+
+
+def _text(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _command(name: str) -> str:
+    return f"`{data(name)['command']}`"
+
+
+def gemms() -> str:
+    """GEMMs over torch's own."""
+    rates = {
+        (row["case"], row["contender"]): row["flops"] / row["seconds"] / 1e12
+        for row in data("scaled_matmul.json")["rows"]
+        if row["set"] == "square" and row["seconds"]
+    }
+    lines = [
+        (
+            name,
+            f"{rates[key]:.0f}",
+            *(_text(_mean("scaled_matmul", *key, sets), 3) for sets in (LARGE, SMALL_M)),
+        )
+        for key, name in GEMMS.items()
+    ]
+    lines += [
+        (
+            f"rowwise, precise, with {epilogue}, over one without",
+            "",
+            _text(_mean("scaled_matmul", EPILOGUE, epilogue, LARGE), 3),
+            "",
+        )
+        for epilogue in ("bias", "bias, silu")
+    ]
+    return table(("GEMM", "TFLOP/s at 8192^3", "over torch, large", "over torch, M of 1 to 256"), lines)
+
+
+def casts() -> str:
+    """Bytes a second of casts over those of a copy of as many bytes, which is limited to 1 GiB."""
+    speeds = {
+        (row["case"], tuple(row["shape"]), row["contender"]): row["bytes"] / row["seconds"]
+        for row in data("quantize.json")["rows"]
+        if row["seconds"] and "bytes" in row
+    }
+
+    def cell(case: str, width: int) -> str:
+        ours, copy = (speeds.get((case, (CAST_ROWS, width), contender)) for contender in ("tritonfp8", ALIKE))
+        return _text(ours / copy if ours and copy else None)
+
+    header = ("cast", *(f"{CAST_ROWS} x {width}" for width in CAST_WIDTHS))
+    return table(header, [(case, *(cell(case, width) for width in CAST_WIDTHS)) for case in CASTS])
+
+
+def speed_ups(name: str, case: str) -> dict[str, dict[tuple[int, ...], float]]:
+    """Speed over bf16 by contender and shape, of a suite."""
+    found: dict[str, dict[tuple[int, ...], float]] = {contender: {} for contender in CONTENDERS}
+    for row, ratio in ratios(data(f"{name}.json")["rows"]):
+        if row["case"] == case and row["contender"] in found:
+            found[row["contender"]][tuple(row["shape"])] = ratio
+    return found
+
+
+LAYER_SHAPES = ((16384, 4096, 14336), (16384, 4096, 4096), (4096, 4096, 14336), (16384, 2048, 2048))
+MODELS = {
+    "four Llama 8B layers": (4, 4096, 14336, 32, 8, 4, 4096),
+    "four layers of hidden size 2048": (4, 2048, 8192, 32, 8, 2, 4096),
+}
+
+
+def layers() -> str:
+    """Linear layers and models over bf16."""
+    of_layers, of_models = speed_ups("linear", "layer"), speed_ups("model", "model")
+    lines = [
+        (
+            name,
+            *(_text(of_layers[contender].get(shape)) for shape in LAYER_SHAPES),
+            *(_text(of_models[contender].get(shape)) for shape in MODELS.values()),
+        )
+        for contender, name in CONTENDERS.items()
+    ]
+    shapes = (" x ".join(map(str, shape)) for shape in LAYER_SHAPES)
+    return table(("recipe", *(f"linear {shape}" for shape in shapes), *MODELS), lines)
+
+
+def memory() -> str:
+    """Peak memory of models over bf16's."""
+    peaks = {
+        (row["contender"], tuple(row["shape"])): row["peak_bytes"]
+        for row in data("model.json")["rows"]
+        if row["seconds"]
+    }
+    lines = [
+        (name, *(_text(peaks[contender, shape] / peaks["bf16", shape]) for shape in MODELS.values()))
+        for contender, name in CONTENDERS.items()
+    ]
+    return table(("recipe", *MODELS), lines)
+
+
+def gathered_bytes() -> str:
+    """Bytes of the FP8 all-gather over those of bf16's, by recipe."""
+    rows = {row["contender"]: row for row in data("distributed-160m-x4-losses/distributed.json")["rows"]}
+    sent = {name: row["bytes"]["all_gather"] for name, row in rows.items()}
+    with_gather = [name for name in sent if name.endswith(", FP8 all-gather") and rows[name]["own"]]
+    lines = [(name.partition(",")[0], _text(sent[name] / sent["bf16"], 3)) for name in with_gather]
+    return table(("recipe", "bytes of all-gathers over bf16's"), lines)
+
+
+def accumulation() -> str:
+    """SQNR of fast and precise accumulation."""
+    return table(
+        ("K", "data", "precise", "fast"),
+        [
+            (str(row["k"]), row["data"], f"{row['precise']:.1f} dB", f"{row['fast']:.1f} dB")
+            for row in data("accumulation.json")["rows"]
+        ],
+    )
+
+
+def training() -> str:
+    """The table that `tritonfp8 train` wrote."""
+    text = (DATA / "train-160m" / "table.md").read_text()
+    return "\n".join(line for line in text.splitlines() if line.startswith("|")) + "\n"
+
+
+def host_times() -> str:
+    """Host time of eager calls, ours through the public function."""
+    found: dict[str, dict[str, float]] = {}
+    for row in data("launch.json")["rows"]:
+        if row["set"] == "launch":
+            found.setdefault(row["case"], {})[row["contender"]] = 1e6 * row["seconds"]
+    names = ("tritonfp8", "tritonfp8 op", "torch._scaled_mm")
+    lines = [(case, *(f"{times[name]:.1f} us" for name in names)) for case, times in found.items()]
+    return table(("call, [128, 768, 768]", "function", "op alone", "torch._scaled_mm"), lines)
+
+
+def gathers() -> str:
+    """FSDP2 with and without the FP8 all-gather, on two and four GPUs."""
+    runs = [data(f"distributed-1b-x{world}/distributed.json")["rows"] for world in (2, 4)]
+    bf16 = [next(row for row in rows if row["contender"] == "bf16") for rows in runs]
+
+    def line(contender: str) -> tuple[str, ...]:
+        found = [next((row for row in rows if row["contender"] == contender), None) for rows in runs]
+        steps = [f"{1e3 * row['seconds']:.0f} ms" if row and row["seconds"] else "" for row in found]
+        share = found[0]["bytes"]["all_gather"] / bf16[0]["bytes"]["all_gather"] if found[0] else None
+        return contender, *steps, _text(share, 3)
+
+    names = [row["contender"] for row in runs[0]]
+    return table(("contestant", "step, two GPUs", "four GPUs", "bytes of all-gathers over bf16's"), map(line, names))
+
+
+RUNS_OF_TP = {
+    "two ranks": "tp2-dp1-losses",
+    "two, eager": "tp2-dp1-losses-eager",
+    "two by two of FSDP2": "tp2-dp2-losses",
+    "two, learning rate 3e-5": "tp2-dp1-losses-lr3e-05",
+}
+AFTER = "difference from the loss of one process after 10 steps"
+LARGEST = "largest difference from the losses of one process"
+
+
+def tensor_parallelism() -> str:
+    """Losses under tensor parallelism against those of one process."""
+    bars = {
+        name: {bar["what"]: bar.get("measured") for bar in data(f"distributed-160m-{run}/distributed.json")["bars"]}
+        for name, run in RUNS_OF_TP.items()
+    }
+    wanted = {
+        recipe: f"{recipe}, TP: {AFTER}"
+        for recipe in ("tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
+    }
+    wanted |= {
+        "largest in ten steps: bf16": f"control: bf16, TP: {LARGEST}, 10 steps",
+        **{
+            f"largest in ten steps: {recipe}, one process that adds in another order": (
+                f"control: {recipe}, one process, another order of sums: {LARGEST}, 10 steps"
+            )
+            for recipe in ("bf16", "tensorwise", "rowwise")
+        },
+    }
+    lines = [(name, *(_text(found.get(what), 4) for found in bars.values())) for name, what in wanted.items()]
+    return table(("recipe", *RUNS_OF_TP), lines)
+
+
+def _ratio(name: str, case: str, contender: str, shape: Sequence[int]) -> float | None:
+    wanted = (case, contender, tuple(shape))
+    rows = ratios(data(f"{name}.json")["rows"])
+    return next((ratio for row, ratio in rows if (row["case"], row["contender"], tuple(row["shape"])) == wanted), None)
+
+
+def _peak(contender: str) -> float:
+    peaks = {
+        row["contender"]: row["peak_bytes"]
+        for row in data("model.json")["rows"]
+        if tuple(row["shape"]) == MODELS["four Llama 8B layers"]
+    }
+    return float(peaks[contender] / peaks["bf16"])
+
+
+def headline() -> str:
+    """The README's table: one line a subject, with its command."""
+    eight_b = MODELS["four Llama 8B layers"]
+
+    def over_bf16(name: str, case: str, shape: Sequence[int], what: str) -> tuple[str, ...]:
+        def cells(prefix: str, suffix: str, recipes: Sequence[str]) -> str:
+            found = {each: _ratio(name, case, f"{prefix}{each}{suffix}", shape) for each in recipes}
+            return ", ".join(f"{each} {_text(ratio)}" for each, ratio in found.items() if ratio is not None)
+
+        recipes = ("rowwise", "tensorwise", "blockwise")
+        return what, cells("", " precise", recipes), cells("torchao ", "", recipes), _command(f"{name}.json")
+
+    gather = data("distributed-1b-x2/distributed.json")
+    sent = {row["contender"]: row["bytes"]["all_gather"] for row in gather["rows"]}
+    share = sent["rowwise, FP8 all-gather"] / sent["bf16"]
+    torchao_share = sent["torchao tensorwise, FP8 all-gather"] / sent["bf16"]
+    lines = [
+        over_bf16("model", "model", eight_b, "speed of four Llama 8B layers over bf16"),
+        (
+            "their peak memory over bf16's, rowwise",
+            _text(_peak("rowwise precise")),
+            _text(_peak("torchao rowwise")),
+            _command("model.json"),
+        ),
+        over_bf16("linear", "layer", LAYER_SHAPES[0], "speed of a linear layer 16384 x 4096 x 14336 over bf16"),
+        over_bf16("linear", "layer", LAYER_SHAPES[3], "the same, 16384 x 2048 x 2048"),
+        (
+            "bytes of FSDP2's all-gathers over bf16's, losses equal to the bit",
+            f"rowwise {_text(share, 3)}",
+            f"tensorwise {_text(torchao_share, 3)}",
+            _command("distributed-1b-x2/distributed.json"),
+        ),
+    ]
+    return table(("measured on one H200 (the gather on two)", "tritonfp8", "torchao", "command"), lines)
+
+
+def picture() -> Any:
+    """Speed of models over bf16, ours and torchao's."""
+    from matplotlib.figure import Figure
+
+    found = speed_ups("model", "model")
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(MODELS), sharex=True, sharey=True)
+    for axis, (model, shape) in zip(axes, MODELS.items(), strict=True):
+        bars = [(name.replace("`", ""), found[contender][shape]) for contender, name in CONTENDERS.items()][::-1]
+        colors = ["tab:gray" if name.startswith("torchao") else "tab:green" for name, _ in bars]
+        drawn = axis.barh([name for name, _ in bars], [ratio for _, ratio in bars], color=colors)
+        axis.bar_label(drawn, [f"{ratio:.2f}" for _, ratio in bars], padding=3, fontsize=8)
+        axis.axvline(1, color="black", linestyle="--", linewidth=1)
+        axis.set_title(model, fontsize=10)
+        axis.set_xlim(0, 1.75)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("speed of a training step over bf16 (dashed), compiled, one H200", fontsize=9)
+    return figure
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "accumulation": accumulation,
+    "casts": casts,
+    "gathered bytes": gathered_bytes,
+    "gathers": gathers,
+    "gemms": gemms,
+    "headline": headline,
+    "host times": host_times,
+    "layers": layers,
+    "memory": memory,
+    "tensor parallelism": tensor_parallelism,
+    "training": training,
+}
+"""By the name of the block that a page has for it."""
