@@ -25,6 +25,7 @@ from architecture import (
 from packaging.requirements import Requirement
 
 import tritonfp8
+from docs import house
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +65,14 @@ def test_registered_schemas_take_plain_types():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tritonfp8::")]
     assert {"tritonfp8::quantize", "tritonfp8::dequantize", "tritonfp8::scaled_matmul"} <= set(names)
     assert not schema_violations([torch._C._get_schema(*name.partition(".")[::2]) for name in names])
+
+
+def test_the_map_in_contributing_is_true():
+    """Every room with its imports; the page is made by `python -m docs.build`."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for room, imported in house.arrows().items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{room}` |"))
+        assert line.endswith(f"| {', '.join(f'`{each}`' for each in sorted(imported))} |"), line
 
 
 def pyproject():
