@@ -1,0 +1,279 @@
+"""Faults of one line that the tests must notice: ``python tests/mutants.py [--only N]...``.
+
+Each fault is put into a copy of the tree, in which the test files that it names then run. A fault that no test notices
+means that something is no longer tested. Run it before and after tests are merged, shortened or moved.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPILED = "tests/compile_only"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+        file: the file that is changed, from the root.
+        old: a text that occurs in it once.
+        new: what stands there instead.
+        wrong: what goes wrong.
+        tests: arguments of pytest: test files, or folders of them, in which a test must fail.
+    """
+
+    file: str
+    old: str
+    new: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "kernels/numerics.py",
+        "exponent = tl.where(bits == 0, 127, exponent)",
+        "exponent = tl.where(bits == 0, 126, exponent)",
+        "a block of zeros gets a scale of 1/2",
+        ("tests/kernels/test_quantize.py",),
+    ),
+    Mutant(
+        "kernels/numerics.py",
+        "((bits & MANTISSA_MASK) > QMAX_MANTISSA)",
+        "((bits & MANTISSA_MASK) >= QMAX_MANTISSA)",
+        "an e8m0 scale is twice too large where amax is qmax times a power of two",
+        ("tests/kernels/test_quantize.py",),
+    ),
+    Mutant(
+        "kernels/cast/quantize.py",
+        "highest = tl.maximum(highest, magnitudes(values))",
+        "highest = magnitudes(values)",
+        "of the partial maxima of a row only those of the last step are reduced",
+        ("tests/kernels/test_quantize.py",),
+    ),
+    Mutant(
+        "kernels/cast/shards.py",
+        "(col_0 + first_col) // COLS",
+        "first_col // COLS",
+        "a shard that starts inside its tensor reads the amaxes of other columns",
+        ("tests/distributed/fsdp/test_grouped.py",),
+    ),
+    Mutant(
+        "kernels/matmul/block_scaled.py",
+        "b_scales += first // SCALE_K * stride_b_scale_k",
+        "b_scales += 0 * stride_b_scale_k",
+        "with a split K every part reads the scales of the first",
+        ("tests/kernels/test_matmul.py",),
+    ),
+    Mutant(
+        "kernels/matmul/block_scaled.py",
+        "acc += _scale_product(product, b_scale, a_scale, B_ROWS, A_ROWS)",
+        "acc += _scale_product(product, a_scale, b_scale, A_ROWS, B_ROWS)",
+        "swapped operands are scaled as if they were not",
+        ("tests/kernels/test_matmul.py",),
+    ),
+    Mutant(
+        "kernels/matmul/tiles.py",
+        "right, out, bias_ptr, residual_ptr, row, col + HALF, M, N,",
+        "right, out, bias_ptr, residual_ptr, row, col, M, N,",
+        "a tile that is stored in halves stores the second one over the first",
+        ("tests/kernels/test_matmul.py",),
+    ),
+    Mutant(
+        "kernels/matmul/tiles.py",
+        "return tl.dot(lhs, rhs.T, acc, max_num_imprecise_acc=PROMOTE_EVERY)",
+        "return tl.dot(lhs, rhs.T, max_num_imprecise_acc=PROMOTE_EVERY)",
+        "only the last step of K counts where operands are not swapped",
+        ("tests/kernels/test_matmul.py",),
+    ),
+    Mutant(
+        "kernels/matmul/hopper.py",
+        "    if EARLY < STAGES:\n",
+        "    if EARLY > STAGES:\n",
+        "TMA does not see the barriers of later stages",
+        (COMPILED, "-k", "every_config"),
+    ),
+    Mutant(
+        "tritonfp8/launch/matmul.py",
+        "if misaligned or scale.stride(1) * scale.shape[1] > MAX_TMA_COORDINATE:",
+        "if misaligned:",
+        "the Hopper kernel is given scales that TMA's coordinates do not reach",
+        ("tests/kernels/test_strides.py",),
+    ),
+    Mutant(
+        "tritonfp8/tuning/matmul_space.py",
+        "NATIVE_MX_ROWS = 128",
+        "NATIVE_MX_ROWS = 64",
+        "tiles that Triton multiplies in bf16 are chosen as native MX",
+        (COMPILED, "-k", "native"),
+    ),
+    Mutant(
+        "kernels/fused/swiglu.py",
+        "tl.fma(gate, 1.0 - sigmoid, 1.0)",
+        "tl.fma(gate, sigmoid, 1.0)",
+        "the gradient of the gate has the wrong slope",
+        ("tests/kernels/test_fused.py",),
+    ),
+    Mutant(
+        "tritonfp8/reference/casts.py",
+        ".clamp(max=MAX_ENCODE)",
+        "",
+        "the factor of a subnormal amax is infinite",
+        ("tests/reference",),
+    ),
+    Mutant(
+        "tritonfp8/launch/partial_maxima.py",
+        "fit = m * n // (WORKSPACE_SHARE * max(1, lines))",
+        "fit = m * n",
+        "the amax of a narrow tensor takes more memory than the tensor",
+        ("tests/kernels/test_quantize.py",),
+    ),
+    Mutant(
+        "tritonfp8/tuning/chooser.py",
+        "return (0, of_m, at.m) if of_m <= MAX_M_OCTAVES else None",
+        "return (0, of_m, at.m)",
+        "what was tuned for one token serves a million",
+        ("tests/tuning",),
+    ),
+    Mutant(
+        "tritonfp8/distributed/tensor_parallel/placements.py",
+        'adds_bias=all(way.sharded != "K" or at == 0',
+        'adds_bias=all(way.sharded != "K" or at >= 0',
+        "every rank of a row-parallel layer adds the bias",
+        ("tests/distributed/tensor_parallel",),
+    ),
+    Mutant(
+        "tritonfp8/distributed/tensor_parallel/placements.py",
+        "summed_later = (_COLWISE,) if counted else (_COLWISE, _GATHERS)",
+        "summed_later = (_COLWISE,)",
+        "siblings scatter their gradients one by one",
+        ("tests/distributed/tensor_parallel",),
+    ),
+    Mutant(
+        "tritonfp8/distributed/tensor_parallel/token_gather.py",
+        "if gather.outer == 1:",
+        "if gather.outer >= 1:",
+        "gathered tokens of a batch come in another order",
+        ("tests/distributed/tensor_parallel",),
+    ),
+    Mutant(
+        "tritonfp8/distributed/fsdp/byte_layout.py",
+        "return tuple((0, self.shard(rank)[1]) for rank in range(self.shards))",
+        "return tuple((0, self.shard_rows) for rank in range(self.shards))",
+        "the padding of uneven shards is taken for rows of the weight",
+        ("tests/distributed/fsdp/test_byte_layout.py", "tests/distributed/fsdp/test_fsdp.py"),
+    ),
+    Mutant(
+        "tritonfp8/distributed/fsdp/byte_layout.py",
+        "known = min(max(done - first, 0), count)",
+        "known = 0",
+        "the scale of a block on two ranks is gathered twice",
+        ("tests/distributed/fsdp/test_byte_layout.py", "tests/distributed/fsdp/test_fsdp.py"),
+    ),
+    Mutant(
+        "tritonfp8/distributed/dtensor_rules.py",
+        '"max": Partial("max")',
+        '"max": Replicate()',
+        "each rank takes the amax of its shard for that of the tensor",
+        ("tests/distributed/test_dtensor_rules.py",),
+    ),
+    Mutant(
+        "tritonfp8/convert.py",
+        "groups.setdefault(child.in_features, [])",
+        "groups.setdefault(id(child), [])",
+        "no two layers share their quantized input",
+        ("tests/layers/linear/test_input_cache.py",),
+    ),
+    Mutant(
+        "tritonfp8/recipes.py",
+        'tensor = QuantSpec("e4m3", scale_rounding="pow2")',
+        'tensor = QuantSpec("e4m3")',
+        "a recipe has other scales than it states",
+        ("tests/test_recipes.py",),
+    ),
+    Mutant(
+        "tritonfp8/layers/recompute.py",
+        "len(_swaps) if outer is None else outer._first_swap",
+        "len(_swaps)",
+        "a region inside a recomputed one follows the recipe of backward",
+        ("tests/layers/test_recompute.py",),
+    ),
+    Mutant(
+        "tritonfp8/layers/linear/input_cache.py",
+        "            or found.state != state\n",
+        "",
+        "a layer reads the cast of values that were overwritten since",
+        ("tests/layers/linear/test_input_cache.py",),
+    ),
+    Mutant(
+        "tritonfp8/layers/linear/function.py",
+        "input.neg().neg()",
+        "input",
+        "a compiled layer saves its quantized input though backward has the original",
+        ("tests/layers/linear/test_compile_saved.py",),
+    ),
+)
+
+
+def copy_tree(to):
+    """Copy what git tracks, or would add."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def is_caught(mutant, tree):
+    """Whether a test fails in ``tree``, a copy, with the fault.
+
+    Raises:
+        ValueError: the old text does not occur once.
+        RuntimeError: pytest ended in another way than with passed or failed tests.
+    """
+    path = tree / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.old!r} must occur once in {mutant.file}; it does {source.count(mutant.old)} times")
+    path.write_text(source.replace(mutant.old, mutant.new))
+    compiled = mutant.tests[0].startswith(COMPILED)
+    environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_INTERPRET": "0" if compiled else "1"}
+    command = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        path.write_text(source)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.returncode == 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=int, action="append", metavar="N", help="the number of a fault, from 1 on")
+    only = parser.parse_args().only
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        for number, mutant in enumerate(MUTANTS, 1):
+            if only and number not in only:
+                continue
+            start = time.monotonic()
+            caught = is_caught(mutant, Path(folder))
+            missed += not caught
+            verdict = "caught" if caught else "MISSED"
+            print(f"{number:2} {verdict} {time.monotonic() - start:4.0f} s  {mutant.file}: {mutant.wrong}", flush=True)
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
