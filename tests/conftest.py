@@ -27,6 +27,11 @@ if INTERPRETING:
     import interpreter
 
     interpreter.repair()
+else:
+    import compile_store
+
+    # Workers are started later, so they share the folder.
+    compiled_kernels = compile_store.share()
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "0" else ["compile_only"]
 

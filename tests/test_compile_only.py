@@ -1,4 +1,4 @@
-"""Runs tests/compile_only in a process of its own: triton compiles there, where this process may interpret.
+"""Runs tests/compile_only in other processes, a file each: triton compiles there, where this process may interpret.
 
 One pytest process either interprets kernels or compiles them: which is fixed when triton is imported.
 """
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compile_store
 import pytest
 import triton
 from compile_target import compile_kernel
@@ -22,13 +23,22 @@ def test_this_process_cannot_compile():
         compile_kernel(None, {}, {}, 90)
 
 
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory):
+    """A folder that the workers share: a kernel is compiled once, whichever asks first."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_kernels_compile_without_a_gpu(tmp_path):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "tests" / "compile_only").glob("test_*.py"))])
+def test_kernels_compile_without_a_gpu(tmp_path, reports, name):
     # No pytest-xdist variables: the process inside is no worker of the one outside.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", "tests/compile_only"]
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), compile_store.FOLDER: str(reports)}
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "--timeout=300"]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/compile_only/{name}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)} failed:\n{output}"

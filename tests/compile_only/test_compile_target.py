@@ -2,6 +2,7 @@
 
 import re
 
+import compile_target
 import pytest
 import triton
 import triton.language as tl
@@ -173,6 +174,25 @@ def test_products_and_sums_are_fused_whatever_the_default_is(default, monkeypatc
     ptx = compile_kernel(product_and_sum_kernel, dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), "*fp32"), {}, 90).ptx
     assert "fma.rn.f32" in ptx or "fma.rn.f32x2" in ptx
     assert "mul.rn.f32" not in ptx
+
+
+def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch):
+    """By its source, arguments and target; a knob that decides the code counts as well."""
+    signature, constants = dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), "*fp16"), {}
+    first = compile_kernel(product_and_sum_kernel, signature, constants, 90)
+
+    def compile_(*args):
+        raise LookupError
+
+    monkeypatch.setattr(compile_target, "_compile", compile_)
+    assert compile_kernel(product_and_sum_kernel, signature, constants, 90) == first
+    others = [(signature, 89, {}), (signature, 90, {"num_warps": 8}), ({**signature, "x_ptr": "*fp32"}, 90, {})]
+    for other, cc, options in others:
+        with pytest.raises(LookupError):
+            compile_kernel(product_and_sum_kernel, other, constants, cc, **options)
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", not triton.knobs.language.default_fp_fusion)
+    with pytest.raises(LookupError):
+        compile_kernel(product_and_sum_kernel, signature, constants, 90)
 
 
 def test_divisibility_turns_into_wide_loads():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from compile_store import stored
 from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -65,7 +66,7 @@ def descriptor(element, block, layout=None):
 
 
 def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, divisible_by_16=(), **options):
-    """Compile ``fn`` for compute capability ``cc`` and return a :class:`CompiledReport`.
+    """Compile ``fn`` for compute capability ``cc``, once for all tests, and return a :class:`CompiledReport`.
 
     Args:
         fn: a ``triton.jit`` or ``gluon.jit`` function.
@@ -103,15 +104,24 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
         attrs={(index[name],): [["tt.divisibility", 16]] for name in divisible_by_16},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages, **COMPILER_OPTIONS, **options}
+    target = GPUTarget("cuda", cc, WARP_SIZE)
+    default_fusion = triton.knobs.language.default_fp_fusion
+    key = (triton.__version__, fn.__name__, source.hash(), target, sorted(options.items()), default_fusion)
+    ptx, shared_bytes, log = stored(repr(key), lambda: _compile(source, target, options))
+    if constexprs.get("DEPENDENT") and not waits_first(ptx):
+        raise RuntimeError(f"{fn.__name__} reads or writes memory before it waits for the kernel before it")
+    return read_report(ptx, shared_bytes, log)
+
+
+def _compile(source, target, options):
+    """PTX, shared memory in bytes, and what ``ptxas -v`` wrote."""
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
         # From the cache nothing would be assembled and nothing logged.
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(io.StringIO()) as captured:
-            kernel = triton.compile(source, target=GPUTarget("cuda", cc, WARP_SIZE), options=options)
-    if constexprs.get("DEPENDENT") and not waits_first(kernel.asm["ptx"]):
-        raise RuntimeError(f"{fn.__name__} reads or writes memory before it waits for the kernel before it")
-    return read_report(kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue())
+            kernel = triton.compile(source, target=target, options=options)
+    return kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue()
 
 
 def waits_first(ptx):

@@ -11,7 +11,7 @@ import pytest
 from xdist.scheduler import LoadGroupScheduling
 
 # Files in the order in which they begin: before all others, whose tests take a few seconds at most. The first stands
-# for all of its group.
+# for all of its group, which one worker runs while the other compiles kernels, a file of tests/compile_only at a time.
 FIRST = (
     "distributed/fsdp/test_fsdp_tp.py",
     "test_compile_only.py",
