@@ -71,7 +71,7 @@ def check_pool(pooled, out_dtype=torch.float32):
 
 
 def sweep():
-    """Every shipped configuration with every pair of blocks of its family, with and without the copy engine."""
+    """Every shipped configuration with every pair of blocks of its family, with and without TMA."""
     for name, pair in PAIRS.items():
         seen = []
         for accumulation in ACCUMULATIONS:
@@ -80,14 +80,38 @@ def sweep():
                 if config in seen and family(pair) != "epilogue":
                     continue
                 seen.append(config)
-                sizes = f"{config.block_m}x{config.block_n}x{config.block_k} {config.num_stages} stages"
-                sizes += " swapped" * config.swap + f" {config.split_k} parts" * (config.split_k > 1)
-                kind = "specialized" if config.specialized else "tiles"
                 for tma in (True,) if config.specialized else (True, False):
-                    path = "tma" if tma else "pointers"
-                    yield pytest.param(
-                        pair, accumulation, config, tma, id=f"{name} {accumulation} {sizes} {kind} {path}"
-                    )
+                    yield name, accumulation, config, tma
+
+
+def flags(name, accumulation, config, tma):
+    """What decides which code of a kernel runs: the interpreter knows neither stages nor warps."""
+    split = config.split_k > 1
+    return name, accumulation, tma, config.swap, split, config.halves, config.flatten, config.group_m
+
+
+def interpreted():
+    """The smallest tile of each combination of flags: the interpreter runs the same code for the others."""
+    found = {}
+    for case in sorted(sweep(), key=lambda case: case[2].block_m * case[2].block_n):
+        if output_dtypes(*case, "cpu"):
+            found.setdefault(flags(*case), case)
+    return list(found.values())
+
+
+def output_dtypes(name, accumulation, config, tma, device):
+    """The output dtypes that the configuration has room for on this device: some tiles are too large for four bytes."""
+    return [dtype for dtype in (torch.float32, torch.bfloat16) if runs(config, PAIRS[name], device, tma, dtype)]
+
+
+def swept(device, cases):
+    for name, accumulation, config, tma in cases:
+        sizes = f"{config.block_m}x{config.block_n}x{config.block_k} {config.num_stages} stages"
+        sizes += " swapped" * config.swap + f" {config.split_k} parts" * (config.split_k > 1)
+        kind = "specialized" if config.specialized else "tiles"
+        path = "tma" if tma else "pointers"
+        text = f"{name} {accumulation} {sizes} {kind} {path}-{device.id}"
+        yield pytest.param(*device.values, name, accumulation, config, tma, id=text, marks=device.marks)
 
 
 def best_and_smallest(pair, device, **product):
@@ -96,13 +120,14 @@ def best_and_smallest(pair, device, **product):
     return configs[-1:] if device == "cpu" else [configs[0], configs[-1]]
 
 
-@each_device
-@pytest.mark.parametrize(("pair", "accumulation", "config", "tma"), list(sweep()))
-def test_every_configuration(device, pair, accumulation, config, tma):
-    if device == "cpu" and config.max_m and (config.block_m > FEWEST_ROWS or accumulation == "fast"):
-        pytest.skip("the interpreter runs the same code for the smallest tile of few rows")
-    # The tile of some configurations leaves no room for an output of four bytes.
-    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if runs(config, pair, device, tma, dtype)]
+@pytest.mark.parametrize(
+    ("device", "name", "accumulation", "config", "tma"),
+    [*swept(INTERPRETER, interpreted()), *swept(CUDA, sweep())],
+)
+def test_every_configuration(device, name, accumulation, config, tma):
+    """On a GPU each; in the interpreter one for each combination of flags."""
+    pair = PAIRS[name]
+    dtypes = output_dtypes(name, accumulation, config, tma, device)
     if not dtypes:
         pytest.skip("the device cannot run this configuration")
     options = {"config": config, "tma": tma, "out_dtype": dtypes[0]}
@@ -132,6 +157,19 @@ def test_every_configuration(device, pair, accumulation, config, tma):
         check(pair, shape, device, accumulation, layout, pooled, **options)
     if accumulation == "precise":
         check_pool(pooled, dtypes[0])
+
+
+def test_the_interpreter_sees_every_flag_and_every_pair_of_flags():
+    every = [flags(*case) for case in sweep() if output_dtypes(*case, "cpu")]
+    some = [flags(*case) for case in interpreted()]
+    assert len(some) < len(every) / 2
+    for i, j in itertools.combinations(range(len(every[0])), 2):
+        assert {(f[i], f[j]) for f in some} == {(f[i], f[j]) for f in every}
+    # What the kernels are compiled for, as far as CPUs run it.
+    assert {name for name, *_ in some} == set(PAIRS)
+    assert {f[1] for f in some} == set(ACCUMULATIONS)
+    for flag in (2, 3, 4, 5):
+        assert {f[flag] for f in some} == {True, False}
 
 
 SMALL_SIZES = (1, 17, 129)
