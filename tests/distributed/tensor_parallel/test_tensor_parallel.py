@@ -182,23 +182,33 @@ def test_plain_styles_of_features_that_do_not_divide(three):
     three.run(tp_model_cases.check_mlp, NAMES, False, True, False, 100)
 
 
-@pytest.mark.parametrize(("local", "sequence"), [(True, False), (False, False), (False, True)])
-def test_compiled_module_is_one_graph_of_the_same_bytes(two, local, sequence):
-    two.run(tp_model_cases.check_compiled_mlp, ["rowwise", "blockwise"], local, sequence, timeout=150)
+@pytest.mark.parametrize(
+    ("names", "local", "sequence"),
+    [(["rowwise", "blockwise"], True, False), (QUANTIZED, False, False), (["rowwise", "blockwise"], False, True)],
+    ids=["local", "DTensor outputs", "sequence"],
+)
+def test_compiled_module_is_one_graph_of_the_same_bytes(two, names, local, sequence):
+    two.run(tp_model_cases.check_compiled_mlp, names, local, sequence, timeout=150)
 
 
 # use_local_output, the FP8 styles, sequence parallelism, compiled
 LLAMAS = {
+    "float8, sequence": (False, True, True, False),
     "plain": (True, False, False, False),
     "plain DTensor outputs": (False, False, False, False),
     "plain, sequence": (True, False, True, False),
-    "float8, sequence": (False, True, True, False),
 }
 
 
-def check_losses(ranks, name, llama, *compiled, **options):
+# One Llama of each recipe takes ten steps, as losses go NaN after some. The others compare the first of these steps.
+STEPS, FEW_STEPS = 10, 4
+
+
+def check_losses(ranks, name, llama, steps=FEW_STEPS, compiled=False, **options):
     local, float8, sequence, _ = LLAMAS[llama]
-    for alone, together in ranks.run(tp_model_cases.llama_losses, name, local, float8, sequence, *compiled, **options):
+    cases = ranks.run(tp_model_cases.llama_losses, name, local, float8, sequence, compiled, steps, **options)
+    for alone, together in cases:
+        assert len(together) == steps
         assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-3
         assert alone[-1] != alone[0]
 
@@ -206,7 +216,7 @@ def check_losses(ranks, name, llama, *compiled, **options):
 @pytest.mark.parametrize("llama", LLAMAS)
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_do_not_go_nan_and_are_those_of_one_process(two, name, llama):
-    check_losses(two, name, llama)
+    check_losses(two, name, llama, STEPS if llama == "float8, sequence" else FEW_STEPS)
 
 
 # Of three ranks the middle one's features of the MLP begin inside a block.
@@ -252,14 +262,11 @@ def test_ranks_talk_about_a_weight_once_and_in_forward(two, name, weight, grad_o
         assert backward == [grad_output]
 
 
+# Recipes differ in the ops of a layer, whose graph is compared above, bit by bit, with the eager layer of each recipe.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "llama"),
-    [("rowwise", llama) for llama in ("plain", "plain DTensor outputs", "float8, sequence")]
-    + [(name, "plain DTensor outputs") for name in QUANTIZED if name != "rowwise"],
-)
+@pytest.mark.parametrize(("name", "llama"), [("rowwise", "float8, sequence"), ("blockwise", "plain DTensor outputs")])
 def test_compiled_llama_trains_as_one_process(two, name, llama):
-    check_losses(two, name, llama, True, timeout=240)
+    check_losses(two, name, llama, compiled=True, timeout=240)
 
 
 def test_local_scales_need_no_collective(two):
