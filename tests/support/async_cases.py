@@ -1,18 +1,16 @@
-"""What the ranks run for the tests of asynchronous tensor parallelism and asynchronous collectives."""
+"""What the ranks run for the tests of asynchronous tensor parallelism and asynchronous collectives.
+
+Passes of the compiler are imported where they run, on the ranks: a worker that collects the tests would load Inductor.
+"""
 
 import copy
 import functools
 from unittest import mock
 
 import torch
-import torch._inductor.config as inductor
 from cases import normal
-from fsdp_cases import Block
-from functorch.compile import make_boxed_func
+from fsdp_models import Block
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.fx_passes import post_grad
-from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -84,6 +82,11 @@ def run_fused_ops_on_cpu():
 
 def step_of_graphs(model, mesh, passes):
     """A step of the first layer by its graphs, op by op, with the pass on them or without; what it fused in each."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+
     fused = []
 
     def compiler(module, inputs):
@@ -119,6 +122,10 @@ def check_micro_pipelined_graphs(mesh, name, float8, converted):
 
 
 def compiled_step(mesh, name, float8, converted, passes):
+    import torch._inductor.config as inductor
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+
     model, fused = sharded_layers(mesh, 2, name, float8, converted), []
 
     def noted(graph):

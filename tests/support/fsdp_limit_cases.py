@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 from cases import give_up
-from fsdp_cases import Linears, Llama, Setup, build, digest, gathered_weights, initialize, tokens_of
+from fsdp_cases import Setup, build, digest, gathered_weights, tokens_of
+from fsdp_models import Linears, Llama, initialize
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor

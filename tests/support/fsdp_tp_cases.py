@@ -3,7 +3,8 @@
 import hashlib
 
 import torch
-from fsdp_cases import VOCABULARY, Linears, Llama, both_operands, initialize
+from fsdp_cases import both_operands
+from fsdp_models import VOCABULARY, Linears, Llama, initialize
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate

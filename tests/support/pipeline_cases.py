@@ -5,7 +5,7 @@ import hashlib
 
 import torch
 import torch.nn.functional as F
-from fsdp_cases import VOCABULARY, Block, initialize
+from fsdp_models import VOCABULARY, Block, initialize
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
