@@ -24,6 +24,10 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+# Compiled layers are alike: a second one takes as long to compile as the first, and FSDP's own tests compile two.
+COMPILED = {"layers": 1}
+
+
 @pytest.fixture(scope="module")
 def ranks():
     processes = Processes(2)
@@ -34,9 +38,10 @@ def ranks():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_trainer(ranks, name):
     program = PROGRAMS[name]
+    program = {**trainer_cases.SMALL, **(COMPILED if "compiled" in program else {}), **program}
     for row in ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, **program):
         # All linear layers, but for a head that shares the embedding's weight.
-        assert row["on"]["gathered"] == 7 * trainer_cases.SMALL["layers"] + (not program.get("tied", False))
+        assert row["on"]["gathered"] == 7 * program["layers"] + (not program.get("tied", False))
         assert row["on"]["stuck"] == row["off"]["stuck"] == []
         assert row["on"]["losses"] == row["off"]["losses"]
         assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"]
