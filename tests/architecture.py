@@ -62,7 +62,9 @@ STRIDES_OF_32_BITS = {
     "quantize_tile_kernel": "a result's number, 0 or 1",
 }
 PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 12, 500, 60
+MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 12, 400, 60
+# To be split; none may be added.
+MAX_LINES_OF = {"tritonfp8.distributed.fsdp.all_gather": 470, "tritonfp8.launch.fused": 480}
 # As torch spells them. None stands for what is left out.
 SCHEMA_TYPES = {
     "Tensor",
@@ -327,7 +329,7 @@ def frozen_violations(modules):
 def size_violations(modules):
     violations = []
     for module in modules:
-        if (lines := len(module.source.splitlines())) >= MAX_FILE_LINES:
+        if (lines := len(module.source.splitlines())) > MAX_LINES_OF.get(module.name, MAX_FILE_LINES):
             violations.append(f"{module.name} has {lines} lines")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -27,7 +27,8 @@ class Mutant:
         old: a text that occurs in it once.
         new: what stands there instead.
         wrong: what goes wrong.
-        tests: arguments of pytest: test files, or folders of them, in which a test must fail.
+        tests: arguments of pytest: files, or folders of them, in which a test must fail; after ``-k`` which tests,
+            where the whole file takes minutes.
     """
 
     file: str
@@ -43,7 +44,7 @@ MUTANTS = (
         "exponent = tl.where(bits == 0, 127, exponent)",
         "exponent = tl.where(bits == 0, 126, exponent)",
         "a block of zeros gets a scale of 1/2",
-        ("tests/kernels/test_quantize.py",),
+        ("tests/kernels/test_quantize.py", "-k", "given_amax"),
     ),
     Mutant(
         "kernels/numerics.py",
@@ -57,13 +58,13 @@ MUTANTS = (
         "highest = tl.maximum(highest, magnitudes(values))",
         "highest = magnitudes(values)",
         "of the partial maxima of a row only those of the last step are reduced",
-        ("tests/kernels/test_quantize.py",),
+        ("tests/kernels/test_quantize.py", "-k", "in_parts or joins"),
     ),
     Mutant(
         "kernels/cast/shards.py",
-        "(col_0 + first_col) // COLS",
-        "first_col // COLS",
-        "a shard that starts inside its tensor reads the amaxes of other columns",
+        "(row_0 + first_row) // ROWS",
+        "first_row // ROWS",
+        "a shard that starts inside its tensor reads the amaxes of other rows",
         ("tests/distributed/fsdp/test_grouped.py",),
     ),
     Mutant(
@@ -71,28 +72,28 @@ MUTANTS = (
         "b_scales += first // SCALE_K * stride_b_scale_k",
         "b_scales += 0 * stride_b_scale_k",
         "with a split K every part reads the scales of the first",
-        ("tests/kernels/test_matmul.py",),
+        ("tests/kernels/test_matmul.py", "-k", "every_configuration"),
     ),
     Mutant(
         "kernels/matmul/block_scaled.py",
         "acc += _scale_product(product, b_scale, a_scale, B_ROWS, A_ROWS)",
         "acc += _scale_product(product, a_scale, b_scale, A_ROWS, B_ROWS)",
         "swapped operands are scaled as if they were not",
-        ("tests/kernels/test_matmul.py",),
+        ("tests/kernels/test_matmul.py", "-k", "every_configuration"),
     ),
     Mutant(
         "kernels/matmul/tiles.py",
         "right, out, bias_ptr, residual_ptr, row, col + HALF, M, N,",
         "right, out, bias_ptr, residual_ptr, row, col, M, N,",
         "a tile that is stored in halves stores the second one over the first",
-        ("tests/kernels/test_matmul.py",),
+        ("tests/kernels/test_matmul.py", "-k", "every_configuration"),
     ),
     Mutant(
         "kernels/matmul/tiles.py",
         "return tl.dot(lhs, rhs.T, acc, max_num_imprecise_acc=PROMOTE_EVERY)",
         "return tl.dot(lhs, rhs.T, max_num_imprecise_acc=PROMOTE_EVERY)",
         "only the last step of K counts where operands are not swapped",
-        ("tests/kernels/test_matmul.py",),
+        ("tests/kernels/test_matmul.py", "-k", "every_configuration"),
     ),
     Mutant(
         "kernels/matmul/hopper.py",
@@ -120,7 +121,7 @@ MUTANTS = (
         "tl.fma(gate, 1.0 - sigmoid, 1.0)",
         "tl.fma(gate, sigmoid, 1.0)",
         "the gradient of the gate has the wrong slope",
-        ("tests/kernels/test_fused.py",),
+        ("tests/kernels/test_fused.py", "-k", "every_spec"),
     ),
     Mutant(
         "tritonfp8/reference/casts.py",
@@ -134,49 +135,49 @@ MUTANTS = (
         "fit = m * n // (WORKSPACE_SHARE * max(1, lines))",
         "fit = m * n",
         "the amax of a narrow tensor takes more memory than the tensor",
-        ("tests/kernels/test_quantize.py",),
+        ("tests/kernels/test_quantize.py", "-k", "narrow"),
     ),
     Mutant(
         "tritonfp8/tuning/chooser.py",
         "return (0, of_m, at.m) if of_m <= MAX_M_OCTAVES else None",
         "return (0, of_m, at.m)",
         "what was tuned for one token serves a million",
-        ("tests/tuning",),
+        ("tests/tuning/test_choose.py",),
     ),
     Mutant(
         "tritonfp8/distributed/tensor_parallel/placements.py",
         'adds_bias=all(way.sharded != "K" or at == 0',
         'adds_bias=all(way.sharded != "K" or at >= 0',
         "every rank of a row-parallel layer adds the bias",
-        ("tests/distributed/tensor_parallel",),
+        ("tests/distributed/tensor_parallel", "-k", "even_shards"),
     ),
     Mutant(
         "tritonfp8/distributed/tensor_parallel/placements.py",
         "summed_later = (_COLWISE,) if counted else (_COLWISE, _GATHERS)",
         "summed_later = (_COLWISE,)",
         "siblings scatter their gradients one by one",
-        ("tests/distributed/tensor_parallel",),
+        ("tests/distributed/tensor_parallel", "-k", "siblings"),
     ),
     Mutant(
         "tritonfp8/distributed/tensor_parallel/token_gather.py",
         "if gather.outer == 1:",
         "if gather.outer >= 1:",
         "gathered tokens of a batch come in another order",
-        ("tests/distributed/tensor_parallel",),
+        ("tests/distributed/tensor_parallel", "-k", "interleave"),
     ),
     Mutant(
         "tritonfp8/distributed/fsdp/byte_layout.py",
         "return tuple((0, self.shard(rank)[1]) for rank in range(self.shards))",
         "return tuple((0, self.shard_rows) for rank in range(self.shards))",
         "the padding of uneven shards is taken for rows of the weight",
-        ("tests/distributed/fsdp/test_byte_layout.py", "tests/distributed/fsdp/test_fsdp.py"),
+        ("tests/distributed/fsdp/test_fsdp.py", "-k", "losses_with"),
     ),
     Mutant(
         "tritonfp8/distributed/fsdp/byte_layout.py",
         "known = min(max(done - first, 0), count)",
         "known = 0",
         "the scale of a block on two ranks is gathered twice",
-        ("tests/distributed/fsdp/test_byte_layout.py", "tests/distributed/fsdp/test_fsdp.py"),
+        ("tests/distributed/fsdp/test_byte_layout.py",),
     ),
     Mutant(
         "tritonfp8/distributed/dtensor_rules.py",

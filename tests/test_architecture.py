@@ -228,7 +228,7 @@ BAD_SAMPLES = [
     (frozen_violations, [sample(source="@dataclass(frozen=False)\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="@dataclasses.dataclass(eq=False)\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="def f(r):\n    object.__setattr__(r, 'a', 1)")], "f writes"),
-    (size_violations, [sample(source="\n" * 500)], "500 lines"),
+    (size_violations, [sample(source="\n" * 401)], "401 lines"),
     (size_violations, [sample(source="class A:\n    def f():\n" + "        x\n" * 59)], "f has 60 lines"),
 ]
 

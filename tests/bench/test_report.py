@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 import platform
@@ -11,77 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_rows import LLAMA, SQUARE, UP, product_rows, synthetic_rows
 from typer.testing import CliRunner
 
-from bench import report, shapes, tables
+from bench import report, tables
 from bench.contest import cases
-from bench.contest.bars import BARS, HIGHEST, LOWEST, MEAN, QUANTITIES, Bar, judge
+from bench.contest.bars import BARS, judge
 from bench.plots import PLOTS, layer_breakdown
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "bench" / "results" / "nvidia-h200"
 PNG = b"\x89PNG\r\n\x1a\n"
-SQUARE, UP = (8192, 8192, 8192), (16384, 14336, 4096)
-
-
-def row(suite, case, shape, contender, seconds, own=False, peer=None, **fields):
-    return {
-        "suite": suite, "case": case, "set": shape.set, "name": shape.name, "shape": list(shape.size),
-        "contender": contender, "own": own, "peer": peer, "seconds": seconds, **fields,
-    }  # fmt: skip
-
-
-def product_rows(shape, own, peer, case="rowwise", accumulation="precise"):
-    work = {"flops": cases.gemm_flops(*shape.size), "bytes": cases.gemm_bytes(*shape.size)}
-    name = f"torch {accumulation}"
-    return [
-        row("scaled_matmul", case, shape, f"tritonfp8 {accumulation}", own, True, name, **work),
-        row("scaled_matmul", case, shape, name, peer, **work),
-    ]
-
-
-def synthetic_rows():
-    """A whole run in which everything of our own takes 2 s where peers take 3."""
-    rows = []
-    for case in (*cases.CASTS, *cases.FUSED):
-        for shape in shapes.select("cast"):
-            work = {"bytes": case.moved_bytes(shape.size, 2)}
-            rows.append(row("quantize", case.name, shape, "tritonfp8", 2.0, True, "copy", **work))
-            rows.append(row("quantize", case.name, shape, "copy", 3.0, bytes=2 * work["bytes"]))
-    for case in cases.PRODUCTS:
-        for shape in filter(lambda s: case.serves(s.set), shapes.select("gemm")):
-            for accumulation in case.accumulations:
-                rows += product_rows(shape, 2.0, 3.0, case.name, accumulation)
-    for shape in filter(lambda s: cases.EPILOGUE.serves(s.set), shapes.select("gemm")):
-        for name in cases.EPILOGUES:
-            alone = name == cases.BARE_PRODUCT
-            seconds, peer = (3.0, None) if alone else (2.0, cases.BARE_PRODUCT)
-            rows.append(row("scaled_matmul", cases.EPILOGUE.name, shape, name, seconds, True, peer))
-    layers = cases.recipe_variants(cases.LAYER_RECIPES)
-    for case, kind, names, fields in (
-        (cases.LAYER, "layer", layers, {}),
-        (cases.LAYER_KERNELS, "layer", layers, {"gemm_seconds": 1.25, "other_seconds": 0.25}),
-        (cases.MODEL, "model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
-    ):
-        suite = {"layer": "linear"}.get(kind, kind)
-        for shape in shapes.select(kind):
-            contenders = [*names, "torchao tensorwise"]
-            own = [row(suite, case.name, shape, name, 2.0, True, "bf16", **fields) for name in contenders[:-1]]
-            peers = [row(suite, case.name, shape, name, 3.0, **fields) for name in (contenders[-1], "bf16")]
-            rows += [*own, *peers]
-    for case in cases.CALLS:
-        for shape in shapes.select("launch"):
-            rows += [
-                row("launch", case.name, shape, "tritonfp8", 2e-5, True, "torch._scaled_mm"),
-                row("launch", case.name, shape, "torch._scaled_mm", 3e-5),
-            ]
-    for shape in shapes.select("first_step"):
-        rows += [
-            row("launch", "first step", shape, "cold", 30.0, True, "bf16", extra_launches=0),
-            row("launch", "first step", shape, "after warm-up", 20.0, True, "bf16", extra_launches=0),
-            row("launch", "first step", shape, "bf16", 19.0, extra_launches=0),
-        ]
-    return rows
 
 
 def write(folder, rows):
@@ -153,87 +92,6 @@ def test_every_bar_of_a_whole_run_has_a_verdict(rendered):
     assert cells["first step, cold: seconds beyond bf16's"] == ["<= 10", "11.000", "**no**"]
     assert cells["first step, warm: seconds beyond bf16's"] == ["<= 2", "1.000", "yes"]
     assert cells["first step, cold: launches beyond the second's"] == ["<= 0", "0.000", "yes"]
-
-
-def test_bars_are_about_shapes_that_exist():
-    for bar in BARS:
-        assert bar.sizes(), bar
-        assert bar.suite in report.SUITES
-        assert bar.quantity in QUANTITIES
-    assert len({bar.what for bar in BARS}) == len(BARS)
-
-
-LLAMA = [shape for shape in shapes.select("gemm") if shape.size in (SQUARE, UP)]
-PAIR = Bar("pair", "gemm", "scaled_matmul", "rowwise", "tritonfp8 precise", "torch precise", 1.0, ("square",))
-
-
-def judged(rows, **changes):
-    (verdict,) = judge(rows, [dataclasses.replace(PAIR, **changes)])
-    return verdict
-
-
-@pytest.mark.parametrize(
-    ("own", "changes", "measured", "holds"),
-    [
-        (2.0, {"bar": 1.5}, 1.5, True),
-        (2.0, {"bar": 1.51}, 1.5, False),
-        (2.0, {"bar": 1.5, "at_most": True, "reduce": HIGHEST}, 1.5, True),
-        (2.0, {"bar": 1.49, "at_most": True, "reduce": HIGHEST}, 1.5, False),
-        (2.0, {"quantity": "host time ratio", "bar": 0.7, "at_most": True}, 2 / 3, True),
-        (14.0, {"quantity": "more seconds", "bar": 10, "at_most": True}, 11.0, False),
-    ],
-)
-def test_a_bar_is_met_or_not(own, changes, measured, holds):
-    verdict = judged(product_rows(LLAMA[0], own, 3.0), **changes)
-    assert verdict.measured == pytest.approx(measured)
-    assert verdict.holds is holds
-
-
-def test_means_are_geometric_and_the_worst_shape_decides_where_each_has_to_do():
-    rows = [*product_rows(LLAMA[0], 1.0, 4.0), *product_rows(LLAMA[1], 1.0, 1.0)]
-    sets = ("square", "llama-8b")
-    assert judged(rows, sets=sets, reduce=MEAN).measured == pytest.approx(2.0)
-    assert judged(rows, sets=sets, reduce=LOWEST).measured == 1.0
-
-
-def test_a_bar_on_a_part_of_its_shapes_is_not_met_yet():
-    rows = product_rows(LLAMA[0], 1.0, 4.0)
-    partly = {"sets": ("square", "llama-8b")}
-    assert judged(rows, **partly, reduce=LOWEST).holds is None
-    assert judged(rows, **partly, reduce=MEAN).holds is None
-    # A shape that is too slow decides it all the same.
-    assert judged(rows, **partly, reduce=LOWEST, bar=5.0).holds is False
-    assert judged(rows, **partly, reduce=MEAN, bar=5.0).holds is None
-    assert "8 not measured" in tables.bars_table([judged(rows, **partly)])
-
-
-def test_a_shape_without_a_peer_is_left_out():
-    rows = product_rows(LLAMA[0], 1.0, 2.0)
-    own, peer = product_rows(LLAMA[1], 1.0, 2.0)
-    peer |= {"seconds": None, "reason": "RuntimeError: not on this shape"}
-    verdict = judged([*rows, own, peer], sets=("square", "llama-8b"))
-    assert verdict.expected == 8
-    assert len(verdict.values) == 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "text"),
-    [
-        ([], "not measured"),
-        (product_rows(LLAMA[0], None, 3.0), "not measured"),
-        ([r | {"seconds": None, "reason": "AssertionError: wrong"} for r in product_rows(LLAMA[0], 1.0, 3.0)],
-         "not measured: AssertionError: wrong"),
-    ],
-)  # fmt: skip
-def test_a_bar_without_data_says_so(rows, text):
-    verdict = judged(rows)
-    assert verdict.measured is None
-    assert verdict.holds is None
-    assert f"| {text} | not known |" in tables.bars_table([verdict])
-
-
-def test_a_case_that_no_suite_has_is_not_built():
-    assert judged([], case="RMSNorm + nothing").reason == "not built"
 
 
 def test_committed_data_is_shown(tmp_path):

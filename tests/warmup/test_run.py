@@ -14,20 +14,15 @@ import pytest
 import torch
 import warmup_jobs
 from models import SMALL
-from torch._subclasses.fake_tensor import FakeTensorMode
-from tuned import CPU_MACHINE, entry, layer_products, stored
+from tuned import layer_products, stored
 from warmup_jobs import SHAPES, Touch, choices, last_is_fastest
 
-import tritonfp8
 from tritonfp8 import hardware, recipes
-from tritonfp8.training import loop
-from tritonfp8.training.models import build_model
 from tritonfp8.tuning import store
 from tritonfp8.tuning.matmul_space import space
 from tritonfp8.warmup import run as warmup
 from tritonfp8.warmup.measure import OpJob
 from tritonfp8.warmup.ranks import Ranks
-from tritonfp8.warmup.record import Layout, Recorder, record_linear, record_model, training_step
 from tritonfp8.warmup.workers import run_jobs
 
 RECIPES = [name for name in recipes.names() if name != "bf16"]
@@ -43,72 +38,6 @@ def config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL))
     return str(path)
-
-
-class TestRecording:
-    @pytest.mark.parametrize("recipe", RECIPES)
-    def test_a_model_calls_what_its_step_really_calls(self, config, recipe):
-        model = build_model(config, 20, seed=0).train()
-        tritonfp8.convert(model, recipe)
-        with Recorder() as recorder:
-            loop._loss(model, torch.randint(0, 256, (2, 21))).backward()
-        recorded = record_model(config, recipe, (2, 20), "float32")
-        assert recorded == list(recorder.calls)
-        assert {call.op for call in recorded} >= {"quantize", "scaled_matmul"}
-        assert len(recorded) == len(set(recorded)) > 10
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_weights_of_another_dtype(self, config, dtype):
-        model = build_model(config, 20, seed=0).train().to(dtype)
-        tritonfp8.convert(model, "rowwise")
-        with Recorder() as recorder:
-            training_step(model, torch.zeros(2, 21, dtype=torch.long), autocast=False)
-        assert record_model(config, "rowwise", (2, 20), str(dtype)[6:]) == list(recorder.calls)
-
-    @pytest.mark.parametrize("recipe", RECIPES)
-    def test_a_layer_calls_what_it_really_calls(self, recipe):
-        layer = tritonfp8.Float8Linear(50, 70, bias=False, dtype=torch.bfloat16, recipe=recipe)
-        with Recorder() as recorder:
-            layer(torch.randn(33, 50, dtype=torch.bfloat16, requires_grad=True)).backward(
-                torch.randn(33, 70, dtype=torch.bfloat16)
-            )
-        assert record_linear((33, 70, 50), recipe, "bfloat16") == list(recorder.calls)
-        assert record_linear((33, 70, 50), recipe, "float32") == list(recorder.calls)
-
-    def test_nothing_is_left_behind(self, config):
-        before = torch.random.get_rng_state()
-        record_model(config, "rowwise", (2, 20), "float32")
-        assert torch.equal(torch.random.get_rng_state(), before)
-        assert type(torch.ones(1)) is torch.Tensor
-
-    def test_a_step_that_decides_by_data_is_a_clear_error(self, config, monkeypatch):
-        monkeypatch.setattr(
-            "tritonfp8.warmup.record.training_step", lambda model, tokens, autocast: tokens.sum().item()
-        )
-        with pytest.raises(ValueError, match=r"cannot be followed without running it .* file of shapes"):
-            record_model(config, "rowwise", (2, 20), "float32")
-
-    @pytest.mark.parametrize(
-        "x",
-        [
-            torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(5, 6)[1:, ::2], torch.randn(1, 3).expand(4, 3),
-            torch.randn(0, 3), torch.tensor(1.0), torch.randn(4, 4).to(torch.float8_e4m3fn),
-            torch.ones(2, 2).to(torch.float8_e8m0fnu),
-        ],
-    )  # fmt: skip
-    def test_layouts_are_made_again(self, x):
-        again = Layout.of(x).zeros("cpu")
-        assert Layout.of(again) == Layout.of(x)
-        assert again.float().count_nonzero() == 0 or x.dtype == torch.float8_e8m0fnu
-
-    @pytest.mark.parametrize("recipe", RECIPES)
-    def test_calls_can_be_made_again(self, recipe):
-        """With the layouts that the fake ops promised."""
-        for call in record_linear((33, 70, 50), recipe, "bfloat16"):
-            real = call.overload(*call.arguments("cpu"))
-            with FakeTensorMode():
-                fake = call.overload(*call.arguments("cpu"))
-            assert torch.utils._pytree.tree_map(Layout.of, real) == torch.utils._pytree.tree_map(Layout.of, fake)
 
 
 class TestShapes:
@@ -327,54 +256,6 @@ class TestWarmUp:
     def test_without_a_gpu_it_says_what_is_needed(self):
         with pytest.raises(ValueError, match=r"needs a CUDA GPU with FP8 tensor cores \(sm_89 or later\)"):
             warmup.warm_up(shapes=SHAPES)
-
-
-class TestRanks:
-    def test_one_alone(self):
-        ranks = Ranks()
-        assert ranks.exchange(b"x") == [b"x"]
-        assert ranks.together(lambda: 3) == 3
-        assert ranks.together(None) is None
-        with pytest.raises(ZeroDivisionError):
-            ranks.together(lambda: 1 / 0)
-
-    def test_two_machines_choose_alike_and_share_their_errors(self, home, monkeypatch):
-        """torchrun, two ranks with homes of their own: rank 0 tunes, then fails, then is gone."""
-        _, found = layer_products(*SHAPES)
-        other = found[0].key._replace(n=999)
-        for rank in (0, 1):
-            monkeypatch.setenv("XDG_CACHE_HOME", str(home / str(rank)))
-            own = {other._replace(k=100 + rank): entry(found[0].candidates(CPU)[1].name)}
-            store.save({**own, found[0].key: entry(found[0].candidates(CPU)[0].name, triton="0")}, CPU_MACHINE)
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ended = subprocess.run(
-            [*run, warmup_jobs.__file__, "rank_of_two_machines", str(home)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        seen = [json.loads(path.read_text()) for path in (home / "0/seen.json", home / "1/seen.json") if path.exists()]
-        assert len(seen) == 2, ended.stderr[-3000:]
-        expected = {str(product): product.candidates(CPU)[-1].name for product in found}
-        for rank, each in enumerate(seen):
-            assert each["choices"] == expected
-            assert each["report"]["failed"] == []
-            assert each["report"]["tuned"] == (0 if rank else len(found))
-            assert each["report"]["compiled"] > len(found)
-        # Rank 1 has an argument that it cannot take: both end at once.
-        messages = ["dtype must be one of", "recipes must be a sequence", "timeout must be a number", "workers must be"]
-        kinds = ["ValueError", "TypeError", "ValueError", "ValueError"]
-        for kind, message, here, there in zip(kinds, messages, seen[1]["bad"], seen[0]["bad"], strict=True):
-            assert here.startswith(f"{kind}: {message}")
-            assert there.startswith(f"RuntimeError: the warm-up failed on rank 1: {kind}: {message}")
-        assert max(each["waited"] for each in seen) < 30
-        assert seen[0]["errors"] == ["out of luck"]
-        assert seen[1]["errors"][0] == "the warm-up failed on rank 0: RuntimeError: out of luck"
-        assert "waited in vain" in seen[1]["errors"][1]
-        stores = []
-        for rank in (0, 1):
-            monkeypatch.setenv("XDG_CACHE_HOME", str(home / str(rank)))
-            stores.append(stored())
-        assert stores[0] == stores[1]
-        assert len(stores[0]) == len(found) + 2
 
 
 @pytest.mark.gpu

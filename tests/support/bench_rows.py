@@ -1,0 +1,69 @@
+"""Rows as the suites of the benchmark write them, made up."""
+
+from bench import shapes
+from bench.contest import cases
+
+SQUARE, UP = (8192, 8192, 8192), (16384, 14336, 4096)
+
+
+def row(suite, case, shape, contender, seconds, own=False, peer=None, **fields):
+    return {
+        "suite": suite, "case": case, "set": shape.set, "name": shape.name, "shape": list(shape.size),
+        "contender": contender, "own": own, "peer": peer, "seconds": seconds, **fields,
+    }  # fmt: skip
+
+
+def product_rows(shape, own, peer, case="rowwise", accumulation="precise"):
+    work = {"flops": cases.gemm_flops(*shape.size), "bytes": cases.gemm_bytes(*shape.size)}
+    name = f"torch {accumulation}"
+    return [
+        row("scaled_matmul", case, shape, f"tritonfp8 {accumulation}", own, True, name, **work),
+        row("scaled_matmul", case, shape, name, peer, **work),
+    ]
+
+
+def synthetic_rows():
+    """A whole run in which everything of our own takes 2 s where peers take 3."""
+    rows = []
+    for case in (*cases.CASTS, *cases.FUSED):
+        for shape in shapes.select("cast"):
+            work = {"bytes": case.moved_bytes(shape.size, 2)}
+            rows.append(row("quantize", case.name, shape, "tritonfp8", 2.0, True, "copy", **work))
+            rows.append(row("quantize", case.name, shape, "copy", 3.0, bytes=2 * work["bytes"]))
+    for case in cases.PRODUCTS:
+        for shape in filter(lambda s: case.serves(s.set), shapes.select("gemm")):
+            for accumulation in case.accumulations:
+                rows += product_rows(shape, 2.0, 3.0, case.name, accumulation)
+    for shape in filter(lambda s: cases.EPILOGUE.serves(s.set), shapes.select("gemm")):
+        for name in cases.EPILOGUES:
+            alone = name == cases.BARE_PRODUCT
+            seconds, peer = (3.0, None) if alone else (2.0, cases.BARE_PRODUCT)
+            rows.append(row("scaled_matmul", cases.EPILOGUE.name, shape, name, seconds, True, peer))
+    layers = cases.recipe_variants(cases.LAYER_RECIPES)
+    for case, kind, names, fields in (
+        (cases.LAYER, "layer", layers, {}),
+        (cases.LAYER_KERNELS, "layer", layers, {"gemm_seconds": 1.25, "other_seconds": 0.25}),
+        (cases.MODEL, "model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
+    ):
+        suite = {"layer": "linear"}.get(kind, kind)
+        for shape in shapes.select(kind):
+            contenders = [*names, "torchao tensorwise"]
+            own = [row(suite, case.name, shape, name, 2.0, True, "bf16", **fields) for name in contenders[:-1]]
+            peers = [row(suite, case.name, shape, name, 3.0, **fields) for name in (contenders[-1], "bf16")]
+            rows += [*own, *peers]
+    for case in cases.CALLS:
+        for shape in shapes.select("launch"):
+            rows += [
+                row("launch", case.name, shape, "tritonfp8", 2e-5, True, "torch._scaled_mm"),
+                row("launch", case.name, shape, "torch._scaled_mm", 3e-5),
+            ]
+    for shape in shapes.select("first_step"):
+        rows += [
+            row("launch", "first step", shape, "cold", 30.0, True, "bf16", extra_launches=0),
+            row("launch", "first step", shape, "after warm-up", 20.0, True, "bf16", extra_launches=0),
+            row("launch", "first step", shape, "bf16", 19.0, extra_launches=0),
+        ]
+    return rows
+
+
+LLAMA = [shape for shape in shapes.select("gemm") if shape.size in (SQUARE, UP)]
