@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.shard_layout import DimLayout, is_split, local_blocks, split_blocks
-from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, Quantizer
+from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, quantize_for
 from tritonfp8.specs import QuantSpec, transposed
 
 
@@ -126,34 +125,8 @@ def quantize_shard(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, 
     """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the amaxes of the global matrix."""
     amax, amax_t = amaxes
     if amax is None and amax_t is None:
-        return Quantizer().quantize("", x, spec, spec_t)
+        return quantize_for(x, spec, spec_t)
     return (
         NO_PAIR if spec is None else ops.quantize(x, *spec.args, False, amax),
         NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True, amax_t),
     )
-
-
-@dataclass(frozen=True)
-class ShardedQuantizer(Quantizer):
-    """Quantizes the operands of a layer whose dims lie as these layouts say: M tokens, N out and K in features."""
-
-    m: DimLayout
-    n: DimLayout
-    k: DimLayout
-
-    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
-        """See :meth:`tritonfp8.layers.linear.Quantizer.amaxes`."""
-        layouts = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[operand]
-        return global_amax(x, spec, spec_t, layouts)
-
-    def quantize(
-        self,
-        operand: str,
-        x: Tensor,
-        spec: QuantSpec | None,
-        spec_t: QuantSpec | None,
-        amaxes: Amaxes | None = None,
-    ) -> tuple[Pair, Pair]:
-        """See :meth:`tritonfp8.layers.linear.Quantizer.quantize`; ``x`` is this rank's part."""
-        found = self.amaxes(operand, x, spec, spec_t) if amaxes is None else amaxes
-        return quantize_shard(x, spec, spec_t, found)

@@ -16,7 +16,7 @@ import tritonfp8
 from tritonfp8 import convert, recipes, revert
 from tritonfp8.functional import SharedInput
 from tritonfp8.layers.linear import input_cache
-from tritonfp8.layers.linear.operands import Quantizer
+from tritonfp8.layers.linear.operands import OperandProvider
 from tritonfp8.testing import assert_bitwise_equal, sqnr
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
@@ -167,7 +167,7 @@ def test_an_input_that_dies_leaves_no_match():
     for seed in range(50):
         x = normal(33, 40, seed=seed)
         # Each is the first of two siblings.
-        pairs = SharedInput.group(2)[0].quantize(x, x, (spec, None), Quantizer())
+        pairs = SharedInput.group(2)[0].quantize(x, x, (spec, None), OperandProvider())
         assert_bitwise_equal(pairs[0], (lambda q: (q.qdata, q.scale))(tritonfp8.quantize(x, spec)))
         del x
 

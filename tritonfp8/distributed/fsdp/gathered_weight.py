@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +14,8 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import Form, Layout, read_pieces
-from tritonfp8.layers.linear import QuantizedWeight
+from tritonfp8.layers.linear import LOCAL, OperandProvider, Pair, register_weight_type
 from tritonfp8.ops import implement
-from tritonfp8.quantized import Quantized
-from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 
 aten = torch.ops.aten
@@ -101,7 +100,7 @@ class _PreAllGather:
         return (piece,), sent
 
 
-class GatheredWeight(QuantizedWeight, Tensor):
+class GatheredWeight(Tensor):
     """A weight ``[N, K]`` whose bytes were gathered in 8 bits, in place of its values: for the GEMMs of one recipe.
 
     It has the dtype in which FSDP hands it to the layer, and a gradient of that dtype. It has no values in high
@@ -175,18 +174,6 @@ class GatheredWeight(QuantizedWeight, Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {', '.join(str(f.spec) for f in self._wire.forms)})"
-
-    @staticmethod
-    def operand(weight: Any, recipe: Recipe, transposed: bool, grad_output: Tensor | None = None) -> Quantized:
-        """See :class:`~tritonfp8.layers.linear.QuantizedWeight`. Bytes that lie in order are not copied."""
-        spec = recipe.grad_input.rhs if transposed else recipe.output.rhs
-        assert spec is not None
-        if torch.compiler.is_compiling():
-            # An op, which dispatches to _operand, as a graph does not see into subclasses.
-            qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
-        else:
-            qdata, scale = weight._operand(spec, transposed)
-        return Quantized(qdata, scale, spec)
 
     def _same(self, gaps: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> GatheredWeight:
         """The same bytes, with zeros before them or for a layer that computes in another dtype."""
@@ -295,6 +282,56 @@ _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.ones_like.default: torch.ones,
     aten.empty_like.default: torch.empty,
 }
+
+
+def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
+    """The weight quantized by ``spec``, in the orientation that a GEMM reads."""
+    if torch.compiler.is_compiling():
+        # An op, which dispatches to _operand, as a graph does not see into subclasses.
+        qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
+        return qdata, scale
+    found: tuple[Tensor, Tensor] = weight._operand(spec, transposed)
+    return found
+
+
+@dataclass(frozen=True)
+class GatheredWeightOperands(OperandProvider):
+    """Reads the weight's operands from the gathered bytes; bytes that lie in order are not copied.
+
+    Attributes:
+        others: the provider of the input and of ``grad_output``.
+    """
+
+    others: OperandProvider = LOCAL
+
+    @property
+    def input_key(self) -> object:
+        """The weight does not change how an input is cast."""
+        return self.others.input_key
+
+    def input(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """See ``others``."""
+        return self.others.input(x, spec, spec_t)
+
+    def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """``weight`` is a :class:`GatheredWeight`.
+
+        Raises:
+            ValueError: it was gathered for another recipe.
+        """
+        assert spec is not None
+        return _read(weight, spec, False), None
+
+    def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
+        """As :meth:`weight`."""
+        return _read(weight, spec_t, True, grad_output)
+
+    def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """See ``others``."""
+        return self.others.grad_output(x, spec, spec_t)
+
+
+register_weight_type(GatheredWeight, GatheredWeightOperands())
 
 
 # Which form lies in a buffer that holds one of two, as data that a compiled graph can look at: a tensor on the CPU of

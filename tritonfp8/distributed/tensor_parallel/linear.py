@@ -15,16 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from tritonfp8.distributed import options
-from tritonfp8.distributed.fsdp import GatheredWeight
-from tritonfp8.distributed.global_scales import ShardedQuantizer
-from tritonfp8.distributed.shard_layout import align, largest_blocks, plain_mesh, unalign, whole
+from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands
+from tritonfp8.distributed.shard_layout import align, largest_blocks, plain_mesh, unalign
 from tritonfp8.distributed.tensor_parallel.placements import Layer, cached_layer_of, layer_of
-from tritonfp8.distributed.tensor_parallel.token_gather import GatheringQuantizer, gathered_placeholder, gathered_rows
+from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands
+from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
 from tritonfp8.layers import register_linear
-from tritonfp8.layers.linear import Pair, Quantizer, SharedInput, forget, local_linear
+from tritonfp8.layers.linear import OperandProvider, SharedInput, local_linear
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
-from tritonfp8.specs import QuantSpec
 
 
 class _AddedOnce(torch.autograd.Function):
@@ -55,25 +54,6 @@ class _FromShards(torch.autograd.Function):
         grad = unalign(layer.k, unalign(layer.m, grad, 0), 1).reshape(*layer.lead, layer.k.local_size)
         placements = layer.placements.grad_input
         return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None, None
-
-
-class _InputOf(SharedInput):
-    """The operands of one DTensor input: shared under the DTensor itself, quantized from this rank's rows."""
-
-    def __init__(self, shared: SharedInput | None, input: Tensor, rows: Tensor, quantizer: Quantizer) -> None:
-        self._shared = shared
-        self._input = input
-        self._own_rows = rows
-        self._quantizer = quantizer
-
-    def quantize(
-        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
-    ) -> tuple[Pair, Pair]:
-        if self._shared is None:
-            if not torch.compiler.is_compiling():
-                forget()
-            return self._quantizer.quantize("input", self._own_rows, *specs)
-        return self._shared.quantize(self._input, self._own_rows, specs, self._quantizer)
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -176,21 +156,23 @@ def _local(
             f"{tuple(rows.shape)}. Tokens that lie otherwise than torch.chunk divides them need "
             "tritonfp8.distributed.token_counts."
         )
-    # Products in high precision read the input itself.
+    # A grad_weight GEMM in high precision reads the input itself.
     reads_input = torch.is_grad_enabled() and weight.requires_grad and not recipe.grad_weight.quantized
-    if layer.gather is not None and recipe.output.quantized and not reads_input:
-        adapter = _InputOf(shared_input, input, rows.detach(), GatheringQuantizer(layer.gather, layer.k))
-        operand = gathered_placeholder(rows, layer.gather, layer.k)
+    in_8_bits = layer.gather is not None and recipe.output.quantized and not reads_input
+    if layer.gather is not None and in_8_bits:
+        operand, own_rows = gathered_placeholder(rows, layer.gather, layer.k), rows
     else:
-        operand = _aligned_rows(rows, layer, input, shared_input)
-        # Siblings have other out features.
-        of_input = ShardedQuantizer(layer.scaled[0], whole(0), layer.scaled[2])
-        adapter = _InputOf(shared_input, input, operand.detach(), of_input)
+        operand = own_rows = _aligned_rows(rows, layer, input, shared_input)
     if summed_later:
         operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
     w = align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
-    of_layer = ShardedQuantizer(*layer.scaled)
-    out = local_linear(operand, w, _local_bias(bias, layer), recipe, shared_input=adapter, quantizer=of_layer)
+    provider: OperandProvider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k)
+    if isinstance(weight._local_tensor, GatheredWeight):
+        provider = GatheredWeightOperands(provider)
+    out = local_linear(
+        operand, w, _local_bias(bias, layer), recipe, shared_input=shared_input, shared_as=input, own_rows=own_rows,
+        provider=provider,
+    )  # fmt: skip
     lead = layer.lead if sharded else local.shape[:-1]
     return unalign(layer.n, unalign(layer.m, out, 0), 1).reshape(*lead, layer.n.local_size)
 

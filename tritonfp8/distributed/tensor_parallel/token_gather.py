@@ -13,7 +13,7 @@ from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows,
 from tritonfp8.distributed.global_scales import global_amax, quantize_shard
 from tritonfp8.distributed.shard_layout import DimLayout, align, local_blocks, unalign
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.layers.linear import NO_PAIR, Amaxes, Pair, Quantizer
+from tritonfp8.layers.linear import NO_PAIR, Pair
 from tritonfp8.ops import sealed
 from tritonfp8.specs import QuantSpec, empty_scale, transposed
 
@@ -151,62 +151,59 @@ def _received(
     return qdata, scale.copy_(joined.view(scale.dtype))
 
 
-@dataclass(frozen=True)
-class GatheringQuantizer(Quantizer):
-    """Quantizes this rank's tokens and gathers those of all: the same bits as quantizing the gathered tensor.
+def quantize_and_gather(
+    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, gather: TokenGather, k: DimLayout
+) -> tuple[Pair, Pair]:
+    """Quantize this rank's tokens and gather those of all ranks: the same bits as quantizing the gathered tensor.
 
-    One collective carries codes and scales, ``M K`` bytes and the scales for ``output``, and as much again for
-    ``grad_weight`` where the weight needs a gradient, unless one serves both (tensorwise).
+    One collective carries qdata and scales, ``M K`` bytes and the scales for ``output``, and as much again for
+    ``grad_weight`` where the weight needs a gradient. Tensorwise, one qdata serves both.
+
+    Args:
+        x: ``[tokens, K]``, this rank's rows.
+        spec, spec_t: of the gathered rows and of their transpose, or None.
+        gather: how the rows of the ranks are put together.
+        k: the layout of K.
+
+    Returns:
+        ``(qdata, scale)`` of the gathered rows, and of their transpose.
     """
-
-    gather: TokenGather
-    k: DimLayout
-
-    def quantize(
-        self,
-        operand: str,
-        x: Tensor,
-        spec: QuantSpec | None,
-        spec_t: QuantSpec | None,
-        amaxes: Amaxes | None = None,
-    ) -> tuple[Pair, Pair]:
-        """The gathered ``(qdata, scale)`` of ``x [tokens, K]``, this rank's rows, and of ``x.T``."""
-        source = self.gather.sources[self.gather.rank]
-        x = align(self.k, align(source, x, 0), 1)
-        one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)
-        wanted = [(spec, 0), (None if one_serves_both else spec_t, 1)]
-        specs = wanted[0][0], wanted[1][0]
-        pairs = quantize_shard(x, *specs, global_amax(x, *specs, (source, self.k)))
-        width = self.k.aligned_size
-        mine: list[Tensor] = []
-        shapes: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in self.gather.sources]
-        for (s, dim), (qdata, scale) in zip(wanted, pairs, strict=True):
-            if s is not None and qdata is not None and scale is not None:
-                mine += _to_send((qdata, scale), s, dim, source)
-                for of_rank, layout in zip(shapes, self.gather.sources, strict=True):
-                    of_rank += _shapes(s, dim, layout, width)
-        if not mine:
-            return NO_PAIR, NO_PAIR
-        sizes = [[_nbytes(shape, dtype) for shape, dtype in of_rank] for of_rank in shapes]
-        received = all_gather_bytes(mine, sizes, self.gather.group)
-        parts = [
-            [part.view(dtype).view(shape) for part, (shape, dtype) in zip(got, of_rank, strict=True)]
-            for got, of_rank in zip(received, shapes, strict=True)
-        ]
-        found: list[Pair] = []
-        for (s, dim), (_, scale) in zip(wanted, pairs, strict=True):
-            if s is None or scale is None:
-                found.append(NO_PAIR)
-                continue
-            taken = 1 if s.block[dim] == -1 else 2
-            found.append(_received([p[:taken] for p in parts], scale, s, dim, self.gather, width))
-            parts = [p[taken:] for p in parts]
-        if one_serves_both:
-            qdata, scale = found[0]
-            assert qdata is not None
-            assert scale is not None
-            found[1] = (qdata.t().contiguous(), scale.t().contiguous())
-        return found[0], found[1]
+    source = gather.sources[gather.rank]
+    x = align(k, align(source, x, 0), 1)
+    one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)
+    wanted = [(spec, 0), (None if one_serves_both else spec_t, 1)]
+    specs = wanted[0][0], wanted[1][0]
+    pairs = quantize_shard(x, *specs, global_amax(x, *specs, (source, k)))
+    width = k.aligned_size
+    mine: list[Tensor] = []
+    shapes: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in gather.sources]
+    for (s, dim), (qdata, scale) in zip(wanted, pairs, strict=True):
+        if s is not None and qdata is not None and scale is not None:
+            mine += _to_send((qdata, scale), s, dim, source)
+            for of_rank, layout in zip(shapes, gather.sources, strict=True):
+                of_rank += _shapes(s, dim, layout, width)
+    if not mine:
+        return NO_PAIR, NO_PAIR
+    sizes = [[_nbytes(shape, dtype) for shape, dtype in of_rank] for of_rank in shapes]
+    received = all_gather_bytes(mine, sizes, gather.group)
+    parts = [
+        [part.view(dtype).view(shape) for part, (shape, dtype) in zip(got, of_rank, strict=True)]
+        for got, of_rank in zip(received, shapes, strict=True)
+    ]
+    found: list[Pair] = []
+    for (s, dim), (_, scale) in zip(wanted, pairs, strict=True):
+        if s is None or scale is None:
+            found.append(NO_PAIR)
+            continue
+        taken = 1 if s.block[dim] == -1 else 2
+        found.append(_received([p[:taken] for p in parts], scale, s, dim, gather, width))
+        parts = [p[taken:] for p in parts]
+    if one_serves_both:
+        qdata, scale = found[0]
+        assert qdata is not None
+        assert scale is not None
+        found[1] = (qdata.t().contiguous(), scale.t().contiguous())
+    return found[0], found[1]
 
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -12,10 +12,9 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.layers.linear import (
     NO_PAIR,
-    WHOLE,
+    LinearPlan,
     Operands,
     Pair,
-    Plan,
     QuantizedInput,
     autocast_all,
     check_linear,
@@ -29,6 +28,7 @@ from tritonfp8.layers.linear import (
     is_fusable,
     multiply,
     pair_of,
+    provider_of,
     quantize_input,
     weight_pairs,
     weight_t,
@@ -68,7 +68,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, handle: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-        plans: Sequence[Plan], *quantized: Tensor | None,
+        plans: Sequence[LinearPlan], *quantized: Tensor | None,
     ) -> Tensor:  # fmt: skip
         input_pair, kept, *pairs = ((quantized[i], quantized[i + 1]) for i in range(0, len(quantized), 2))
         weights, held = pairs[::2], pairs[1::2]
@@ -103,12 +103,12 @@ class _SwiGLU(torch.autograd.Function):
         gate, up, *saved = ctx.saved_tensors
         weights, kept, hidden_t = saved[:3], (saved[3], saved[4]), (saved[5], saved[6])
         held = [(saved[i], saved[i + 1]) for i in (7, 9, 11)]
-        plans: Sequence[Plan] = ctx.plans
+        plans: Sequence[LinearPlan] = ctx.plans
         recipe, (dtype, weight_dtype) = plans[0].recipe, ctx.dtypes
         inner, down = plans[:2], plans[2]
         left = recipe.grad_input.lhs if down.needs_grad_input else None
         right = recipe.grad_weight.lhs if down.needs_grad_weight else None
-        pair, pair_t = down.quantizer.quantize("grad_output", grad_output, left, right)
+        pair, pair_t = down.provider.grad_output(grad_output, left, right)
         grad_down = grad_input = None
         grads: list[Tensor | None] = [None, None]
         if down.needs_grad_weight:
@@ -197,11 +197,11 @@ def swiglu(
     check_reader(input, recipe, needs[0] or needs[1])
     needs_inputs = (needs_input, needs_input, needs_input or needs[0] or needs[1])
     plans = tuple(
-        Plan(recipe, needs_input, needs_weight, held is not None, WHOLE)
-        for needs_input, needs_weight, held in zip(needs_inputs, needs, quantized_weights, strict=True)
+        LinearPlan(recipe, needs_input, needs_weight, held is not None, provider_of(weight))
+        for weight, needs_input, needs_weight, held in zip(weights, needs_inputs, needs, quantized_weights, strict=True)
     )
     pairs = [weight_pairs(*each) for each in zip(weights, plans, quantized_weights, strict=True)]
-    flat = [t for of_weight in pairs for pair in of_weight for t in pair]
+    flat = [t for of_weight in pairs for pair in of_weight[:2] for t in pair]
     out: Tensor = _SwiGLU.apply(  # type: ignore[no-untyped-call]
         folded(input.handle), *weights, plans, *pair_of(input.normal), *pair_of(input.transposed), *flat
     )

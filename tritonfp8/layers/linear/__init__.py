@@ -22,20 +22,28 @@ from tritonfp8.layers.linear import traced  # noqa: F401  implements the ops of 
 from tritonfp8.layers.linear.checks import autocast_all, check_linear
 from tritonfp8.layers.linear.dispatch import linear, local_linear
 from tritonfp8.layers.linear.first_order import first_order
-from tritonfp8.layers.linear.function import Plan, apply_linear, held_for_backward, multiply, weight_pairs, weight_t
+from tritonfp8.layers.linear.function import (
+    LinearPlan,
+    apply_linear,
+    held_for_backward,
+    multiply,
+    weight_pairs,
+    weight_t,
+)
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.module import Float8Linear, require_module
 from tritonfp8.layers.linear.operands import (
+    LOCAL,
     NO_PAIR,
-    WHOLE,
     Amaxes,
+    OperandProvider,
     Operands,
     Pair,
-    QuantizedWeight,
-    Quantizer,
     pair_of,
+    provider_of,
     quantize_for,
     quantize_weight,
+    register_weight_type,
     serves_both,
 )
 from tritonfp8.layers.linear.quantized_input import (
@@ -56,16 +64,15 @@ from tritonfp8.layers.linear.quantized_input import (
 from tritonfp8.layers.linear.weight_scope import quantize_weights_once
 
 __all__ = [
+    "LOCAL",
     "NO_PAIR",
-    "WHOLE",
     "Amaxes",
     "Float8Linear",
+    "LinearPlan",
+    "OperandProvider",
     "Operands",
     "Pair",
-    "Plan",
     "QuantizedInput",
-    "QuantizedWeight",
-    "Quantizer",
     "SharedInput",
     "apply_linear",
     "as_input",
@@ -87,11 +94,13 @@ __all__ = [
     "local_linear",
     "multiply",
     "pair_of",
+    "provider_of",
     "quantize_for",
     "quantize_input",
     "quantize_weight",
     "quantize_weights_once",
     "quantized_linear",
+    "register_weight_type",
     "require_module",
     "serves_both",
     "weight_pairs",

@@ -24,9 +24,9 @@ from tritonfp8 import ops
 from tritonfp8.layers import recompute
 from tritonfp8.layers.handlers import PLAIN, handler_of
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
-from tritonfp8.layers.linear.function import Plan, apply_linear
+from tritonfp8.layers.linear.function import LinearPlan, apply_linear
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
-from tritonfp8.layers.linear.operands import WHOLE, Operands, QuantizedWeight, Quantizer, check_held, pair_of
+from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_held, pair_of, provider_of
 from tritonfp8.ops import graph_op, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
 from tritonfp8.specs import require_type
@@ -58,12 +58,19 @@ def local_linear(
     *,
     quantized_weight: Operands | None = None,
     shared_input: SharedInput | None = None,
-    quantizer: Quantizer = WHOLE,
+    shared_as: Tensor | None = None,
+    own_rows: Tensor | None = None,
+    provider: OperandProvider = LOCAL,
     may_cast_again: bool = False,
 ) -> Tensor:
-    """:func:`linear` on the operands as they lie here, quantized by ``quantizer``; handlers call it on shards.
+    """:func:`linear` on the local tensors of this rank; handlers of other tensor types call it on shards.
 
-    ``may_cast_again``: in a graph, whose compiler chooses what is saved; see :func:`_may_cast_again`.
+    Args:
+        input, weight, bias, recipe, quantized_weight, shared_input: as of :func:`linear`.
+        shared_as: the tensor under which sibling layers share the cast input. Default: ``input``.
+        own_rows: ``[M, K]``, what ``provider`` makes the input's operands of, if those are not the rows of ``input``.
+        provider: see :class:`OperandProvider`.
+        may_cast_again: whether backward of a compiled graph may cast the input again; see :func:`_may_cast_again`.
     """
     cast_input, cast_weight, cast_bias = autocast_all(input.device.type, input, weight, bias)
     assert cast_input is not None
@@ -74,10 +81,12 @@ def local_linear(
         cast_weight,
         cast_bias,
         recipe,
-        came_as=input,
         quantized_weight=quantized_weight,
         shared_input=shared_input,
-        quantizer=quantizer,
+        # Siblings are called with the input that autocast has not cast yet.
+        shared_as=input if shared_as is None else shared_as,
+        own_rows=own_rows,
+        provider=provider,
         may_cast_again=may_cast_again,
     )
 
@@ -88,32 +97,31 @@ def computed_linear(
     bias: Tensor | None,
     recipe: Recipe,
     *,
-    came_as: Tensor | None = None,
     quantized_weight: Operands | None = None,
     shared_input: SharedInput | None = None,
-    quantizer: Quantizer = WHOLE,
+    shared_as: Tensor | None = None,
+    own_rows: Tensor | None = None,
+    provider: OperandProvider = LOCAL,
     may_cast_again: bool = False,
 ) -> Tensor:
-    """:func:`local_linear` of operands that are checked, in the dtype to compute in.
-
-    ``came_as`` is the input as the layer was called with it, before autocast: siblings share under that.
-    """
-    came_as = input if came_as is None else came_as
+    """:func:`local_linear` of operands that are checked already, in the dtype to compute in."""
+    shared_as = input if shared_as is None else shared_as
     rows = torch.atleast_2d(input).flatten(0, -2) if input.ndim != 2 else input
     grad = torch.is_grad_enabled()
     needs = (grad and input.requires_grad, grad and weight.requires_grad)
-    again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(came_as)
-    sharded = quantizer is not WHOLE or isinstance(weight, QuantizedWeight)
-    plan = Plan(recipe, *needs, quantized_weight is not None, quantizer, again, no_op_has_gradient=sharded)
+    again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
+    plan = LinearPlan(
+        recipe, *needs, quantized_weight is not None, provider, again, no_op_has_gradient=provider is not LOCAL
+    )
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
-    data = rows.detach()
+    data = (rows if own_rows is None else own_rows).detach()
     if shared_input is None:
         if not torch.compiler.is_compiling():
             forget()
-        pairs = quantizer.quantize("input", data, *specs)
+        pairs = provider.input(data, *specs)
     else:
         require_type("shared_input", shared_input, SharedInput, "a tritonfp8.functional.SharedInput or None")
-        pairs = shared_input.quantize(came_as, data, specs, quantizer)
+        pairs = shared_input.quantize(shared_as, data, specs, provider)
     out = apply_linear(rows, pairs, weight, bias, plan, quantized_weight)
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
 
@@ -208,9 +216,11 @@ def linear(
                 "quantized_weight goes with plain tensors; got an operand of another type, such as DTensor"
             )
         return handler(input, weight, bias, recipe, shared_input)
-    if traced and not isinstance(weight, QuantizedWeight):
+    provider = provider_of(weight)
+    if traced and provider is LOCAL:
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
     again = compiling and _may_cast_again(weight, shared_input is not None)
     return local_linear(
-        input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input, may_cast_again=again
-    )
+        input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input, provider=provider,
+        may_cast_again=again,
+    )  # fmt: skip

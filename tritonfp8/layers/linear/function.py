@@ -11,15 +11,12 @@ from tritonfp8 import ops
 from tritonfp8.layers.linear.first_order import first_order
 from tritonfp8.layers.linear.operands import (
     NO_PAIR,
-    Amaxes,
+    OperandProvider,
     Operands,
     Pair,
-    QuantizedWeight,
-    Quantizer,
     check_held,
     pair_of,
     serves_both,
-    weight_operand,
 )
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Gemm, Recipe
@@ -37,7 +34,7 @@ def multiply(
     )  # fmt: skip
 
 
-class Plan(NamedTuple):
+class LinearPlan(NamedTuple):
     """What a linear layer computes besides its output, and by which recipe."""
 
     recipe: Recipe
@@ -45,7 +42,7 @@ class Plan(NamedTuple):
     needs_grad_weight: bool
     weight_is_held: bool
     """Somebody keeps the quantized weight: grad_input reads that, and not the weight."""
-    quantizer: Quantizer
+    provider: OperandProvider
     casts_input_again: bool = False
     """grad_weight's operand is cast in backward, from the input, which a compiler may compute anew or have anyway."""
     no_op_has_gradient: bool = False
@@ -68,7 +65,7 @@ class _Linear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        plan: Plan,
+        plan: LinearPlan,
         weight_amax_t: Tensor | None,
         *quantized: Tensor | None,
     ) -> Tensor:
@@ -117,12 +114,11 @@ class Saved(NamedTuple):
     """Of the input and the weight, and so of their gradients."""
 
 
-def gradients(plan: Plan, grad_output: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None]:
+def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None]:
     """``(grad_input, grad_weight)`` of ``grad_output [M, N]``, each None where the plan needs none."""
     recipe, input = plan.recipe, saved.input
     grad_input = grad_weight = None
-    pair, pair_t = plan.quantizer.quantize(
-        "grad_output",
+    pair, pair_t = plan.provider.grad_output(
         grad_output,
         recipe.grad_input.lhs if plan.needs_grad_input else None,
         recipe.grad_weight.lhs if plan.needs_grad_weight else None,
@@ -140,7 +136,7 @@ def gradients(plan: Plan, grad_output: Tensor, saved: Saved) -> tuple[Tensor | N
             if plan.casts_input_again:
                 assert input is not None
                 anew = _computed_anew(input)
-                input_pair = plan.quantizer.quantize("input", anew, None, recipe.grad_weight.rhs)[1]
+                input_pair = plan.provider.input(anew, None, recipe.grad_weight.rhs)[1]
             grad_weight = multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
         else:
             assert input is not None
@@ -157,42 +153,39 @@ def _computed_anew(input: Tensor) -> Tensor:
     return input.neg().neg()
 
 
-def weight_t(plan: Plan, grad_output: Tensor, weight: Tensor | None, held: Pair, amax_t: Tensor | None = None) -> Pair:
+def weight_t(
+    plan: LinearPlan, grad_output: Tensor, weight: Tensor | None, held: Pair, amax_t: Tensor | None = None
+) -> Pair:
     """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
     qdata, scale = held
     if qdata is not None and scale is not None:
         return (qdata.t().contiguous(), scale.t().contiguous()) if serves_both(plan.recipe) else held
+    spec_t = plan.recipe.grad_input.rhs
     assert weight is not None
-    if isinstance(weight, QuantizedWeight):
-        return weight_operand(weight, plan.recipe, True, grad_output)
-    return plan.quantizer.quantize("weight", weight, None, plan.recipe.grad_input.rhs, (None, amax_t))[1]
+    assert spec_t is not None
+    return plan.provider.weight_t(weight, spec_t, amax_t, grad_output)
 
 
-def held_for_backward(plan: Plan, weight_pair: Pair, held: Pair) -> Pair:
+def held_for_backward(plan: LinearPlan, weight_pair: Pair, held: Pair) -> Pair:
     """What to save of a weight that somebody holds, for :func:`weight_t`; nothing of any other."""
     if not plan.weight_is_held:
         return NO_PAIR
     return weight_pair if serves_both(plan.recipe) else held
 
 
-def _weight_amaxes(weight: Tensor, plan: Plan, quantized_weight: Operands | None) -> Amaxes:
-    """What other ranks say about a weight that is quantized now, for both GEMMs that read it."""
-    if quantized_weight is not None or isinstance(weight, QuantizedWeight):
-        return None, None
-    transposed = plan.recipe.grad_input.rhs if plan.needs_grad_input else None
-    return plan.quantizer.amaxes("weight", weight.detach(), plan.recipe.output.rhs, transposed)
-
-
 def weight_pairs(
-    weight: Tensor, plan: Plan, quantized_weight: Operands | None, amaxes: Amaxes | None = None
-) -> tuple[Pair, Pair]:
-    """What the GEMMs read of a weight, in its order and held for grad_input: given, gathered, or quantized now."""
+    weight: Tensor, plan: LinearPlan, quantized_weight: Operands | None
+) -> tuple[Pair, Pair, Tensor | None]:
+    """The weight as ``output`` reads it, cached for ``grad_input`` if the caller has it, and what :meth:`weight` adds.
+
+    The last is the reduced amax of the transposed weight, see :meth:`OperandProvider.weight`.
+    """
     if quantized_weight is not None:
         check_held(quantized_weight, weight, plan.recipe, plan.needs_grad_input)
-        return pair_of(quantized_weight[0]), pair_of(quantized_weight[1])
-    if isinstance(weight, QuantizedWeight):
-        return weight_operand(weight, plan.recipe, False), NO_PAIR
-    return plan.quantizer.quantize("weight", weight.detach(), plan.recipe.output.rhs, None, amaxes)
+        return pair_of(quantized_weight[0]), pair_of(quantized_weight[1]), None
+    spec_t = plan.recipe.grad_input.rhs if plan.needs_grad_input else None
+    pair, amax_t = plan.provider.weight(weight, plan.recipe.output.rhs, spec_t)
+    return pair, NO_PAIR, amax_t
 
 
 def apply_linear(
@@ -200,16 +193,15 @@ def apply_linear(
     pairs: tuple[Pair, Pair],
     weight: Tensor,
     bias: Tensor | None,
-    plan: Plan,
+    plan: LinearPlan,
     quantized_weight: Operands | None,
 ) -> Tensor:
     """:func:`linear` of ``rows [M, K]`` that are quantized as ``pairs`` already.
 
     ``rows`` carries the dtype and the gradient; it is read only where the recipe keeps a GEMM in high precision.
     """
-    amaxes = _weight_amaxes(weight, plan, quantized_weight)
-    weights = weight_pairs(weight, plan, quantized_weight, amaxes)
+    weight_pair, cached, amax_t = weight_pairs(weight, plan, quantized_weight)
     out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, plan, amaxes[1], *pairs[0], *pairs[1], *weights[0], *weights[1]
+        rows, weight, bias, plan, amax_t, *pairs[0], *pairs[1], *weight_pair, *cached
     )
     return out

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.layers.linear.operands import Pair, Quantizer
+from tritonfp8.layers.linear.operands import OperandProvider, Pair
 from tritonfp8.specs import QuantSpec
 
 _T = TypeVar("_T")
@@ -141,18 +141,18 @@ class SharedInput:
         return value
 
     def quantize(
-        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], quantizer: Quantizer
+        self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], provider: OperandProvider
     ) -> tuple[Pair, Pair]:
         """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
         if torch.compiler.is_compiling():
-            return quantizer.quantize("input", rows, *specs)
+            return provider.input(rows, *specs)
         entry = self._entry(input)
         if entry is None:
-            return quantizer.quantize("input", rows, *specs)
-        key = (specs, rows.dtype, rows.shape, quantizer)
+            return provider.input(rows, *specs)
+        key = (specs, rows.dtype, rows.shape, provider.input_key)
         pairs: tuple[Pair, Pair] | None = entry.values.get(key)
         if pairs is None:
-            pairs = entry.values[key] = quantizer.quantize("input", rows, *specs)
+            pairs = entry.values[key] = provider.input(rows, *specs)
         entry.readers.add(self)
         if len(entry.readers) == self._siblings.count:
             _thread.entry = None

@@ -15,7 +15,7 @@ from tritonfp8.specs import QuantSpec, check_floating, require_flag, shown
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)
 Amaxes = tuple[Tensor | None, Tensor | None]
-"""Of the blocks of a matrix and of those of its transpose, float32; None where each block is whole here."""
+"""float32 amaxes of the blocks of a matrix and of its transpose; None where each block lies on this rank alone."""
 Operands = tuple[Quantized | None, Quantized | None]
 """A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
 
@@ -32,52 +32,59 @@ def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) ->
 
 
 @dataclass(frozen=True)
-class Quantizer:
-    """How the operands of one layer are quantized: here, each by itself. Operands that are shards need a derived one.
+class OperandProvider:
+    """How the GEMMs of one linear layer get their operands. This one quantizes each operand here, by itself.
 
-    Compared by value: a compiled graph is guarded on it.
+    ``tritonfp8.distributed`` derives providers for operands that are shards and for weights that FSDP2 gathered in
+    8 bits. Providers are compared by value, because a compiled graph is guarded on them.
+
+    A spec of None means that no GEMM reads the operand in that orientation; its pair is ``(None, None)``.
     """
 
-    def amaxes(self, operand: str, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> Amaxes:
-        """What other ranks say about the blocks of ``x``, in one collective for both orientations."""
-        return None, None
+    @property
+    def input_key(self) -> object:
+        """Sibling layers share the cast of an input only if this value is equal for both."""
+        return None
 
-    # Not __call__: of an object that a graph makes and calls, torch 2.11 asks for the hash before it has its fields.
-    def quantize(
-        self,
-        operand: str,
-        x: Tensor,
-        spec: QuantSpec | None,
-        spec_t: QuantSpec | None,
-        amaxes: Amaxes | None = None,
-    ) -> tuple[Pair, Pair]:
-        """``(qdata, scale)`` of ``x`` and of ``x.T``, each ``(None, None)`` where its spec is None.
+    def input(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """``(qdata, scale)`` of the input ``x [M, K]`` for ``output``, and of ``x.T`` for ``grad_weight``."""
+        return quantize_for(x, spec, spec_t)
 
-        ``operand`` is ``"input"``, ``"weight"`` or ``"grad_output"``; ``x`` is a matrix. ``amaxes`` are those that
-        :meth:`amaxes` found, or None to find them now.
+    def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """The weight ``[N, K]`` for ``output``; runs in forward.
+
+        Returns:
+            ``(qdata, scale)``; and the reduced amaxes of ``weight.T``, which backward passes to :meth:`weight_t`. They
+            are None where this rank alone decides every scale.
         """
+        return quantize_for(weight.detach(), spec, None)[0], None
+
+    def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
+        """``(qdata, scale)`` of ``weight.T [K, N]`` for ``grad_input``; runs in backward.
+
+        ``grad_output`` is there for compilers only: an op that reads it cannot be moved into forward.
+        """
+        return quantize_for(weight, None, spec_t)[1]
+
+    def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """``(qdata, scale)`` of ``x [M, N]`` for ``grad_input``, and of ``x.T`` for ``grad_weight``."""
         return quantize_for(x, spec, spec_t)
 
 
-WHOLE = Quantizer()
-"""Of operands that are no shards."""
+LOCAL = OperandProvider()
+"""The provider of layers whose operands are whole tensors on this rank."""
+
+_providers: dict[type, OperandProvider] = {}
 
 
-class QuantizedWeight:
-    """Base, besides Tensor, of weights ``[N, K]`` that come quantized: the layer takes their operands as they are."""
+def register_weight_type(tensor_type: type, provider: OperandProvider) -> None:
+    """Let layers whose weight has this type get their operands from ``provider``."""
+    _providers[tensor_type] = provider
 
-    @staticmethod
-    def operand(
-        weight: QuantizedWeight, recipe: Recipe, transposed: bool, grad_output: Tensor | None = None
-    ) -> Quantized:
-        """The weight as ``output`` reads it, or transposed as ``grad_input`` does.
 
-        Backward passes its grad_output: what depends on that, a compiler does not move into forward.
-
-        Raises:
-            ValueError: it was quantized for another recipe.
-        """
-        raise NotImplementedError
+def provider_of(weight: Tensor) -> OperandProvider:
+    """The provider of a layer with this weight: :data:`LOCAL`, unless the weight's type is registered."""
+    return _providers.get(type(weight), LOCAL)
 
 
 def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> Operands:
@@ -91,14 +98,6 @@ def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> O
 def pair_of(q: Quantized | None) -> Pair:
     """``(qdata, scale)``, each None where there is none."""
     return NO_PAIR if q is None else (q.qdata, q.scale)
-
-
-def weight_operand(
-    weight: QuantizedWeight, recipe: Recipe, transposed: bool, grad_output: Tensor | None = None
-) -> Pair:
-    """``(qdata, scale)`` of a weight that comes quantized; see :meth:`QuantizedWeight.operand`."""
-    # Static, and of the class: a graph takes the methods of an object that is a tensor for torch's.
-    return pair_of(type(weight).operand(weight, recipe, transposed, grad_output))
 
 
 def serves_both(recipe: Recipe) -> bool:

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear.checks import autocast_all, check_linear
-from tritonfp8.layers.linear.function import Plan, apply_linear
-from tritonfp8.layers.linear.operands import NO_PAIR, WHOLE, Operands, pair_of, quantize_for
+from tritonfp8.layers.linear.function import LinearPlan, apply_linear
+from tritonfp8.layers.linear.operands import NO_PAIR, Operands, pair_of, provider_of, quantize_for
 from tritonfp8.layers.recompute import decided
 from tritonfp8.ops import sealed
 from tritonfp8.quantized import Quantized
@@ -224,7 +224,7 @@ def quantized_linear(
     grad = torch.is_grad_enabled()
     needs = (grad and input.handle.requires_grad, grad and cast.requires_grad)
     check_reader(input, recipe, needs[1])
-    plan = Plan(recipe, *needs, quantized_weight is not None, WHOLE, no_op_has_gradient=True)
+    plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider_of(cast), no_op_has_gradient=True)
     pairs = pair_of(input.normal), pair_of(input.transposed) if needs[1] else NO_PAIR
     out = apply_linear(folded(input.handle), pairs, cast, cast_bias, plan, quantized_weight)
     return out.reshape(*input.shape[:-1], cast.shape[0])

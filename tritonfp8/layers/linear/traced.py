@@ -14,8 +14,8 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.layers.linear.dispatch import computed_linear
 from tritonfp8.layers.linear.first_order import refuse_second_derivative
-from tritonfp8.layers.linear.function import Plan, Saved, gradients, held_for_backward
-from tritonfp8.layers.linear.operands import WHOLE, Operands
+from tritonfp8.layers.linear.function import LinearPlan, Saved, gradients, held_for_backward
+from tritonfp8.layers.linear.operands import LOCAL, Operands
 from tritonfp8.ops import implement, saved
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, recipe_of
@@ -68,11 +68,11 @@ def _backward(
 ) -> list[Tensor]:
     how = recipe_of(recipe)
     held, held_t = (qdata, scale), (qdata_t, scale_t)
-    plan = Plan(how, needs_input, needs_weight, _operands(how, (*held, *held_t)) is not None, WHOLE)
+    plan = LinearPlan(how, needs_input, needs_weight, _operands(how, (*held, *held_t)) is not None, LOCAL)
     grad, rows = _rows(grad_output), _rows(input)
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         spec = how.grad_weight.rhs if needs_weight else None
-        input_pair = WHOLE.quantize("input", rows, None, spec)[1]
+        input_pair = LOCAL.input(rows, None, spec)[1]
         kept = held_for_backward(plan, held, held_t)
         grad_input, grad_weight = gradients(
             plan, grad, Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype))

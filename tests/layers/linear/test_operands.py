@@ -1,0 +1,106 @@
+"""A layer gets the operands of its GEMMs from a provider, and from nowhere else."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from cases import normal
+
+from tritonfp8 import recipes
+from tritonfp8.functional import SharedInput, linear, quantize_weight
+from tritonfp8.layers.linear import LOCAL, OperandProvider, local_linear, provider_of, register_weight_type
+from tritonfp8.layers.linear.operands import _providers
+from tritonfp8.testing import assert_bitwise_equal
+
+
+@dataclass(frozen=True)
+class Noting(OperandProvider):
+    """Notes what it is asked for."""
+
+    key: object = None
+    asked: list = field(default_factory=list, compare=False)
+
+    @property
+    def input_key(self):
+        return self.key
+
+    def input(self, x, spec, spec_t):
+        self.asked.append(("input", spec is not None, spec_t is not None))
+        return super().input(x, spec, spec_t)
+
+    def weight(self, weight, spec, spec_t):
+        self.asked.append(("weight", spec is not None, spec_t is not None))
+        pair, _ = super().weight(weight, spec, spec_t)
+        return pair, torch.full((1,), 7.0)
+
+    def weight_t(self, weight, spec_t, amax_t, grad_output):
+        self.asked.append(("weight_t", amax_t.item(), tuple(grad_output.shape)))
+        return super().weight_t(weight, spec_t, amax_t, grad_output)
+
+    def grad_output(self, x, spec, spec_t):
+        self.asked.append(("grad_output", spec is not None, spec_t is not None))
+        return super().grad_output(x, spec, spec_t)
+
+
+def operands():
+    return [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate([(33, 40), (24, 40)])]
+
+
+def test_every_operand_comes_from_the_provider():
+    (x, w), provider = operands(), Noting()
+    expected = linear(x, w, None, "rowwise")
+    out = local_linear(x, w, None, recipes.get("rowwise"), provider=provider)
+    assert provider.asked == [("input", True, True), ("weight", True, True)]
+    grads = torch.autograd.grad(out, [x, w], torch.ones_like(out))
+    assert provider.asked[2:] == [("grad_output", True, True), ("weight_t", 7.0, (33, 24))]
+    assert_bitwise_equal([out, *grads], [expected, *torch.autograd.grad(expected, [x, w], torch.ones_like(expected))])
+
+
+def test_operands_that_no_gemm_reads_are_not_asked_for():
+    (x, w), provider = operands(), Noting()
+    out = local_linear(x.detach(), w, None, recipes.get("rowwise"), provider=provider)
+    torch.autograd.grad(out, [w], torch.ones_like(out))
+    assert provider.asked == [("input", True, True), ("weight", True, False), ("grad_output", False, True)]
+
+
+def test_a_cached_weight_is_not_asked_for():
+    (x, w), provider = operands(), Noting()
+    cached = quantize_weight(w, "rowwise")
+    local_linear(x, w, None, recipes.get("rowwise"), quantized_weight=cached, provider=provider).sum().backward()
+    assert [name for name, *_ in provider.asked] == ["input", "grad_output"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_siblings_share_an_input_only_where_the_key_is_equal(same):
+    (x, w), shared = operands(), SharedInput.group(2)
+    providers = Noting("a"), Noting("a" if same else "b")
+    for provider, each in zip(providers, shared, strict=True):
+        local_linear(x, w, None, recipes.get("rowwise"), shared_input=each, provider=provider)
+    assert ("input", True, True) in providers[0].asked
+    assert (("input", True, True) in providers[1].asked) == (not same)
+
+
+def test_the_input_is_made_of_the_own_rows():
+    x, w = operands()
+    out = local_linear(torch.zeros_like(x), w, None, recipes.get("rowwise"), own_rows=x)
+    assert_bitwise_equal(out, linear(x, w, None, "rowwise"))
+
+
+def test_a_weight_type_may_bring_its_provider(monkeypatch):
+    class Special(torch.Tensor):
+        pass
+
+    (x, w), provider = operands(), Noting()
+    assert provider_of(w) is provider_of(torch.nn.Parameter(w.detach())) is LOCAL
+    monkeypatch.setitem(_providers, Special, provider)
+    assert provider_of(w.detach().as_subclass(Special)) is provider
+    linear(x, w.detach().as_subclass(Special), None, "rowwise")
+    assert [name for name, *_ in provider.asked] == ["input", "weight"]
+    register_weight_type(Special, LOCAL)
+    assert provider_of(w.detach().as_subclass(Special)) is LOCAL
+
+
+def test_providers_are_compared_by_value():
+    assert OperandProvider() == LOCAL
+    assert hash(OperandProvider()) == hash(LOCAL)
+    assert Noting("a") == Noting("a") != Noting("b")
