@@ -20,7 +20,7 @@ def compiled(monkeypatch):
     def compile_(cc, cast, dtype=torch.float32):
         found = note_launches(monkeypatch, cc, shards)
         fields, owners, like = (torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.int32, dtype))
-        cast(shards.Table(fields, owners, like, aligned=True))
+        cast(shards.ShardTable(fields, owners, like, aligned=True))
         [(kernel, arguments, options)] = found
         return compile_launch(cc, kernel, *arguments, **options)
 

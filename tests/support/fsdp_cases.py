@@ -226,6 +226,19 @@ def both_operands(weight, recipe):
     return q, q_t or tritonfp8.Quantized(q.qdata.t().contiguous(), q.scale.t().contiguous(), q.spec)
 
 
+def operand_of(weight, recipe, transposed):
+    """What a GEMM reads of a gathered weight."""
+    from tritonfp8.layers.linear import provider_of
+
+    if transposed:
+        spec = recipe.grad_input.rhs
+        pair = provider_of(weight).weight_t(weight, spec, None, None)
+    else:
+        spec = recipe.output.rhs
+        pair, _ = provider_of(weight).weight(weight, spec, None)
+    return tritonfp8.Quantized(*pair, spec)
+
+
 def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype", dtype=torch.bfloat16):
     """Names of operands whose bits are not those that a single process makes of the whole weight."""
     model = (_poisoned if poisoned else initialize)(Linears(shapes))
@@ -240,7 +253,7 @@ def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype"
 
     def compare(index, layer):
         for transposed, expected in enumerate(both_operands(full[index], layer.recipe)):
-            found = layer.weight.operand(layer.weight, layer.recipe, bool(transposed))
+            found = operand_of(layer.weight, layer.recipe, bool(transposed))
             same = all(torch.equal(a, b) for a, b in zip(_bits(found), _bits(expected), strict=True))
             if not same or found.spec != expected.spec or layer.weight.dtype != dtype:
                 different.append((shapes[index], "transposed" if transposed else "as it lies"))

@@ -3,7 +3,7 @@
 import hashlib
 
 import torch
-from fsdp_cases import both_operands
+from fsdp_cases import both_operands, operand_of
 from fsdp_models import VOCABULARY, Linears, Llama, initialize
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -179,7 +179,7 @@ def compare_operands(world_mesh, sizes, recipe, shapes):
         gaps[dim] = start % blocks[dim]
         padded = torch.nn.functional.pad(local, (gaps[1], 0, gaps[0], 0)) if any(gaps) else local
         for transposed, expected in enumerate(both_operands(full[index], spec)):
-            found = padded.operand(padded, spec, bool(transposed))
+            found = operand_of(padded, spec, bool(transposed))
             if not part_of(found, expected, dim ^ transposed, start, gaps[dim]):
                 different.append((shapes[index], "transposed" if transposed else "as it lies"))
             seen.append(index)

@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
 def check_quantized_shards(names):
     """Codes and scales of every operand's shard are those of the global tensor, whichever dim is sharded."""
-    from tritonfp8.distributed.global_scales import global_amax, quantize_shard
+    from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
     from tritonfp8.distributed.shard_layout import Mesh, align, aligned_to, flattened, unalign
 
     mesh = mesh_of([torch.distributed.get_world_size()])
@@ -151,7 +151,7 @@ def check_quantized_shards(names):
             layouts = [aligned_to(layout, block) for layout in layouts]
             start, length = layouts[dim].segments[0]
             here = align(layouts[dim], x.narrow(dim, start, length), dim)
-            pairs = quantize_shard(here, spec, spec, global_amax(here, spec, spec, tuple(layouts)))
+            pairs = quantize_by_amaxes(here, spec, spec, global_amax(here, spec, spec, tuple(layouts)))
             wholes = (tritonfp8.quantize(x, spec), tritonfp8.quantize(x, spec, transpose=True))
             for (qdata, scale), whole, along in zip(pairs, wholes, (dim, 1 - dim), strict=True):
                 mine = unalign(layouts[dim], qdata.view(torch.uint8), along)

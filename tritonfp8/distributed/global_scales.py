@@ -121,7 +121,9 @@ def global_amax(
     return found[0], found[1]
 
 
-def quantize_shard(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, amaxes: Amaxes) -> tuple[Pair, Pair]:
+def quantize_by_amaxes(
+    x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, amaxes: Amaxes
+) -> tuple[Pair, Pair]:
     """``(qdata, scale)`` of a shard ``x [rows, cols]`` and of ``x.T``, by the amaxes of the global matrix."""
     amax, amax_t = amaxes
     if amax is None and amax_t is None:

@@ -28,7 +28,7 @@ class Options(NamedTuple):
 _DEFAULT = Options()
 
 
-class _Block:
+class _Scope:
     """What one open block changes; compared by identity."""
 
     def __init__(self, **fields: Any) -> None:
@@ -39,10 +39,10 @@ class _Thread(threading.local):
     # An attribute of each thread's own, and no ContextVar: compiled graphs are guarded on it, and Dynamo cannot trace
     # the other. A default of the class would not be guarded.
     def __init__(self) -> None:
-        self.blocks: tuple[_Block, ...] = ()
+        self.blocks: tuple[_Scope, ...] = ()
         self.options = _DEFAULT
 
-    def set(self, blocks: tuple[_Block, ...]) -> None:
+    def set(self, blocks: tuple[_Scope, ...]) -> None:
         options = _DEFAULT
         for block in blocks:
             options = options._replace(**block.fields)
@@ -59,7 +59,7 @@ def current() -> Options:
 
 @contextmanager
 def _set(**fields: Any) -> Iterator[None]:
-    block = _Block(**fields)
+    block = _Scope(**fields)
     _thread.set((*_thread.blocks, block))
     try:
         yield
@@ -79,11 +79,11 @@ class _Restored:
 
     def __init__(self) -> None:
         self._options = _thread.options
-        self._before: list[tuple[_Block, ...]] = []
+        self._before: list[tuple[_Scope, ...]] = []
 
     def __enter__(self) -> None:
         self._before.append(_thread.blocks)
-        _thread.set((_Block(**self._options._asdict()),))
+        _thread.set((_Scope(**self._options._asdict()),))
 
     def __exit__(self, *error: object) -> None:
         _thread.set(self._before.pop())

@@ -29,7 +29,7 @@ class Interval(NamedTuple):
     length: int
 
 
-class Piece(NamedTuple):
+class PaddedSegment(NamedTuple):
     """``gap`` zeros, then ``length`` positions of the data."""
 
     gap: int
@@ -78,7 +78,7 @@ class DimLayout:
         cuts: positions within the global dim at which a segment of some rank starts.
         alignment: blocks of this size start at multiples of it here, too, once :func:`align` has put zeros where
             blocks of the global dim begin on another rank.
-        pieces: how the aligned local dim is put together from the segments; empty if it is what lies here.
+        padded_segments: how the aligned local dim is put together from the segments; empty if it is what lies here.
         local_size: how many positions lie here.
         aligned_size: how many the aligned local dim has.
     """
@@ -88,20 +88,22 @@ class DimLayout:
     groups: tuple[str, ...] = ()
     cuts: tuple[int, ...] = ()
     alignment: int = 1
-    pieces: tuple[Piece, ...] = ()
+    padded_segments: tuple[PaddedSegment, ...] = ()
     local_size: int = field(init=False)
     aligned_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         here = sum(segment.length for segment in self.segments)
         object.__setattr__(self, "local_size", here)
-        object.__setattr__(self, "aligned_size", here + sum(piece.gap for piece in self.pieces))
+        object.__setattr__(self, "aligned_size", here + sum(padded.gap for padded in self.padded_segments))
 
 
 def aligned_to(layout: DimLayout, block: int) -> DimLayout:
     """The layout whose blocks of this size start as the global ones do; -1 and 1 always do."""
     needed = block > 1 and any(cut % block for cut in layout.cuts)
-    return replace(layout, alignment=block, pieces=_pieces(layout.segments, block)) if needed else layout
+    return (
+        replace(layout, alignment=block, padded_segments=_padded_segments(layout.segments, block)) if needed else layout
+    )
 
 
 def split_blocks(layout: DimLayout, block: int) -> list[int]:
@@ -132,39 +134,39 @@ def _front_padded(x: Tensor, dim: int, gap: int) -> Tensor:
 
 def align(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
     """``x``, whose dim holds the segments, with zeros before those of whose first block others hold the start."""
-    if not layout.pieces:
+    if not layout.padded_segments:
         return x
-    if len(layout.pieces) == 1:
-        gap = layout.pieces[0].gap
+    if len(layout.padded_segments) == 1:
+        gap = layout.padded_segments[0].gap
         return _front_padded(x, dim, gap) if gap else x
     parts, start = [], 0
-    for piece in layout.pieces:
-        parts.append(_front_padded(x.narrow(dim, start, piece.length), dim, piece.gap))
-        start += piece.length
+    for padded in layout.padded_segments:
+        parts.append(_front_padded(x.narrow(dim, start, padded.length), dim, padded.gap))
+        start += padded.length
     return torch.cat(parts, dim)
 
 
 def unalign(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
     """Undo :func:`align`."""
-    if not layout.pieces:
+    if not layout.padded_segments:
         return x
     parts, start = [], 0
-    for piece in layout.pieces:
-        parts.append(x.narrow(dim, start + piece.gap, piece.length))
-        start += piece.gap + piece.length
+    for padded in layout.padded_segments:
+        parts.append(x.narrow(dim, start + padded.gap, padded.length))
+        start += padded.gap + padded.length
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _pieces(segments: Sequence[Interval], alignment: int) -> tuple[Piece, ...]:
+def _padded_segments(segments: Sequence[Interval], alignment: int) -> tuple[PaddedSegment, ...]:
     slots: dict[int, int] = {}
-    end, pieces = 0, []
+    end, padded_segments = 0, []
     for start, length in segments:
         for block in range(start // alignment, -(-(start + length) // alignment)):
             slots.setdefault(block, len(slots))
         begin = slots[start // alignment] * alignment + start % alignment
-        pieces.append(Piece(begin - end, length))
+        padded_segments.append(PaddedSegment(begin - end, length))
         end = begin + length
-    return tuple(pieces)
+    return tuple(padded_segments)
 
 
 def whole(size: int) -> DimLayout:

@@ -8,13 +8,13 @@ from tritonfp8.launch.cast import amax, dequantize, quantize, quantize_both, sca
 from tritonfp8.launch.fused import rms_norm_backward, rms_norm_quantize, silu_mul_backward_quantize, silu_mul_quantize
 from tritonfp8.launch.kernel_cache import ALIGNMENT
 from tritonfp8.launch.matmul import has_tma_layout, product_kind
-from tritonfp8.launch.shards import Shard, ShardForm, Table
+from tritonfp8.launch.shards import GridPlace, Shard, ShardTable
 
 __all__ = [
     "ALIGNMENT",
     "Shard",
-    "ShardForm",
-    "Table",
+    "GridPlace",
+    "ShardTable",
     "amax",
     "dequantize",
     "has_tma_layout",

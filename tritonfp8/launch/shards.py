@@ -19,11 +19,10 @@ from tritonfp8.specs import BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.tuning import VECTOR_BYTES, CastTile
 
 TILE = CastTile(128, 128, 8)
-BLOCKS = (ROWWISE, ROWWISE[::-1], TENSORWISE, BLOCK_128X128)
-Block = tuple[int, int]
+SUPPORTED_BLOCKS = (ROWWISE, ROWWISE[::-1], TENSORWISE, BLOCK_128X128)
 
 
-class ShardForm(NamedTuple):
+class GridPlace(NamedTuple):
     """Where a shard lies among the amaxes of a form: those of a grid of blocks.
 
     Attributes:
@@ -37,9 +36,11 @@ class ShardForm(NamedTuple):
     row: int
     col: int
 
-    def fits(self, block: Block) -> bool:
+    def fits(self, block: tuple[int, int]) -> bool:
         """Whether the kernels serve such a block: of one row or column, or one that begins where a tile does."""
-        return block in BLOCKS and (min(block) <= 1 or (self.row % block[0] == 0 and self.col % block[1] == 0))
+        return block in SUPPORTED_BLOCKS and (
+            min(block) <= 1 or (self.row % block[0] == 0 and self.col % block[1] == 0)
+        )
 
 
 class Shard(NamedTuple):
@@ -47,18 +48,18 @@ class Shard(NamedTuple):
 
     Attributes:
         data: ``[n, k]``, contiguous.
-        forms: one or two.
+        places: in the grid of each orientation, one or two.
         out: where its first byte goes in what is written.
         out_stride: distance of two rows there.
     """
 
     data: Tensor
-    forms: tuple[ShardForm, ...]
+    places: tuple[GridPlace, ...]
     out: int = 0
     out_stride: int = 0
 
 
-class Table(NamedTuple):
+class ShardTable(NamedTuple):
     """Shards as a kernel finds them. It holds their addresses, and is of no use once they lie elsewhere.
 
     Attributes:
@@ -76,26 +77,26 @@ class Table(NamedTuple):
 
 def serves(spec: QuantSpec) -> bool:
     """Whether the kernels cast by this spec."""
-    return spec.block in BLOCKS and not SCALE_FORMATS[spec.scale_format].exponent_only
+    return spec.block in SUPPORTED_BLOCKS and not SCALE_FORMATS[spec.scale_format].exponent_only
 
 
-def table(shards: Sequence[Shard]) -> Table:
+def shard_table(shards: Sequence[Shard]) -> ShardTable:
     """The table of shards of one dtype on one device, none of them empty."""
     rows: list[list[int]] = []
     owners: list[int] = []
     aligned = True
     for index, shard in enumerate(shards):
         n, k = shard.data.shape
-        form_fields = [value for form in (*shard.forms, *shard.forms)[:2] for value in form]
-        rows.append([shard.data.data_ptr(), n, k, 0, len(owners), shard.out, shard.out_stride, 0, *form_fields])
+        place_fields = [value for place in (*shard.places, *shard.places)[:2] for value in place]
+        rows.append([shard.data.data_ptr(), n, k, 0, len(owners), shard.out, shard.out_stride, 0, *place_fields])
         owners += [index] * TILE.programs(n, k)
         aligned &= not any(value % ALIGNMENT for value in (shard.data.data_ptr(), n, k, shard.out, shard.out_stride))
     device = shards[0].data.device
     fields = torch.tensor(rows, dtype=torch.int64).to(device)
-    return Table(fields, torch.tensor(owners, dtype=torch.int32).to(device), shards[0].data, aligned)
+    return ShardTable(fields, torch.tensor(owners, dtype=torch.int32).to(device), shards[0].data, aligned)
 
 
-def amax_of_shards(shards: Table, blocks: Sequence[Block], amax: Tensor) -> None:
+def amax_of_shards(shards: ShardTable, blocks: Sequence[tuple[int, int]], amax: Tensor) -> None:
     """Raise amaxes to those of the shards.
 
     Args:
@@ -112,7 +113,7 @@ def amax_of_shards(shards: Table, blocks: Sequence[Block], amax: Tensor) -> None
 
 
 def quantize_shards(
-    shards: Table, spec: QuantSpec, block: Block, transposed: bool, rounded: torch.dtype, amax: Tensor,
+    shards: ShardTable, spec: QuantSpec, block: tuple[int, int], transposed: bool, rounded: torch.dtype, amax: Tensor,
     out: Tensor,
 ) -> None:  # fmt: skip
     """Quantize the shards by given amaxes.

@@ -82,7 +82,7 @@ def without_backward(out: Tensor, *sources: Tensor | None) -> Tensor:
     return out.clone()
 
 
-def gathered_form(
+def gathered_operand(
     buffer: Tensor,
     scale: Tensor | None,
     tag: Tensor,

@@ -175,10 +175,10 @@ _LAYERS = {
     # Without grad_output, a compiler may have forward read what backward is gathered for.
     "weight_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
     # (qdata, scale), or qdata alone where the scale is given.
-    "gathered_form": Op(
+    "gathered_operand": Op(
         "(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, str spec, "
         "bool transposed, Tensor? grad_output=None) -> Tensor[]",
-        fakes.gathered_form,
+        fakes.gathered_operand,
     ),
 }
 OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_GEMMS, **_FUSED, **_LAYERS})
@@ -246,4 +246,4 @@ whole_linear = torch.ops.tritonfp8.whole_linear.default
 whole_linear_backward = torch.ops.tritonfp8.whole_linear_backward.default
 without_backward = torch.ops.tritonfp8.without_backward.default
 weight_operand = torch.ops.tritonfp8.weight_operand.default
-gathered_form = torch.ops.tritonfp8.gathered_form.default
+gathered_operand = torch.ops.tritonfp8.gathered_operand.default

@@ -6,8 +6,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tritonfp8 import QuantSpec, recipes
-from tritonfp8.distributed.fsdp.byte_layout import Form, Layout, forms, read_pieces, write_piece
-from tritonfp8.distributed.fsdp.shard_casts import fill_amax, one_nan, quantize_shard, scale_of_form, scales
+from tritonfp8.distributed.fsdp.byte_layout import (
+    ByteLayout,
+    WeightOrientation,
+    read_rank_segments,
+    weight_orientations,
+    write_rank_segment,
+)
+from tritonfp8.distributed.fsdp.shard_casts import (
+    fill_amax,
+    one_nan,
+    quantize_shard,
+    scale_of_orientation,
+    scales_of_amaxes,
+)
 from tritonfp8.functional import quantize
 from tritonfp8.recipes import Gemm, Recipe
 
@@ -16,22 +28,26 @@ ALL = {name: recipes.get(name) for name in recipes.names() if recipes.get(name).
 ALL["1x128"] = Recipe("1x128", Gemm(ROWS_OF_128, ROWS_OF_128), Gemm(ROWS_OF_128, ROWS_OF_128))
 
 
-def gathered(weight, layout, form):
+def gathered(weight, layout, orientation):
     """What the ranks of ``layout`` make of ``weight`` together."""
     shards = [weight[start : start + count] for start, count in map(layout.shard, range(layout.shards))]
-    grids = torch.zeros(layout.shards, len(layout.reduced(form)), layout.grid(form)[1])
+    grids = torch.zeros(layout.shards, len(layout.reduced(orientation)), layout.grid(orientation)[1])
     for rank, shard in enumerate(shards):
         if grids[rank].numel():
-            fill_amax(grids[rank], shard, layout, form, rank)
+            fill_amax(grids[rank], shard, layout, orientation, rank)
     reduced = one_nan(grids).view(torch.int32).amax(0).view(torch.float32)
     # Bytes that nobody writes are not to be read.
-    pieces = torch.full((layout.shards, layout.piece_size), 0x55, dtype=torch.uint8)
+    segments = torch.full((layout.shards, layout.rank_segment_size), 0x55, dtype=torch.uint8)
     for rank, shard in enumerate(shards):
         if shard.shape[0]:
-            write_piece(pieces[rank], layout, form, *quantize_shard(shard, layout, form, rank, reduced))
-    qdata, scale = read_pieces(pieces.flatten(), layout, form)
+            write_rank_segment(
+                segments[rank], layout, orientation, *quantize_shard(shard, layout, orientation, rank, reduced)
+            )
+    qdata, scale = read_rank_segments(segments.flatten(), layout, orientation)
     if scale is None:
-        scale = scale_of_form(scales(reduced, form.spec.format, form.spec.scale_rounding), layout, form)
+        scale = scale_of_orientation(
+            scales_of_amaxes(reduced, orientation.spec.format, orientation.spec.scale_rounding), layout, orientation
+        )
     return qdata, scale
 
 
@@ -54,15 +70,15 @@ def same_bits(a, b):
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     seed=st.integers(0, 99),
 )
-def test_pieces_make_the_quantized_whole_weight(rows, cols, shards, recipe, together, dtype, seed):
+def test_segments_make_the_quantized_whole_weight(rows, cols, shards, recipe, together, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(rows, cols, generator=generator) * 2.0 ** torch.randint(-30, 30, (rows, 1))).to(dtype)
     if seed % 3 == 0:
         weight[seed % rows, seed % cols] = (torch.nan, torch.inf, -torch.nan)[seed % 7 % 3]
-    layout = Layout(rows, cols, shards, forms(ALL[recipe]), together)
-    for form in layout.forms:
-        expected = quantize(weight, form.spec, transpose=form.transposed)
-        qdata, scale = gathered(weight, layout, form)
+    layout = ByteLayout(rows, cols, shards, weight_orientations(ALL[recipe]), together)
+    for orientation in layout.orientations:
+        expected = quantize(weight, orientation.spec, transpose=orientation.transposed)
+        qdata, scale = gathered(weight, layout, orientation)
         assert same_bits(qdata, expected.qdata)
         assert same_bits(scale, expected.scale)
         assert scale.stride() == expected.scale.stride()
@@ -71,9 +87,9 @@ def test_pieces_make_the_quantized_whole_weight(rows, cols, shards, recipe, toge
 def test_scale_of_a_shard_alone_would_be_another():
     weight = torch.ones(6, 40)
     weight[5] = 1000.0
-    layout = Layout(6, 40, 2, forms(ALL["rowwise"]), False)
-    qdata, scale = quantize_shard(weight[:3], layout, layout.forms[1], 0, torch.full((1, 40), 1000.0))
-    alone = quantize(weight[:3], layout.forms[1].spec, transpose=True)
+    layout = ByteLayout(6, 40, 2, weight_orientations(ALL["rowwise"]), False)
+    qdata, scale = quantize_shard(weight[:3], layout, layout.orientations[1], 0, torch.full((1, 40), 1000.0))
+    alone = quantize(weight[:3], layout.orientations[1].spec, transpose=True)
     assert not same_bits(scale, alone.scale)
     assert not same_bits(qdata, alone.qdata)
 
@@ -82,20 +98,20 @@ def test_scale_of_a_shard_alone_would_be_another():
     ("rows", "shards", "expected"), [(64, 2, ()), (62, 2, (0,)), (300, 3, (3, 6)), (5, 4, (0,)), (96, 3, ())]
 )
 def test_blocks_on_several_ranks(rows, shards, expected):
-    layout = Layout(rows, 16, shards, forms(ALL["mxfp8"]), False)
-    assert tuple(layout.reduced(layout.forms[1])) == expected
-    assert tuple(layout.reduced(layout.forms[0])) == ()
+    layout = ByteLayout(rows, 16, shards, weight_orientations(ALL["mxfp8"]), False)
+    assert tuple(layout.reduced(layout.orientations[1])) == expected
+    assert tuple(layout.reduced(layout.orientations[0])) == ()
 
 
 def test_untransposed_bytes_are_not_copied():
-    layout = Layout(5, 16, 4, forms(ALL["rowwise"]), False)
-    buffer = torch.zeros(4 * layout.piece_size, dtype=torch.uint8)
-    assert read_pieces(buffer, layout, layout.forms[0])[0].data_ptr() == buffer.data_ptr()
+    layout = ByteLayout(5, 16, 4, weight_orientations(ALL["rowwise"]), False)
+    buffer = torch.zeros(4 * layout.rank_segment_size, dtype=torch.uint8)
+    assert read_rank_segments(buffer, layout, layout.orientations[0])[0].data_ptr() == buffer.data_ptr()
 
 
 def test_recipes_that_read_the_values_have_no_forms():
     spec = QuantSpec("e4m3")
-    assert forms(recipes.get("bf16")) == ()
-    assert forms(Recipe("output only", output=Gemm(spec, spec))) == ()
-    assert forms(Recipe("grad_input only", grad_input=Gemm(spec, spec))) == ()
-    assert forms(recipes.get("tensorwise")) == (Form(spec, False),)
+    assert weight_orientations(recipes.get("bf16")) == ()
+    assert weight_orientations(Recipe("output only", output=Gemm(spec, spec))) == ()
+    assert weight_orientations(Recipe("grad_input only", grad_input=Gemm(spec, spec))) == ()
+    assert weight_orientations(recipes.get("tensorwise")) == (WeightOrientation(spec, False),)

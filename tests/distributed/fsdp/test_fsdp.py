@@ -10,7 +10,7 @@ from fsdp_cases import Setup
 from process_group import Processes
 
 from tritonfp8 import recipes
-from tritonfp8.distributed.fsdp.byte_layout import forms
+from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -176,7 +176,7 @@ def test_gathered_bytes_are_half_of_those_of_bf16(ranks, shape, recipe):
 
 
 def test_a_compiled_step_gathers_what_an_eager_one_does(ranks):
-    """The compiler moves no read of the form for backward into forward, where it would be gathered once more."""
+    """The compiler moves no read of the orientation for backward into forward, where it would be gathered once more."""
 
     def gathered(**options):
         return ranks.run(2, fsdp_cases.traffic, setup=Setup("rowwise", **options))[0][0]["all_gather"]
@@ -195,8 +195,8 @@ def test_a_compiled_step_gathers_what_an_eager_one_does(ranks):
 @pytest.mark.parametrize("recompute", ["yes", "reentrant"])
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_gathered_bytes_where_forward_is_recomputed(ranks, recipe, recompute):
-    """A weight of two forms crosses the wire three times in 8 bits, where bf16 crosses it twice."""
-    shape, gathers = (256, 1024), 1 + len(forms(recipes.get(recipe)))
+    """A weight of two orientations is gathered three times in 8 bits, where bf16 is gathered twice."""
+    shape, gathers = (256, 1024), 1 + len(weight_orientations(recipes.get(recipe)))
     on, off = (
         ranks.run(4, fsdp_cases.gathered_bytes, recipe=recipe, shape=shape, enabled=enabled, recompute=recompute)[0]
         for enabled in (True, False)

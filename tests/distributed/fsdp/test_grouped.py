@@ -8,8 +8,8 @@ from cases import each_device
 
 from tritonfp8 import QuantSpec, recipes
 from tritonfp8.distributed.fsdp import all_gather, grouped
-from tritonfp8.distributed.fsdp.byte_layout import Layout, forms
-from tritonfp8.distributed.fsdp.gather_plan import Batch, Known, Plan
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, weight_orientations
+from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, Reduction
 from tritonfp8.distributed.fsdp.shard_casts import one_nan
 from tritonfp8.distributed.shard_layout import DimLayout, Interval
 from tritonfp8.recipes import Gemm, Recipe
@@ -36,12 +36,14 @@ def batch_of(recipe, rank, shards, device, dtype, together=False, within=None, s
     """The shards of one rank, in two groups."""
     plans = {}
     for i, shape in enumerate(shapes):
-        layout = Layout(*shape, shards, forms(recipe), together, within)
+        layout = ByteLayout(*shape, shards, weight_orientations(recipe), together, within)
         start, count = layout.shard(rank)
         local = weight(*shape, i, dtype, device)[start : start + count].contiguous()
         managed = SimpleNamespace(local=local, rank=rank, device=local.device, group=("first", "second")[i % 2])
-        grids = tuple((len(layout.reduced(form)), layout.grid(form)[1]) for form in layout.forms)
-        plans[f"{i}"] = Plan(managed, layout, torch.bfloat16, torch.bfloat16, torch.bfloat16, grids, ())
+        grids = tuple(
+            (len(layout.reduced(orientation)), layout.grid(orientation)[1]) for orientation in layout.orientations
+        )
+        plans[f"{i}"] = GatherPlan(managed, layout, torch.bfloat16, torch.bfloat16, torch.bfloat16, grids, ())
     return Batch(plans)
 
 
@@ -56,22 +58,24 @@ def both_amaxes(batch):
     return amaxes_of(batch, lambda out: grouped.fill_amaxes(batch, out)), one_by_one
 
 
-def check_pieces(batch, amaxes):
+def check_segments(batch, amaxes):
     rounded = one_nan(amaxes.bfloat16().float())
     reduced = batch.split(rounded)
     sent = {}
     for group in batch.groups.values():
-        known = {name: Known(batch, (), rounded, tuple(reduced[name]), ()) for name in group.plans}
+        reduction = {name: Reduction(batch, (), rounded, tuple(reduced[name]), ()) for name in group.plans}
         layouts = [plan.layout for plan in group.plans.values()]
-        every = tuple(range(len(layouts[0].forms)))
+        every = tuple(range(len(layouts[0].orientations)))
         for wanted in [every] if layouts[0].together else [(i,) for i in every]:
-            found = grouped.pieces(group, known[next(iter(group.plans))], wanted)
+            found = grouped.segments_to_send(group, reduction[next(iter(group.plans))], wanted)
             assert set(found) == (set(group.plans) if group.is_groupable else set())
             if not found:
                 continue
             for name, plan in group.plans.items():
-                alone = all_gather._piece(plan, known[name], plan.local(), [plan.layout.forms[i] for i in wanted])
-                assert torch.equal(found[name], alone), f"{name}, forms {wanted}"
+                alone = all_gather._rank_segment(
+                    plan, reduction[name], plan.local(), [plan.layout.orientations[i] for i in wanted]
+                )
+                assert torch.equal(found[name], alone), f"{name}, orientations {wanted}"
                 sent[name, wanted] = found[name]
     return sent
 
@@ -85,7 +89,7 @@ def test_the_bits_of_each_shard_by_itself(device, recipe, dtype, together):
         batch = batch_of(GROUPED[recipe], rank, shards, device, dtype, together)
         amaxes, one_by_one = both_amaxes(batch)
         assert torch.equal(amaxes.view(torch.int32), one_by_one.view(torch.int32))
-        sent = check_pieces(batch, amaxes)
+        sent = check_segments(batch, amaxes)
         # Only where blocks of several rows begin where a shard does.
         assert len(sent) == 0 if recipe == "blockwise" and rank else {name for name, _ in sent} == set(batch.plans)
 
@@ -96,7 +100,7 @@ def test_aligned_shards(device):
     batch = batch_of(recipes.get("rowwise"), 1, 2, device, torch.float32, shapes=[(256, 256), (512, 128)])
     amaxes, one_by_one = both_amaxes(batch)
     assert torch.equal(amaxes, one_by_one)
-    check_pieces(batch, amaxes)
+    check_segments(batch, amaxes)
     assert all(table.aligned for _, table in batch.tables.values())
 
 
@@ -108,7 +112,7 @@ def test_what_is_not_a_number_reaches_its_blocks_alone(device, value):
     amaxes, one_by_one = both_amaxes(batch)
     assert torch.equal(amaxes.view(torch.int32), one_by_one.view(torch.int32))
     assert (~amaxes.isfinite()).sum() == 2
-    check_pieces(batch, amaxes)
+    check_segments(batch, amaxes)
 
 
 @each_device
@@ -116,7 +120,7 @@ def test_scales_of_zero(device):
     batch = batch_of(recipes.get("rowwise"), 0, 2, device, torch.float32)
     for plan in batch.plans.values():
         plan.managed.local[1:].zero_()
-    check_pieces(batch, both_amaxes(batch)[0])
+    check_segments(batch, both_amaxes(batch)[0])
 
 
 def test_a_shard_that_moved_is_found_where_it_is():
@@ -134,13 +138,13 @@ def test_one_table_serves_every_step():
     batch = batch_of(recipes.get("rowwise"), 0, 2, "cpu", torch.float32)
     tables = []
     for _ in range(2):
-        check_pieces(batch, both_amaxes(batch)[0])
+        check_segments(batch, both_amaxes(batch)[0])
         tables.append({purpose: table for purpose, (_, table) in batch.tables.items()})
         for plan in batch.plans.values():
             plan.managed.local.mul_(3)
     assert tables[0].keys() == tables[1].keys()
     assert all(tables[0][purpose] is tables[1][purpose] for purpose in tables[0])
-    # The amaxes, and the two forms of each of two groups.
+    # The amaxes, and the two orientations of each of two groups.
     assert len(tables[0]) == 5
 
 
@@ -153,5 +157,5 @@ def test_what_the_kernels_do_not_serve_is_cast_shard_by_shard(recipe, within):
     amaxes, one_by_one = both_amaxes(batch)
     assert torch.equal(amaxes, one_by_one)
     assert batch.tables == {}
-    known = Known(batch, (), amaxes, (), ())
-    assert [grouped.pieces(group, known, (0,)) for group in batch.groups.values()] == [{}]
+    reduction = Reduction(batch, (), amaxes, (), ())
+    assert [grouped.segments_to_send(group, reduction, (0,)) for group in batch.groups.values()] == [{}]

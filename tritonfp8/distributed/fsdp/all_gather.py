@@ -14,11 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritonfp8.distributed.fsdp.agreement import check_agreement
-from tritonfp8.distributed.fsdp.byte_layout import Form, Layout, forms, write_piece
-from tritonfp8.distributed.fsdp.gather_plan import Batch, Known, Plan, kind_of
-from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, ShardToGather, read_form, register_source
-from tritonfp8.distributed.fsdp.grouped import fill_amaxes, pieces
-from tritonfp8.distributed.fsdp.shard_casts import one_nan, quantize_shard, scale_of_form, scales
+from tritonfp8.distributed.fsdp.byte_layout import (
+    ByteLayout,
+    WeightOrientation,
+    weight_orientations,
+    write_rank_segment,
+)
+from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, Reduction, scale_kind
+from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, ShardToGather, read_operand, register_source
+from tritonfp8.distributed.fsdp.grouped import fill_amaxes, segments_to_send
+from tritonfp8.distributed.fsdp.shard_casts import one_nan, quantize_shard, scale_of_orientation, scales_of_amaxes
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed, forget_inference_memory, managed_above, managed_parameters
 from tritonfp8.distributed.global_scales import Grid, reduce_grids
 from tritonfp8.distributed.shard_layout import DimLayout, Mesh, aligned_to, flattened, largest_blocks, plain_mesh
@@ -35,13 +40,13 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class _Sent(NamedTuple):
     """What the receiving hook must know of a gather."""
 
-    plan: Plan
-    known: Known
+    plan: GatherPlan
+    reduction: Reduction
     content: int | None
-    """Which one form the bytes are, or None for all."""
+    """Which one orientation the bytes are, or None for all."""
 
 
-class _How(NamedTuple):
+class _Settings(NamedTuple):
     """What decides how a weight is gathered."""
 
     recipe: Recipe
@@ -50,7 +55,9 @@ class _How(NamedTuple):
 
     def description(self, cast: bool) -> str:
         """In words that are equal on ranks that gather alike."""
-        read = ", ".join(str(form.spec) for form in forms(self.recipe)) or "in high precision"
+        read = (
+            ", ".join(str(orientation.spec) for orientation in weight_orientations(self.recipe)) or "in high precision"
+        )
         source = self.compute_dtype if cast and self.compute_dtype is not None else "the master weight"
         detail = hashlib.sha256(self.recipe.args[0].encode()).hexdigest()[:8]
         return f"recipe {self.recipe.name!r} ({detail}), weight {read}, from {source}"
@@ -74,13 +81,13 @@ class Float8AllGather:
         self.cast = cast
         self._names = list(layers)
         self._found: dict[str, Managed] = {}
-        self._how: dict[str, _How] = {}
+        self._how: dict[str, _Settings] = {}
         self._gathers: dict[str, tuple[Recipe, bool]] = {}
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, GatherPlan] = {}
         self._batches: list[Batch] = []
-        self._known: dict[str, Known] = {}
+        self._reductions: dict[str, Reduction] = {}
         # Cast together with another weight, and not sent yet.
-        self._pieces: dict[str, tuple[Known, int | None, Tensor]] = {}
+        self._ready: dict[str, tuple[Reduction, int | None, Tensor]] = {}
         self._fresh: set[str] = set()
         self._reduced: torch.cuda.Event | None = None
         self._in_forward = False
@@ -112,7 +119,7 @@ class Float8AllGather:
             self._was_in_inference_mode = False
             forget_inference_memory(self.model)
         in_values = self._plan()
-        self._pieces.clear()
+        self._ready.clear()
         for batch in self._batches:
             self._reduce(batch)
         if self._batches and torch.cuda.is_available():
@@ -151,8 +158,8 @@ class Float8AllGather:
             return None
         managed, before = self._managed().get(name), dict(self.layers)
         del self.layers[name]
-        for known in (self._found, self._how, self._gathers, self._plans, self._known):
-            known.pop(name, None)
+        for reduction in (self._found, self._how, self._gathers, self._plans, self._reductions):
+            reduction.pop(name, None)
         self._batches = self._batches_of(self._plans)
         if managed is not None:
             managed.gather_values()
@@ -185,13 +192,13 @@ class Float8AllGather:
             Of each group whose values FSDP had gathered before it knew of the hooks, one weight: the group is to be
             gathered again.
         """
-        plans: dict[str, Plan] = {}
+        plans: dict[str, GatherPlan] = {}
         changed: set[str] = set()
         gathered: dict[int, Managed] = {}
         for name, managed in self._managed().items():
-            how = _How(self.layers[name][0].recipe, not managed.gathers_again, self._compute_dtype(managed))
+            how = _Settings(self.layers[name][0].recipe, not managed.gathers_again, self._compute_dtype(managed))
             before = self._how.get(name)
-            # Bytes that are gathered already stay, where they only hold fewer forms or more than they now would.
+            # Bytes that are gathered already stay, where they only hold fewer orientations or more than they now would.
             keeps_bytes = before is not None and before._replace(together=how.together) == how
             if before == how or (keeps_bytes and not managed.is_sharded):
                 plan = self._plans.get(name)
@@ -229,21 +236,25 @@ class Float8AllGather:
         device = managed.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
-    def _plan_of(self, name: str, managed: Managed, how: _How) -> Plan | None:
+    def _plan_of(self, name: str, managed: Managed, how: _Settings) -> GatherPlan | None:
         weight = managed.param.sharded_param
         recipe = how.recipe
-        if not forms(recipe):
+        if not weight_orientations(recipe):
             return None
         if managed.shard_dim != 0:
             raise ValueError(
                 f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}: have "
                 "shard_placement_fn return None for it"
             )
-        layout = Layout(*managed.size, managed.shards, forms(recipe), how.together, _within(managed, recipe))
+        layout = ByteLayout(
+            *managed.size, managed.shards, weight_orientations(recipe), how.together, _within(managed, recipe)
+        )
         quantized = how.compute_dtype if self.cast and how.compute_dtype is not None else weight.dtype
-        grids = tuple((len(layout.reduced(form)), layout.grid(form)[1]) for form in layout.forms)
-        split = tuple(i for i, f in enumerate(layout.forms) if layout.is_split(f, 0) or layout.is_split(f, 1))
-        return Plan(
+        grids = tuple(
+            (len(layout.reduced(orientation)), layout.grid(orientation)[1]) for orientation in layout.orientations
+        )
+        split = tuple(i for i, f in enumerate(layout.orientations) if layout.is_split(f, 0) or layout.is_split(f, 1))
+        return GatherPlan(
             managed,
             layout,
             dtype=managed.param_dtype or weight.dtype,
@@ -253,7 +264,7 @@ class Float8AllGather:
             split=split,
         )
 
-    def _plan_for(self, name: str) -> Plan:
+    def _plan_for(self, name: str) -> GatherPlan:
         if name not in self._plans:
             self._plan()
         return self._plans[name]
@@ -261,8 +272,8 @@ class Float8AllGather:
     # Scales.
 
     @staticmethod
-    def _batches_of(plans: dict[str, Plan]) -> list[Batch]:
-        by_group: dict[dist.ProcessGroup, dict[str, Plan]] = {}
+    def _batches_of(plans: dict[str, GatherPlan]) -> list[Batch]:
+        by_group: dict[dist.ProcessGroup, dict[str, GatherPlan]] = {}
         for name, plan in plans.items():
             by_group.setdefault(plan.managed.process_group, {})[name] = plan
         return [Batch(members) for members in by_group.values()]
@@ -282,16 +293,20 @@ class Float8AllGather:
         rounded = {dtype: one_nan(amaxes.to(dtype).float()) for dtype in batch.dtypes}
         reduced = {dtype: batch.split(values) for dtype, values in rounded.items()}
         found = {
-            (dtype, kind): batch.split(scales(values, *kind))
+            (dtype, kind): batch.split(scales_of_amaxes(values, *kind))
             for dtype, values in rounded.items() for kind in batch.kinds
         }  # fmt: skip
         for name, plan in batch.plans.items():
             dtype = plan.quantized_dtype
             held = [
-                None if form.sends_scales else scale_of_form(found[dtype, kind_of(form)][name][i], plan.layout, form)
-                for i, form in enumerate(plan.layout.forms)
+                None
+                if orientation.sends_scales
+                else scale_of_orientation(found[dtype, scale_kind(orientation)][name][i], plan.layout, orientation)
+                for i, orientation in enumerate(plan.layout.orientations)
             ]
-            self._known[name] = Known(batch, plan.stamp, rounded[dtype], tuple(reduced[dtype][name]), tuple(held))
+            self._reductions[name] = Reduction(
+                batch, plan.stamp, rounded[dtype], tuple(reduced[dtype][name]), tuple(held)
+            )
 
     # What ShardToGather asks.
 
@@ -311,11 +326,11 @@ class Float8AllGather:
         recipe = layers[0].recipe
         found = self._gathers.get(name)
         if found is None or found[0] is not recipe:
-            found = self._gathers[name] = recipe, bool(forms(recipe))
+            found = self._gathers[name] = recipe, bool(weight_orientations(recipe))
         return found[1]
 
     @torch.no_grad()
-    def pieces_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, _Sent]:
+    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, _Sent]:
         """See :class:`~Source`."""
         plan = self._plan_for(name)
         backward = plan.managed.in_backward
@@ -327,26 +342,28 @@ class Float8AllGather:
             self._fresh.update(group)
         self._fresh.discard(name)
         content = None
-        if len(plan.layout.forms) > 1 and not plan.layout.together:
+        if len(plan.layout.orientations) > 1 and not plan.layout.together:
             content = int(backward)
-        known = self._known[name]
-        ready = self._pieces.pop(name, None)
-        if ready is not None and ready[0] is known and ready[1] == content:
-            return ready[2], _Sent(plan, known, content)
+        reduction = self._reductions[name]
+        ready = self._ready.pop(name, None)
+        if ready is not None and ready[0] is reduction and ready[1] == content:
+            return ready[2], _Sent(plan, reduction, content)
         if self._reduced is not None:
             # FSDP calls this on a stream of its own, which may not have waited for the stream of forward.
             torch.cuda.current_stream().wait_event(self._reduced)
-        wanted = range(len(plan.layout.forms)) if content is None else (content,)
-        found = pieces(known.batch.groups[id(plan.managed.group)], known, wanted)
-        for other, piece in found.items():
-            self._pieces[other] = self._known[other], content, piece
+        wanted = range(len(plan.layout.orientations)) if content is None else (content,)
+        found = segments_to_send(reduction.batch.groups[id(plan.managed.group)], reduction, wanted)
+        for other, segment in found.items():
+            self._ready[other] = self._reductions[other], content, segment
         if found:
-            return self._pieces.pop(name)[2], _Sent(plan, known, content)
-        return _piece(plan, known, shard, [plan.layout.forms[i] for i in wanted]), _Sent(plan, known, content)
+            return self._ready.pop(name)[2], _Sent(plan, reduction, content)
+        return _rank_segment(plan, reduction, shard, [plan.layout.orientations[i] for i in wanted]), _Sent(
+            plan, reduction, content
+        )
 
-    def _is_current(self, name: str, plan: Plan) -> bool:
-        known = self._known.get(name)
-        return known is not None and known.stamp == plan.stamp
+    def _is_current(self, name: str, plan: GatherPlan) -> bool:
+        reduction = self._reductions.get(name)
+        return reduction is not None and reduction.stamp == plan.stamp
 
     def receive(self, name: str, buffer: Tensor | None, sent: _Sent | None, out: Tensor | None) -> Tensor | None:
         """See :class:`~Source`."""
@@ -361,7 +378,7 @@ class Float8AllGather:
             sent.plan.managed.keep_bytes()
         buffer = buffer.view(torch.uint8)
         layout = sent.plan.layout
-        own = sent.known.scales
+        own = sent.reduction.scales
         held = (own[0], own[1] if len(own) > 1 else None)
         if out is None:
             tag = (
@@ -395,21 +412,21 @@ class Float8AllGather:
     def _index(self, name: str) -> int:
         return self._names.index(name)
 
-    def wire(self, index: int) -> Layout:
+    def byte_layout(self, index: int) -> ByteLayout:
         """See :class:`~Source`."""
         return self._plans[self._names[index]].layout
 
     @torch.no_grad()
-    def gather_now(self, index: int, form: Form) -> tuple[Tensor, Tensor]:
+    def gather_now(self, index: int, orientation: WeightOrientation) -> tuple[Tensor, Tensor]:
         """See :class:`~Source`."""
         name = self._names[index]
-        plan, known = self._plans[name], self._known[name]
+        plan, reduction = self._plans[name], self._reductions[name]
         layout = plan.layout
-        piece = _piece(plan, known, plan.shard(), (form,))
-        buffer = piece.new_empty(layout.shards * layout.piece_size)
+        segment = _rank_segment(plan, reduction, plan.shard(), (orientation,))
+        buffer = segment.new_empty(layout.shards * layout.rank_segment_size)
         with counted_inside_ops():
-            _all_gather(buffer, piece, group=plan.managed.process_group)
-        return read_form(buffer, known.scales[layout.forms.index(form)], layout, form)
+            _all_gather(buffer, segment, group=plan.managed.process_group)
+        return read_operand(buffer, reduction.scales[layout.orientations.index(orientation)], layout, orientation)
 
 
 def _within(managed: Managed, recipe: Recipe) -> tuple[DimLayout, DimLayout] | None:
@@ -431,31 +448,31 @@ def _reduce_over_tensor_parallel(batch: Batch, amaxes: Tensor) -> None:
     for name, plan in batch.plans.items():
         layout = plan.layout
         for i in plan.split:
-            form = layout.forms[i]
+            orientation = layout.orientations[i]
             assert layout.within is not None
-            first_row, first_col = (layout.start(dim) // form.block[dim] for dim in (0, 1))
+            first_row, first_col = (layout.start(dim) // orientation.block[dim] for dim in (0, 1))
             held = (
-                [first_row + row for row in layout.reduced(form)],
+                [first_row + row for row in layout.reduced(orientation)],
                 [first_col + col for col in range(plan.grids[i][1])],
             )
-            grids.append(Grid(bits[name][i], form.block, layout.within, held))
+            grids.append(Grid(bits[name][i], orientation.block, layout.within, held))
             places.append(bits[name][i])
     for place, grid in zip(places, reduce_grids(grids), strict=True):
         place.copy_(grid.bits)
 
 
-def _piece(plan: Plan, known: Known, shard: Tensor, wanted: Sequence[Form]) -> Tensor:
+def _rank_segment(plan: GatherPlan, reduction: Reduction, shard: Tensor, wanted: Sequence[WeightOrientation]) -> Tensor:
     """The bytes that this rank sends."""
     layout = plan.layout
     parts = []
     if shard.shape[0]:
         x = shard.to(plan.quantized_dtype)
-        for form in wanted:
-            reduced = known.reduced[layout.forms.index(form)]
-            parts.append((form, *quantize_shard(x, layout, form, plan.managed.rank, reduced)))
-    if len(parts) == 1 and parts[0][1].numel() == layout.piece_size:
+        for orientation in wanted:
+            reduced = reduction.reduced[layout.orientations.index(orientation)]
+            parts.append((orientation, *quantize_shard(x, layout, orientation, plan.managed.rank, reduced)))
+    if len(parts) == 1 and parts[0][1].numel() == layout.rank_segment_size:
         return parts[0][1].view(torch.uint8).reshape(-1)
-    piece = torch.zeros(layout.piece_size, dtype=torch.uint8, device=shard.device)
+    segment = torch.zeros(layout.rank_segment_size, dtype=torch.uint8, device=shard.device)
     for part in parts:
-        write_piece(piece, layout, *part)
-    return piece
+        write_rank_segment(segment, layout, *part)
+    return segment

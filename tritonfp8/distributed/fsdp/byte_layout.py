@@ -1,7 +1,7 @@
 """What the shards of a weight send each other, byte by byte.
 
 A weight ``[N, K]`` is sharded along N, as FSDP2 does: each of W ranks holds ``ceil(N / W)`` rows, the last ones fewer
-or none. Each rank quantizes its rows by the scales of the whole weight and sends one piece of bytes; all pieces are
+or none. Each rank quantizes its rows by the scales of the whole weight and sends one segment of bytes; all segments are
 equally long, so that uneven shards gather like even ones.
 """
 
@@ -24,7 +24,7 @@ from tritonfp8.specs import QuantSpec, transposed
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightOrientation:
     """One way in which a GEMM reads a weight ``[N, K]``: quantized as it lies, or transposed, ``[K, N]``."""
 
     spec: QuantSpec
@@ -37,7 +37,7 @@ class Form:
 
     @property
     def sends_scales(self) -> bool:
-        """Whether scales travel in the pieces.
+        """Whether scales travel in the segments.
 
         One byte for each few elements is too much to reduce as float32 amaxes; all other scales follow on each rank
         from the reduced amaxes.
@@ -45,7 +45,7 @@ class Form:
         return SCALE_FORMATS[self.spec.scale_format].exponent_only
 
     def __hash__(self) -> int:
-        # Of one text, in place of five fields: forms are looked up several times a weight and step.
+        # Of one text, in place of five fields: orientations are looked up several times a weight and step.
         return hash((self.spec.args, self.transposed))
 
 
@@ -53,11 +53,11 @@ _R = TypeVar("_R")
 
 
 def _remembered(method: Callable[..., _R]) -> Callable[..., _R]:
-    """Work out once for each layout, form and rank what every step asks for again."""
+    """Work out once for each layout, orientation and rank what every step asks for again."""
     name = method.__name__
 
     @functools.wraps(method)
-    def found(self: Layout, *args: Any) -> _R:
+    def found(self: ByteLayout, *args: Any) -> _R:
         memo = self.__dict__.setdefault("_memo", {})
         key = (name, *args)
         if key not in memo:
@@ -71,8 +71,8 @@ def _lead(start: int, block: int) -> int:
     return start % block if block > 1 else 0
 
 
-def forms(recipe: Recipe) -> tuple[Form, ...]:
-    """The forms in which ``output`` and ``grad_input`` read the weight: one if they can share it, else two.
+def weight_orientations(recipe: Recipe) -> tuple[WeightOrientation, ...]:
+    """The orientations in which ``output`` and ``grad_input`` read the weight: one if they can share it, else two.
 
     None in high precision, nor where only one of the two GEMMs is quantized: the other needs the values anyway.
     """
@@ -80,20 +80,20 @@ def forms(recipe: Recipe) -> tuple[Form, ...]:
     if output is None or grad_input is None:
         return ()
     if serves_both(recipe):
-        return (Form(output, False),)
-    return Form(output, False), Form(grad_input, True)
+        return (WeightOrientation(output, False),)
+    return WeightOrientation(output, False), WeightOrientation(grad_input, True)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ByteLayout:
     """Where in the gathered bytes what lies. Compared by value: compiled graphs are guarded on it.
 
     Attributes:
         rows: N of the whole weight.
         cols: K.
         shards: W, the ranks that hold it.
-        forms: what is sent, from :func:`forms`.
-        together: whether a piece holds all forms; else one, and the bytes say nothing about which.
+        orientations: what is sent, from :func:`weight_orientations`.
+        together: whether a segment holds all orientations; else one, and the bytes say nothing about which.
         within: how N and K of a larger weight, of which tensor parallelism put this one here, lie; None if it is whole.
             Blocks are those of the larger one.
     """
@@ -101,7 +101,7 @@ class Layout:
     rows: int
     cols: int
     shards: int
-    forms: tuple[Form, ...]
+    orientations: tuple[WeightOrientation, ...]
     together: bool
     within: tuple[DimLayout, DimLayout] | None = None
 
@@ -110,19 +110,19 @@ class Layout:
         segments = self.within[dim].segments if self.within is not None else ()
         return segments[0].start if segments else 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByteLayout:
         # It never changes, and guards of compiled graphs, which copy it, compare one object at once.
         return self
 
     @_remembered
-    def lead(self, form: Form) -> tuple[int, int]:
+    def lead(self, orientation: WeightOrientation) -> tuple[int, int]:
         """Rows and columns by which the weight starts inside a block."""
-        return _lead(self.start(0), form.block[0]), _lead(self.start(1), form.block[1])
+        return _lead(self.start(0), orientation.block[0]), _lead(self.start(1), orientation.block[1])
 
     @_remembered
-    def is_split(self, form: Form, dim: int) -> bool:
+    def is_split(self, orientation: WeightOrientation, dim: int) -> bool:
         """Whether some block lies on several ranks of tensor parallelism along this dim: on all ranks alike."""
-        return self.within is not None and is_split(self.within[dim], form.block[dim])
+        return self.within is not None and is_split(self.within[dim], orientation.block[dim])
 
     @property
     def shard_rows(self) -> int:
@@ -136,98 +136,105 @@ class Layout:
         return start, min(self.shard_rows, self.rows - start)
 
     @_remembered
-    def grid(self, form: Form) -> tuple[int, int]:
+    def grid(self, orientation: WeightOrientation) -> tuple[int, int]:
         """Number of blocks along N and along K that the weight lies in."""
-        (rows, cols), (above, left) = form.block, self.lead(form)
+        (rows, cols), (above, left) = orientation.block, self.lead(orientation)
         return 1 if rows == -1 else -(-(above + self.rows) // rows), 1 if cols == -1 else -(-(left + self.cols) // cols)
 
     @_remembered
-    def blocks(self, form: Form, rank: int) -> tuple[int, int]:
+    def blocks(self, orientation: WeightOrientation, rank: int) -> tuple[int, int]:
         """First block along N, and number of blocks, that the rows of a rank lie in."""
-        block = form.block[0]
+        block = orientation.block[0]
         start, count = self.shard(rank)
         if block == -1:
             return 0, 1
         if count == 0:
-            return self.grid(form)[0], 0
-        start += self.lead(form)[0]
+            return self.grid(orientation)[0], 0
+        start += self.lead(orientation)[0]
         return start // block, -(-(start + count) // block) - start // block
 
     @_remembered
-    def reduced(self, form: Form) -> Sequence[int]:
-        """The rows of the form's grid of amaxes to reduce; where scales are sent, those of blocks on several ranks."""
-        if form.sends_scales and not self.is_split(form, 1):
-            return _straddling(self, form)
-        return range(self.grid(form)[0])
+    def reduced(self, orientation: WeightOrientation) -> Sequence[int]:
+        """The rows of the grid of amaxes that ranks reduce.
 
-    def data_shape(self, form: Form) -> tuple[int, int]:
-        """Shape of the elements in a piece, padded to the largest shard."""
+        Where scales are sent, these are the rows of blocks that lie on several ranks.
+        """
+        if orientation.sends_scales and not self.is_split(orientation, 1):
+            return _straddling(self, orientation)
+        return range(self.grid(orientation)[0])
+
+    def data_shape(self, orientation: WeightOrientation) -> tuple[int, int]:
+        """Shape of the elements in a segment, padded to the largest shard."""
         shape = (self.shard_rows, self.cols)
-        return shape[::-1] if form.transposed else shape
+        return shape[::-1] if orientation.transposed else shape
 
     @_remembered
-    def scale_shape(self, form: Form) -> tuple[int, int]:
-        """Shape of the scales in a piece, padded likewise."""
-        if not form.sends_scales:
+    def scale_shape(self, orientation: WeightOrientation) -> tuple[int, int]:
+        """Shape of the scales in a segment, padded likewise."""
+        if not orientation.sends_scales:
             return 0, 0
-        blocks = max(self.blocks(form, rank)[1] for rank in range(self.shards))
-        shape = (blocks, self.grid(form)[1])
-        return shape[::-1] if form.transposed else shape
+        blocks = max(self.blocks(orientation, rank)[1] for rank in range(self.shards))
+        shape = (blocks, self.grid(orientation)[1])
+        return shape[::-1] if orientation.transposed else shape
 
     @_remembered
-    def size(self, form: Form) -> int:
-        """Bytes of one form in a piece."""
-        (a, b), (c, d) = self.data_shape(form), self.scale_shape(form)
+    def size(self, orientation: WeightOrientation) -> int:
+        """Bytes of one orientation in a segment."""
+        (a, b), (c, d) = self.data_shape(orientation), self.scale_shape(orientation)
         return a * b + c * d
 
     @functools.cached_property
-    def piece_size(self) -> int:
-        """Bytes of a piece."""
-        sizes = [self.size(form) for form in self.forms]
+    def rank_segment_size(self) -> int:
+        """Bytes of a segment."""
+        sizes = [self.size(orientation) for orientation in self.orientations]
         return sum(sizes) if self.together else max(sizes)
 
     @_remembered
-    def regions(self, form: Form) -> tuple[tuple[int, tuple[int, int]], tuple[int, tuple[int, int]]]:
-        """Offset in a piece and shape of the elements, then of the scales."""
-        before = self.forms[: self.forms.index(form)] if self.together else ()
+    def regions(
+        self, orientation: WeightOrientation
+    ) -> tuple[tuple[int, tuple[int, int]], tuple[int, tuple[int, int]]]:
+        """Offset in a segment and shape of the elements, then of the scales."""
+        before = self.orientations[: self.orientations.index(orientation)] if self.together else ()
         offset = sum(self.size(other) for other in before)
-        data = self.data_shape(form)
-        return (offset, data), (offset + data[0] * data[1], self.scale_shape(form))
+        data = self.data_shape(orientation)
+        return (offset, data), (offset + data[0] * data[1], self.scale_shape(orientation))
 
     @_remembered
-    def takes(self, form: Form) -> tuple[tuple[int, int], ...]:
-        """Which elements of each rank's piece are its own: ``(start, length)`` along the dim that is sharded."""
+    def takes(self, orientation: WeightOrientation) -> tuple[tuple[int, int], ...]:
+        """Which elements of each rank's segment are its own: ``(start, length)`` along the dim that is sharded."""
         return tuple((0, self.shard(rank)[1]) for rank in range(self.shards))
 
     @_remembered
-    def takes_of_scales(self, form: Form) -> tuple[tuple[int, int], ...]:
+    def takes_of_scales(self, orientation: WeightOrientation) -> tuple[tuple[int, int], ...]:
         """As :meth:`takes`. A block on several ranks comes from the first: they all have the same scale for it."""
         found, done = [], 0
         for rank in range(self.shards):
-            first, count = self.blocks(form, rank)
-            known = min(max(done - first, 0), count)
-            found.append((known, count - known))
+            first, count = self.blocks(orientation, rank)
+            reduction = min(max(done - first, 0), count)
+            found.append((reduction, count - reduction))
             done = max(done, first + count) if count else done
         return tuple(found)
 
 
 @functools.cache
-def _straddling(layout: Layout, form: Form) -> tuple[int, ...]:
+def _straddling(layout: ByteLayout, orientation: WeightOrientation) -> tuple[int, ...]:
     """The blocks along N that lie on more than one rank."""
-    spans = [layout.blocks(form, rank) for rank in range(layout.shards)]
+    spans = [layout.blocks(orientation, rank) for rank in range(layout.shards)]
     ranks = Counter(block for first, count in spans for block in range(first, first + count))
     found = {block for block, count in ranks.items() if count > 1}
-    if layout.is_split(form, 0):
+    if layout.is_split(orientation, 0):
         assert layout.within is not None
-        before = layout.start(0) // form.block[0]
-        found |= {block - before for block in split_blocks(layout.within[0], form.block[0])} & set(ranks)
+        before = layout.start(0) // orientation.block[0]
+        found |= {block - before for block in split_blocks(layout.within[0], orientation.block[0])} & set(ranks)
     return tuple(sorted(found))
 
 
-def write_piece(piece: Tensor, layout: Layout, form: Form, qdata: Tensor, scale: Tensor) -> None:
-    """Put a quantized shard into a piece; bytes beyond a shorter shard are left alone."""
-    for (offset, shape), part in zip(layout.regions(form), (qdata, scale), strict=True):
-        region = piece[offset : offset + shape[0] * shape[1]].view(shape)
+def write_rank_segment(
+    segment: Tensor, layout: ByteLayout, orientation: WeightOrientation, qdata: Tensor, scale: Tensor
+) -> None:
+    """Put a quantized shard into a segment; bytes beyond a shorter shard are left alone."""
+    for (offset, shape), part in zip(layout.regions(orientation), (qdata, scale), strict=True):
+        region = segment[offset : offset + shape[0] * shape[1]].view(shape)
         if region.numel():
             part = part.view(torch.uint8)
             region[: part.shape[0], : part.shape[1]] = part
@@ -241,7 +248,7 @@ def _word(*sizes: int) -> torch.dtype:
 
 
 def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, takes: Sequence[tuple[int, int]]) -> Tensor:
-    """One region of all pieces, of each the ``(start, length)`` along ``axis`` that is its own."""
+    """One region of all segments, of each the ``(start, length)`` along ``axis`` that is its own."""
     offset, shape = region
     stacked = buffer[:, offset : offset + shape[0] * shape[1]].view(-1, *shape)
     if axis == 1 and min(stacked.shape) > 1 and all(take == (0, shape[1]) for take in takes):
@@ -252,27 +259,31 @@ def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, take
     return torch.cat(parts or [stacked[0].narrow(axis, 0, 0)], axis)
 
 
-def read_pieces(buffer: Tensor, layout: Layout, form: Form) -> tuple[Tensor, Tensor | None]:
-    """The elements of the whole weight, and its scales where the pieces hold them.
+def read_rank_segments(
+    buffer: Tensor, layout: ByteLayout, orientation: WeightOrientation
+) -> tuple[Tensor, Tensor | None]:
+    """The elements of the whole weight, and its scales where the segments hold them.
 
     Args:
-        buffer: uint8, ``layout.shards * layout.piece_size`` bytes.
-        layout: of the pieces.
-        form: which of its forms.
+        buffer: uint8, ``layout.shards * layout.rank_segment_size`` bytes.
+        layout: of the segments.
+        orientation: which of its orientations.
 
     Returns:
         8-bit floats ``[N, K]`` (``[K, N]`` if transposed), a view of the buffer where nothing lies between the rows;
         and scales, or None.
     """
-    spec, axis = form.spec, int(form.transposed)
-    data, scales = layout.regions(form)
-    if not form.transposed and layout.piece_size == data[1][0] * data[1][1]:
+    spec, axis = orientation.spec, int(orientation.transposed)
+    data, scales = layout.regions(orientation)
+    if not orientation.transposed and layout.rank_segment_size == data[1][0] * data[1][1]:
         qdata = buffer[: layout.rows * layout.cols].view(layout.rows, layout.cols)
     else:
-        pieces = buffer.view(layout.shards, layout.piece_size)
-        qdata = _joined(pieces, data, axis, layout.takes(form))
+        segments = buffer.view(layout.shards, layout.rank_segment_size)
+        qdata = _joined(segments, data, axis, layout.takes(orientation))
     qdata = qdata.view(FORMATS[spec.format].dtype)
-    if not form.sends_scales:
+    if not orientation.sends_scales:
         return qdata, None
-    scale = _joined(buffer.view(layout.shards, layout.piece_size), scales, axis, layout.takes_of_scales(form))
+    scale = _joined(
+        buffer.view(layout.shards, layout.rank_segment_size), scales, axis, layout.takes_of_scales(orientation)
+    )
     return qdata, scale.view(SCALE_FORMATS[spec.scale_format].dtype)

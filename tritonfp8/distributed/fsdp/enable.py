@@ -8,8 +8,8 @@ for each ``fully_shard``.
 What crosses the wire for a weight of N x K, in each gather: N K bytes (bf16 sends 2 N K) and, for mxfp8, N K / 32 of
 scales. Forward gathers the weight as ``output`` reads it, backward as ``grad_input`` does, transposed. Where one gather
 serves both passes (``reshard_after_forward`` False or an int), it carries both, unless they are the same bytes
-(tensorwise, blockwise). Forward recomputed in backward (activation checkpointing) reads the untransposed form there
-too: rowwise and mxfp8 gather it once more, layer by layer, 1.5 times the bytes of a step.
+(tensorwise, blockwise). Activation checkpointing recomputes forward in backward, which reads the untransposed weight
+again: rowwise and mxfp8 then gather it once more, layer by layer, 1.5 times the bytes of a step.
 
 Weights that tensor parallelism shards (TP x FSDP2, HSDP x TP) are gathered alike, each part over its ranks of FSDP2; a
 second small collective, over the ranks of tensor parallelism, makes their scales those of the whole weight too. These
@@ -25,7 +25,7 @@ from torch import nn
 
 from tritonfp8.convert import ConversionReport
 from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
-from tritonfp8.distributed.fsdp.byte_layout import forms
+from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 from tritonfp8.distributed.torch_private import FSDP, require_names
 from tritonfp8.layers.linear import Float8Linear, require_module
 from tritonfp8.specs import require
@@ -39,9 +39,9 @@ def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
         if not isinstance(module, Float8Linear) or parameter != "weight":
             return f"shared with {name}.{parameter}, which needs it in high precision"
     recipes = [module.recipe for _, module, _ in layers if isinstance(module, Float8Linear)]
-    if not forms(recipes[0]):
+    if not weight_orientations(recipes[0]):
         return f"recipe {recipes[0].name!r} reads it in high precision"
-    if any(forms(recipe) != forms(recipes[0]) for recipe in recipes):
+    if any(weight_orientations(recipe) != weight_orientations(recipes[0]) for recipe in recipes):
         return "shared by layers whose recipes read other bytes: " + ", ".join(name for name, _, _ in layers)
     return None
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8.distributed.fsdp.byte_layout import Form, Layout
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed
-from tritonfp8.launch import ALIGNMENT, ShardForm, Table, shards
+from tritonfp8.launch import ALIGNMENT, GridPlace, ShardTable, shards
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class GatherPlan:
     """How one weight is gathered.
 
     Attributes:
@@ -25,12 +25,12 @@ class Plan:
         dtype: of the gathered weight, in which FSDP hands it to the layer.
         quantized_dtype: from which the weight is quantized.
         rounded: the dtype that the values are rounded to before they are quantized; None if they are not.
-        grids: shape of the amaxes to reduce, a form.
-        split: the forms with a block that several ranks of tensor parallelism share.
+        grids: shape of the amaxes to reduce, a orientation.
+        split: the orientations with a block that several ranks of tensor parallelism share.
     """
 
     managed: Managed
-    layout: Layout
+    layout: ByteLayout
     dtype: torch.dtype
     quantized_dtype: torch.dtype
     rounded: torch.dtype | None
@@ -38,20 +38,22 @@ class Plan:
     split: tuple[int, ...]
 
     @cached_property
-    def places(self) -> tuple[ShardForm, ...]:
-        """Where the rows that lie here begin in the grid of amaxes of each form, the first amax as number 0."""
+    def places(self) -> tuple[GridPlace, ...]:
+        """Where the rows that lie here begin in the grid of amaxes of each orientation, the first amax as number 0."""
         layout = self.layout
         start, _ = layout.shard(self.managed.rank)
         return tuple(
-            ShardForm(0, layout.grid(form)[1], layout.lead(form)[0] + start, layout.lead(form)[1])
-            for form in layout.forms
+            GridPlace(0, layout.grid(orientation)[1], layout.lead(orientation)[0] + start, layout.lead(orientation)[1])
+            for orientation in layout.orientations
         )
 
     @cached_property
     def is_groupable(self) -> bool:
-        """Whether the kernels that cast many shards at once serve every form."""
-        forms = zip(self.layout.forms, self.places, strict=True)
-        return all(shards.serves(form.spec) and place.fits(form.block) for form, place in forms)
+        """Whether the kernels that cast many shards at once serve every orientation."""
+        orientations = zip(self.layout.orientations, self.places, strict=True)
+        return all(
+            shards.serves(orientation.spec) and place.fits(orientation.block) for orientation, place in orientations
+        )
 
     def local(self) -> Tensor:
         """The rows that lie here, where they are kept."""
@@ -77,18 +79,18 @@ class Group:
     """
 
     key: int
-    plans: dict[str, Plan]
+    plans: dict[str, GatherPlan]
 
     @cached_property
     def is_groupable(self) -> bool:
-        """Whether one launch casts all of them to any of their forms."""
-        kinds = {(plan.layout.forms, plan.quantized_dtype) for plan in self.plans.values()}
+        """Whether one launch casts all of them to any of their orientations."""
+        kinds = {(plan.layout.orientations, plan.quantized_dtype) for plan in self.plans.values()}
         return len(kinds) == 1 and all(plan.is_groupable for plan in self.plans.values())
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where in one buffer the piece of each weight begins; last, its size."""
-        sizes = [-(-plan.layout.piece_size // ALIGNMENT) * ALIGNMENT for plan in self.plans.values()]
+        """Where in one buffer the segment of each weight begins; last, its size."""
+        sizes = [-(-plan.layout.rank_segment_size // ALIGNMENT) * ALIGNMENT for plan in self.plans.values()]
         return tuple(accumulate(sizes, initial=0))
 
 
@@ -101,17 +103,17 @@ class Batch:
         tables: of shards that are cast together, by what they are for; see :mod:`tritonfp8.distributed.fsdp.grouped`.
     """
 
-    plans: dict[str, Plan]
-    tables: dict[object, tuple[tuple[int, ...], Table]] = field(default_factory=dict)
+    plans: dict[str, GatherPlan]
+    tables: dict[object, tuple[tuple[int, ...], ShardTable]] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Number of amaxes, a form of each weight."""
+        """Number of amaxes, a orientation of each weight."""
         return [rows * cols for plan in self.plans.values() for rows, cols in plan.grids]
 
     @cached_property
     def offsets(self) -> dict[str, tuple[int, ...]]:
-        """Where the amaxes of each form of a weight begin among all."""
+        """Where the amaxes of each orientation of a weight begin among all."""
         starts = iter(accumulate(self.sizes, initial=0))
         return {name: tuple(next(starts) for _ in plan.grids) for name, plan in self.plans.items()}
 
@@ -122,9 +124,14 @@ class Batch:
 
     @cached_property
     def kinds(self) -> set[tuple[str, str]]:
-        """Format and scale rounding of the forms whose scales follow from the amaxes."""
-        forms = [form for plan in self.plans.values() for form in plan.layout.forms if not form.sends_scales]
-        return {kind_of(form) for form in forms}
+        """Format and scale rounding of the orientations whose scales follow from the amaxes."""
+        orientations = [
+            orientation
+            for plan in self.plans.values()
+            for orientation in plan.layout.orientations
+            if not orientation.sends_scales
+        ]
+        return {scale_kind(orientation) for orientation in orientations}
 
     @cached_property
     def shares(self) -> bool:
@@ -134,7 +141,7 @@ class Batch:
     @cached_property
     def groups(self) -> dict[int, Group]:
         """The weights that FSDP gathers together, by the identity of its parameter group."""
-        found: dict[int, dict[str, Plan]] = {}
+        found: dict[int, dict[str, GatherPlan]] = {}
         for name, plan in self.plans.items():
             found.setdefault(id(plan.managed.group), {})[name] = plan
         return {key: Group(key, members) for key, members in found.items()}
@@ -145,12 +152,12 @@ class Batch:
         return {name: [next(parts).view(grid) for grid in plan.grids] for name, plan in self.plans.items()}
 
 
-def kind_of(form: Form) -> tuple[str, str]:
+def scale_kind(orientation: WeightOrientation) -> tuple[str, str]:
     """What a scale depends on beside the amax: format and scale rounding."""
-    return form.spec.format, form.spec.scale_rounding
+    return orientation.spec.format, orientation.spec.scale_rounding
 
 
-class Known(NamedTuple):
+class Reduction(NamedTuple):
     """What the last reduction found for one weight.
 
     Attributes:
@@ -158,8 +165,8 @@ class Known(NamedTuple):
         stamp: of the shard that was read.
         amaxes: reduced, flat, of all weights of the batch that are quantized from this one's dtype, in the places of
             all.
-        reduced: amaxes, a form.
-        scales: of the whole weight as its forms hold them; None where they come with the bytes.
+        reduced: amaxes, a orientation.
+        scales: of the whole weight as its orientations hold them; None where they come with the bytes.
     """
 
     batch: Batch

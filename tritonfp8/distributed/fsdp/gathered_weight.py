@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.distributed.fsdp.byte_layout import Form, Layout, read_pieces
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, read_rank_segments
 from tritonfp8.layers.linear import LOCAL, OperandProvider, Pair, register_weight_type
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
@@ -30,16 +30,16 @@ class Source(Protocol):
     def is_gathered(self, name: str) -> bool:
         """Whether it is to find them at all."""
 
-    def pieces_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, Any]:
-        """The piece of this rank, flat uint8, and what :meth:`receive` is to know."""
+    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, Any]:
+        """The segment of this rank, flat uint8, and what :meth:`receive` is to know."""
 
     def receive(self, name: str, buffer: Tensor, sent: Any, out: Tensor | None) -> Tensor | None:
-        """The gathered weight over the pieces of all ranks, or ``out`` refilled."""
+        """The gathered weight over the segments of all ranks, or ``out`` refilled."""
 
-    def gather_now(self, index: int, form: Form) -> tuple[Tensor, Tensor]:
-        """``(qdata, scale)`` of one form of the whole weight of this index, gathered by this call."""
+    def gather_now(self, index: int, orientation: WeightOrientation) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of one orientation of the whole weight of this index, gathered by this call."""
 
-    def wire(self, index: int) -> Layout:
+    def byte_layout(self, index: int) -> ByteLayout:
         """The layout of the gathered bytes of the weight of this index."""
 
 
@@ -66,7 +66,7 @@ class ShardToGather:
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[[Any], Any]:
-        """The hook of FSDP2, in its form that is called with the mesh alone; absent where FSDP is to do without."""
+        """The first hook of FSDP2, which is called with the mesh alone; absent where FSDP gathers the values."""
         if not (self.source.is_gathered(self.fqn) and self.source.can_gather(self.fqn)):
             raise AttributeError("fsdp_pre_all_gather")
         return _PreAllGather(self)
@@ -87,7 +87,7 @@ class ShardToGather:
 
 
 class _PreAllGather:
-    """The hook of FSDP2 that says what to send; FSDP asks for its parameters at every gather, so they are known."""
+    """The hook of FSDP2 that says what to send; FSDP asks for its parameters at every gather, so they are reduction."""
 
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
@@ -96,8 +96,8 @@ class _PreAllGather:
 
     def __call__(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
         shard = self.shard
-        piece, sent = shard.source.pieces_to_send(shard.fqn, shard.data, mesh)
-        return (piece,), sent
+        segment, sent = shard.source.segment_to_send(shard.fqn, shard.data, mesh)
+        return (segment,), sent
 
 
 class GatheredWeight(Tensor):
@@ -115,7 +115,7 @@ class GatheredWeight(Tensor):
     _scale: Tensor | None
     _scale_t: Tensor | None
     _tag: Tensor | None
-    _wire: Layout
+    _byte_layout: ByteLayout
     _gaps: tuple[int, int]
     _rounded: torch.dtype | None
     # Only of weights that FSDP was given, outside of graphs.
@@ -129,13 +129,13 @@ class GatheredWeight(Tensor):
         scale: Tensor | None,
         scale_t: Tensor | None,
         tag: Tensor | None,
-        wire: Layout,
+        layout: ByteLayout,
         dtype: torch.dtype,
         gaps: tuple[int, int] = (0, 0),
         rounded: torch.dtype | None = None,
     ) -> GatheredWeight:
         """A tensor of this type, without data of its own."""
-        shape = (gaps[0] + wire.rows, gaps[1] + wire.cols)
+        shape = (gaps[0] + layout.rows, gaps[1] + layout.cols)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=buffer.device)
 
     def __init__(
@@ -144,7 +144,7 @@ class GatheredWeight(Tensor):
         scale: Tensor | None,
         scale_t: Tensor | None,
         tag: Tensor | None,
-        wire: Layout,
+        layout: ByteLayout,
         dtype: torch.dtype,
         gaps: tuple[int, int] = (0, 0),
         rounded: torch.dtype | None = None,
@@ -152,32 +152,33 @@ class GatheredWeight(Tensor):
         self._tag = tag
         self._gaps = gaps
         self._rounded = rounded
-        self.refill(buffer, scale, scale_t, wire)
+        self.refill(buffer, scale, scale_t, layout)
 
-    def refill(self, buffer: Tensor, scale: Tensor | None, scale_t: Tensor | None, wire: Layout) -> None:
+    def refill(self, buffer: Tensor, scale: Tensor | None, scale_t: Tensor | None, layout: ByteLayout) -> None:
         """Hold other bytes.
 
         Args:
-            buffer: uint8, flat, the pieces of all ranks.
+            buffer: uint8, flat, the segments of all ranks.
             scale, scale_t: of the weight as it lies and transposed, where they do not come with the bytes.
-            wire: the layout of the bytes.
+            layout: the layout of the bytes.
         """
-        self._buffer, self._scale, self._scale_t, self._wire = buffer, scale, scale_t, wire
+        self._buffer, self._scale, self._scale_t, self._byte_layout = buffer, scale, scale_t, layout
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _INNER if getattr(self, name) is not None]
-        return names, (self._wire, self.dtype, self._gaps, self._rounded)
+        return names, (self._byte_layout, self.dtype, self._gaps, self._rounded)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
         return cls(*(inner.get(name) for name in _INNER), *context)  # type: ignore[arg-type]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {', '.join(str(f.spec) for f in self._wire.forms)})"
+        specs = ", ".join(str(orientation.spec) for orientation in self._byte_layout.orientations)
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {specs})"
 
     def _same(self, gaps: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> GatheredWeight:
         """The same bytes, with zeros before them or for a layer that computes in another dtype."""
-        inner = (self._buffer, self._scale, self._scale_t, self._tag, self._wire)
+        inner = (self._buffer, self._scale, self._scale_t, self._tag, self._byte_layout)
         same = GatheredWeight(*inner, dtype or self.dtype, gaps or self._gaps, self._rounded)
         same.gather_values = self.gather_values
         return same
@@ -195,46 +196,56 @@ class GatheredWeight(Tensor):
     def _operand(
         self, spec: QuantSpec, transposed: bool, in_graph: bool = False, grad_output: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        wire = self._wire
-        form = wire.forms[-1] if transposed else wire.forms[0]
-        if form.spec != spec:
+        layout = self._byte_layout
+        orientation = layout.orientations[-1] if transposed else layout.orientations[0]
+        if orientation.spec != spec:
             raise ValueError(
-                f"the weight was gathered as {form.spec}, and its recipe reads {spec}: swap recipes between steps, and "
-                "those of layers that share a weight together"
+                f"the weight was gathered as {orientation.spec}, and its recipe reads {spec}: swap recipes between "
+                "steps, and those of layers that share a weight together"
             )
-        held = self._scale_t if form.transposed else self._scale
-        above, left = wire.lead(form)
+        held = self._scale_t if orientation.transposed else self._scale
+        above, left = layout.lead(orientation)
         if self._tag is None:
-            qdata, scale = read_form(self._buffer, held, wire, form)
+            qdata, scale = read_operand(self._buffer, held, layout, orientation)
         elif in_graph:
-            # Which form the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
-            qdata, *sent = ops.gathered_form(
-                self._buffer, held, self._tag, wire.rows, wire.cols, above, left, *spec.args, transposed, grad_output
+            # Which orientation the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
+            qdata, *sent = ops.gathered_operand(
+                self._buffer,
+                held,
+                self._tag,
+                layout.rows,
+                layout.cols,
+                above,
+                left,
+                *spec.args,
+                transposed,
+                grad_output,
             )
             scale = sent[0] if held is None else held
         else:
-            qdata, scale = read_or_gather(self._buffer, held, self._tag, wire, form)
-        qdata, scale = self._with_gaps(qdata, scale, form)
-        if transposed == form.transposed:
+            qdata, scale = read_or_gather(self._buffer, held, self._tag, layout, orientation)
+        qdata, scale = self._with_gaps(qdata, scale, orientation)
+        if transposed == orientation.transposed:
             return qdata, scale
         return qdata.t().contiguous(), scale.t().contiguous()
 
-    def _with_gaps(self, qdata: Tensor, scale: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    def _with_gaps(self, qdata: Tensor, scale: Tensor, orientation: WeightOrientation) -> tuple[Tensor, Tensor]:
         """The operand with zeros before it, of scale 1, so that blocks start where those of the larger weight do."""
-        lead, gaps = self._wire.lead(form), self._gaps
+        lead, gaps = self._byte_layout.lead(orientation), self._gaps
         missing = [gap - at for gap, at in zip(gaps, lead, strict=True)]
-        if any(block > 1 and n % block for n, block in zip(missing, form.block, strict=True)):
+        if any(block > 1 and n % block for n, block in zip(missing, orientation.block, strict=True)):
             raise ValueError(
-                f"the weight starts {lead} rows and columns inside a block of {form.spec}, as its part of a larger "
-                "weight: compute with the DTensor, whose blocks start where they should, and not with its to_local()"
+                f"the weight is a part of a larger weight and starts {lead} rows and columns inside a block of "
+                f"{orientation.spec}: compute with the DTensor, whose blocks start where they should, and not with its "
+                "to_local()"
             )
         if not any(gaps):
             return qdata, scale
-        counts = [0 if block == -1 else n // block for n, block in zip(missing, form.block, strict=True)]
-        if form.transposed:
+        counts = [0 if block == -1 else n // block for n, block in zip(missing, orientation.block, strict=True)]
+        if orientation.transposed:
             gaps, counts = gaps[::-1], counts[::-1]
         padded = F.pad(qdata.view(torch.uint8), (gaps[1], 0, gaps[0], 0)).view(qdata.dtype)
-        ones = empty_scale(padded.shape, form.spec.block, form.spec.scale_format, scale.device)
+        ones = empty_scale(padded.shape, orientation.spec.block, orientation.spec.scale_format, scale.device)
         ones.fill_(1)
         ones[counts[0] :, counts[1] :].copy_(scale)
         return padded, ones
@@ -334,8 +345,8 @@ class GatheredWeightOperands(OperandProvider):
 register_weight_type(GatheredWeight, GatheredWeightOperands())
 
 
-# Which form lies in a buffer that holds one of two, as data that a compiled graph can look at: a tensor on the CPU of
-# the source's key, the weight's index and the form's.
+# A buffer that holds one of two orientations has a tag that says which. The tag is a tensor on the CPU, so that a
+# compiled graph can read it: the source's key, the index of the weight, the index of the orientation.
 _sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
 
 
@@ -347,29 +358,31 @@ def register_source(source: Source, key: int) -> int:
     return key
 
 
-def read_form(buffer: Tensor, scale: Tensor | None, wire: Layout, form: Form) -> tuple[Tensor, Tensor]:
-    """``(qdata, scale)`` of one form, the scale from the bytes or else ``scale``."""
-    qdata, own = read_pieces(buffer, wire, form)
+def read_operand(
+    buffer: Tensor, scale: Tensor | None, layout: ByteLayout, orientation: WeightOrientation
+) -> tuple[Tensor, Tensor]:
+    """``(qdata, scale)`` of one orientation, the scale from the bytes or else ``scale``."""
+    qdata, own = read_rank_segments(buffer, layout, orientation)
     found = scale if own is None else own
     assert found is not None
     return qdata, found
 
 
 def read_or_gather(
-    buffer: Tensor, scale: Tensor | None, tag: Tensor, wire: Layout, form: Form
+    buffer: Tensor, scale: Tensor | None, tag: Tensor, layout: ByteLayout, orientation: WeightOrientation
 ) -> tuple[Tensor, Tensor]:
-    """``(qdata, scale)`` of one form: from the bytes if they are that, else gathered now.
+    """``(qdata, scale)`` of one orientation: from the bytes if they are that, else gathered now.
 
-    The other form is asked for when forward is recomputed in backward, or where ``set_reshard_after_forward`` changed
-    what FSDP gathers when. All ranks ask alike, as they run the same graph.
+    The other orientation is needed when forward is recomputed in backward, or after ``set_reshard_after_forward``
+    changed what FSDP gathers when. All ranks run the same graph, so all of them gather.
     """
     key, index, content = tag.tolist()
-    if wire.forms[content] == form:
-        return read_form(buffer, scale, wire, form)
-    return _sources[key].gather_now(index, form)
+    if layout.orientations[content] == orientation:
+        return read_operand(buffer, scale, layout, orientation)
+    return _sources[key].gather_now(index, orientation)
 
 
-def _gathered_form(
+def _gathered_operand(
     buffer: Tensor,
     scale: Tensor | None,
     tag: Tensor,
@@ -382,15 +395,15 @@ def _gathered_form(
     grad_output: Tensor | None = None,
 ) -> list[Tensor]:
     key, index, content = tag.tolist()
-    layout = _sources[key].wire(index)
-    form = layout.forms[content]
-    if form.transposed != transposed or form.spec.args[0] != spec:
-        form = Form(spec_of(spec), transposed)
-    found = read_or_gather(buffer, scale, tag, layout, form)
+    layout = _sources[key].byte_layout(index)
+    orientation = layout.orientations[content]
+    if orientation.transposed != transposed or orientation.spec.args[0] != spec:
+        orientation = WeightOrientation(spec_of(spec), transposed)
+    found = read_or_gather(buffer, scale, tag, layout, orientation)
     # An op's results may not share the memory of what it was given.
     given = buffer.untyped_storage().data_ptr()
     wanted = found if scale is None else found[:1]
     return [x.clone() if x.untyped_storage().data_ptr() == given else x for x in wanted]
 
 
-implement("gathered_form", _gathered_form)
+implement("gathered_operand", _gathered_operand)

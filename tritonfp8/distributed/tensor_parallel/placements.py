@@ -31,7 +31,7 @@ from tritonfp8.distributed.shard_layout import DimLayout, Mesh, aligned_to, cuts
 from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather
 
 
-class Way(NamedTuple):
+class ParallelMode(NamedTuple):
     """What happens along one mesh dim."""
 
     input: str
@@ -40,15 +40,15 @@ class Way(NamedTuple):
     """Which dim of the problem is sharded: "M", "N", "K" or None."""
 
 
-_COLWISE = Way("whole", "N")
-_GATHERS = Way("M", "N")
+_COLWISE = ParallelMode("whole", "N")
+_GATHERS = ParallelMode("M", "N")
 # (how the input comes, how the weight lies): the table above.
-_WAYS = {
-    **{(input, "whole"): Way("whole", None) for input in ("whole", "K", "sum")},
-    ("M", "whole"): Way("M", "M"),
+_MODES = {
+    **{(input, "whole"): ParallelMode("whole", None) for input in ("whole", "K", "sum")},
+    ("M", "whole"): ParallelMode("M", "M"),
     **{(input, "N"): _COLWISE for input in ("whole", "K", "sum")},
     ("M", "N"): _GATHERS,
-    **{(input, "K"): Way("K", "K") for input in ("whole", "M", "K", "sum")},
+    **{(input, "K"): ParallelMode("K", "K") for input in ("whole", "M", "K", "sum")},
 }
 
 
@@ -120,11 +120,11 @@ def _token_gather(
     return TokenGather(outer, tuple(counts), mesh.here[at], mesh.groups[at], tuple(sources), target)
 
 
-def _ways(came: Sequence[Sequence[Placement]], input_dims: int, counted: bool) -> list[Way]:
+def _modes(came: Sequence[Sequence[Placement]], input_dims: int, counted: bool) -> list[ParallelMode]:
     kinds = [_kind("input", p, ("M",) * (input_dims - 1) + ("K",)) for p in came[0]]
     weight_kinds = [_kind("weight", p, ("N", "K")) for p in came[1]]
-    ways = [_WAYS[pair] for pair in zip(kinds, weight_kinds, strict=True)]
-    gathers = [i for i, way in enumerate(ways) if way == _GATHERS]
+    modes = [_MODES[pair] for pair in zip(kinds, weight_kinds, strict=True)]
+    gathers = [i for i, mode in enumerate(modes) if mode == _GATHERS]
     if counted and any(pair == ("M", "K") for pair in zip(kinds, weight_kinds, strict=True)):
         raise ValueError(
             "tokens in other numbers than torch.chunk makes (token_counts) meet a weight sharded by in features: "
@@ -135,31 +135,33 @@ def _ways(came: Sequence[Sequence[Placement]], input_dims: int, counted: bool) -
             f"the tokens of the input are sharded on the mesh dims {gathers}, on which the weight is sharded, too: "
             "they can be gathered over one. Redistribute the input to Replicate on the others."
         )
-    return ways
+    return modes
 
 
 def _placements(
-    ways: Sequence[Way], came: Sequence[Placement], weight: Sequence[Placement], t: int, counted: bool
+    modes: Sequence[ParallelMode], came: Sequence[Placement], weight: Sequence[Placement], t: int, counted: bool
 ) -> Placements:
     """``came`` is how the input comes; ``t`` its last dim."""
     summed_later = (_COLWISE,) if counted else (_COLWISE, _GATHERS)
     starts: list[Placement] = []
-    for way, p in zip(ways, came, strict=True):
-        starts.append(p if way.input == "M" else Shard(t) if way.input == "K" else Replicate())
-    bias: list[Placement] = [Shard(0) if way.sharded == "N" else Replicate() for way in ways]
+    for mode, p in zip(modes, came, strict=True):
+        starts.append(p if mode.input == "M" else Shard(t) if mode.input == "K" else Replicate())
+    bias: list[Placement] = [Shard(0) if mode.sharded == "N" else Replicate() for mode in modes]
     outputs: dict[str | None, Placement] = {"N": Shard(t), "K": Partial(), None: Replicate()}
 
-    def gradient(placements: Sequence[Placement], summed: Callable[[Way], bool]) -> tuple[Placement, ...]:
-        return tuple(Partial() if summed(way) else p for way, p in zip(ways, placements, strict=True))
+    def gradient(placements: Sequence[Placement], summed: Callable[[ParallelMode], bool]) -> tuple[Placement, ...]:
+        return tuple(Partial() if summed(mode) else p for mode, p in zip(modes, placements, strict=True))
 
     return Placements(
         input=tuple(starts),
         weight=tuple(weight),
         bias=tuple(bias),
-        grad_input=gradient(starts, lambda way: way in summed_later),
-        grad_weight=gradient(weight, lambda way: way.sharded == "M"),
-        grad_bias=gradient(bias, lambda way: way.sharded == "M"),
-        output=tuple(p if way.sharded == "M" else outputs[way.sharded] for way, p in zip(ways, starts, strict=True)),
+        grad_input=gradient(starts, lambda mode: mode in summed_later),
+        grad_weight=gradient(weight, lambda mode: mode.sharded == "M"),
+        grad_bias=gradient(bias, lambda mode: mode.sharded == "M"),
+        output=tuple(
+            p if mode.sharded == "M" else outputs[mode.sharded] for mode, p in zip(modes, starts, strict=True)
+        ),
     )
 
 
@@ -171,7 +173,7 @@ def layer_of(
     came: tuple[tuple[Placement, ...], tuple[Placement, ...]],
     blocks: tuple[int, int, int],
     gathered: bool,
-    mode: str,
+    scaling: str,
     counts: tuple[int, ...] | None,
 ) -> Layer:
     """Work out one call.
@@ -182,8 +184,8 @@ def layer_of(
         weight_shape: ``[N, K]``, global.
         came: the placements of the input and of the weight.
         blocks: see :func:`largest_blocks`.
-        gathered: whether the weight was gathered in 8 bits: it has the scales of the global one whatever the mode.
-        mode, counts: see :mod:`tritonfp8.distributed.options`.
+        gathered: whether the weight was gathered in 8 bits: its scales are then those of the global weight.
+        scaling, counts: see :mod:`tritonfp8.distributed.options`.
 
     Raises:
         ValueError: placements that a linear layer does not take.
@@ -191,10 +193,10 @@ def layer_of(
     mesh = Mesh(*mesh_args)
     token_mesh = mesh._replace(counts=counts)
     t = len(leading)
-    ways = _ways(came, t + 1, counts is not None)
-    placements = _placements(ways, *came, t, counts is not None)
-    gathers = [i for i, way in enumerate(ways) if way == _GATHERS]
-    to = blocks if mode == "global" or gathers or gathered else (1, 1, 1)
+    modes = _modes(came, t + 1, counts is not None)
+    placements = _placements(modes, *came, t, counts is not None)
+    gathers = [i for i, mode in enumerate(modes) if mode == _GATHERS]
+    to = blocks if scaling == "global" or gathers or gathered else (1, 1, 1)
     in_features = [Shard(0) if p == Shard(1) else Replicate() for p in placements.weight]
     m = aligned_to(flattened(leading, token_mesh, placements.output), to[0])
     n = aligned_to(flattened(weight_shape[:1], mesh, placements.weight), to[1])
@@ -206,11 +208,11 @@ def layer_of(
         placements,
         rows=m.local_size if gather is None else gather.sources[gather.rank].local_size,
         lead=tuple(local_sizes(leading, placements.output, token_mesh)),
-        adds_bias=all(way.sharded != "K" or at == 0 for way, at in zip(ways, mesh.here, strict=True)),
+        adds_bias=all(mode.sharded != "K" or at == 0 for mode, at in zip(modes, mesh.here, strict=True)),
         m=m,
         n=n,
         k=k,
-        scaled=(m, n, k) if mode == "global" else (whole(m.local_size), whole(n.local_size), whole(k.local_size)),
+        scaled=(m, n, k) if scaling == "global" else (whole(m.local_size), whole(n.local_size), whole(k.local_size)),
         gather=gather,
         counted=counts is not None,
     )

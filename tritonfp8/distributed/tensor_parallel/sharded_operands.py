@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tritonfp8.distributed.global_scales import global_amax, quantize_shard
+from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
 from tritonfp8.distributed.shard_layout import DimLayout
 from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather, quantize_and_gather
 from tritonfp8.layers.linear import OperandProvider, Pair
@@ -38,7 +38,7 @@ class ShardedOperands(OperandProvider):
         """``x`` is this rank's part; with a gather, the operands have the tokens of all ranks."""
         if self.gather is not None:
             return quantize_and_gather(x, spec, spec_t, self.gather, self.gathered_k)
-        return quantize_shard(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.k)))
+        return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.k)))
 
     def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
         """Reduces the amaxes of both orientations in one collective.
@@ -47,12 +47,12 @@ class ShardedOperands(OperandProvider):
         could place the collective in a different graph, and the ranks would deadlock.
         """
         amax, amax_t = global_amax(weight.detach(), spec, spec_t, (self.n, self.k))
-        return quantize_shard(weight.detach(), spec, None, (amax, None))[0], amax_t
+        return quantize_by_amaxes(weight.detach(), spec, None, (amax, None))[0], amax_t
 
     def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
         """Quantizes the shard by the amaxes that forward reduced."""
-        return quantize_shard(weight, None, spec_t, (None, amax_t))[1]
+        return quantize_by_amaxes(weight, None, spec_t, (None, amax_t))[1]
 
     def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """``x`` is this rank's part."""
-        return quantize_shard(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.n)))
+        return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.n)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
-from tritonfp8.distributed.global_scales import global_amax, quantize_shard
+from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
 from tritonfp8.distributed.shard_layout import DimLayout, align, local_blocks, unalign
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.layers.linear import NO_PAIR, Pair
@@ -173,7 +173,7 @@ def quantize_and_gather(
     one_serves_both = spec is not None and spec == spec_t and spec.block == transposed(spec.block)
     wanted = [(spec, 0), (None if one_serves_both else spec_t, 1)]
     specs = wanted[0][0], wanted[1][0]
-    pairs = quantize_shard(x, *specs, global_amax(x, *specs, (source, k)))
+    pairs = quantize_by_amaxes(x, *specs, global_amax(x, *specs, (source, k)))
     width = k.aligned_size
     mine: list[Tensor] = []
     shapes: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in gather.sources]
