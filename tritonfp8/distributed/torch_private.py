@@ -1,116 +1,196 @@
-"""The private names of torch that this subpackage uses, all of them, and the check that torch has them.
+"""The private names of torch that ``tritonfp8.distributed`` uses: each with its purpose and the versions that have it.
 
-torch promises nothing about them. A name that a later torch lacks is an error where a user begins, which says so, and
-not an AttributeError in a forward pass.
+torch promises nothing about private names. A name that a torch lacks is therefore an error when the user begins, which
+says what is missing, and not an AttributeError in a forward pass.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from tritonfp8.compat import TRITON_OF_TORCH
 
-TESTED = " to ".join((*TRITON_OF_TORCH,)[:: len(TRITON_OF_TORCH) - 1])
+OLDEST, NEWEST = (*TRITON_OF_TORCH,)[:: len(TRITON_OF_TORCH) - 1]
+TESTED = f"{OLDEST} to {NEWEST}"
 """The torch versions in which these names are known to mean what they are used for."""
 
+
+class PrivateName(NamedTuple):
+    """One private name.
+
+    Attributes:
+        owner: ``"module:path"`` of the module, class or object that has it.
+        name: as Python spells it. Of several with a bar between, one is enough: no version is known to lack all.
+        purpose: what it is used for.
+        first, last: the oldest and the newest torch that are known to have it.
+        of_instances: whether only instances of ``owner`` have it; then it is checked on the first instance.
+    """
+
+    owner: str
+    name: str
+    purpose: str
+    first: str = OLDEST
+    last: str = NEWEST
+    of_instances: bool = False
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the installed torch should have it; a newer torch than all known ones as the newest of them."""
+        installed = min(_release(torch.__version__), _release(NEWEST))
+        return _release(self.first) <= installed <= _release(self.last)
+
+    def __str__(self) -> str:
+        return f"{self.owner.replace(':', '.').strip('.')}.{self.name.replace('|', ' or ')}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+_DTENSOR, _PARALLEL = "torch.distributed.tensor:DTensor", "torch.distributed.tensor.parallel"
+_FUNCTIONAL = "torch:ops._c10d_functional"
+BASE = (
+    PrivateName("torch:", "_disable_dynamo", "keeps hooks out of graphs; torch.compiler.disable imports the compiler"),
+    PrivateName("torch:", "_foreach_norm", "amaxes of many shards in one kernel"),
+    PrivateName("torch:", "_foreach_copy_", "writes those amaxes in one kernel"),
+    PrivateName("torch:_C", "_disabled_torch_function_impl", "a gathered weight dispatches below torch functions"),
+    PrivateName("torch.utils._python_dispatch:", "TorchDispatchMode", "counts the bytes of collectives"),
+    PrivateName("torch.utils._pytree:", "tree_leaves", "finds the tensors of a collective"),
+    PrivateName("torch.distributed:_functional_collectives", "wait_tensor", "its import registers the ops below"),
+    PrivateName(_FUNCTIONAL, "all_gather_into_tensor", "gathers rows and bytes, in eager code and in graphs"),
+    PrivateName(_FUNCTIONAL, "all_reduce", "reduces amaxes over ranks"),
+    PrivateName(_FUNCTIONAL, "reduce_scatter_tensor", "sums the gradients of gathered rows"),
+    PrivateName(_FUNCTIONAL, "wait_tensor", "waits for each of the three"),
+    PrivateName(_DTENSOR, "_local_tensor", "the local tensor without the autograd node of to_local()"),
+    PrivateName(_DTENSOR, "_op_dispatcher", "leads to the sharding propagator"),
+    PrivateName(f"{_DTENSOR}._op_dispatcher", "sharding_propagator", "leads to the schemas of ops"),
+    PrivateName(
+        f"{_DTENSOR}._op_dispatcher.sharding_propagator", "op_to_schema_info",
+        "makes DTensor tell calls apart by specs and blocks, too",
+    ),
+    PrivateName(f"{_PARALLEL}:ColwiseParallel", "_apply", "checks the module that a style is applied to"),
+    PrivateName(f"{_PARALLEL}:ColwiseParallel", "_prepare_input_fn", "hands on an input that is not gathered"),
+    PrivateName(f"{_PARALLEL}:RowwiseParallel", "_apply", "checks the module that a style is applied to"),
+    PrivateName(f"{_PARALLEL}:RowwiseParallel", "_prepare_input_fn", "hands on an input that is not redistributed"),
+    PrivateName(f"{_PARALLEL}:RowwiseParallel", "_prepare_output_fn", "scatters tokens by given counts"),
+    PrivateName(f"{_PARALLEL}:PrepareModuleInput", "_apply", "checks the module that a style is applied to"),
+    PrivateName(f"{_PARALLEL}:PrepareModuleInput", "_prepare_input_arg", "hands on an input that is not gathered"),
+)  # fmt: skip
+"""Needed to import :mod:`tritonfp8.distributed`."""
+
 _FSDP = "torch.distributed.fsdp._fully_shard"
-# By where they are, "module:path in it". Of several names with a bar between, one is enough; one that is elsewhere is
-# written with its place.
-TENSOR_PARALLEL: Mapping[str, tuple[str, ...]] = {
-    "torch:": ("_disable_dynamo", "_foreach_copy_", "_foreach_norm"),
-    "torch:_C": ("_disabled_torch_function_impl",),
-    "torch:ops._c10d_functional": (
-        "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor"
-    ),
-    "torch.distributed.tensor:DTensor": ("_local_tensor", "_op_dispatcher"),
-    "torch.distributed.tensor:DTensor._op_dispatcher": ("sharding_propagator",),
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator": ("op_to_schema_info",),
-    "torch.distributed.tensor.parallel:ColwiseParallel": ("_apply", "_prepare_input_fn"),
-    "torch.distributed.tensor.parallel:RowwiseParallel": ("_apply", "_prepare_input_fn", "_prepare_output_fn"),
-    "torch.distributed.tensor.parallel:PrepareModuleInput": ("_apply", "_prepare_input_arg"),
-}  # fmt: skip
-"""What :mod:`tritonfp8.distributed` needs to be imported."""
+STATE, MESH_INFO = f"{_FSDP}._fsdp_state:FSDPState", f"{_FSDP}._fsdp_common:FSDPMeshInfo"
+PARAM, GROUP = f"{_FSDP}._fsdp_param:FSDPParam", f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
+_INFO = f"{_FSDP}._fsdp_param:ParamModuleInfo"
+FSDP = (
+    PrivateName("torch.nn:Module", "_forward_pre_hooks", "the hook of the model must run before that of FSDP"),
+    PrivateName("torch.nn:Module", "_parameters", "finds the owners of each parameter, tied ones too"),
+    PrivateName("torch.distributed._composable_state:", "_module_state_mapping", "finds fully_shard above the model"),
+    PrivateName("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "leads to the parameter groups"),
+    PrivateName(STATE, "_fsdp_param_groups|_fsdp_param_group", "the parameter groups of a module", of_instances=True),
+    PrivateName(f"{_FSDP}._fsdp_common:TrainingState", "PRE_BACKWARD", "tells a gather of backward from forward's"),
+    PrivateName(f"{_FSDP}._fsdp_param:ShardedState", "SHARDED_POST_FORWARD", "tells a gather from fewer ranks"),
+    PrivateName(MESH_INFO, "shard_mesh_rank", "which shard lies here", of_instances=True),
+    PrivateName(MESH_INFO, "shard_mesh_size", "how many shards there are", of_instances=True),
+    PrivateName(MESH_INFO, "shard_process_group", "the ranks that share a weight", of_instances=True),
+    PrivateName(_INFO, "module", "the module that owns a parameter"),
+    PrivateName(_INFO, "param_name", "its name there"),
+    PrivateName(_INFO, "shared_modules", "the other modules that own it"),
+    PrivateName(_INFO, "shared_param_names", "its names there"),
+    PrivateName(PARAM, "_init_extensions", "has FSDP look for the hooks of a shard again"),
+    PrivateName(PARAM, "_module_info", "the owners of a parameter", of_instances=True),
+    PrivateName(PARAM, "_orig_size", "the shape of the gathered parameter"),
+    PrivateName(PARAM, "_sharded_local_tensor", "overridden: where FSDP looks for the hooks"),
+    PrivateName(PARAM, "_sharded_post_forward_param_data", "what is gathered from fewer ranks"),
+    PrivateName(PARAM, "_unsharded_dtensor_spec", "the placements of tensor parallelism", first="2.12"),
+    PrivateName(PARAM, "_tp_spec", "the placements of tensor parallelism", last="2.11"),
+    PrivateName(PARAM, "_unsharded_param", "the gathered parameter, dropped when its size or type changes"),
+    PrivateName(PARAM, "all_gather_outputs", "the gathered bytes"),
+    PrivateName(PARAM, "fsdp_placement", "the dim that is sharded", of_instances=True),
+    PrivateName(PARAM, "is_dtensor", "whether tensor parallelism shards the parameter, too", of_instances=True),
+    PrivateName(PARAM, "mp_policy", "the dtype that layers compute in", first="2.15", of_instances=True),
+    PrivateName(PARAM, "param_dtype", "the dtype that FSDP casts gathered values to"),
+    PrivateName(PARAM, "sharded_param", "the DTensor of the shard"),
+    PrivateName(PARAM, "sharded_state", "whether gathered bytes are sharded over fewer ranks", of_instances=True),
+    PrivateName(PARAM, "unsharded_accumulated_grad", "keeps a gradient when the gathered parameter is dropped"),
+    PrivateName(GROUP, "_to_sharded", "drops what was gathered"),
+    PrivateName(GROUP, "_training_state", "tells a gather of backward from forward's", of_instances=True),
+    PrivateName(GROUP, "device", "where the group computes", of_instances=True),
+    PrivateName(GROUP, "fsdp_params", "the parameters that are gathered together", of_instances=True),
+    PrivateName(GROUP, "is_sharded", "whether nothing is gathered now"),
+    PrivateName(GROUP, "mesh_info", "the ranks that share the parameters", of_instances=True),
+    PrivateName(GROUP, "mp_policy", "the dtype that layers compute in", last="2.14", of_instances=True),
+    PrivateName(GROUP, "post_forward_mesh_info", "whether backward gathers again, from which ranks", of_instances=True),
+    PrivateName(GROUP, "unshard", "gathers a group again"),
+    PrivateName(GROUP, "wait_for_unshard", "waits for a gather that was started ahead"),
+)
+"""Needed by :func:`~tritonfp8.distributed.enable_float8_all_gather` besides."""
 
-FSDP: Mapping[str, tuple[str, ...]] = {
-    "torch.nn:Module": ("_forward_pre_hooks", "_parameters"),
-    "torch.distributed._composable_state:": ("_module_state_mapping",),
-    "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
-    f"{_FSDP}._fsdp_state:FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),
-    f"{_FSDP}._fsdp_common:TrainingState": ("PRE_BACKWARD",),
-    f"{_FSDP}._fsdp_common:FSDPMeshInfo": ("shard_mesh_rank", "shard_mesh_size", "shard_process_group"),
-    f"{_FSDP}._fsdp_param:ShardedState": ("SHARDED_POST_FORWARD",),
-    f"{_FSDP}._fsdp_param:ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
-    f"{_FSDP}._fsdp_param:FSDPParam": (
-        "_init_extensions", "_module_info", "_orig_size", "_sharded_local_tensor", "_sharded_post_forward_param_data",
-        "_unsharded_dtensor_spec|_tp_spec", "_unsharded_param", "all_gather_outputs", "fsdp_placement", "is_dtensor",
-        f"mp_policy|{_FSDP}._fsdp_param_group:FSDPParamGroup.mp_policy",
-        "param_dtype", "sharded_param", "sharded_state", "unsharded_accumulated_grad",
-    ),
-    f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (
-        "_all_gather_result", "_to_sharded", "_training_state", "device", "fsdp_params", "is_sharded", "mesh_info",
-        "post_forward_mesh_info", "unshard", "wait_for_unshard",
-    ),
-}  # fmt: skip
-"""What :func:`~tritonfp8.distributed.enable_float8_all_gather` needs besides."""
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+"""A decorator: the function runs as it is while a graph is traced."""
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``all_gather_single(out, x, group=...)``: public, by its name since torch 2.13 or by the older one."""
 
 
-def _of_instances(owner: type) -> set[str]:
-    """The attributes that annotations of a class name, and those that its methods set."""
-    found: set[str] = set()
-    for base in owner.__mro__:
-        found.update(inspect.get_annotations(base))
-        methods = (inspect.unwrap(f) for f in vars(base).values() if inspect.isfunction(f))
-        for method in filter(inspect.isfunction, methods):
-            found.update(i.argval for i in dis.get_instructions(method) if i.opname == "STORE_ATTR")
+def _found(owner: Any, name: str) -> bool:
+    """Whether an object has a name; a class also has those that annotations declare for its instances."""
+    declared = inspect.isclass(owner) and any(name in inspect.get_annotations(base) for base in owner.__mro__)
+    return declared or hasattr(owner, name)
+
+
+def _is_missing(wanted: PrivateName, owner: Any) -> bool:
+    return not any(_found(owner, name) for name in wanted.name.split("|"))
+
+
+def _owner(wanted: PrivateName) -> Any:
+    """The object with the name, or None where torch lacks the object, too."""
+    module, _, path = wanted.owner.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in filter(None, path.split(".")):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
     return found
 
 
-def _has(owner: Any, name: str) -> bool:
-    if ":" in name:
-        place, _, attribute = name.rpartition(".")
-        return not any(_missing({place: (attribute,)}))
-    return hasattr(owner, name) or (inspect.isclass(owner) and name in _of_instances(owner))
-
-
-def _missing(names: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    for place, wanted in names.items():
-        module, _, path = place.partition(":")
-        where = place.replace(":", ".").strip(".")
-        try:
-            owner: Any = importlib.import_module(module)
-            for part in filter(None, path.split(".")):
-                owner = getattr(owner, part)
-        except (ImportError, AttributeError):
-            yield where
-            continue
-        yield from (
-            f"{where}.{name.replace('|', ' or ').replace(':', '.')}"
-            for name in wanted
-            if not any(_has(owner, alternative) for alternative in name.split("|"))
+def _require(needed_by: str, missing: list[str]) -> None:
+    if missing:
+        raise RuntimeError(
+            f"{needed_by} uses private names of torch, and torch {torch.__version__} lacks these: "
+            f"{', '.join(missing)}. torch {TESTED} were tested: install one of these."
         )
 
 
-def require_names(needed_by: str, names: Mapping[str, tuple[str, ...]]) -> None:
-    """Check that torch has these names.
+def require_names(needed_by: str, names: Iterable[PrivateName]) -> None:
+    """Check that torch has these names. Names of instances alone are left to :func:`require_of_instance`.
 
     Args:
-        needed_by: what needs them, for the message.
-        names: :data:`TENSOR_PARALLEL` or :data:`FSDP`.
+        needed_by: the public function or module that needs them, for the message.
+        names: :data:`BASE` or :data:`FSDP`.
 
     Raises:
-        RuntimeError: it lacks some. The message names them, this torch, and the versions that have them.
+        RuntimeError: names are missing. The message has them, this torch, and the versions that have them.
     """
-    if missing := list(_missing(names)):
-        raise RuntimeError(
-            f"{needed_by} uses private names of torch, of which torch {torch.__version__} lacks: {', '.join(missing)}. "
-            f"Tested are torch {TESTED}: install one of these."
-        )
+    wanted = [name for name in names if name.is_expected and not name.of_instances]
+    _require(needed_by, [str(name) for name in wanted if _is_missing(name, _owner(name))])
 
 
-require_names("tritonfp8.distributed", TENSOR_PARALLEL)
+def require_of_instance(needed_by: str, owner: str, instance: object) -> None:
+    """Check that an object has the names of :data:`FSDP` that only instances of ``owner`` have.
+
+    Raises:
+        RuntimeError: as :func:`require_names`.
+    """
+    wanted = [name for name in FSDP if name.owner == owner and name.is_expected and name.of_instances]
+    _require(needed_by, [str(name) for name in wanted if _is_missing(name, instance)])
+
+
+require_names("tritonfp8.distributed", BASE)

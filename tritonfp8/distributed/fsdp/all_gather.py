@@ -27,14 +27,10 @@ from tritonfp8.distributed.fsdp.shard_casts import one_nan, quantize_shard, scal
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed, forget_inference_memory, managed_above, managed_parameters
 from tritonfp8.distributed.global_scales import Grid, reduce_grids
 from tritonfp8.distributed.shard_layout import DimLayout, Mesh, aligned_to, flattened, largest_blocks, plain_mesh
+from tritonfp8.distributed.torch_private import all_gather_single, disable_dynamo
 from tritonfp8.distributed.traffic import counted_inside_ops
 from tritonfp8.layers.linear import Float8Linear
 from tritonfp8.recipes import Recipe
-
-# torch.compiler.disable imports the compiler at once.
-_disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
-# Its name since torch 2.13, and before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Sent(NamedTuple):
@@ -106,7 +102,7 @@ class Float8AllGather:
 
     # The forward of the model.
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         hooks = module._forward_pre_hooks
         if next(iter(hooks)) != self._hook_id:
@@ -128,7 +124,7 @@ class Float8AllGather:
         for managed in in_values:
             managed.gather_again()
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def _before_first_forward(self, module: nn.Module, args: Any) -> None:
         """The first forward does not go through the model: FSDP must know of the hooks here, too."""
         if self._managed():
@@ -141,7 +137,7 @@ class Float8AllGather:
             module._forward_pre_hooks.pop(hook, None)
         self._first_hooks.clear()
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def _after_forward(self, *args: Any) -> None:
         self._in_forward = False
         self._fresh.clear()
@@ -241,6 +237,7 @@ class Float8AllGather:
         recipe = how.recipe
         if not weight_orientations(recipe):
             return None
+        managed.require_mesh()
         if managed.shard_dim != 0:
             raise ValueError(
                 f"the FP8 all-gather shards weights along dim 0; {name}.weight is along {managed.shard_dim}: have "
@@ -406,7 +403,7 @@ class Float8AllGather:
         padded[: shard.shape[0]] = shard
         whole = padded.new_empty(layout.shards * layout.shard_rows, layout.cols)
         with counted_inside_ops():
-            _all_gather(whole, padded, group=plan.managed.process_group)
+            all_gather_single(whole, padded, group=plan.managed.process_group)
         return whole[: layout.rows]
 
     def _index(self, name: str) -> int:
@@ -425,7 +422,7 @@ class Float8AllGather:
         segment = _rank_segment(plan, reduction, plan.shard(), (orientation,))
         buffer = segment.new_empty(layout.shards * layout.rank_segment_size)
         with counted_inside_ops():
-            _all_gather(buffer, segment, group=plan.managed.process_group)
+            all_gather_single(buffer, segment, group=plan.managed.process_group)
         return read_operand(buffer, reduction.scales[layout.orientations.index(orientation)], layout, orientation)
 
 

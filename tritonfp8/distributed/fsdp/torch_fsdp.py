@@ -15,6 +15,10 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
+from tritonfp8.distributed.torch_private import GROUP, MESH_INFO, PARAM, STATE, require_of_instance
+
+_USER = "enable_float8_all_gather"
+
 
 class _GathersByHooks:
     """Mixin of FSDP's parameter: what it gathers is asked for by hooks, though its shard is a plain tensor.
@@ -45,6 +49,10 @@ class Managed(NamedTuple):
 
     group: Any
     param: Any
+
+    def require_mesh(self) -> None:
+        """Raise RuntimeError unless this torch says how the parameter is sharded."""
+        require_of_instance(_USER, MESH_INFO, self.group.mesh_info)
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup:
@@ -192,6 +200,7 @@ class Managed(NamedTuple):
 
 
 def _groups(state: Any) -> list[Any]:
+    require_of_instance(_USER, STATE, state)
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -199,7 +208,9 @@ def _groups(state: Any) -> list[Any]:
 
 
 def _owners(group: Any) -> Iterator[tuple[tuple[nn.Module, str], Managed]]:
+    require_of_instance(_USER, GROUP, group)
     for param in group.fsdp_params:
+        require_of_instance(_USER, PARAM, param)
         info = param._module_info
         modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
         for owner in zip(modules, names, strict=True):
