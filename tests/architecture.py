@@ -35,7 +35,7 @@ LAYERS = (
 RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 ABOVE_THE_CORE = set().union(*LAYERS[RANKS["tritonfp8"] + 1 :])
 # What lies above the ops reaches kernels through the dispatcher only.
-ABOVE_OPS = set().union(*LAYERS[RANKS["ops"] + 1 : RANKS["tritonfp8"]])
+ABOVE_OPS = set().union(*LAYERS[RANKS["ops"] + 1 : RANKS["tritonfp8"]], {"distributed"})
 BEHIND_OPS = {"kernels", "launch", "reference"}
 # Nothing that a model needs without `fuse=True`: `convert` imports it when it is asked for.
 ON_DEMAND = "layers.fused"
@@ -69,6 +69,7 @@ MAX_LINES_OF = {"tritonfp8.distributed.fsdp.all_gather": 470, "tritonfp8.launch.
 SCHEMA_TYPES = {
     "Tensor",
     "Optional[Tensor]",
+    "List[Tensor]",
     "str",
     "Optional[str]",
     "int",

@@ -174,6 +174,14 @@ BAD_SAMPLES = [
         [sample("tritonfp8.functional", "from tritonfp8 import launch"), folder("tritonfp8.launch")],
         "past the ops",
     ),
+    *(
+        (
+            import_violations,
+            [sample("tritonfp8.distributed.traffic", f"from tritonfp8 import {room}"), folder(f"tritonfp8.{room}")],
+            "past the ops",
+        )
+        for room in ("launch", "kernels", "reference")
+    ),
     (
         import_violations,
         [sample("tritonfp8.convert", "from tritonfp8.layers import fused"), folder("tritonfp8.layers.fused")],
@@ -270,7 +278,7 @@ def test_the_rule_can_pass(rule):
 
 @pytest.mark.parametrize(
     "argument",
-    ["Any x", "Dict(str, int) x", "str[] x", "Scalar x", "int? x", "Tensor[] x", "Device x", "Tensor inv_scale"],
+    ["Any x", "Dict(str, int) x", "str[] x", "Scalar x", "int? x", "Tensor?[] x", "Device x", "Tensor inv_scale"],
 )
 def test_a_schema_of_other_types_fails(argument):
     assert len(schema_violations([torch._C.parse_schema(f"tritonfp8::f(Tensor y, {argument}) -> Tensor")])) == 1

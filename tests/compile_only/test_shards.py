@@ -35,7 +35,9 @@ def amaxes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("blocks", [(TENSORWISE,), (ROWWISE, COLUMNWISE), (BLOCK_128X128,)], ids=str)
 def test_amaxes(compiled, blocks, dtype, cc):
-    report = compiled(cc, lambda table: shards.amax_of_shards(table, blocks, amaxes()), dtype)
+    report = compiled(
+        cc, lambda table: shards.launch_amax(table, [size for block in blocks for size in block], amaxes()), dtype
+    )
     assert report.spill_bytes == 0, report.log
     assert "ld.global.v4.b32" in report.ptx
     assert re.search(r"(red|atom)\.global.*\.max\.", report.ptx)
@@ -52,7 +54,7 @@ def test_casts(compiled, block, transposed, rounding, cc):
 
     def cast(table):
         out = torch.empty(4, dtype=torch.uint8, device="meta")
-        shards.quantize_shards(table, spec, block, transposed, torch.bfloat16, amaxes(), out)
+        shards.launch_quantize(table, *spec.args, transposed, torch.bfloat16, amaxes(), out)
 
     report = compiled(cc, cast)
     assert report.spill_bytes == 0, report.log

@@ -8,23 +8,32 @@ import torch
 from cases import SPECS, banded, cpu_and_cuda, each_spec, normal
 from op_samples import MATMUL_PAIRS, ROW, SAMPLES, matmul_args
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tritonfp8
 from tritonfp8 import counting, ops, reference
 from tritonfp8.counting import count_gemms
-from tritonfp8.launch import cast, fused
+from tritonfp8.launch import cast, fused, shards
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.testing import assert_bitwise_equal
 
 LAUNCHED = [name for name, op in ops.OPS.items() if op.reference is not None]
 
 
+WRITTEN = {"amax_of_shards": "amaxes", "quantize_shards": "out"}
+
+
 def as_list(results):
-    return list(results) if isinstance(results, (tuple, list)) else [results]
+    return list(results) if isinstance(results, (tuple, list)) else [results] if results is not None else []
 
 
 def tensors(args):
-    return [x for x in args if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+
+
+def mapped(function, args):
+    """``args``, lists too, with ``function`` of each tensor."""
+    return tree_map_only(torch.Tensor, function, args)
 
 
 def sample_id(i):
@@ -36,7 +45,8 @@ each_sample = pytest.mark.parametrize("i", range(len(SAMPLES)), ids=sample_id)
 
 def on(device, i):
     op, args = SAMPLES[i]
-    return op, tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
+    first, *rest = mapped(lambda x: x.to(device), args)
+    return op, (first.clone() if op._opname in WRITTEN else first, *rest)
 
 
 def test_samples_cover_all_ops():
@@ -59,6 +69,12 @@ def test_opcheck(device, i):
 @each_sample
 def test_inputs_are_not_written_and_not_returned(device, i):
     op, args = on(device, i)
+    if op._opname in WRITTEN:
+        # What it writes to comes first.
+        op(*args)
+        args = args[1:]
+        assert_bitwise_equal(tensors(args), tensors(on(device, i)[1][1:]))
+        return
     before = [x.clone() for x in tensors(args)]
     results = op(*args)
     assert_bitwise_equal(tensors(args), before)
@@ -75,7 +91,7 @@ def check_fake(op, args):
     """The fake says dtype, shape, strides and device of what the op returns."""
     real = op(*args)
     with FakeTensorMode() as mode:
-        fake = op(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args))
+        fake = op(*mapped(mode.from_tensor, args))
     for got, want in zip(as_list(fake), as_list(real), strict=True):
         assert layout(got) == layout(want)
 
@@ -104,12 +120,14 @@ def test_fake_of_casts(device, spec):
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_schema(name):
-    """Tensors, str, int, bool, float and dtypes alone; nothing is written; every op has its twin in the reference."""
+    """Plain types alone; nothing is written that is not declared; every op has its twin in the reference."""
     overload = getattr(torch.ops.tritonfp8, name).default
     schema = overload._schema
     allowed = {"Tensor", "Optional[Tensor]", "str", "Optional[str]", "List[int]", "int", "bool", "float"}
+    allowed |= {"List[Tensor]"} if name in WRITTEN else set()
     assert {str(argument.type) for argument in schema.arguments} <= allowed
-    assert not schema.is_mutable
+    written = [argument.name for argument in schema.arguments if argument.is_write]
+    assert written == ([WRITTEN[name]] if name in WRITTEN else [])
     assert torch.Tag.pt2_compliant_tag in overload.tags
     assert callable(ops.OPS[name].reference)
 
@@ -119,7 +137,7 @@ def test_parameters_are_those_of_the_twins(name):
     """By name, and whether each has a default: the dispatcher leaves out what a schema has as default."""
     arguments = getattr(ops, name)._schema.arguments
     expected = [(argument.name, argument.has_default_value()) for argument in arguments]
-    twins = [ops.OPS[name].reference, *(getattr(m, name) for m in (cast, fused) if hasattr(m, name))]
+    twins = [ops.OPS[name].reference, *(getattr(m, name) for m in (cast, fused, shards) if hasattr(m, name))]
     for twin in twins:
         parameters = [p for p in inspect.signature(twin).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         assert [(p.name, p.default is not p.empty) for p in parameters] == expected
@@ -151,7 +169,13 @@ def test_unknown_spec_is_an_error(text):
 def test_op_is_the_reference(device, i):
     """On the CPU by dispatch; on CUDA the casts to the bit (what rounds by itself has tests of its own)."""
     op, args = on(device, i)
-    if device == "cpu" or op in (ops.amax, ops.quantize, ops.quantize_both, ops.dequantize):
+    if op._opname in WRITTEN:
+        outs = [args[0].clone(), args[0].clone()]
+        op(outs[0], *args[1:])
+        ops.OPS[op._opname].reference(outs[1], *args[1:])
+        assert_bitwise_equal(*(x.view(torch.uint8) for x in outs))
+        assert not torch.equal(outs[0], args[0])
+    elif device == "cpu" or op in (ops.amax, ops.quantize, ops.quantize_both, ops.dequantize):
         assert_bitwise_equal(op(*args), ops.OPS[op._opname].reference(*args))
 
 

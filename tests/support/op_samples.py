@@ -44,6 +44,7 @@ def samples(device):
     for part in (x, x.t(), x[:0], x[::2, 1:]):
         # Without NaN, which opcheck's comparison takes for a difference.
         yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)
+    yield from shard_samples(device)
     yield ops.quantize, (x[:0], *ROW.args)
     yield ops.quantize, (x[0], *ROW.args)
     for pair in MATMUL_PAIRS:
@@ -53,6 +54,30 @@ def samples(device):
     yield from fused_samples(device)
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
+
+
+def shard_samples(device):
+    """Shards of one weight ``[330, 70]``: of 256 rows, 74 rows and none; in one orientation or two."""
+    x = banded(330, 70, dtype=torch.float32).to(device)
+    shards = [x[:256], x[256:], x[330:]]
+    starts = (0, 256, 330)
+    for spec, spec_t in ((ROW, ROW), (QuantSpec("e5m2"), None), (SQUARE, None)):
+        blocks, grids, count = [*spec.block], [(0, -(-70 // spec.block[1]) if spec.block[1] > 0 else 1)], 330
+        if spec_t is not None:
+            blocks += spec_t.block[::-1]
+            grids.append((330, 70))
+        places = [[ops.GridPlace(first, cols, start, 0) for first, cols in grids] for start in starts]
+        yield ops.amax_of_shards, (
+            torch.zeros(count + 70, device=device), shards, ops.places_to_read(places), blocks,
+        )  # fmt: skip
+        amaxes = torch.zeros(count + 70, device=device)
+        reference.amax_of_shards(amaxes, shards, ops.places_to_read(places), blocks)
+        for i, transpose in enumerate((False, True)[: len(grids)]):
+            rows = [256, 330, 330] if transpose else [70] * 3
+            offsets = (0, 70 * 330, 70 * 400) if transpose else (0, 70 * 256, 70 * 330)
+            to = ops.places_to_write([(o, r, of[i]) for o, r, of in zip(offsets, rows, places, strict=True)])
+            out = torch.zeros(70 * 800, dtype=torch.uint8, device=device)
+            yield ops.quantize_shards, (out, shards, to, amaxes, *(spec_t or spec).args, transpose, torch.bfloat16)
 
 
 def fused_samples(device):

@@ -3,18 +3,21 @@
 Exports the ops as functions, the table of their rows (:data:`OPS`), and what code needs while a graph is traced.
 """
 
+from tritonfp8.launch import ALIGNMENT
 from tritonfp8.ops import graph_op
 from tritonfp8.ops.registry import (
     NAMESPACE,
     OPS,
     Op,
     amax,
+    amax_of_shards,
     dequantize,
     gathered_operand,
     implement,
     matmul,
     quantize,
     quantize_both,
+    quantize_shards,
     rms_norm_backward,
     rms_norm_quantize,
     saved,
@@ -28,15 +31,22 @@ from tritonfp8.ops.registry import (
     without_backward,
 )
 from tritonfp8.ops.sharding import Operand, Rule
+from tritonfp8.ops.shards import GridPlace, casts_shards, places_to_read, places_to_write
 from tritonfp8.ops.tracing import is_traced, sealed
 
 __all__ = [
+    "ALIGNMENT",
+    "GridPlace",
+    "casts_shards",
+    "places_to_read",
+    "places_to_write",
     "NAMESPACE",
     "OPS",
     "Op",
     "Operand",
     "Rule",
     "amax",
+    "amax_of_shards",
     "dequantize",
     "gathered_operand",
     "graph_op",
@@ -45,6 +55,7 @@ __all__ = [
     "matmul",
     "quantize",
     "quantize_both",
+    "quantize_shards",
     "rms_norm_backward",
     "rms_norm_quantize",
     "saved",

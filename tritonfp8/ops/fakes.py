@@ -28,6 +28,14 @@ def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Te
     return *quantize(x, spec), *quantize(x.t(), spec_t)
 
 
+def amax_of_shards(*args: Any) -> None:
+    return None
+
+
+def quantize_shards(*args: Any) -> None:
+    return None
+
+
 def dequantize(qdata: Tensor, scale: Tensor, *args: Any) -> Tensor:
     return torch.empty(qdata.shape, dtype=args[-1], device=qdata.device)
 

@@ -33,8 +33,8 @@ class Op:
             the kernels must agree with. None for an op that another module implements (:func:`implement`).
         launch: the same on the kernels. None where the reference runs on CUDA, too.
         kind: under which kind a GEMM is counted (:mod:`tritonfp8.counting`).
-        sharding: how DTensor may shard it. None: it is not called on DTensors, or DTensor cannot be told (an op that
-            returns a list does not say how long that is).
+        sharding: how DTensor may shard it. None: it is not called on DTensors, or DTensor has no words for it (a
+            list of tensors, whose length the schema does not say).
     """
 
     schema: str
@@ -93,6 +93,22 @@ _CASTS = {
         reference.transpose,
         launch.transpose,
         sharding=Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
+    ),
+}
+# They write to buffers that the caller gathers or reduces next, so that nothing is copied.
+_SHARDS = {
+    "amax_of_shards": Op(
+        "(Tensor(a!) amaxes, Tensor[] shards, Tensor places, int[] blocks) -> ()",
+        fakes.amax_of_shards,
+        reference.amax_of_shards,
+        launch.amax_of_shards,
+    ),
+    "quantize_shards": Op(
+        "(Tensor(a!) out, Tensor[] shards, Tensor places, Tensor amaxes, str spec, bool transpose, ScalarType rounded) "
+        "-> ()",
+        fakes.quantize_shards,
+        reference.quantize_shards,
+        launch.quantize_shards,
     ),
 }
 _GEMMS = {
@@ -181,7 +197,7 @@ _LAYERS = {
         fakes.gathered_operand,
     ),
 }
-OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_GEMMS, **_FUSED, **_LAYERS})
+OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_SHARDS, **_GEMMS, **_FUSED, **_LAYERS})
 """Every op of the package by name."""
 
 
@@ -229,6 +245,8 @@ _register()
 amax = torch.ops.tritonfp8.amax.default
 quantize = torch.ops.tritonfp8.quantize.default
 quantize_both = torch.ops.tritonfp8.quantize_both.default
+amax_of_shards = torch.ops.tritonfp8.amax_of_shards.default
+quantize_shards = torch.ops.tritonfp8.quantize_shards.default
 dequantize = torch.ops.tritonfp8.dequantize.default
 transpose = torch.ops.tritonfp8.transpose.default
 scaled_matmul = torch.ops.tritonfp8.scaled_matmul.default

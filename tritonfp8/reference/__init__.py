@@ -15,14 +15,17 @@ from tritonfp8.reference.fused import (
     silu_mul_quantize,
 )
 from tritonfp8.reference.products import matmul, scaled_matmul
+from tritonfp8.reference.shards import amax_of_shards, quantize_shards
 
 __all__ = [
     "amax",
+    "amax_of_shards",
     "dequantize",
     "empty_results",
     "matmul",
     "quantize",
     "quantize_both",
+    "quantize_shards",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_quantize",

@@ -58,7 +58,7 @@ class Call:
         def plain(arg: object) -> object:
             if isinstance(arg, Tensor):
                 return Layout.of(arg)
-            return tuple(arg) if isinstance(arg, list) else arg
+            return tuple(map(plain, arg)) if isinstance(arg, list) else arg
 
         # The dispatcher leaves defaults out. A schema has dtypes as numbers, the reference has them as they are.
         reference = ops.OPS[op].reference
@@ -79,7 +79,13 @@ class Call:
 
     def arguments(self, device: torch.device | str) -> list[Any]:
         """The arguments for a call on ``device``, tensors full of zeros."""
-        return [arg.zeros(device) if isinstance(arg, Layout) else arg for arg in self.args]
+
+        def made(arg: Any) -> Any:
+            if isinstance(arg, Layout):
+                return arg.zeros(device)
+            return list(map(made, arg)) if isinstance(arg, tuple) else arg
+
+        return list(map(made, self.args))
 
     def __str__(self) -> str:
         shapes = [f"[{', '.join(map(str, arg.shape))}]" for arg in self.args if isinstance(arg, Layout)]

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import each_device
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonfp8 import QuantSpec, recipes
+from tritonfp8 import QuantSpec, launch, ops, recipes
 from tritonfp8.distributed.fsdp import all_gather, grouped
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, weight_orientations
 from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, Reduction
 from tritonfp8.distributed.fsdp.shard_casts import one_nan
 from tritonfp8.distributed.shard_layout import DimLayout, Interval
+from tritonfp8.launch import shards as launch_shards
 from tritonfp8.recipes import Gemm, Recipe
 
 GROUPED = {name: recipes.get(name) for name in ("tensorwise", "rowwise", "blockwise")}
@@ -20,10 +22,13 @@ GROUPED["exact e5m2"] = Recipe("exact e5m2", Gemm(EXACT, EXACT), Gemm(EXACT, EXA
 SHAPES = [(256, 256), (131, 42), (5, 300), (3, 16), (384, 130)]
 
 
-@pytest.fixture(autouse=True)
-def _kernels_anywhere(monkeypatch):
-    """On CPU tensors they run in the interpreter."""
+@pytest.fixture(autouse=True, params=["dispatcher", "kernels"])
+def _grouped_anywhere(request, monkeypatch):
+    """On CPU tensors the dispatcher runs the reference; launched directly, the kernels run in the interpreter."""
     monkeypatch.setattr(grouped, "runs_kernels", lambda shard: shard.is_contiguous())
+    if request.param == "kernels":
+        monkeypatch.setattr(ops, "amax_of_shards", launch.amax_of_shards)
+        monkeypatch.setattr(ops, "quantize_shards", launch.quantize_shards)
 
 
 def weight(rows, cols, seed, dtype, device):
@@ -94,6 +99,13 @@ def test_the_bits_of_each_shard_by_itself(device, recipe, dtype, together):
         assert len(sent) == 0 if recipe == "blockwise" and rank else {name for name, _ in sent} == set(batch.plans)
 
 
+def tables_of(batch):
+    """The tables that were launched, by what they are for; none where the reference ran."""
+    return {
+        p: launch_shards._tables[places] for p, (_, places) in batch.places.items() if places in launch_shards._tables
+    }
+
+
 @each_device
 def test_aligned_shards(device):
     """Rows, columns and places that a thread reads and writes 16 bytes at a time."""
@@ -101,7 +113,7 @@ def test_aligned_shards(device):
     amaxes, one_by_one = both_amaxes(batch)
     assert torch.equal(amaxes, one_by_one)
     check_segments(batch, amaxes)
-    assert all(table.aligned for _, table in batch.tables.values())
+    assert all(table.aligned for _, table in tables_of(batch).values())
 
 
 @each_device
@@ -139,13 +151,40 @@ def test_one_table_serves_every_step():
     tables = []
     for _ in range(2):
         check_segments(batch, both_amaxes(batch)[0])
-        tables.append({purpose: table for purpose, (_, table) in batch.tables.items()})
+        tables.append({purpose: table for purpose, (_, table) in tables_of(batch).items()})
         for plan in batch.plans.values():
             plan.managed.local.mul_(3)
     assert tables[0].keys() == tables[1].keys()
     assert all(tables[0][purpose] is tables[1][purpose] for purpose in tables[0])
     # The amaxes, and the two orientations of each of two groups.
-    assert len(tables[0]) == 5
+    assert len(batch.places) == 5
+    assert len(tables[0]) == (5 if ops.quantize_shards is launch.quantize_shards else 0)
+
+
+class Counter(TorchDispatchMode):
+    """How often each op of the package is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tritonfp8":
+            self.calls.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("_grouped_anywhere", ["dispatcher"], indirect=True)
+def test_one_call_of_an_op_for_all_shards():
+    batch = batch_of(recipes.get("rowwise"), 0, 2, "cpu", torch.float32)
+    with Counter() as counter:
+        amaxes = amaxes_of(batch, lambda out: grouped.fill_amaxes(batch, out))
+    assert counter.calls == ["amax_of_shards"]
+    group = next(iter(batch.groups.values()))
+    assert len(group.plans) == 3
+    with Counter() as counter:
+        grouped.segments_to_send(group, Reduction(batch, (), amaxes.bfloat16().float(), (), ()), (0,))
+    assert counter.calls == ["quantize_shards"]
 
 
 INSIDE_A_BLOCK = DimLayout(320, (Interval(64, 200),), cuts=(64,)), DimLayout(300, (Interval(0, 300),))
@@ -156,6 +195,6 @@ def test_what_the_kernels_do_not_serve_is_cast_shard_by_shard(recipe, within):
     batch = batch_of(recipes.get(recipe), 0, 2, "cpu", torch.float32, shapes=[(200, 300)], within=within)
     amaxes, one_by_one = both_amaxes(batch)
     assert torch.equal(amaxes, one_by_one)
-    assert batch.tables == {}
+    assert batch.places == {}
     reduction = Reduction(batch, (), amaxes, (), ())
     assert [grouped.segments_to_send(group, reduction, (0,)) for group in batch.groups.values()] == [{}]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed
-from tritonfp8.launch import ALIGNMENT, GridPlace, ShardTable, shards
+from tritonfp8.ops import ALIGNMENT, GridPlace, casts_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class GatherPlan:
         """Whether the kernels that cast many shards at once serve every orientation."""
         orientations = zip(self.layout.orientations, self.places, strict=True)
         return all(
-            shards.serves(orientation.spec) and place.fits(orientation.block) for orientation, place in orientations
+            casts_shards(orientation.spec) and place.fits(orientation.block) for orientation, place in orientations
         )
 
     def local(self) -> Tensor:
@@ -100,11 +100,11 @@ class Batch:
 
     Attributes:
         plans: by the weight's name.
-        tables: of shards that are cast together, by what they are for; see :mod:`tritonfp8.distributed.fsdp.grouped`.
+        places: of shards that are cast together, by what they are for; see :mod:`tritonfp8.distributed.fsdp.grouped`.
     """
 
     plans: dict[str, GatherPlan]
-    tables: dict[object, tuple[tuple[int, ...], ShardTable]] = field(default_factory=dict)
+    places: dict[object, tuple[list[str], Tensor]] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> list[int]:

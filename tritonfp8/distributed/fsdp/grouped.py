@@ -1,23 +1,22 @@
-"""Many shards cast in one launch, on GPUs: the amaxes of a model, the bytes of all that FSDP gathers together.
+"""Many shards cast in one launch, on GPUs: the amaxes of a model, the bytes of all weights that FSDP gathers together.
 
-Shard by shard the same bits cost the host some tens of microseconds each, more than the casts take the GPU. They are
-still cast so (:mod:`.shard_casts`) where no GPU computes, in orientations whose scales travel in the segments
+Cast one by one the shards get the same bits, but the host needs some tens of microseconds for each cast, more than the
+GPU. Shards are still cast one by one (:mod:`.shard_casts`) where no GPU computes, where scales travel with the bytes
 (mxfp8), and where a block begins inside a tile of the kernels.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import WeightOrientation
 from tritonfp8.distributed.fsdp.gather_plan import Batch, Group, Reduction
 from tritonfp8.distributed.fsdp.shard_casts import fill_amax, fill_amax_of_tensors
-from tritonfp8.launch import Shard, ShardTable
-from tritonfp8.launch import shards as launch_shards
+from tritonfp8.ops import GridPlace
 from tritonfp8.specs import TENSORWISE
 
 
@@ -26,25 +25,22 @@ def runs_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.is_contiguous()
 
 
-def _table(
-    batch: Batch, purpose: object, data: dict[str, Tensor], describe: Callable[[str, Tensor], Shard]
-) -> ShardTable:
-    """Made once for shards that stay where they are."""
-    addresses = tuple([shard.data_ptr() for shard in data.values()])
-    reduction = batch.tables.get(purpose)
-    if reduction is None or reduction[0] != addresses:
-        table = launch_shards.shard_table([describe(name, shard) for name, shard in data.items()])
-        reduction = batch.tables[purpose] = addresses, table
-    return reduction[1]
+def _places(batch: Batch, purpose: object, names: Iterable[str], make: Callable[[list[str]], Tensor]) -> Tensor:
+    """The places of these weights' shards, made once for each purpose."""
+    listed = list(names)
+    cached = batch.places.get(purpose)
+    if cached is None or cached[0] != listed:
+        cached = batch.places[purpose] = listed, make(listed)
+    return cached[1]
 
 
-def _shard_to_read(batch: Batch, name: str, data: Tensor) -> Shard:
-    places = zip(batch.plans[name].places, batch.offsets[name], strict=True)
-    return Shard(data, tuple(place._replace(first=first) for place, first in places))
+def _grid_place(batch: Batch, name: str, index: int) -> GridPlace:
+    """Where the shard of a weight begins in the grid of one orientation."""
+    return batch.plans[name].places[index]._replace(first=batch.offsets[name][index])
 
 
 def fill_amaxes(batch: Batch, amaxes: Tensor) -> None:
-    """Write what the shards of this rank know of the amaxes that ranks reduce.
+    """Write the amaxes of this rank's shards, which ranks reduce next.
 
     Args:
         batch: the weights.
@@ -61,8 +57,13 @@ def fill_amaxes(batch: Batch, amaxes: Tensor) -> None:
     if alone:
         _fill_one_by_one(batch, alone, amaxes)
     for key, shards in grouped.items():
-        table = _table(batch, key, shards, functools.partial(_shard_to_read, batch))
-        launch_shards.amax_of_shards(table, [orientation.block for orientation in key[1]], amaxes)
+        indices = range(len(key[1]))
+
+        def make(names: list[str], indices: range = indices) -> Tensor:
+            return ops.places_to_read([[_grid_place(batch, name, i) for i in indices] for name in names])
+
+        blocks = [size for orientation in key[1] for size in orientation.block]
+        ops.amax_of_shards(amaxes, list(shards.values()), _places(batch, key, shards, make), blocks)
 
 
 def _fill_one_by_one(batch: Batch, names: Sequence[str], amaxes: Tensor) -> None:
@@ -80,15 +81,15 @@ def _fill_one_by_one(batch: Batch, names: Sequence[str], amaxes: Tensor) -> None
 
 
 def segments_to_send(group: Group, reduction: Reduction, wanted: Sequence[int]) -> dict[str, Tensor]:
-    """What this rank sends of weights that are gathered together.
+    """The rank segments of weights that are gathered together.
 
     Args:
         group: the weights.
         reduction: of one of them, whose amaxes are those of all.
-        wanted: which orientations to send.
+        wanted: indices of the orientations to send.
 
     Returns:
-        Flat uint8 segments by name; none where the weights cannot be cast together.
+        Flat uint8 segments by name; empty if the weights cannot be cast together.
     """
     shards = {name: plan.local() for name, plan in group.plans.items()}
     alike = group.is_groupable and len({shard.dtype for shard in shards.values()}) == 1
@@ -101,25 +102,23 @@ def segments_to_send(group: Group, reduction: Reduction, wanted: Sequence[int]) 
     filled = {name: shard for name, shard in shards.items() if shard.numel()}
     for i in wanted if filled else ():
         orientation = first.layout.orientations[i]
-        table = _table(
-            reduction.batch, (group.key, i), filled, functools.partial(_shard_to_send, reduction.batch, group, i)
-        )
-        launch_shards.quantize_shards(
-            table,
-            orientation.spec,
-            orientation.block,
-            orientation.transposed,
-            first.quantized_dtype,
-            reduction.amaxes,
-            buffer,
-        )
+
+        def make(names: list[str], i: int = i) -> Tensor:
+            return _places_in_buffer(reduction.batch, group, i, names)
+
+        ops.quantize_shards(
+            buffer, list(filled.values()), _places(reduction.batch, (group.key, i), filled, make), reduction.amaxes,
+            *orientation.spec.args, orientation.transposed, first.quantized_dtype,
+        )  # fmt: skip
     found = zip(group.plans.items(), group.starts, strict=False)
     return {name: buffer[start : start + plan.layout.rank_segment_size] for (name, plan), start in found}
 
 
-def _shard_to_send(batch: Batch, group: Group, i: int, name: str, data: Tensor) -> Shard:
-    plan = group.plans[name]
-    start = group.starts[list(group.plans).index(name)]
-    (offset, shape), _ = plan.layout.regions(plan.layout.orientations[i])
-    place = plan.places[i]._replace(first=batch.offsets[name][i])
-    return Shard(data, (place,), start + offset, shape[1])
+def _places_in_buffer(batch: Batch, group: Group, i: int, names: Sequence[str]) -> Tensor:
+    starts = dict(zip(group.plans, group.starts, strict=False))
+    places = []
+    for name in names:
+        layout = group.plans[name].layout
+        (offset, shape), _ = layout.regions(layout.orientations[i])
+        places.append((starts[name] + offset, shape[1], _grid_place(batch, name, i)))
+    return ops.places_to_write(places)
