@@ -4,9 +4,9 @@ Exports what both kinds share: changing modules in place, decisions that a recom
 tensors of another type.
 """
 
-from tritonfp8.layers.handlers import PLAIN, handler_of, register_linear
 from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase
 from tritonfp8.layers.recompute import carry, decided, swapping
+from tritonfp8.layers.tensor_types import PLAIN, handler_of, register_linear
 
 __all__ = [
     "PLAIN",

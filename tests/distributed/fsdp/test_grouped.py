@@ -8,10 +8,10 @@ from cases import each_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonfp8 import QuantSpec, launch, ops, recipes
-from tritonfp8.distributed.fsdp import all_gather, grouped
+from tritonfp8.distributed.fsdp import grouped
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, weight_orientations
 from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, Reduction
-from tritonfp8.distributed.fsdp.shard_casts import one_nan
+from tritonfp8.distributed.fsdp.shard_casts import one_nan, rank_segment
 from tritonfp8.distributed.shard_layout import DimLayout, Interval
 from tritonfp8.launch import shards as launch_shards
 from tritonfp8.recipes import Gemm, Recipe
@@ -77,9 +77,9 @@ def check_segments(batch, amaxes):
             if not found:
                 continue
             for name, plan in group.plans.items():
-                alone = all_gather._rank_segment(
-                    plan, reduction[name], plan.local(), [plan.layout.orientations[i] for i in wanted]
-                )
+                amaxes_of_one = {plan.layout.orientations[i]: reduction[name].reduced[i] for i in wanted}
+                shard = plan.local().to(plan.quantized_dtype)
+                alone = rank_segment(plan.layout, plan.managed.rank, shard, amaxes_of_one)
                 assert torch.equal(found[name], alone), f"{name}, orientations {wanted}"
                 sent[name, wanted] = found[name]
     return sent

@@ -1,7 +1,8 @@
-"""How the weights of a model are gathered in 8 bits, and what the last reduction of their amaxes found."""
+"""How the weights of a model are gathered in 8 bits: worked out once, and again when a recipe or a dtype changes."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -9,10 +10,42 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 
-from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, weight_orientations
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed
+from tritonfp8.distributed.shard_layout import DimLayout, Mesh, aligned_to, flattened, largest_blocks, plain_mesh
 from tritonfp8.ops import ALIGNMENT, GridPlace, casts_shards
+from tritonfp8.recipes import Recipe
+
+
+class GatherSettings(NamedTuple):
+    """What decides how a weight is gathered.
+
+    Attributes:
+        recipe: of its layer.
+        together: whether one gather serves forward and backward, so that it carries all orientations.
+        compute_dtype: the dtype in which layers compute with the weight; None for the parameter's own.
+    """
+
+    recipe: Recipe
+    together: bool
+    compute_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, managed: Managed) -> GatherSettings:
+        """The settings of a weight now, under the autocast that is on now."""
+        dtype = managed.param_dtype
+        if dtype is None and torch.is_autocast_enabled(managed.device.type):
+            dtype = torch.get_autocast_dtype(managed.device.type)
+        return cls(recipe, not managed.gathers_again, dtype)
+
+    def description(self, cast: bool) -> str:
+        """Text that is equal on two ranks exactly if they gather alike."""
+        specs = ", ".join(str(orientation.spec) for orientation in weight_orientations(self.recipe))
+        source = self.compute_dtype if cast and self.compute_dtype is not None else "the master weight"
+        detail = hashlib.sha256(self.recipe.args[0].encode()).hexdigest()[:8]
+        return f"recipe {self.recipe.name!r} ({detail}), weight {specs or 'in high precision'}, from {source}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,15 +191,14 @@ def scale_kind(orientation: WeightOrientation) -> tuple[str, str]:
 
 
 class Reduction(NamedTuple):
-    """What the last reduction found for one weight.
+    """The result of the last reduction of amaxes for one weight.
 
     Attributes:
-        batch: with whose other weights.
+        batch: the weights whose amaxes were reduced together.
         stamp: of the shard that was read.
-        amaxes: reduced, flat, of all weights of the batch that are quantized from this one's dtype, in the places of
-            all.
-        reduced: amaxes, a orientation.
-        scales: of the whole weight as its orientations hold them; None where they come with the bytes.
+        amaxes: flat, of all weights of the batch; rounded to the dtype that this weight is quantized from.
+        reduced: the amaxes of this weight, a grid for each orientation.
+        scales: of the whole weight for each orientation; None where scales come with the bytes.
     """
 
     batch: Batch
@@ -174,3 +206,50 @@ class Reduction(NamedTuple):
     amaxes: Tensor
     reduced: tuple[Tensor, ...]
     scales: tuple[Tensor | None, ...]
+
+
+def plan_of(name: str, managed: Managed, settings: GatherSettings, cast: bool) -> GatherPlan | None:
+    """How a weight is gathered in 8 bits; None if its recipe reads it in high precision.
+
+    Args:
+        name: of its layer, for messages.
+        managed: the weight, as FSDP has it.
+        settings: see :class:`GatherSettings`.
+        cast: whether the weight is rounded to the compute dtype before it is quantized.
+
+    Raises:
+        ValueError: FSDP shards the weight along another dim than 0.
+    """
+    weight, orientations = managed.param.sharded_param, weight_orientations(settings.recipe)
+    if not orientations:
+        return None
+    managed.require_mesh()
+    if managed.shard_dim != 0:
+        raise ValueError(
+            f"the FP8 all-gather needs weights that are sharded along dim 0; {name}.weight is sharded along "
+            f"{managed.shard_dim}: have shard_placement_fn return None for it"
+        )
+    within = _within(managed, settings.recipe)
+    layout = ByteLayout(*managed.size, managed.shards, orientations, settings.together, within)
+    quantized = settings.compute_dtype if cast and settings.compute_dtype is not None else weight.dtype
+    return GatherPlan(
+        managed,
+        layout,
+        dtype=managed.param_dtype or weight.dtype,
+        quantized_dtype=quantized,
+        rounded=quantized if cast else None,
+        grids=tuple((len(layout.reduced(o)), layout.grid(o)[1]) for o in orientations),
+        split=tuple(i for i, o in enumerate(orientations) if layout.is_split(o, 0) or layout.is_split(o, 1)),
+    )
+
+
+def _within(managed: Managed, recipe: Recipe) -> tuple[DimLayout, DimLayout] | None:
+    """The layouts of N and K in the weight that tensor parallelism shards; None without tensor parallelism."""
+    spec = managed.tensor_parallel
+    if spec is None:
+        return None
+    mesh = Mesh(*plain_mesh(spec.mesh))
+    _, n, k = largest_blocks(recipe)
+    rows = [Replicate() if p == Shard(1) else p for p in spec.placements]
+    cols = [Shard(0) if p == Shard(1) else Replicate() for p in spec.placements]
+    return aligned_to(flattened(spec.shape[:1], mesh, rows), n), aligned_to(flattened(spec.shape[1:], mesh, cols), k)

@@ -1,8 +1,7 @@
-"""What FSDP2 and layers see of the FP8 all-gather: the hooks that gather a shard, and the weight gathered in 8 bits."""
+"""The weight that FSDP2 hands to a layer after an 8-bit gather, and how the GEMMs read it."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,94 +20,25 @@ from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 aten = torch.ops.aten
 
 
-class Source(Protocol):
-    """Who knows about the sharded weights of a model: see :class:`Float8AllGather`."""
-
-    def can_gather(self, name: str) -> bool:
-        """Whether FSDP is to call the hooks of this weight now."""
-
-    def is_gathered(self, name: str) -> bool:
-        """Whether it is to find them at all."""
-
-    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, Any]:
-        """The segment of this rank, flat uint8, and what :meth:`receive` is to know."""
-
-    def receive(self, name: str, buffer: Tensor, sent: Any, out: Tensor | None) -> Tensor | None:
-        """The gathered weight over the segments of all ranks, or ``out`` refilled."""
-
-    def gather_now(self, index: int, orientation: WeightOrientation) -> tuple[Tensor, Tensor]:
-        """``(qdata, scale)`` of one orientation of the whole weight of this index, gathered by this call."""
+class GatheredSource(Protocol):
+    """Reads gathered weights of one model at run time: :class:`~.all_gather.Float8AllGather`."""
 
     def byte_layout(self, index: int) -> ByteLayout:
-        """The layout of the gathered bytes of the weight of this index."""
+        """The layout of the gathered bytes of the weight with this index."""
 
-
-class ShardToGather:
-    """The local shard of a weight as FSDP2 sees it when it gathers: the two hooks of its all-gather extension.
-
-    FSDP reads the hooks from here; the sharded parameter itself stays a plain DTensor of a plain tensor, so optimizers,
-    checkpoints and whatever looks at memory or identity see nothing of the 8-bit gather.
-
-    Args:
-        source: which knows how the weight is gathered.
-        fqn: the name of its layer.
-        data: the local shard.
-    """
-
-    def __init__(self, source: Source, fqn: str, data: Tensor) -> None:
-        self.source = source
-        self.fqn = fqn
-        self.data = data
-
-    def to(self, *args: Any, **kwargs: Any) -> ShardToGather:
-        """The shard on another device: with CPU offload FSDP moves it before it gathers."""
-        return ShardToGather(self.source, self.fqn, self.data.to(*args, **kwargs))
-
-    @property
-    def fsdp_pre_all_gather(self) -> Callable[[Any], Any]:
-        """The first hook of FSDP2, which is called with the mesh alone; absent where FSDP gathers the values."""
-        if not (self.source.is_gathered(self.fqn) and self.source.can_gather(self.fqn)):
-            raise AttributeError("fsdp_pre_all_gather")
-        return _PreAllGather(self)
-
-    @property
-    def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """The other hook of FSDP2."""
-        if not self.source.is_gathered(self.fqn):
-            raise AttributeError("fsdp_post_all_gather")
-        return self._post_all_gather
-
-    def _post_all_gather(
-        self, outputs: tuple[Tensor, ...], sent: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        gathered = self.source.receive(self.fqn, outputs[0] if outputs else None, sent, out)  # type: ignore[arg-type]
-        # FSDP frees what it gathered by itself; there are no other tensors for it to free.
-        return None if out is not None else (gathered, ())
-
-
-class _PreAllGather:
-    """The hook of FSDP2 that says what to send; FSDP asks for its parameters at every gather, so they are reduction."""
-
-    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
-
-    def __init__(self, shard: ShardToGather) -> None:
-        self.shard = shard
-
-    def __call__(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
-        shard = self.shard
-        segment, sent = shard.source.segment_to_send(shard.fqn, shard.data, mesh)
-        return (segment,), sent
+    def gather_now(self, index: int, orientation: WeightOrientation) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of one orientation of the weight with this index, gathered by this call."""
 
 
 class GatheredWeight(Tensor):
-    """A weight ``[N, K]`` whose bytes were gathered in 8 bits, in place of its values: for the GEMMs of one recipe.
+    """A weight ``[N, K]`` that holds the 8-bit bytes of all ranks, for the GEMMs of one recipe.
 
-    It has the dtype in which FSDP hands it to the layer, and a gradient of that dtype. It has no values in high
-    precision: an op that would need them raises TypeError. The one cast it takes is the one that its values had before
-    they were quantized, which is what autocast asks for. A copy of it without a gradient (``p.detach().clone()``, as an
-    EMA takes) gathers the values: a collective, which all ranks must ask for alike.
+    Its dtype is the one in which FSDP hands it to the layer, and so is that of its gradient. It has no values in high
+    precision: an op that needs them raises TypeError. It takes one cast: to the dtype that its values were rounded to
+    before they were quantized, which is the cast that autocast makes. A copy without a gradient
+    (``p.detach().clone()``, as an EMA makes) gathers the values. That is a collective, which all ranks must call.
 
-    Of a weight that tensor parallelism shards, it is this rank's part, before which zeros can be put (``F.pad``).
+    With tensor parallelism it is this rank's part of the weight. ``F.pad`` may put zeros before it.
     """
 
     _buffer: Tensor
@@ -118,7 +48,7 @@ class GatheredWeight(Tensor):
     _byte_layout: ByteLayout
     _gaps: tuple[int, int]
     _rounded: torch.dtype | None
-    # Only of weights that FSDP was given, outside of graphs.
+    # Set on the weights that FSDP is given, and not on those that a graph makes.
     gather_values: Callable[[], Tensor] | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -158,8 +88,8 @@ class GatheredWeight(Tensor):
         """Hold other bytes.
 
         Args:
-            buffer: uint8, flat, the segments of all ranks.
-            scale, scale_t: of the weight as it lies and transposed, where they do not come with the bytes.
+            buffer: uint8, flat, the rank segments of all ranks.
+            scale, scale_t: of the untransposed and the transposed weight, where they do not come with the bytes.
             layout: the layout of the bytes.
         """
         self._buffer, self._scale, self._scale_t, self._byte_layout = buffer, scale, scale_t, layout
@@ -177,16 +107,16 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {specs})"
 
     def _same(self, gaps: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> GatheredWeight:
-        """The same bytes, with zeros before them or for a layer that computes in another dtype."""
+        """A weight of the same bytes, with zeros before it or in another dtype."""
         inner = (self._buffer, self._scale, self._scale_t, self._tag, self._byte_layout)
         same = GatheredWeight(*inner, dtype or self.dtype, gaps or self._gaps, self._rounded)
         same.gather_values = self.gather_values
         return same
 
     def _takes_cast(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a cast asks for what the values were rounded to before they were quantized."""
+        """Whether a cast is to the dtype that the values were rounded to before they were quantized."""
         asked = {name for name, value in kwargs.items() if value is not None and value is not False}
-        # Quantized from the master weight, the bytes serve a layer of any dtype.
+        # Bytes that were quantized from the master weight serve layers of any dtype.
         return asked == {"dtype"} and (self._rounded is None or kwargs["dtype"] == self._rounded)
 
     def _can_copy(self) -> bool:
@@ -208,7 +138,7 @@ class GatheredWeight(Tensor):
         if self._tag is None:
             qdata, scale = read_operand(self._buffer, held, layout, orientation)
         elif in_graph:
-            # Which orientation the bytes are shows when the graph runs, and the op, opaque to the graph, looks.
+            # Only when the graph runs is it known which orientation the bytes hold: an opaque op reads the tag then.
             qdata, *sent = ops.gathered_operand(
                 self._buffer,
                 held,
@@ -230,7 +160,7 @@ class GatheredWeight(Tensor):
         return qdata.t().contiguous(), scale.t().contiguous()
 
     def _with_gaps(self, qdata: Tensor, scale: Tensor, orientation: WeightOrientation) -> tuple[Tensor, Tensor]:
-        """The operand with zeros before it, of scale 1, so that blocks start where those of the larger weight do."""
+        """The operand after zeros of scale 1, so that blocks start where those of the larger weight do."""
         lead, gaps = self._byte_layout.lead(orientation), self._gaps
         missing = [gap - at for gap, at in zip(gaps, lead, strict=True)]
         if any(block > 1 and n % block for n, block in zip(missing, orientation.block, strict=True)):
@@ -263,7 +193,7 @@ class GatheredWeight(Tensor):
                 return weight._same(dtype=kwargs["dtype"])
             if func in (aten.clone.default, aten._to_copy.default) and weight._can_copy():
                 assert weight.gather_values is not None
-                # Fresh memory: a clone of it would be one too many.
+                # The values are in new memory: a clone would copy them for nothing.
                 values = weight.gather_values()
                 return values if func is aten.clone.default else func(values, *args[1:], **(kwargs or {}))
             if func is aten.constant_pad_nd.default and _is_before(args[1], *args[2:]):
@@ -275,15 +205,16 @@ class GatheredWeight(Tensor):
             if func is ops.weight_operand:
                 return weight._operand(spec_of(args[1]), args[2], True, *args[3:])
         raise TypeError(
-            f"{func} needs the values of a weight that FSDP gathered in 8 bits for one recipe's GEMMs, and only those "
-            "are there. Outside the layer work on the sharded parameters (model.reshard()). If autocast begins inside "
-            "the model's forward, put it around the call of the model, or give fully_shard a MixedPrecisionPolicy "
-            "whose param_dtype is autocast's dtype. Or leave the layer out of convert by its filter."
+            f"{func} needs the values of a weight that FSDP gathered in 8 bits, and only the operands of one recipe's "
+            "GEMMs are there. Outside the layer work on the sharded parameters (model.reshard()). If autocast begins "
+            "inside the model's forward, put it around the call of the model, or give fully_shard a policy "
+            "(MixedPrecisionPolicy) whose param_dtype is the dtype of autocast. Or leave the layer out of "
+            "convert by its filter."
         )
 
 
 def _is_before(pad: list[int], value: float = 0) -> bool:
-    """Whether zeros are put before rows and columns, and none after them."""
+    """Whether a pad puts zeros before rows and columns, and nothing after them."""
     return value == 0 and all(n >= 0 for n in pad) and not any(pad[1::2])
 
 
@@ -296,9 +227,9 @@ _FACTORIES: dict[Any, Callable[..., Tensor]] = {
 
 
 def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
-    """The weight quantized by ``spec``, in the orientation that a GEMM reads."""
+    """``(qdata, scale)`` of a :class:`GatheredWeight`, quantized by ``spec``."""
     if torch.compiler.is_compiling():
-        # An op, which dispatches to _operand, as a graph does not see into subclasses.
+        # A graph does not look into subclasses. This op dispatches to _operand when the graph is made.
         qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
         return qdata, scale
     found: tuple[Tensor, Tensor] = weight._operand(spec, transposed)
@@ -347,11 +278,11 @@ register_weight_type(GatheredWeight, GatheredWeightOperands())
 
 # A buffer that holds one of two orientations has a tag that says which. The tag is a tensor on the CPU, so that a
 # compiled graph can read it: the source's key, the index of the weight, the index of the orientation.
-_sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+_sources: weakref.WeakValueDictionary[int, GatheredSource] = weakref.WeakValueDictionary()
 
 
-def register_source(source: Source, key: int) -> int:
-    """The key of a source in the tags of its weights: ``key`` if that is its, else a new one."""
+def register_source(source: GatheredSource, key: int) -> int:
+    """The key of a source in the tags of its weights: ``key`` if that is its own, else a new one."""
     if _sources.get(key) is not source:
         key = max(_sources, default=0) + 1
         _sources[key] = source
@@ -361,7 +292,7 @@ def register_source(source: Source, key: int) -> int:
 def read_operand(
     buffer: Tensor, scale: Tensor | None, layout: ByteLayout, orientation: WeightOrientation
 ) -> tuple[Tensor, Tensor]:
-    """``(qdata, scale)`` of one orientation, the scale from the bytes or else ``scale``."""
+    """``(qdata, scale)`` of one orientation, with the scale in the bytes or else ``scale``."""
     qdata, own = read_rank_segments(buffer, layout, orientation)
     found = scale if own is None else own
     assert found is not None
@@ -371,7 +302,7 @@ def read_operand(
 def read_or_gather(
     buffer: Tensor, scale: Tensor | None, tag: Tensor, layout: ByteLayout, orientation: WeightOrientation
 ) -> tuple[Tensor, Tensor]:
-    """``(qdata, scale)`` of one orientation: from the bytes if they are that, else gathered now.
+    """``(qdata, scale)`` of one orientation: from the bytes if they hold it, else gathered now.
 
     The other orientation is needed when forward is recomputed in backward, or after ``set_reshard_after_forward``
     changed what FSDP gathers when. All ranks run the same graph, so all of them gather.
@@ -400,7 +331,7 @@ def _gathered_operand(
     if orientation.transposed != transposed or orientation.spec.args[0] != spec:
         orientation = WeightOrientation(spec_of(spec), transposed)
     found = read_or_gather(buffer, scale, tag, layout, orientation)
-    # An op's results may not share the memory of what it was given.
+    # The results of an op must not share memory with its arguments.
     given = buffer.untyped_storage().data_ptr()
     wanted = found if scale is None else found[:1]
     return [x.clone() if x.untyped_storage().data_ptr() == given else x for x in wanted]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, write_rank_segment
 from tritonfp8.specs import BLOCKS, ROWWISE, QuantSpec, empty_scale
 
 
@@ -136,3 +136,26 @@ def scale_of_orientation(flat: Tensor, layout: ByteLayout, orientation: WeightOr
     rows, cols = above + layout.rows, left + layout.cols
     shape = (cols, rows) if orientation.transposed else (rows, cols)
     return empty_scale(shape, spec.block, spec.scale_format, scale.device).copy_(scale)
+
+
+def rank_segment(layout: ByteLayout, rank: int, shard: Tensor, reduced: Mapping[WeightOrientation, Tensor]) -> Tensor:
+    """The bytes that a rank sends: its shard in the given orientations.
+
+    Args:
+        layout: of the gathered bytes.
+        rank: which shard this is.
+        shard: ``[n, K]``, in the dtype that the weight is quantized from; n may be 0.
+        reduced: the reduced amaxes of each orientation to send.
+
+    Returns:
+        Flat uint8, as long on each rank.
+    """
+    parts = []
+    if shard.shape[0]:
+        parts = [(o, *quantize_shard(shard, layout, o, rank, amaxes)) for o, amaxes in reduced.items()]
+    if len(parts) == 1 and parts[0][1].numel() == layout.rank_segment_size:
+        return parts[0][1].view(torch.uint8).reshape(-1)
+    segment = torch.zeros(layout.rank_segment_size, dtype=torch.uint8, device=shard.device)
+    for part in parts:
+        write_rank_segment(segment, layout, *part)
+    return segment

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers import recompute
-from tritonfp8.layers.handlers import PLAIN, handler_of
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
 from tritonfp8.layers.linear.function import LinearPlan, apply_linear
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_held, pair_of, provider_of
+from tritonfp8.layers.tensor_types import PLAIN, handler_of
 from tritonfp8.ops import graph_op, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
 from tritonfp8.specs import require_type

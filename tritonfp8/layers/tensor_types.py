@@ -1,4 +1,4 @@
-"""Which function computes a linear layer on tensors that stand for something else than their local data."""
+"""Which function computes a linear layer on operands of which tensor type: DTensor has one of its own."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor, nn
 from tritonfp8.specs import require_type
 
 PLAIN = (Tensor, nn.Parameter, type(None))
-"""Types of operands that are what they look like, or are not there."""
+"""Types of operands that are their own data, or missing."""
 
 Handler = Callable[..., Tensor]
 """``handler(input, weight, bias, recipe, shared_input)``."""
 _handlers: dict[type, Handler] = {}
 
 
-# The part of the package that registers a handler for types of these modules; it is imported when one comes.
-_PROVIDERS = {"torch.distributed.tensor": "tritonfp8.distributed"}
+# By the module of a tensor type, the part of this package that registers its handler. It is imported on demand.
+_REGISTERED_BY = {"torch.distributed.tensor": "tritonfp8.distributed"}
 
 
 def register_linear(tensor_type: type, handler: Handler) -> None:
     """Let ``handler(input, weight, bias, recipe, shared_input)`` compute :func:`linear` on operands of this type.
 
-    For tensors that stand for something else than their local data, such as DTensor.
+    For types whose local data is not the whole tensor, such as DTensor.
     """
     _handlers[tensor_type] = handler
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _import(provider: str) -> bool:
-    """Run while Dynamo traces, too, which cannot follow an import."""
-    importlib.import_module(provider)
+def _import(module: str) -> bool:
+    """Import a module, also while Dynamo traces, which cannot follow an import."""
+    importlib.import_module(module)
     return True
 
 
 def handler_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> Handler | None:
-    """The handler for the first operand whose type has one.
+    """The handler of the first operand whose type has one; None if all compute as plain tensors.
 
     Raises:
         TypeError: an operand that is no tensor.
@@ -49,10 +49,10 @@ def handler_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> Handler | 
             if x is None and name != "bias":
                 raise TypeError(f"{name} must be a torch.Tensor; got None")
             continue
-        for module, provider in _PROVIDERS.items():
-            # Results of asynchronous collectives, whose type is in torch.distributed too, wait for themselves.
-            if kind.__module__.startswith(module):
-                _import(provider)
+        for place, module in _REGISTERED_BY.items():
+            # The type of an asynchronous collective's result is in torch.distributed, too. It needs no handler.
+            if kind.__module__.startswith(place):
+                _import(module)
         if kind in _handlers:
             return _handlers[kind]
         require_type(name, x, Tensor, "a torch.Tensor" if name != "bias" else "a torch.Tensor or None")
