@@ -284,7 +284,7 @@ def revert(model: nn.Module) -> list[str]:
     layers = {name: module for name, module in _linears(model) if isinstance(module, Float8Linear)}
     if not layers:
         raise ValueError("the model has no converted layer: there is nothing to revert")
-    if held := [name for name, module in layers.items() if module.held_weight is not None]:
+    if held := [name for name, module in layers.items() if module.cached_weight is not None]:
         raise ValueError(f"quantize_weights_once is open on {', '.join(held)}: revert after the block")
     classes = {module: rebase(type(module), Float8Linear, nn.Linear) for module in layers.values()}
     with all_or_nothing(model), _released(layers.values()):

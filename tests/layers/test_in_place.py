@@ -103,7 +103,7 @@ class TestDerivedClasses:
         assert len(convert(model, "rowwise").converted) == 2
         assert set(swap_recipe(model, "mxfp8").converted.values()) == {recipes.get("mxfp8")}
         with quantize_weights_once(model):
-            assert inner.first.held_weight is not None
+            assert inner.first.cached_weight is not None
         assert len(revert(model)) == 2
         assert not any(isinstance(m, Float8Linear) for m in model.modules())
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import tritonfp8
 from tritonfp8 import Float8Linear, convert, quantize_weights_once, recipes, revert, swap_recipe
 from tritonfp8.functional import linear, quantize_weight
-from tritonfp8.layers.linear.weight_cache import SAMPLES, HeldWeight
+from tritonfp8.layers.linear.weight_cache import SAMPLES, CachedWeight
 from tritonfp8.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
@@ -204,7 +204,7 @@ def test_a_row_or_column_that_was_changed_in_passing_is_an_error(mode, change, s
 
 def test_the_sample_is_small_and_of_the_weight():
     for weight in (normal(1024, 700), normal(1024, 700).t(), normal(2048, 1400)[::2, ::2]):
-        held = HeldWeight(weight, weight.dtype, recipes.get("rowwise"), (None, None))
+        held = CachedWeight(weight, weight.dtype, recipes.get("rowwise"), (None, None))
         assert 1024 <= held.differences.numel() <= 3 * SAMPLES
         assert held._sample.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
@@ -225,7 +225,7 @@ def test_weights_that_are_computed_are_refused(how):
     how(module[2])
     with pytest.raises(TypeError, match="weight of 2 must be a Parameter; it is computed for each use"):
         inside_a_block(module)
-    assert module[0].held_weight is None
+    assert module[0].cached_weight is None
     module(inputs()[0])
 
 
@@ -238,15 +238,15 @@ def test_an_interrupt_while_the_block_opens_holds_nothing():
     module[2].__class__ = Interrupted
     with pytest.raises(KeyboardInterrupt):
         inside_a_block(module)
-    assert "held_weight" not in module[0].__dict__
-    assert module[0].held_weight is None
+    assert "cached_weight" not in module[0].__dict__
+    assert module[0].cached_weight is None
 
 
 def test_an_error_inside_the_block_is_the_callers_own():
     module, (x, *_) = layer(), inputs()
     with pytest.raises(KeyError, match="mine"):
         inside_a_block(module, lambda: module[0].weight.data.mul_(2), lambda: {}["mine"])
-    assert module[0].held_weight is None
+    assert module[0].cached_weight is None
     module(x)
 
 
@@ -269,7 +269,7 @@ def test_tied_weights_are_held_once():
     twin = nn.Sequential(*module, nn.ReLU(), copy.deepcopy(module[2]))
     twin[4].weight = module[2].weight
     with quantize_weights_once(twin):
-        assert twin[2].held_weight is twin[4].held_weight
+        assert twin[2].cached_weight is twin[4].cached_weight
         twin(inputs()[0])
 
 
@@ -277,7 +277,7 @@ def test_a_copy_holds_nothing():
     module, (x, *_) = layer(), inputs()
     with quantize_weights_once(module):
         twin, shallow = copy.deepcopy(module), copy.copy(module[0])
-        assert twin[0].held_weight is None
+        assert twin[0].cached_weight is None
     for each in (twin[0], shallow):
         each.weight = nn.Parameter(module[0].weight.detach() * 2)
         assert_bitwise_equal(each(x), linear(x, each.weight, each.bias, "rowwise"))
@@ -288,7 +288,7 @@ def test_state_dict_is_that_of_the_model():
     keys = list(module.state_dict())
     with quantize_weights_once(module):
         assert list(module.state_dict()) == keys
-    assert "held_weight" not in module[0].__dict__
+    assert "cached_weight" not in module[0].__dict__
 
 
 def test_what_else_cannot_be():

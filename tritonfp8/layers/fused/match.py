@@ -124,7 +124,7 @@ def _common_recipe(linears: list[nn.Module]) -> Recipe | str:
     recipe = converted[0].recipe
     if any(linear.recipe != recipe for linear in converted):
         return "its linears follow different recipes"
-    return recipe if is_fusable(recipe) else f"{recipe.name!r} keeps a product in high precision"
+    return recipe if is_fusable(recipe) else f"{recipe.name!r} keeps a GEMM in high precision"
 
 
 def _why_no_mlp(mlp: nn.Module) -> str | None:
@@ -207,12 +207,12 @@ def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Fuse the MLPs and norms of a converted model.
 
     MLPs: modules of ``gate_proj``, ``up_proj`` and ``down_proj`` without biases whose forward is SwiGLU. SiLU and
-    product then round once, where the plain MLP rounds twice. Norms: ``nn.RMSNorm`` before a linear or such an MLP in
+    GEMM then round once, where the plain MLP rounds twice. Norms: ``nn.RMSNorm`` before a linear or such an MLP in
     an ``nn.Sequential``, and those before attention and MLP in decoder layers of :data:`FAMILIES` in transformers.
 
     The forward must be the formula: one with a branch (``if self.training``), a ``with`` or a decorator may compute
     something else another time. Its source says so; nothing of it runs. The linears must follow one recipe whose three
-    products are quantized. What a hook, or an unknown reader (as of a model's last norm), may see is left as it is.
+    GEMMs are quantized. What a hook, or an unknown reader (as of a model's last norm), may see is left as it is.
     Hooks, adapters and the like that come later take effect: what they see runs as before it was fused.
 
     Returns:

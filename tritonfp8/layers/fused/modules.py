@@ -95,7 +95,7 @@ class Float8RMSNorm(nn.Module):
         device, dtype: of the weight.
 
     Input ``[..., K]``; output a :class:`~tritonfp8.layers.linear.QuantizedInput` of that shape, which ``Float8Linear``
-    and ``Float8SwiGLU`` take in place of a tensor; a tensor where the recipe keeps a product in high precision. Keys of
+    and ``Float8SwiGLU`` take in place of a tensor; a tensor where the recipe keeps a GEMM in high precision. Keys of
     the state_dict: ``weight``, as in ``nn.RMSNorm``.
     """
 
@@ -156,7 +156,7 @@ class Float8RMSNorm(nn.Module):
 
 
 class Float8SwiGLU(nn.Module):
-    """The MLP of Llama, ``down_proj(silu(gate_proj(x)) * up_proj(x))``, with 8 bits between its products.
+    """The MLP of Llama, ``down_proj(silu(gate_proj(x)) * up_proj(x))``, with 8 bits between its GEMMs.
 
     Args:
         hidden_size: K.
@@ -207,7 +207,7 @@ class Float8SwiGLU(nn.Module):
             names = ", ".join(repr(linear.recipe.name) for linear in linears)
             raise ValueError(f"the three linears of a fused MLP must follow one recipe; got {names}")
         gate, up, down = (linear.weight for linear in linears)
-        return swiglu(x, gate, up, down, recipe, quantized_weights=[linear.held_operands() for linear in linears])
+        return swiglu(x, gate, up, down, recipe, quantized_weights=[linear.cached_operands() for linear in linears])
 
     def _linears(self) -> tuple[Any, Any, Any]:
         # Past nn.Module.__getattr__, which takes longer.

@@ -77,7 +77,7 @@ def quantized_rms_norm(
         x: ``[..., K]``, bfloat16, float16 or float32.
         weight: ``[K]``, of those dtypes.
         eps: added to the mean square.
-        recipe: a name or a :class:`~tritonfp8.Recipe` whose three products are quantized.
+        recipe: a name or a :class:`~tritonfp8.Recipe` whose three GEMMs are quantized.
         rounding: ``"output"`` (``torch.nn.RMSNorm``) or ``"normalized"`` (Llama in transformers).
 
     Returns:
@@ -86,7 +86,7 @@ def quantized_rms_norm(
 
     Raises:
         TypeError: another dtype of ``x``.
-        ValueError: a ``weight`` that does not fit, an unknown rounding, or a recipe with a product in high precision.
+        ValueError: a ``weight`` that does not fit, an unknown rounding, or a recipe with a GEMM in high precision.
         RuntimeError: when a gradient of the gradient is asked for.
     """
     check_tensors(x=x, weight=weight)

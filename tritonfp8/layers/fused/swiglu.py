@@ -17,13 +17,13 @@ from tritonfp8.layers.linear import (
     Pair,
     QuantizedInput,
     autocast_all,
+    cached_for_backward,
     check_linear,
     check_reader,
     check_tensors,
     check_whole,
     first_order,
     folded,
-    held_for_backward,
     input_specs,
     is_fusable,
     multiply,
@@ -60,9 +60,9 @@ class _SwiGLU(torch.autograd.Function):
     """``(silu(x gate.T) * (x up.T)) down.T`` of a quantized input.
 
     Saved, for M rows and F features inside: gate and up, 4 M F bytes in bf16; the input transposed in 8 bits, which
-    other linears may share. Their product, which the gradient of ``down`` reads transposed, is made of them again, to
-    the same bits; where nothing else needs them, it is saved in their place. Gradients of gate and up exist in 8 bits
-    alone.
+    other linears may share. ``silu(gate) * up``, which the gradient of ``down`` reads transposed, is recomputed from
+    them to the same bits; if nothing else needs gate and up, it is saved in their place. The gradients of gate and up
+    exist in 8 bits only.
     """
 
     @staticmethod
@@ -71,7 +71,7 @@ class _SwiGLU(torch.autograd.Function):
         plans: Sequence[LinearPlan], *quantized: Tensor | None,
     ) -> Tensor:  # fmt: skip
         input_pair, kept, *pairs = ((quantized[i], quantized[i + 1]) for i in range(0, len(quantized), 2))
-        weights, held = pairs[::2], pairs[1::2]
+        weights, cached = pairs[::2], pairs[1::2]
         recipe, dtype = plans[0].recipe, handle.dtype
         gate, up = (multiply(recipe.output, input_pair, weight, None, dtype) for weight in weights[:2])
         spec, spec_t = input_specs(recipe)
@@ -79,15 +79,15 @@ class _SwiGLU(torch.autograd.Function):
         keep = spec_t if plans[2].needs_grad_weight and not inner else None
         hidden, hidden_t = _pairs(ops.silu_mul_quantize(gate, up, *_fused_args(spec, keep)), spec, keep)
         out = multiply(recipe.output, hidden, weights[2], None, dtype)
-        held = [held_for_backward(*each) for each in zip(plans, weights, held, strict=True)]
+        cached = [cached_for_backward(*each) for each in zip(plans, weights, cached, strict=True)]
         read = [
             weight if plan.needs_grad_input and pair[0] is None else None
-            for plan, weight, pair in zip(plans, (gate_weight, up_weight, down_weight), held, strict=True)
+            for plan, weight, pair in zip(plans, (gate_weight, up_weight, down_weight), cached, strict=True)
         ]
         if not any(plan.needs_grad_weight for plan in plans[:2]):
             kept = NO_PAIR
         ctx.save_for_backward(
-            *((gate, up) if inner else NO_PAIR), *read, *kept, *hidden_t, *(t for pair in held for t in pair)
+            *((gate, up) if inner else NO_PAIR), *read, *kept, *hidden_t, *(t for pair in cached for t in pair)
         )
         ctx.plans, ctx.dtypes = plans, (dtype, down_weight.dtype)
         return sealed(out, handle, gate_weight, up_weight, down_weight)
@@ -102,7 +102,7 @@ class _SwiGLU(torch.autograd.Function):
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, *saved = ctx.saved_tensors
         weights, kept, hidden_t = saved[:3], (saved[3], saved[4]), (saved[5], saved[6])
-        held = [(saved[i], saved[i + 1]) for i in (7, 9, 11)]
+        cached = [(saved[i], saved[i + 1]) for i in (7, 9, 11)]
         plans: Sequence[LinearPlan] = ctx.plans
         recipe, (dtype, weight_dtype) = plans[0].recipe, ctx.dtypes
         inner, down = plans[:2], plans[2]
@@ -118,7 +118,7 @@ class _SwiGLU(torch.autograd.Function):
             grad_down = multiply(recipe.grad_weight, pair_t, hidden_t, None, weight_dtype)
         if left is None:
             return grad_input, *grads, grad_down
-        rhs = weight_t(down, grad_output, weights[2], held[2])
+        rhs = weight_t(down, grad_output, weights[2], cached[2])
         grad_hidden = multiply(recipe.grad_input, pair, rhs, None, dtype)
         spec = left if inner[0].needs_grad_input else None
         spec_t = recipe.grad_weight.lhs if any(plan.needs_grad_weight for plan in inner) else None
@@ -126,16 +126,18 @@ class _SwiGLU(torch.autograd.Function):
         for i, plan in enumerate(inner):
             side, side_t = _pairs([t[i] for t in stacked], spec, spec_t)
             if plan.needs_grad_input:
-                rhs = weight_t(plan, grad_output, weights[i], held[i])
+                rhs = weight_t(plan, grad_output, weights[i], cached[i])
                 grad_input = multiply(recipe.grad_input, side, rhs, None, dtype, grad_input)
             if plan.needs_grad_weight:
                 grads[i] = multiply(recipe.grad_weight, side_t, kept, None, weight_dtype)
         return grad_input, *grads, grad_down
 
 
-def _swiglu_by_linears(x: Tensor, weights: Sequence[Tensor], recipe: Recipe, held: Sequence[Operands | None]) -> Tensor:
-    gate, up = (plain_linear(x, weights[i], None, recipe, quantized_weight=held[i]) for i in (0, 1))
-    return plain_linear(F.silu(gate) * up, weights[2], None, recipe, quantized_weight=held[2])
+def _swiglu_by_linears(
+    x: Tensor, weights: Sequence[Tensor], recipe: Recipe, cached: Sequence[Operands | None]
+) -> Tensor:
+    gate, up = (plain_linear(x, weights[i], None, recipe, quantized_weight=cached[i]) for i in (0, 1))
+    return plain_linear(F.silu(gate) * up, weights[2], None, recipe, quantized_weight=cached[2])
 
 
 def _check_mlp(weights: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -159,13 +161,13 @@ def swiglu(
     *,
     quantized_weights: Sequence[Operands | None] = (None, None, None),
 ) -> Tensor:
-    """The SwiGLU MLP, ``(silu(x gate_weight.T) * (x up_weight.T)) down_weight.T``, its nine products by ``recipe``.
+    """The SwiGLU MLP, ``(silu(x gate_weight.T) * (x up_weight.T)) down_weight.T``, its nine GEMMs by ``recipe``.
 
     Args:
         input: ``[..., K]``, a tensor, or what :func:`quantized_rms_norm` made of one by the same recipe.
         gate_weight, up_weight: ``[F, K]``, in the dtype of the input (or any where autocast is on).
         down_weight: ``[N, F]``, likewise.
-        recipe: a name or a :class:`~tritonfp8.Recipe`. One that keeps a product in high precision runs as three linears
+        recipe: a name or a :class:`~tritonfp8.Recipe`. One that keeps a GEMM in high precision runs as three linears
             and takes a tensor only.
         quantized_weights: of the three, each as of :func:`tritonfp8.functional.linear`.
 
@@ -197,8 +199,10 @@ def swiglu(
     check_reader(input, recipe, needs[0] or needs[1])
     needs_inputs = (needs_input, needs_input, needs_input or needs[0] or needs[1])
     plans = tuple(
-        LinearPlan(recipe, needs_input, needs_weight, held is not None, provider_of(weight))
-        for weight, needs_input, needs_weight, held in zip(weights, needs_inputs, needs, quantized_weights, strict=True)
+        LinearPlan(recipe, needs_input, needs_weight, cached is not None, provider_of(weight))
+        for weight, needs_input, needs_weight, cached in zip(
+            weights, needs_inputs, needs, quantized_weights, strict=True
+        )
     )
     pairs = [weight_pairs(*each) for each in zip(weights, plans, quantized_weights, strict=True)]
     flat = [t for of_weight in pairs for pair in of_weight[:2] for t in pair]

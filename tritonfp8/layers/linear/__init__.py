@@ -10,10 +10,13 @@ Each tensor is read by two GEMMs that contract over different dims. FP8 tensor c
 contraction, and scales lie along it, so a tensor is quantized twice: untransposed for one GEMM, transposed for the
 other. A recipe names the :class:`~tritonfp8.QuantSpec` of both operands of each GEMM.
 
-    dispatch         linear(): eager code, compiled graphs, traced graphs and sharded tensors each take their path
-    operands         quantizes a tensor for the GEMMs that read it
-    function         the autograd function: runs the GEMMs, saves what backward reads
+A call goes from top to bottom:
+
     module           Float8Linear
+    dispatch         linear(): picks the path for eager code, graphs, traces and sharded tensors
+    input_cache      sibling layers share the cast of one input
+    operands         OperandProvider: where the quantized operands come from; this rank quantizes by default
+    function         the autograd function: runs the GEMMs, saves what backward reads
 
 Exports the layer as a function and as a module, and the parts that fused and sharded layers are built from.
 """
@@ -25,7 +28,7 @@ from tritonfp8.layers.linear.first_order import first_order
 from tritonfp8.layers.linear.function import (
     LinearPlan,
     apply_linear,
-    held_for_backward,
+    cached_for_backward,
     multiply,
     weight_pairs,
     weight_t,
@@ -86,7 +89,7 @@ __all__ = [
     "folded",
     "forget",
     "handle_of",
-    "held_for_backward",
+    "cached_for_backward",
     "input_specs",
     "is_distributed",
     "is_fusable",

@@ -1,4 +1,4 @@
-"""What the operands of a linear layer must be, and how autocast has them."""
+"""Checks of a linear layer's operands, and the casts that autocast makes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _STRIDED = torch.strided
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of autocast on this device, None where it is off."""
-    # Autocast does not know the meta device, on which shapes are tried out.
+    """The dtype of autocast on this device; None if it is off."""
+    # Autocast does not know the meta device, on which callers try out shapes.
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in autocast's dtype, where it is on: what ``F.linear`` would compute in."""
+    """The tensors in the dtype of autocast, as ``F.linear`` casts them; unchanged if autocast is off."""
     dtype = autocast_dtype(device)
     if dtype is None:
         return list(tensors)
@@ -26,7 +26,7 @@ def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless the operands, as autocast left them, go together."""
+    """Raise unless the operands, after autocast, fit together."""
     check_dtypes(input, weight, bias)
     check_shapes(input, weight, bias)
 
@@ -37,7 +37,7 @@ def _are_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless all are dense, on one device and of one dtype in which a layer may compute."""
+    """Raise unless all are dense, on one device, and of one dtype that layers compute in."""
     dtype, device = input.dtype, input.device
     fits = weight.dtype is dtype and weight.device == device and dtype in HIGH_PRECISION_DTYPES
     fits = fits and (bias is None or (bias.dtype is dtype and bias.device == device))

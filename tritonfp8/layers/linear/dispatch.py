@@ -1,16 +1,9 @@
-"""A linear layer whose three GEMMs follow a recipe.
+"""``linear()``: the entry of every linear layer. It picks the path for eager code, graphs, traces and sharded tensors.
 
-For an input ``[M, K]``, a weight ``[N, K]`` and the gradient of the output, ``grad_output [M, N]``, a layer computes
-
-    output      = input @ weight.T              [M, N]   contracts over K
-    grad_input  = grad_output @ weight          [M, K]   contracts over N
-    grad_weight = grad_output.T @ input         [N, K]   contracts over M
-
-Each operand is read by two GEMMs that contract over different dims, so it is quantized twice, once as it is and once
-transposed: the tensor cores read FP8 only along the contraction, and scales lie along it. A recipe names the
-:class:`~tritonfp8.QuantSpec` of both operands of each GEMM. :mod:`tritonfp8.layers.linear.operands` quantizes,
-:mod:`tritonfp8.layers.linear.function` runs the GEMMs and saves what backward reads; this file decides which of its
-callers (eager code, a compiled graph, a traced one, tensors of another type) get which of these.
+    eager code                      :func:`local_linear`: quantize, then the autograd function of :mod:`.function`
+    plain tensors, torch.compile    one op for the whole layer (:mod:`tritonfp8.ops.graph_op`)
+    torch.export, make_fx           one op that has its gradient (:mod:`.traced`)
+    DTensor and other types         the function that is registered for the type (:mod:`tritonfp8.layers.tensor_types`)
 
 Public as :mod:`tritonfp8.functional`.
 """
@@ -25,7 +18,7 @@ from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
 from tritonfp8.layers.linear.function import LinearPlan, apply_linear
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
-from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_held, pair_of, provider_of
+from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_cached, pair_of, provider_of
 from tritonfp8.layers.tensor_types import PLAIN, handler_of
 from tritonfp8.ops import graph_op, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
@@ -33,20 +26,20 @@ from tritonfp8.specs import require_type
 
 
 def _may_cast_again(weight: Tensor, shares_input: bool) -> bool:
-    """Whether grad_weight's operand is worth a second pass over the input in backward, if that need not be saved.
+    """Whether backward should cast the input again for ``grad_weight``, so that forward need not save the cast.
 
-    A compiled layer mostly has what makes its inputs at hand in backward: the residual stream before a norm, the result
-    of attention. Casting there is a byte less to save for each element, for two more to move. A wide input of a single
-    layer, such as the activation of an MLP, has to be written anew before it is cast: twice the price.
+    In backward a compiled graph mostly has the source of a layer's input: the residual stream before a norm, the result
+    of attention. Casting the input again saves one byte an element and moves two more. The wide input of a single
+    layer, such as the activation of an MLP, would have to be recomputed and written first, which costs twice as much.
     """
     return shares_input or weight.shape[1] <= weight.shape[0]
 
 
 def _is_made_in_graph(x: Tensor) -> bool:
-    """Whether the graph that is traced makes ``x``, rather than being given it."""
+    """Whether the traced graph computes ``x``; otherwise ``x`` is one of its inputs."""
     if torch.compiler.is_dynamo_compiling():
         return not x.is_leaf
-    # What a graph is given has no history, or one that says that it must not be used.
+    # An input of a graph has no autograd history, or one that raises when it is used.
     return x.grad_fn is not None and x.grad_fn.name() != "torch::autograd::Error"
 
 
@@ -140,7 +133,7 @@ def _linear_in_graph(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, shared_input: SharedInput | None
 ) -> Tensor:
     """:func:`linear` of plain tensors while Dynamo traces."""
-    # What is raised inside the op comes to the caller as a RuntimeError of the compiler's.
+    # An error that is raised inside the op reaches the caller as a RuntimeError of the compiler.
     check_shapes(input, weight, bias)
     dtype = autocast_dtype(input.device.type)
     if dtype is None:
@@ -157,12 +150,12 @@ def _linear_in_trace(
     assert x is not None
     assert w is not None
     check_linear(x, w, b)
-    held: Operands = (None, None)
+    cached: Operands = (None, None)
     if quantized_weight is not None:
         needs_grad_input = torch.is_grad_enabled() and x.requires_grad
-        check_held(quantized_weight, w, recipe, needs_grad_input)
-        held = quantized_weight
-    return ops.whole_linear(x, w, *recipe.args, b, *pair_of(held[0]), *pair_of(held[1]))
+        check_cached(quantized_weight, w, recipe, needs_grad_input)
+        cached = quantized_weight
+    return ops.whole_linear(x, w, *recipe.args, b, *pair_of(cached[0]), *pair_of(cached[1]))
 
 
 def linear(
@@ -181,25 +174,25 @@ def linear(
         weight: ``[N, K]``, in the dtype of ``input`` (or any where autocast is on, which casts as ``F.linear`` does).
         bias: ``[N]`` or None.
         recipe: a name or a :class:`~tritonfp8.Recipe`.
-        quantized_weight: what :func:`quantize_weight` made of ``weight`` (of its cast, where autocast is on), in place
-            of quantizing it in this call and again in its backward. It is used as it is: that the weight has not
-            changed since is up to its owner. ``weight`` still gets the gradient.
-        shared_input: where layers that read the same ``input`` find it quantized.
+        quantized_weight: the result of :func:`quantize_weight` for ``weight`` (for its cast, where autocast is on). The
+            layer then does not quantize the weight, neither here nor in backward. The caller must make sure that the
+            weight has not changed since. ``weight`` still gets the gradient.
+        shared_input: lets sibling layers that read the same ``input`` share its cast; see :class:`SharedInput`.
 
     Returns:
         ``[..., N]`` in the dtype of ``input`` (autocast's where it is on).
 
-    Saved for backward, a layer: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32,
-    mxfp8 M K / 32), or the input itself, 2 M K bytes in bf16, where the recipe computes grad_weight in high precision.
-    Nothing of the input is saved if the weight needs no grad. In a compiled graph an input that the graph makes is cast
-    for grad_weight in backward, where the compiler has it or computes it anew, and then nothing is saved of it either;
-    not that of a single layer (no ``shared_input``) with K > N. The weight is kept for grad_input as it is; where
-    autocast casts it, that is a copy of 2 N K bytes, as in ``F.linear``.
+    Saved for backward: ``input.T`` quantized, M K bytes and scales (rowwise 4 K bytes, blockwise M K / 32, mxfp8
+    M K / 32); or the input itself, 2 M K bytes in bf16, if the recipe computes ``grad_weight`` in high precision.
+    Nothing of the input is saved if the weight needs no gradient. Nor is it under ``torch.compile``, if backward has
+    the original or can recompute it cheaply, such as the output of a norm; except for a single layer (no
+    ``shared_input``) with K > N. The weight is saved for ``grad_input``, as ``F.linear`` does: under autocast that is a
+    copy of 2 N K bytes.
 
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
-        ValueError: shapes that do not go together, an unknown recipe, or a ``quantized_weight`` of another recipe.
-        RuntimeError: when a gradient of the gradient is asked for.
+        ValueError: shapes that do not fit, an unknown recipe, or a ``quantized_weight`` of another recipe.
+        RuntimeError: in a second derivative.
     """
     recipe = get(recipe)
     compiling = torch.compiler.is_dynamo_compiling()
@@ -212,9 +205,7 @@ def linear(
     handler = handler_of(input, weight, bias)
     if handler is not None:
         if quantized_weight is not None:
-            raise ValueError(
-                "quantized_weight goes with plain tensors; got an operand of another type, such as DTensor"
-            )
+            raise ValueError("quantized_weight needs plain tensors; got an operand of another type, such as DTensor")
         return handler(input, weight, bias, recipe, shared_input)
     provider = provider_of(weight)
     if traced and provider is LOCAL:

@@ -1,4 +1,4 @@
-"""Gradients that can be taken once: those of layers whose gradients are rounded to 8 bits."""
+"""First-order gradients: layers that round gradients to 8 bits have no second derivative."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def refuse_second_derivative(*args: object) -> NoReturn:
-    """Raise: what a ``backward`` is whose results cannot be differentiated in turn."""
+    """The ``backward`` of gradients that cannot be differentiated again: it raises."""
     raise RuntimeError(
         "a linear layer that follows a recipe has no second derivative: its gradients are rounded to 8 bits. "
         "Differentiate once, or use tritonfp8.revert(model), or the filter of tritonfp8.convert, for this layer."
@@ -30,8 +30,8 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """Gradients that raise if they are differentiated in turn; for a ``backward`` to return."""
-    # Grad mode is on here when the caller asked for create_graph; compiled graphs refuse that by themselves.
+    """What ``compute`` returns, as gradients that raise if they are differentiated again."""
+    # Grad mode is on here if the caller asked for create_graph. Compiled graphs refuse create_graph by themselves.
     differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     with torch.no_grad():
         grads = compute()

@@ -14,7 +14,7 @@ from tritonfp8.layers.linear.operands import (
     OperandProvider,
     Operands,
     Pair,
-    check_held,
+    check_cached,
     pair_of,
     serves_both,
 )
@@ -35,28 +35,35 @@ def multiply(
 
 
 class LinearPlan(NamedTuple):
-    """What a linear layer computes besides its output, and by which recipe."""
+    """What a linear layer computes besides its output, and how.
+
+    Attributes:
+        recipe: of its three GEMMs.
+        needs_grad_input, needs_grad_weight: whether somebody needs these gradients.
+        weight_is_cached: whether the caller keeps the quantized weight; ``grad_input`` then reads that.
+        provider: where the operands come from.
+        casts_input_again: whether backward casts the operand of ``grad_weight`` from the input. Only in a graph: its
+            compiler has the input in backward, or recomputes it.
+        no_op_has_gradient: whether no op carries the gradients of this layer into a traced graph; see
+            :func:`tritonfp8.ops.sealed`.
+    """
 
     recipe: Recipe
     needs_grad_input: bool
     needs_grad_weight: bool
-    weight_is_held: bool
-    """Somebody keeps the quantized weight: grad_input reads that, and not the weight."""
+    weight_is_cached: bool
     provider: OperandProvider
     casts_input_again: bool = False
-    """grad_weight's operand is cast in backward, from the input, which a compiler may compute anew or have anyway."""
     no_op_has_gradient: bool = False
-    """There is no op that carries this layer's gradients into a graph; see :func:`tritonfp8.ops.sealed`."""
 
 
 class _Linear(torch.autograd.Function):
     """``input [M, K] @ weight [N, K].T + bias`` by a recipe, on operands that are quantized already.
 
-    Only the GEMMs whose result somebody needs are run, and only what they read is saved: ``input.T`` quantized for
-    grad_weight (M K bytes and scales, in place of 2 M K bytes of bf16), or the input itself where the recipe keeps
-    grad_weight in high precision; for grad_input the weight, which is alive anyway, or under autocast its cast, and
-    what other ranks said about it: asked for in backward, that would depend on the weight alone, and the compiler of
-    each rank would choose by itself in which of the two graphs the ranks talk.
+    It runs only the GEMMs whose result somebody needs, and saves only what they read. For ``grad_weight`` it saves
+    ``input.T`` quantized (M K bytes and scales, where bf16 takes 2 M K bytes), or the input if the recipe keeps that
+    GEMM in high precision. For ``grad_input`` it saves the weight, which is alive anyway (under autocast its cast), and
+    the reduced amaxes of ``weight.T``.
     """
 
     @staticmethod
@@ -69,7 +76,7 @@ class _Linear(torch.autograd.Function):
         weight_amax_t: Tensor | None,
         *quantized: Tensor | None,
     ) -> Tensor:
-        input_pair, kept, weight_pair, held = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
+        input_pair, kept, weight_pair, cached = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
         recipe = plan.recipe
         if recipe.output.rhs is not None:
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
@@ -77,11 +84,11 @@ class _Linear(torch.autograd.Function):
             out = ops.matmul(input, weight)
             if bias is not None:
                 out = out + bias
-        held = held_for_backward(plan, weight_pair, held)
-        keep_weight = plan.needs_grad_input and held[0] is None
+        cached = cached_for_backward(plan, weight_pair, cached)
+        keep_weight = plan.needs_grad_input and cached[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
         ctx.save_for_backward(
-            weight if keep_weight else None, weight_amax_t, input if keep_input else None, *kept, *held
+            weight if keep_weight else None, weight_amax_t, input if keep_input else None, *kept, *cached
         )
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
@@ -94,24 +101,30 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, weight_amax_t, input, input_qdata, input_scale, *held = ctx.saved_tensors
-        saved = Saved(weight, weight_amax_t, input, (input_qdata, input_scale), (held[0], held[1]), ctx.dtypes)
+        weight, weight_amax_t, input, input_qdata, input_scale, *cached = ctx.saved_tensors
+        saved = Saved(weight, weight_amax_t, input, (input_qdata, input_scale), (cached[0], cached[1]), ctx.dtypes)
         grad_bias = grad_output.sum(0) if ctx.needs_grad_bias else None
         return *gradients(ctx.plan, grad_output, saved), grad_bias
 
 
 class Saved(NamedTuple):
-    """What backward reads; each None where no GEMM of the plan does."""
+    """What backward reads. A field is None where no GEMM of the plan reads it.
+
+    Attributes:
+        weight: ``[N, K]``.
+        weight_amax_t: the reduced amaxes of ``weight.T``; see :meth:`OperandProvider.weight`.
+        input: ``[M, K]``.
+        input_pair: ``input.T`` quantized for ``grad_weight``.
+        cached: of a weight that the caller keeps quantized; see :func:`cached_for_backward`.
+        dtypes: of the input and the weight, and so of their gradients.
+    """
 
     weight: Tensor | None
     weight_amax_t: Tensor | None
     input: Tensor | None
     input_pair: Pair
-    """The input transposed, quantized for grad_weight."""
-    held: Pair
-    """Of a weight that somebody holds, see :func:`held_for_backward`."""
+    cached: Pair
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of the input and the weight, and so of their gradients."""
 
 
 def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None]:
@@ -125,7 +138,7 @@ def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tens
     )
     if plan.needs_grad_input:
         if recipe.grad_input.rhs is not None:
-            weight_pair = weight_t(plan, grad_output, saved.weight, saved.held, saved.weight_amax_t)
+            weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t)
             grad_input = multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
         else:
             assert saved.weight is not None
@@ -135,8 +148,7 @@ def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tens
             input_pair = saved.input_pair
             if plan.casts_input_again:
                 assert input is not None
-                anew = _computed_anew(input)
-                input_pair = plan.provider.input(anew, None, recipe.grad_weight.rhs)[1]
+                input_pair = plan.provider.input(recomputable(input), None, recipe.grad_weight.rhs)[1]
             grad_weight = multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
         else:
             assert input is not None
@@ -144,44 +156,46 @@ def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tens
     return grad_input, grad_weight
 
 
-def _computed_anew(input: Tensor) -> Tensor:
-    """``input`` to the bit, as a compiler computes it anew.
+def recomputable(x: Tensor) -> Tensor:
+    """``x`` to the bit, in a form that a compiler recomputes in backward instead of saving it.
 
-    Torch's partitioner saves what backward reads in an op that nothing is fused into: were the input itself cast, that
-    would be the input or its cast. The two passes are fused into what computes the input.
+    The partitioner of ``torch.compile`` must save what an opaque op reads in backward: if the cast read ``x`` itself,
+    it would save ``x`` or its cast. A pointwise chain it recomputes, fused with what computes ``x``.
     """
-    return input.neg().neg()
+    return x.neg().neg()
 
 
 def weight_t(
-    plan: LinearPlan, grad_output: Tensor, weight: Tensor | None, held: Pair, amax_t: Tensor | None = None
+    plan: LinearPlan, grad_output: Tensor, weight: Tensor | None, cached: Pair, amax_t: Tensor | None = None
 ) -> Pair:
-    """The transposed weight for grad_input: the held one, the transpose of the held one, or quantized now."""
-    qdata, scale = held
+    """The transposed weight for ``grad_input``: from the cached operands if there are any, else from the provider."""
+    qdata, scale = cached
     if qdata is not None and scale is not None:
-        return (qdata.t().contiguous(), scale.t().contiguous()) if serves_both(plan.recipe) else held
+        return (qdata.t().contiguous(), scale.t().contiguous()) if serves_both(plan.recipe) else cached
     spec_t = plan.recipe.grad_input.rhs
     assert weight is not None
     assert spec_t is not None
     return plan.provider.weight_t(weight, spec_t, amax_t, grad_output)
 
 
-def held_for_backward(plan: LinearPlan, weight_pair: Pair, held: Pair) -> Pair:
-    """What to save of a weight that somebody holds, for :func:`weight_t`; nothing of any other."""
-    if not plan.weight_is_held:
+def cached_for_backward(plan: LinearPlan, weight_pair: Pair, cached: Pair) -> Pair:
+    """What to save for :func:`weight_t` of a weight that the caller keeps quantized; of others, nothing."""
+    if not plan.weight_is_cached:
         return NO_PAIR
-    return weight_pair if serves_both(plan.recipe) else held
+    return weight_pair if serves_both(plan.recipe) else cached
 
 
 def weight_pairs(
     weight: Tensor, plan: LinearPlan, quantized_weight: Operands | None
 ) -> tuple[Pair, Pair, Tensor | None]:
-    """The weight as ``output`` reads it, cached for ``grad_input`` if the caller has it, and what :meth:`weight` adds.
+    """The operands of a weight, in forward.
 
-    The last is the reduced amax of the transposed weight, see :meth:`OperandProvider.weight`.
+    Returns:
+        The weight as ``output`` reads it; the transposed weight, if the caller keeps it quantized; and the reduced
+        amaxes of the transposed weight, see :meth:`OperandProvider.weight`.
     """
     if quantized_weight is not None:
-        check_held(quantized_weight, weight, plan.recipe, plan.needs_grad_input)
+        check_cached(quantized_weight, weight, plan.recipe, plan.needs_grad_input)
         return pair_of(quantized_weight[0]), pair_of(quantized_weight[1]), None
     spec_t = plan.recipe.grad_input.rhs if plan.needs_grad_input else None
     pair, amax_t = plan.provider.weight(weight, plan.recipe.output.rhs, spec_t)
@@ -196,9 +210,10 @@ def apply_linear(
     plan: LinearPlan,
     quantized_weight: Operands | None,
 ) -> Tensor:
-    """:func:`linear` of ``rows [M, K]`` that are quantized as ``pairs`` already.
+    """:func:`linear` of an input that is quantized as ``pairs`` already.
 
-    ``rows`` carries the dtype and the gradient; it is read only where the recipe keeps a GEMM in high precision.
+    ``rows [M, K]`` carries the dtype and the gradient. A GEMM reads it only if the recipe keeps that GEMM in high
+    precision.
     """
     weight_pair, cached, amax_t = weight_pairs(weight, plan, quantized_weight)
     out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]

@@ -20,13 +20,13 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 
 
 class _Entry:
-    """The casts of one tensor, and the layers that have read them."""
+    """The casts of one tensor, and the layers that took them."""
 
     __slots__ = ("input", "readers", "siblings", "state", "values")
 
     def __init__(self, input: Tensor, state: object, siblings: object) -> None:
         values: dict[object, Any] = {}
-        # The casts die with the input: no other reader can come.
+        # The casts die with the input: nobody else can be called with it.
         self.input = weakref.ref(input, lambda _: values.clear())
         self.state = state
         self.siblings = siblings
@@ -42,70 +42,58 @@ _thread = _Thread()
 
 
 def forget() -> None:
-    """Drop what this thread shares: a layer that does not share came in between."""
+    """Drop the entry of this thread: a layer without siblings came in between."""
     if _thread.entry is not None:
         _thread.entry = None
 
 
 def _versions(x: Tensor) -> int | tuple[Any, ...] | None:
-    """What every visible write to ``x`` changes; None if writes to it, or to a tensor inside, cannot be seen."""
+    """A value that every counted write to ``x`` changes; None if ``x``, or a tensor inside it, counts no writes."""
     if x.is_inference():
         return None
     if type(x) in _PLAIN or not hasattr(x, "__tensor_flatten__"):
         return x._version
-    # A DTensor's local tensor may be written by itself. Torch also flattens a DTensor's mesh.
+    # A write to a DTensor's local tensor is counted there only. Flattening a DTensor also returns its mesh.
     parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
     inner = tuple([_versions(part) for part in parts if isinstance(part, Tensor)])
     return None if None in inner else (x._version, *inner)
 
 
 def _state(x: Tensor) -> tuple[Any, ...] | None:
-    """What must be the same for a cast of ``x`` to serve another layer; None if nothing may be shared."""
+    """The state in which a cast of ``x`` is made: it serves a layer in an equal state. None: it serves nobody."""
     versions = _versions(x)
     if versions is None:
         return None
-    # A cast made outside a dispatch mode must not be missing inside: selective checkpointing numbers the ops it sees.
+    # Selective checkpointing counts the ops in its mode, so a cast made outside of it must be made again inside.
     depth = torch._C._len_torch_dispatch_stack()
     modes = tuple([weakref.ref(torch._C._get_dispatch_stack_at(i)) for i in range(depth)]) if depth else ()
-    # Nothing orders another stream after the cast, and a captured graph must contain it.
+    # Another stream does not wait for the cast, and a captured graph must contain it.
     where = (_raw_stream(x.get_device()), torch.cuda.is_current_stream_capturing()) if x.is_cuda else None
     # Inference tensors cannot be saved for backward.
     return versions, modes, where, torch.is_inference_mode_enabled()
 
 
-class _Siblings:
-    """Layers that may read one tensor.
-
-    Attributes:
-        count: how many layers.
-    """
-
-    __slots__ = ("count",)
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-
 class SharedInput:
-    """What lets one of several sibling layers find its input quantized by another; each layer has its own.
+    """Lets sibling layers, which read one tensor, quantize it once; each layer has its own.
 
-    A thread keeps one entry: the casts of the last tensor that a sibling was called with. They serve a layer of the
-    same group that is called with the very same object, at the same version, on the same thread, stream and dispatch
-    modes. Each layer takes them once: the next call with that tensor starts over. The entry is dropped after all
-    siblings took theirs, when the tensor dies, and when another converted layer or tensor comes.
+    A thread keeps one entry: the casts of the last tensor that a sibling was called with. They serve a sibling that is
+    called with the same object, at the same version, on the same thread and stream and in the same dispatch modes. Each
+    layer takes them once: its next call with that tensor starts over. The entry is dropped when all siblings took
+    theirs, when the tensor dies, and when another converted layer or another tensor comes.
 
-    Writes that torch does not count (``.data``, a kernel of the caller's) between the calls of two siblings are not
-    noticed. A tensor without a version counter (of inference mode) is never shared. In a compiled graph nothing is:
-    there torch makes equal casts one if the graph has a backward.
+    Writes that torch does not count (``.data``, a kernel of the caller's) between the calls of two siblings go
+    unnoticed. A tensor without a version counter (of inference mode) is never shared. A compiled graph shares nothing
+    by this: torch merges equal casts there, if the graph has a backward.
     """
 
-    def __init__(self, siblings: _Siblings | None = None) -> None:
-        self._siblings = siblings or _Siblings(1)
+    def __init__(self, siblings: list[SharedInput] | None = None) -> None:
+        self._siblings = [] if siblings is None else siblings
+        self._siblings.append(self)
 
     @staticmethod
     def group(count: int) -> list[SharedInput]:
         """One for each of ``count`` siblings."""
-        siblings = _Siblings(count)
+        siblings: list[SharedInput] = []
         return [SharedInput(siblings) for _ in range(count)]
 
     def _entry(self, input: Tensor) -> _Entry | None:
@@ -126,9 +114,9 @@ class SharedInput:
         return found
 
     def once(self, input: Tensor, key: object, make: Callable[[], _T]) -> _T:
-        """What ``make`` returns, the same for all siblings that are called with this ``input``.
+        """The result of ``make``, called once for all siblings that are called with this ``input``.
 
-        For what :meth:`quantize` needs first: that ends what a layer may take.
+        A layer must call this before :meth:`quantize`, after which it has taken its share.
         """
         if torch.compiler.is_compiling():
             return make()
@@ -143,7 +131,7 @@ class SharedInput:
     def quantize(
         self, input: Tensor, rows: Tensor, specs: tuple[QuantSpec | None, QuantSpec | None], provider: OperandProvider
     ) -> tuple[Pair, Pair]:
-        """``rows`` quantized by both specs; ``input`` is the tensor that the layer was called with."""
+        """``rows`` quantized by both specs, shared under ``input``, the tensor that the siblings are called with."""
         if torch.compiler.is_compiling():
             return provider.input(rows, *specs)
         entry = self._entry(input)
@@ -154,6 +142,6 @@ class SharedInput:
         if pairs is None:
             pairs = entry.values[key] = provider.input(rows, *specs)
         entry.readers.add(self)
-        if len(entry.readers) == self._siblings.count:
+        if len(entry.readers) == len(self._siblings):
             _thread.entry = None
         return pairs

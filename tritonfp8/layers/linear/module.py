@@ -12,7 +12,7 @@ from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
 from tritonfp8.layers.linear.operands import Operands
 from tritonfp8.layers.linear.quantized_input import QuantizedInput, check_whole, is_distributed, quantized_linear
-from tritonfp8.layers.linear.weight_cache import HeldWeight
+from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import require_type
 
@@ -32,8 +32,8 @@ class Float8Linear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
-        recipe: a name or a :class:`~tritonfp8.Recipe`. Without one it is ``"rowwise"``, with a FutureWarning: code that
-            makes a layer like another as ``type(layer)(in_features, out_features)`` leaves its recipe behind.
+        recipe: a name or a :class:`~tritonfp8.Recipe`. The default is ``"rowwise"``, with a FutureWarning: code that
+            copies a layer by ``type(layer)(in_features, out_features)`` loses the recipe of that layer.
 
     Input ``[..., in_features]``, a tensor or what a fused norm of the same recipe returns; output
     ``[..., out_features]``. Saved for backward, for M rows of input and K in_features: ``input.T`` in 8 bits, M K bytes
@@ -43,11 +43,10 @@ class Float8Linear(nn.Linear):
 
     recipe: Recipe
     shared_input: SharedInput | None = None
-    held_weight: HeldWeight | None = None
+    cached_weight: CachedWeight | None = None
     # Whether a fused norm makes the input, or a fused MLP reads the weight.
     is_fused: bool = False
-    # What tritonfp8.revert calls first, where something was prepared for this layer. If it returns a function, that
-    # undoes it: called when revert fails after all.
+    # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
     on_revert: Callable[[Float8Linear], object] | None = None
 
     def __init__(
@@ -66,31 +65,33 @@ class Float8Linear(nn.Linear):
         self.recipe = get("rowwise" if recipe is None else recipe)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``; but a parallel style shards a layer by this, which fused ones do not take.
+        """As ``nn.Module``. A parallel style shards a layer by this; a fused layer refuses that.
 
         Raises:
             TypeError: a DTensor for a fused layer whose parameter was a plain tensor.
         """
-        # One in the place of another is of FSDP2, which gathers it again.
+        # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
         super().register_parameter(name, param)
 
     def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """``input @ weight.T + bias`` by the recipe."""
-        held = self.held_operands()
+        cached = self.cached_operands()
         if isinstance(input, QuantizedInput):
-            return quantized_linear(input, self.weight, self.bias, self.recipe, quantized_weight=held)
-        return linear(input, self.weight, self.bias, self.recipe, quantized_weight=held, shared_input=self.shared_input)
+            return quantized_linear(input, self.weight, self.bias, self.recipe, quantized_weight=cached)
+        return linear(
+            input, self.weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input
+        )
 
-    def held_operands(self) -> Operands | None:
-        """The weight quantized ahead, inside :func:`tritonfp8.quantize_weights_once`."""
-        held = self.held_weight
+    def cached_operands(self) -> Operands | None:
+        """The cached operands of the weight, inside :func:`tritonfp8.quantize_weights_once`; else None."""
+        cached = self.cached_weight
         # A shallow copy of the layer may outlive the scope.
-        if held is None or not held.open:
+        if cached is None or not cached.open:
             return None
-        held.check(self)
-        return held.operands
+        cached.check(self)
+        return cached.operands
 
     def extra_repr(self) -> str:
         """The fields of ``nn.Linear`` and the recipe."""

@@ -1,4 +1,4 @@
-"""What the three GEMMs of a linear layer read: a matrix quantized as it lies, transposed, or both."""
+"""The quantized operands of a linear layer's GEMMs, and the provider that a layer gets them from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_PAIR: Pair = (None, None)
 Amaxes = tuple[Tensor | None, Tensor | None]
 """float32 amaxes of the blocks of a matrix and of its transpose; None where each block lies on this rank alone."""
 Operands = tuple[Quantized | None, Quantized | None]
-"""A matrix as two GEMMs read it, quantized as it lies and quantized transposed; None where no GEMM does."""
+"""A matrix as two GEMMs read it: quantized untransposed and quantized transposed; None where no GEMM reads it."""
 
 
 def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
@@ -101,7 +101,7 @@ def pair_of(q: Quantized | None) -> Pair:
 
 
 def serves_both(recipe: Recipe) -> bool:
-    """Whether ``grad_input`` reads exactly the transpose of what ``output`` reads: square blocks of one spec."""
+    """Whether the transpose of the operand of ``output`` serves ``grad_input``: square blocks of one spec."""
     spec = recipe.output.rhs
     return spec is not None and spec == recipe.grad_input.rhs and spec.block[0] == spec.block[1]
 
@@ -110,9 +110,9 @@ def quantize_weight(weight: Tensor, recipe: str | Recipe, needs_grad_input: bool
     """``weight [N, K]`` as the GEMMs of ``recipe`` read it, for :func:`linear` to use more than once.
 
     Returns:
-        The weight for ``output``, and its transpose for ``grad_input``. The second is None where that GEMM is not
-        needed, keeps its operands in high precision, or can transpose the first exactly (square blocks): one copy of
-        N K bytes then serves both.
+        The weight for ``output``, and its transpose for ``grad_input``. The second is None if that GEMM is not needed
+        or keeps its operands in high precision. It is also None for square blocks, whose transpose is exact: one copy
+        of N K bytes then serves both.
 
     Raises:
         TypeError: ``weight`` is no floating tensor, or an argument is of another type.
@@ -128,15 +128,19 @@ def quantize_weight(weight: Tensor, recipe: str | Recipe, needs_grad_input: bool
     return _quantized(quantize_for(weight.detach(), *specs), specs)
 
 
-def check_held(held: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:
-    """Raise unless ``held`` is what :func:`quantize_weight` gives for this weight's shape and this recipe."""
-    if not isinstance(held, tuple | list) or [q for q in held if not isinstance(q, Quantized | None)] or len(held) != 2:
+def check_cached(cached: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:
+    """Raise unless ``cached`` is the result of :func:`quantize_weight` for a weight of this shape and this recipe."""
+    if (
+        not isinstance(cached, tuple | list)
+        or [q for q in cached if not isinstance(q, Quantized | None)]
+        or len(cached) != 2
+    ):
         raise TypeError(
-            f"quantized_weight must be what tritonfp8.functional.quantize_weight returns, or None; got {shown(held)}"
+            f"quantized_weight must be what tritonfp8.functional.quantize_weight returns, or None; got {shown(cached)}"
         )
     wanted = (recipe.output.rhs, None if serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs)
     shapes = (tuple(weight.shape), tuple(weight.shape[::-1]))
-    for name, q, spec, shape in zip(("weight", "weight.T"), held, wanted, shapes, strict=True):
+    for name, q, spec, shape in zip(("weight", "weight.T"), cached, wanted, shapes, strict=True):
         if spec is None:
             continue
         came = "None" if q is None else f"{q.spec} of shape {tuple(q.shape)}"

@@ -1,7 +1,7 @@
 """An input that is quantized before it reaches its linear layers, and a linear layer that reads it.
 
-An 8-bit tensor has no gradient, so what passes between a producer and the linears that read it is a
-:class:`QuantizedInput`: the quantized tensor in both orientations, and a handle of its shape that carries the gradient.
+An 8-bit tensor has no gradient. So a producer hands its linears a :class:`QuantizedInput`: the quantized tensor in both
+orientations, and a handle of its shape that carries the gradient.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from tritonfp8.specs import QuantSpec, check_strided, require_type
 
 
 def is_fusable(recipe: str | Recipe) -> bool:
-    """Whether all three products of a recipe are quantized: nothing then reads a result in high precision."""
+    """Whether all three GEMMs of a recipe are quantized, so that nothing reads their input in high precision."""
     return get(recipe).quantized_share == 1
 
 
 def input_specs(recipe: Recipe) -> tuple[QuantSpec, QuantSpec]:
-    """Of the input of a linear as ``output`` reads it, and of its transpose as ``grad_weight`` does."""
+    """The specs of a layer's input: as ``output`` reads it, and transposed as ``grad_weight`` reads it."""
     spec, spec_t = recipe.output.lhs, recipe.grad_weight.rhs
     if spec is None or spec_t is None or recipe.grad_input.lhs is None:
         raise ValueError(
-            f"a fused layer needs a recipe whose three products are quantized; {recipe.name!r} keeps one in high "
-            "precision. Use another recipe, or the layers as they are."
+            f"a fused layer needs a recipe whose three GEMMs are quantized; {recipe.name!r} keeps one in high "
+            "precision. Use another recipe, or convert without fuse=True."
         )
     return spec, spec_t
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedInput:
-    """The input of one or more linears, quantized once: what RMSNorm hands on in place of a tensor.
+    """The input of one or more linears, quantized once: a fused norm returns it in place of a tensor.
 
-    A pytree node. ``shape``, ``dtype``, ``device`` and ``ndim`` are those of the tensor that it stands for.
+    A pytree node. ``shape``, ``dtype``, ``device`` and ``ndim`` are those of the tensor that it replaces.
 
     Attributes:
         handle: ``[..., K]`` without contents of its own: it carries the gradient and the shape.
         normal: the tensor folded to ``[M, K]``, quantized for ``output``.
-        transposed: its transpose ``[K, M]``, quantized for ``grad_weight``; None where nothing will be differentiated.
+        transposed: its transpose ``[K, M]``, quantized for ``grad_weight``; None where gradients are off.
     """
 
     handle: Tensor
@@ -63,17 +63,17 @@ class QuantizedInput:
 
     @property
     def ndim(self) -> int:
-        """Number of dims of the tensor that this stands for."""
+        """Number of dims of the tensor that this replaces."""
         return self.handle.ndim
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the tensor was rounded to before it was quantized: that of the linears' results."""
+        """The dtype that the tensor was rounded to before it was quantized; the linears return it, too."""
         return self.handle.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the data lies."""
+        """The device of the data."""
         return self.handle.device
 
 
@@ -107,7 +107,7 @@ class _QuantizeInput(torch.autograd.Function):
 
 
 def as_input(x: Tensor, results: tuple[Tensor, ...], spec: QuantSpec, spec_t: QuantSpec | None) -> QuantizedInput:
-    """What an autograd function returned for ``x``: the handle, then data and scale in one or both orientations."""
+    """The :class:`QuantizedInput` of an autograd function's results: the handle, then data and scale, once or twice."""
     handle, *quantized = results
     transposed = None if spec_t is None else Quantized(quantized[2], quantized[3], spec_t)
     return QuantizedInput(handle.reshape(x.shape), Quantized(quantized[0], quantized[1], spec), transposed)
@@ -133,12 +133,11 @@ def check_input(x: Tensor) -> None:
 def quantize_input(x: Tensor, recipe: str | Recipe) -> QuantizedInput:
     """``x [..., K]`` quantized once for all linears of ``recipe`` that read it.
 
-    Its transpose is quantized too where gradients are being recorded. Under autocast ``x`` is cast first, as a linear
-    would cast it.
+    Its transpose is quantized, too, if gradients are recorded. Under autocast ``x`` is cast first, as by a linear.
 
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32.
-        ValueError: a scalar, or a recipe that keeps one of the products in high precision.
+        ValueError: a scalar, or a recipe that keeps one of the GEMMs in high precision.
     """
     spec, spec_t = input_specs(get(recipe))
     require_type("the input", x, Tensor, "a torch.Tensor")
@@ -166,24 +165,24 @@ def check_reader(input: QuantizedInput, recipe: Recipe, needs_transposed: bool) 
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raise TypeError, with its name, for an argument that is no tensor."""
+    """Raise TypeError for the first argument that is no tensor."""
     for name, x in tensors.items():
         require_type(name, x, Tensor, "a torch.Tensor")
 
 
 def is_distributed(x: Tensor | None) -> bool:
-    """Whether ``x`` is a DTensor; without an import of torch's."""
+    """Whether ``x`` is a DTensor; does not import ``torch.distributed``."""
     return type(x).__module__.startswith("torch.distributed")
 
 
 def check_whole(*weights: Tensor | None) -> None:
-    """Raise TypeError unless fused layers can compute with these weights: none is a distributed tensor."""
+    """Raise TypeError if one of these weights is a distributed tensor, with which fused layers do not compute."""
     for weight in weights:
         if not torch.compiler.is_compiling() and is_distributed(weight):
             raise TypeError(
                 f"fused layers compute with whole weights; got a {type(weight).__name__}. Call parallelize_module "
-                "before tritonfp8.convert(model, recipe, fuse=True), which leaves alone what is sharded, or convert "
-                "without fusing. FSDP2, which shards weights between uses, goes with fused layers."
+                "before tritonfp8.convert(model, recipe, fuse=True), which does not fuse sharded layers, or convert "
+                "without fuse=True. FSDP2 gathers whole weights and works with fused layers."
             )
 
 
@@ -201,7 +200,7 @@ def quantized_linear(
         input: ``[..., K]``, quantized by the same recipe.
         weight: ``[N, K]``, in the dtype of the input (or any where autocast is on).
         bias: ``[N]`` or None.
-        recipe: a name or a :class:`~tritonfp8.Recipe` whose three products are quantized.
+        recipe: a name or a :class:`~tritonfp8.Recipe` whose three GEMMs are quantized.
         quantized_weight: as of :func:`tritonfp8.functional.linear`.
 
     Returns:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.layers.linear.dispatch import computed_linear
 from tritonfp8.layers.linear.first_order import refuse_second_derivative
-from tritonfp8.layers.linear.function import LinearPlan, Saved, gradients, held_for_backward
+from tritonfp8.layers.linear.function import LinearPlan, Saved, cached_for_backward, gradients
 from tritonfp8.layers.linear.operands import LOCAL, Operands
 from tritonfp8.ops import implement, saved
 from tritonfp8.quantized import Quantized
@@ -27,8 +27,8 @@ def _quantized(pair: Sequence[Tensor | None], spec: QuantSpec | None) -> Quantiz
     return None if qdata is None or scale is None or spec is None else Quantized(qdata, scale, spec)
 
 
-def _operands(recipe: Recipe, held: Sequence[Tensor | None]) -> Operands | None:
-    found = _quantized(held[:2], recipe.output.rhs), _quantized(held[2:], recipe.grad_input.rhs)
+def _operands(recipe: Recipe, cached: Sequence[Tensor | None]) -> Operands | None:
+    found = _quantized(cached[:2], recipe.output.rhs), _quantized(cached[2:], recipe.grad_input.rhs)
     return None if found == (None, None) else found
 
 
@@ -43,10 +43,10 @@ def _forward(
     scale_t: Tensor | None = None,
 ) -> Tensor:
     how = recipe_of(recipe)
-    held = _operands(how, (qdata, scale, qdata_t, scale_t))
-    # The operands have the dtype to compute in: an autocast around the graph must not choose another.
+    cached = _operands(how, (qdata, scale, qdata_t, scale_t))
+    # The operands have the compute dtype already: an autocast around the graph must not change it.
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-        return computed_linear(input, weight, bias, how, quantized_weight=held)
+        return computed_linear(input, weight, bias, how, quantized_weight=cached)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def _backward(
     scale_t: Tensor | None = None,
 ) -> list[Tensor]:
     how = recipe_of(recipe)
-    held, held_t = (qdata, scale), (qdata_t, scale_t)
-    plan = LinearPlan(how, needs_input, needs_weight, _operands(how, (*held, *held_t)) is not None, LOCAL)
+    cached, cached_t = (qdata, scale), (qdata_t, scale_t)
+    plan = LinearPlan(how, needs_input, needs_weight, _operands(how, (*cached, *cached_t)) is not None, LOCAL)
     grad, rows = _rows(grad_output), _rows(input)
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         spec = how.grad_weight.rhs if needs_weight else None
         input_pair = LOCAL.input(rows, None, spec)[1]
-        kept = held_for_backward(plan, held, held_t)
+        kept = cached_for_backward(plan, cached, cached_t)
         grad_input, grad_weight = gradients(
             plan, grad, Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype))
         )
@@ -83,11 +83,11 @@ def _backward(
 
 
 def _formula(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight, recipe, _, *held = saved(ctx)
-    # Of the arguments that the op was given, without those at the end that are at their defaults.
+    input, weight, recipe, _, *cached = saved(ctx)
+    # It leaves out the last arguments of the call that are at their defaults.
     given = ctx.needs_input_grad
     needs = given[0], given[1], len(given) > 3 and given[3]
-    found = iter(ops.whole_linear_backward(grad_output, input, weight, recipe, *needs, *held))
+    found = iter(ops.whole_linear_backward(grad_output, input, weight, recipe, *needs, *cached))
     grad_input, grad_weight, grad_bias = (next(found) if need else None for need in needs)
     return (grad_input, grad_weight, None, grad_bias, None, None, None, None)[: len(given)]
 

@@ -1,4 +1,4 @@
-"""A weight that is quantized once for several passes, and the checks that it still is the one its layer has."""
+"""A weight that is quantized once for several passes, and the check that its layer still has that weight."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _version(x: Tensor) -> int | None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """A view of some elements as integers: all of a small weight, else one or more of each row and of each column.
+    """A view of some elements as integers.
 
-    As many as :data:`SAMPLES`, or as the longer side has.
+    It has all elements of a small weight; else about :data:`SAMPLES`, at least one of each row and of each column.
     """
     bits = weight.detach().view(_INTEGERS[weight.element_size()])
     if not bits.is_contiguous():
@@ -32,21 +32,21 @@ def _sample(weight: Tensor) -> Tensor:
     step = max(1, min(bits.numel() // SAMPLES, rows, columns))
     if not bits.is_contiguous():
         return bits[:: math.isqrt(step), :: math.isqrt(step)]
-    # A step without a common factor with the columns walks over all of them.
+    # A step that shares no factor with the number of columns visits all of them.
     while math.gcd(step, columns) > 1:
         step -= 1
     return bits.view(-1)[::step]
 
 
-class HeldWeight:
-    """A weight quantized ahead, while the scope that owns it is open (:func:`tritonfp8.quantize_weights_once`).
+class CachedWeight:
+    """A quantized weight, valid while its scope is open (:func:`tritonfp8.quantize_weights_once`).
 
     Attributes:
         weight: the Parameter that was quantized. It stays alive, so no other can take its memory.
-        dtype: in which the layer computes: the weight was cast to it first.
-        recipe: that it was quantized for.
-        operands: the result.
-        open: whether the scope is.
+        dtype: the dtype in which the layer computes; the weight was cast to it first.
+        recipe: that the weight was quantized for.
+        operands: the quantized weight.
+        open: whether the scope is open.
         differences: for each element of a sample of the weight, the bits in which it differed at any use.
     """
 
@@ -57,33 +57,33 @@ class HeldWeight:
         self.operands = operands
         self.open = True
         self._seen = (weight.data_ptr(), _version(weight))
-        # What is made in inference mode could not be written to outside of it.
+        # A tensor that is made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._sample = _sample(weight)
             self._bits = self._sample.clone()
             self.differences = torch.zeros_like(self._bits)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # A copy of the layer belongs to no scope: it holds None.
+        # A copy of the layer belongs to no scope, so None is copied in place of this.
         return type(None), ()
 
     def _compare(self) -> None:
-        """Note on the device whether the sample is as it was: a write that torch does not count leaves no other trace.
+        """Note on the device whether the sample has changed: a write that torch does not count leaves no other trace.
 
-        The scope reads the notes when it ends: doing so here would stop the host. Threads and streams may do this at
-        once: a difference can be lost then, and none can be made up.
+        The scope reads the notes when it ends; reading them here would make the host wait. If threads or streams do
+        this at the same time, a difference may be lost, but none is invented.
         """
         if self.operands[0] is None:
             return
         if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
             self.differences.bitwise_or_(self._sample ^ self._bits)
         else:
-            # Selective checkpointing would keep what is written to here.
+            # Selective checkpointing would save the tensor that is written to here.
             with _disable_current_modes():
                 self.differences.bitwise_or_(self._sample ^ self._bits)
 
     def check(self, layer: Any) -> None:
-        """Raise unless this is what ``layer`` would quantize now, as far as can be seen without reading the weight."""
+        """Raise if ``layer`` would quantize its weight to something else now, as far as the host can tell."""
         weight = layer.weight
         if layer.recipe != self.recipe:
             raise RuntimeError("the recipe was changed inside quantize_weights_once: swap recipes outside the block")
@@ -96,11 +96,11 @@ class HeldWeight:
                 "open the block inside torch.autocast, or give it dtype="
             )
         self._compare()
-        # Neither can be asked for in a compiled graph. The scope compares everything when it ends.
+        # A compiled graph has neither addresses nor versions. The scope compares everything when it ends.
         if torch.compiler.is_compiling():
             return
         if weight is not self.weight or self._seen != (weight.data_ptr(), _version(weight)):
             raise RuntimeError(
-                "a weight was changed inside quantize_weights_once, where its old value is still held: change weights "
-                "(optimizer.step, load_state_dict) after the block"
+                "a weight was changed inside quantize_weights_once, and the block still has its old value: change "
+                "weights (optimizer.step, load_state_dict) after the block"
             )

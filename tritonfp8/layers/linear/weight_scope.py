@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear.module import Float8Linear, require_module
 from tritonfp8.layers.linear.operands import Operands, quantize_weight
-from tritonfp8.layers.linear.weight_cache import HeldWeight
+from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.specs import shown
 
 
@@ -32,7 +32,7 @@ def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return weight.dtype if dtype is None else dtype
 
 
-def _hold(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> HeldWeight:
+def _cache(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> CachedWeight:
     if "weight" not in layer._parameters:
         raise TypeError(
             f"the weight of {name} must be a Parameter; it is computed for each use (parametrized, pruned or "
@@ -46,21 +46,21 @@ def _hold(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> HeldWeig
         )
     computed = _dtype_of(weight, dtype)
     operands = quantize_weight(weight.to(computed), layer.recipe, torch.is_grad_enabled())
-    return HeldWeight(weight, computed, layer.recipe, operands)
+    return CachedWeight(weight, computed, layer.recipe, operands)
 
 
-def _changed(layer: Float8Linear, held: HeldWeight) -> Tensor:
-    """Whether the layer's weight quantizes to other bits than those held."""
-    if not _bits(held.operands):
-        return torch.zeros((), dtype=torch.bool, device=held.weight.device)
-    if layer.weight is not held.weight:
-        return torch.ones((), dtype=torch.bool, device=held.weight.device)
-    both = held.operands[1] is not None
-    now = _differ(held.operands, quantize_weight(held.weight.to(held.dtype), held.recipe, both))
-    return now | held.differences.any()
+def _changed(layer: Float8Linear, cached: CachedWeight) -> Tensor:
+    """Whether the layer's weight quantizes to other bits than the cached ones."""
+    if not _bits(cached.operands):
+        return torch.zeros((), dtype=torch.bool, device=cached.weight.device)
+    if layer.weight is not cached.weight:
+        return torch.ones((), dtype=torch.bool, device=cached.weight.device)
+    both = cached.operands[1] is not None
+    now = _differ(cached.operands, quantize_weight(cached.weight.to(cached.dtype), cached.recipe, both))
+    return now | cached.differences.any()
 
 
-def _check_unchanged(layers: Mapping[str, Float8Linear], of_layer: Mapping[str, HeldWeight]) -> None:
+def _check_unchanged(layers: Mapping[str, Float8Linear], of_layer: Mapping[str, CachedWeight]) -> None:
     changed = [_changed(layer, of_layer[name]) for name, layer in layers.items()]
     names = [name for name, flag in zip(layers, changed, strict=True) if flag.item()]
     if names:
@@ -82,21 +82,21 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
                 loss(model(batch)).backward()
         optimizer.step()
 
-    The results are those without the scope, bit for bit. Held until the block ends, for a weight of N x K: N K bytes
-    and scales, twice that where grad_input reads other bytes than the output's transposed (rowwise, 1x32) and gradients
-    are enabled. Compiled layers take one graph inside the block and one outside.
+    The results have the bits that they have without the block. A weight of N x K takes N K bytes and scales until the
+    block ends. It takes twice that if gradients are enabled and ``grad_input`` reads other bytes than the transpose of
+    the operand of ``output`` (rowwise, 1x32). Compiled layers have one graph inside the block and one outside.
 
-    Inside the block weights must not change. A change that shows (in place, another Parameter, other storage) is an
-    error at the next eager use; any other (``.data``, a kernel of the caller's; everything, in a compiled graph) when
-    the block ends, where each weight is quantized again and compared. So is one that was undone by then, such as EMA
-    weights swapped in by ``.data.copy_``: each use compares a sample of the weight by two small kernels, with elements
-    of every row and column. Only a change that misses the sample and is undone is not seen. Nothing is held beyond the
-    block, so no change outside it is ever missed.
+    Weights must not change inside the block. A change that torch counts (in place, another Parameter, other storage) is
+    an error at the next eager use. Any other change (``.data``, a kernel of the caller's, all changes in a compiled
+    graph) is an error when the block ends: each weight is then quantized again and compared. To catch changes that are
+    undone by then, such as EMA weights swapped in by ``.data.copy_``, each use also compares a sample with elements of
+    every row and column. Only a change that misses the sample and is undone goes unnoticed. Nothing is cached beyond
+    the block, so changes outside it are always seen.
 
     Args:
         model: a converted model; its weights plain tensors with data.
-        dtype: in which the layers compute. The default is that of autocast where it is enabled around the block, else
-            each weight's own.
+        dtype: the dtype in which the layers compute. Default: autocast's if it is enabled around the block, else each
+            weight's own.
 
     Raises:
         ValueError: the model has no converted layer, or a scope is open on one already.
@@ -110,21 +110,21 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     if not layers:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
-    if open_already := [name for name, layer in layers.items() if layer.held_weight is not None]:
+    if open_already := [name for name, layer in layers.items() if layer.cached_weight is not None]:
         raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
-    held: dict[tuple[Any, ...], HeldWeight] = {}
+    cached: dict[tuple[Any, ...], CachedWeight] = {}
     for name, layer in layers.items():
-        # Tied weights share what is held.
+        # Tied weights share one entry.
         key = (id(layer._parameters.get("weight")), layer.recipe)
-        held[key] = held.get(key) or _hold(name, layer, dtype)
-    of_layer = {name: held[id(layer.weight), layer.recipe] for name, layer in layers.items()}
+        cached[key] = cached.get(key) or _cache(name, layer, dtype)
+    of_layer = {name: cached[id(layer.weight), layer.recipe] for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            layer.held_weight = of_layer[name]
+            layer.cached_weight = of_layer[name]
         yield
         _check_unchanged(layers, of_layer)
     finally:
-        for each in held.values():
+        for each in cached.values():
             each.open = False
         for layer in layers.values():
-            layer.__dict__.pop("held_weight", None)
+            layer.__dict__.pop("cached_weight", None)
