@@ -107,12 +107,17 @@ def tables_of(batch):
 
 
 @each_device
-def test_aligned_shards(device):
-    """Rows, columns and places that a thread reads and writes 16 bytes at a time."""
-    batch = batch_of(recipes.get("rowwise"), 1, 2, device, torch.float32, shapes=[(256, 256), (512, 128)])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_aligned_shards(device, recipe):
+    """Rows, columns and places that a thread reads and writes 16 bytes at a time; blocks that begin where a shard does.
+
+    The second rank's shard begins inside the grid of amaxes.
+    """
+    batch = batch_of(recipes.get(recipe), 1, 2, device, torch.float32, shapes=[(256, 256), (512, 128)])
     amaxes, one_by_one = both_amaxes(batch)
     assert torch.equal(amaxes, one_by_one)
-    check_segments(batch, amaxes)
+    sent = check_segments(batch, amaxes)
+    assert {name for name, _ in sent} == set(batch.plans)
     assert all(table.aligned for _, table in tables_of(batch).values())
 
 
