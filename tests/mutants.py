@@ -248,6 +248,8 @@ def is_caught(mutant, tree):
     path.write_text(source.replace(mutant.old, mutant.new))
     compiled = mutant.tests[0].startswith(COMPILED)
     environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_INTERPRET": "0" if compiled else "1"}
+    # Random examples are the same each time.
+    environment["CI"] = "1"
     command = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
