@@ -1,10 +1,13 @@
 """What the package needs of particular versions of torch and triton, each in one place.
 
-Exports the versions that are supported; importing this folder checks the installed ones.
+Exports the versions that are supported, and the module of private names; importing this folder checks the installed
+versions and names.
 """
 
+from tritonfp8.compat import torch_private
 from tritonfp8.compat.versions import TRITON_OF_TORCH
 
 __all__ = [
     "TRITON_OF_TORCH",
+    "torch_private",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import counting, hardware, launch
+from tritonfp8.compat import torch_private
 
 
 def on_cuda(
@@ -19,8 +20,8 @@ def on_cuda(
     Products, which have a ``kind``, are counted here: a function around this one would cost each eager call.
     """
     of_device: dict[int, Callable[..., Any]] = {}
-    # There is a tensor on CUDA, so CUDA is initialized, which torch.cuda.current_device would look into.
-    current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    # A tensor lies on CUDA, so CUDA is initialized, and the check of torch.cuda.current_device is not needed.
+    current_device = torch_private.current_device_getter()
 
     def run(x: Tensor, *args: Any) -> Any:
         index = x.get_device()

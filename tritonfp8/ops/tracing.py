@@ -13,17 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonfp8.compat.torch_private import is_traced as is_traced
 from tritonfp8.ops.registry import implement, without_backward
-
-_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
-_is_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
-_is_jit_tracing = torch._C._is_tracing
-
-
-def is_traced() -> bool:
-    """Whether operations are recorded into a graph just now, by other means than Dynamo."""
-    # What get_proxy_mode of torch.fx and torch.jit.is_tracing ask, in less of an eager call's time.
-    return _mode(_PROXY) is not None or _is_included(_PRE_DISPATCH) or _is_jit_tracing()
 
 
 def sealed(out: Tensor, *sources: Tensor | None) -> Tensor:

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear.operands import OperandProvider, Pair
 from tritonfp8.specs import QuantSpec
 
 _T = TypeVar("_T")
 _PLAIN = (Tensor, nn.Parameter)
-# Absent where torch is built without CUDA, which has no CUDA tensors either.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 class _Entry:
@@ -65,10 +64,10 @@ def _state(x: Tensor) -> tuple[Any, ...] | None:
     if versions is None:
         return None
     # Selective checkpointing counts the ops in its mode, so a cast made outside of it must be made again inside.
-    depth = torch._C._len_torch_dispatch_stack()
-    modes = tuple([weakref.ref(torch._C._get_dispatch_stack_at(i)) for i in range(depth)]) if depth else ()
+    depth = torch_private.dispatch_mode_count()
+    modes = tuple([weakref.ref(torch_private.dispatch_mode_at(i)) for i in range(depth)]) if depth else ()
     # Another stream does not wait for the cast, and a captured graph must contain it.
-    where = (_raw_stream(x.get_device()), torch.cuda.is_current_stream_capturing()) if x.is_cuda else None
+    where = (torch_private.raw_stream(x.get_device()), torch.cuda.is_current_stream_capturing()) if x.is_cuda else None
     # Inference tensors cannot be saved for backward.
     return versions, modes, where, torch.is_inference_mode_enabled()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear.operands import Operands
 from tritonfp8.recipes import Recipe
 
@@ -75,11 +75,11 @@ class CachedWeight:
         """
         if self.operands[0] is None:
             return
-        if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or not torch_private.dispatch_mode_count():
             self.differences.bitwise_or_(self._sample ^ self._bits)
         else:
             # Selective checkpointing would save the tensor that is written to here.
-            with _disable_current_modes():
+            with torch_private.disable_current_modes():
                 self.differences.bitwise_or_(self._sample ^ self._bits)
 
     def check(self, layer: Any) -> None:

@@ -1,0 +1,53 @@
+"""What is private of torch: checked by name, and what serves in its place."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tritonfp8.compat import torch_private
+
+
+def test_the_installed_torch_has_the_names():
+    assert torch_private.find_missing() == ()
+
+
+def test_missing_names_are_an_error_that_names_them():
+    missing = torch_private.find_missing(SimpleNamespace(_C=SimpleNamespace(DispatchKey=torch._C.DispatchKey)))
+    assert len(missing) == len(torch_private.WITHOUT_FALLBACK) - 1
+    with pytest.raises(ImportError, match=r"torch._C._len_torch_dispatch_stack \(the number of.*Install one of torch"):
+        torch_private.require(missing)
+    torch_private.require(())
+
+
+def test_allocation_by_the_private_name_and_by_the_public_one(monkeypatch):
+    layout = (4, 6), (1, 8), torch.float16
+    by_name = torch_private.empty_strided(torch.device("cpu"))(*layout)
+    monkeypatch.setattr(torch_private, "_C", SimpleNamespace())
+    public = torch_private.empty_strided(torch.device("cpu"))(*layout)
+    for x in (by_name, public):
+        assert (tuple(x.shape), x.stride(), x.dtype) == layout
+
+
+def test_the_public_names_serve_in_place_of_private_ones(monkeypatch):
+    monkeypatch.setattr(torch_private, "_C", SimpleNamespace())
+    assert torch_private.current_device_getter() is torch.cuda.current_device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch_private._public_raw_stream(0) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=40 + device))
+    assert torch_private._public_raw_stream(2) == 42
+
+
+def test_tracing_is_seen():
+    seen = []
+
+    def note(x):
+        seen.append(torch_private.is_traced())
+        return x + 1
+
+    note(torch.zeros(2))
+    make_fx(note)(torch.zeros(2))
+    torch.jit.trace(note, torch.zeros(2), check_trace=False)
+    assert seen == [False, True, True]

@@ -1,0 +1,96 @@
+"""All private names of torch that the core uses: what each is for, and what serves if torch lacks it.
+
+The names are known in torch 2.11 to 2.15. No public function replaces those in :data:`WITHOUT_FALLBACK`: the import
+fails if torch lacks one. :mod:`tritonfp8.distributed.torch_private` has those that distributed training adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch as _python_dispatch
+
+from tritonfp8.compat.versions import supported
+
+_C: Any = torch._C
+_jit: Any = torch.jit
+
+WITHOUT_FALLBACK: Mapping[str, str] = {
+    "_C._len_torch_dispatch_stack": "the number of dispatch modes",
+    "_C._get_dispatch_stack_at": "a dispatch mode, which must not miss a cast that was made outside of it",
+    "_C._get_dispatch_mode": "whether a graph is traced, in less time than by get_proxy_mode",
+    "_C._TorchDispatchModeKey.PROXY": "the mode that traces",
+    "_C._dispatch_tls_is_dispatch_key_included": "whether torch.export traces",
+    "_C.DispatchKey.PreDispatch": "the key by which torch.export traces",
+    "utils._python_dispatch._disable_current_modes": "operations that selective checkpointing must not keep",
+}
+"""Names without which the package cannot work, below ``torch``, with their use."""
+
+
+def find_missing(root: Any = torch) -> tuple[str, ...]:
+    """The names of :data:`WITHOUT_FALLBACK` that torch lacks, with their use."""
+
+    def lacks(path: str) -> bool:
+        owner = root
+        for name in path.split("."):
+            if not hasattr(owner, name):
+                return True
+            owner = getattr(owner, name)
+        return False
+
+    return tuple(f"torch.{path} ({use})" for path, use in WITHOUT_FALLBACK.items() if lacks(path))
+
+
+def require(missing: tuple[str, ...]) -> None:
+    """Check that nothing is missing.
+
+    Raises:
+        ImportError: something is. The message names it and the versions of torch that have it.
+    """
+    if missing:
+        raise ImportError(
+            f"tritonfp8 needs private names that torch {torch.__version__} lacks: {', '.join(missing)}. "
+            f"Install one of {supported()}."
+        )
+
+
+require(find_missing())
+
+dispatch_mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
+dispatch_mode_at: Callable[[int], Any] = _C._get_dispatch_stack_at
+disable_current_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+
+_mode, _PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY
+_is_included, _PRE_DISPATCH = _C._dispatch_tls_is_dispatch_key_included, _C.DispatchKey.PreDispatch
+# In less time than torch.jit.is_tracing, which also asks whether it is scripted.
+_is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", _jit.is_tracing)
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded into a graph just now, by other means than Dynamo."""
+    return _mode(_PROXY) is not None or _is_included(_PRE_DISPATCH) or _is_jit_tracing()
+
+
+def current_device_getter() -> Callable[[], int]:
+    """What gives the index of the current CUDA device: ``torch.cuda.current_device`` without its look at the start."""
+    return getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def _public_raw_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if torch.cuda.is_available() else 0
+
+
+raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _public_raw_stream)
+"""The current stream of a CUDA device as an integer; torch built without CUDA lacks the name, and has no streams."""
+
+
+def empty_strided(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
+    """``torch.empty_strided`` of sizes, strides and dtype on a device that is the current one.
+
+    Code that Inductor generates allocates by the private function, which takes half of the time.
+    """
+    quick = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), f"_empty_strided_{device.type}", None)
+    return quick or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
