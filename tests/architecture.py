@@ -50,14 +50,14 @@ MUTABLE_DATACLASSES = {
 MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked"}
 MAY_READ_THE_ENVIRONMENT = (*(f"tritonfp8.{room}" for room in ABOVE_THE_CORE), "tritonfp8.tuning.store")
 # Functions, or a stride in one.
-BOUNDED = "the launcher copies what lies beyond (compiled.within_32_bits)"
+BOUNDED = "the launcher copies what lies beyond (View.within_32_bits)"
 STRIDES_OF_32_BITS = {
     **dict.fromkeys(("_read_scale", "_read_rows", "_read_columns", "scale_tile"), BOUNDED),
     **dict.fromkeys(
         ("block_scaled_matmul_kernel.stride_a_scale_k", "block_scaled_matmul_kernel.stride_b_scale_k"), BOUNDED
     ),
     **dict.fromkeys(("rms_norm_rows_kernel.stride_w", "rms_norm_backward_kernel.stride_w", "_load.stride_cn"), BOUNDED),
-    "_fill": "coordinates of the copy engine have 32 bits; the launcher lays scales out again that lie beyond",
+    "_fill": "coordinates of TMA have 32 bits; the launcher lays scales out again that lie beyond",
     "quantize_shards_kernel": "indices come from a table of int64",
     "quantize_tile_kernel": "a result's number, 0 or 1",
 }

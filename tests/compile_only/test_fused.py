@@ -5,8 +5,9 @@ from compile_target import compile_kernel
 
 from tritonfp8.kernels.fused.rms_norm import rms_norm_backward_kernel, rms_norm_rows_kernel, sum_partials_kernel
 from tritonfp8.kernels.fused.swiglu import partial_amax_of_result_kernel, quantize_tile_kernel, silu_mul_rows_kernel
-from tritonfp8.launch import fused
-from tritonfp8.launch.fused import (
+from tritonfp8.launch.constants import kernel_constants
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.tuning.fused_tiles import (
     AMAX_TILES,
     LONG_BLOCK,
     MAX_ROW,
@@ -17,7 +18,6 @@ from tritonfp8.launch.fused import (
     SQUARE_TILES,
     SUM_TILES,
 )
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 
 HOPPER_SHARED_BYTES = 232448
 TARGETS = [89, 90, 100]
@@ -34,7 +34,7 @@ def on_hopper_and_one_elsewhere(*sizes):
 def constants_of(suffix, block, format="e4m3"):
     mx = block == BLOCK_1X32
     spec = QuantSpec(format, BLOCK_1X32 if mx else ROWWISE, "e8m0" if mx else "fp32", "pow2")
-    return fused._constants(suffix, block, spec)
+    return kernel_constants(spec, block, suffix)
 
 
 def compile_for(kernel, types, constants, cc, warps, aligned=()):

@@ -37,11 +37,13 @@ from fused_checks import (
 )
 
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.launch import executor
 from tritonfp8.launch import fused as launch_fused
-from tritonfp8.launch.fused import MAX_ROW
 from tritonfp8.reference import fused as reference_fused
 from tritonfp8.specs import BLOCK_1X128, ORIENTATIONS, RMS_NORM_ROUNDINGS
 from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.tuning import fused_tiles
+from tritonfp8.tuning.fused_tiles import MAX_ROW
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 each_producer = pytest.mark.parametrize("producer", PRODUCERS)
@@ -132,13 +134,13 @@ def test_constants_are_in_the_order_of_the_kernels(monkeypatch):
         assert not any(name.endswith("_ptr") for name in names[len(pointers) :])
         seen[kernel.__name__] = options
 
-    monkeypatch.setattr(launch_fused, "run", record)
+    monkeypatch.setattr(executor, "run", record)
     for producer in PRODUCERS:
         for spec in SPEC_OF_BLOCK:
             for orientation in ORIENTATIONS:
                 launch_of(producer)(*inputs(producer, 8, 150), *spec.args, *spec.args, orientation, True)
     launch_fused.rms_norm_backward(*backward_args(8, 150, torch.float32, "cpu")[:4], "output", None, True)
-    assert len(seen) == 6
+    assert len(seen) == 7
     assert all(set(options) == {"num_warps"} for options in seen.values())
 
 
@@ -253,7 +255,7 @@ def test_rows_longer_than_any_tile_takes(device, monkeypatch):
     if device == "cpu":
         # The longest row is a number; the interpreter takes seconds for the real one.
         n = 150
-        monkeypatch.setattr(launch_fused, "MAX_ROW", n - 1)
+        monkeypatch.setattr(fused_tiles, "MAX_ROW", n - 1)
     check("rms_norm", inputs("rms_norm", 9, n, device=device), ROW)
     check("silu_mul", inputs("silu_mul", 9, n, device=device), ROW, orientation="normal")
     check_backward(9, n, torch.bfloat16, device)

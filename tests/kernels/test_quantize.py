@@ -28,7 +28,8 @@ from cases import (
 
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
-from tritonfp8.launch import cast, partial_maxima
+from tritonfp8.launch import cast, executor
+from tritonfp8.launch.partial_maxima import PartialMaxima
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
 from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
@@ -311,6 +312,7 @@ def test_every_tile_gives_the_same(device, spec, tile, shape, monkeypatch):
     if device == "cpu" and spec.block not in (ROWWISE, BLOCK_1X128):
         pytest.skip("the interpreter takes long, and tiles are the same for amaxes given and found")
     monkeypatch.setattr(cast_tiles, "choose", lambda *args: tile)
+    executor.forget()
     x = with_specials(banded(*shape)).to(device, torch.bfloat16)
     check_quantize(x, spec, transpose=True)
     check_both(x, spec, spec)
@@ -324,9 +326,10 @@ def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
     if device == "cpu" and dtype in (torch.float16, torch.float64):
         pytest.skip("the interpreter takes long; parts are integers of two widths")
     monkeypatch.setattr(cast_tiles, "amax_pass", lambda *args: AmaxPass(CastTile(16, 32, 4), 64))
-    monkeypatch.setattr(cast, "MOST_PARTS_IN_A_CAST", most_parts)
-    for module in (cast, partial_maxima):
-        monkeypatch.setattr(module, "MOST_PARTS_AT_ONCE", 4)
+    monkeypatch.setattr(cast_tiles, "MOST_PARTS_IN_A_CAST", most_parts)
+    for name in ("CAST_STEP_PARTS", "REDUCE_STEP_PARTS"):
+        monkeypatch.setattr(cast_tiles, name, 4)
+    executor.forget()
     for x in (banded(192, 160), with_specials(banded(165, 135))):
         x = x.to(device, dtype)
         for spec in SPEC_OF_BLOCK:
@@ -341,9 +344,9 @@ def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
 def test_a_cast_joins_few_parts_of_columns_itself(device, parts, both, launches, monkeypatch):
     """A launch that joins them takes longer than reading them, unless rows are to be read too."""
     seen = []
-    run = partial_maxima.run
-    monkeypatch.setattr(partial_maxima, "run", lambda *args, **options: seen.append(args[0]) or run(*args, **options))
-    monkeypatch.setattr(cast, "MOST_PARTS_IN_A_CAST", 3)
+    reduce = PartialMaxima.reduce
+    monkeypatch.setattr(PartialMaxima, "reduce", lambda *args: seen.append(args) or reduce(*args))
+    monkeypatch.setattr(cast_tiles, "MOST_PARTS_IN_A_CAST", 3)
     x = banded(cast_tiles.AMAX_OF_COLUMNS.tile.m * parts, 160).to(device, torch.bfloat16)
     (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
     if both:
@@ -357,14 +360,14 @@ def test_a_cast_joins_few_parts_of_columns_itself(device, parts, both, launches,
 def test_amax_of_narrow_tensors_takes_little_memory(device, monkeypatch):
     """Many rows of few columns, which many programs could share: their parts of all rows would be larger than x."""
     allocated = []
-    of = partial_maxima.Parts.of
-    monkeypatch.setattr(cast.Parts, "of", lambda *args: allocated.append(of(*args)) or allocated[-1])
+    allocate = PartialMaxima.allocate
+    monkeypatch.setattr(PartialMaxima, "allocate", lambda *args: allocated.append(allocate(*args)) or allocated[-1])
     monkeypatch.setattr(cast_tiles, "amax_pass", lambda *args: AmaxPass(CastTile(16, 512, 4), 10**4))
     x = banded(2500, 520).to(device, torch.bfloat16)
     (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
     check_both(x, spec, spec)
     assert allocated
-    assert all(parts.buffer.nbytes <= x.nbytes // 4 for parts in allocated)
+    assert all(each.buffer.numel() * each.buffer.itemsize <= x.nbytes // 4 for each in allocated)
 
 
 @pytest.mark.gpu

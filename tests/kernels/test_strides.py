@@ -9,6 +9,7 @@ from matmul_cases import PAIRS, Product, family
 
 from tritonfp8 import reference
 from tritonfp8.launch import cast, fused, matmul
+from tritonfp8.launch.plan import View
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec, empty_scale
 from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import chooser
@@ -18,6 +19,7 @@ HALF = 2**31
 # Of Linux; Python names it since 3.13.
 MAP_NORESERVE = 0x4000
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+VECTOR = "e4m3:1x128:fp32:pow2"
 
 interpreted = pytest.mark.parametrize("device", [INTERPRETER])
 
@@ -87,12 +89,13 @@ def test_casts(device, far, dim):
     assert_bitwise_equal(cast.quantize(far(x, dim), *ROW.args), reference.quantize(x, *ROW.args))
 
 
-def test_scales_beyond_the_coordinates_of_the_copy_engine_are_copied(far, monkeypatch):
+def test_scales_beyond_the_coordinates_of_tma_are_copied(far):
     """A step's rows are found by one int32: here the fourth step begins beyond it."""
-    described = []
-    monkeypatch.setattr(matmul, "_hopper_descriptor", lambda x, *args, **options: described.append(x))
     scale = empty_scale((8, 4 * 128), BLOCK_1X128, "fp32", "cpu").copy_(normal(8, 4))
-    for given in (scale, far(scale, 1)):
-        _, row, step = matmul._scale_along_k(given, 1, 32)
-        assert (row, step) == (1, scale.stride(1))
-        assert_bitwise_equal(described[-1].as_strided(scale.shape, (row, step)).contiguous(), scale.contiguous())
+    assert matmul._readable_along_k(scale, VECTOR) is scale
+    copied = matmul._readable_along_k(far(scale, 1), VECTOR)
+    assert copied.stride() == scale.stride()
+    assert_bitwise_equal(copied, scale)
+    map, row, step = matmul._scale_along_k(View.of(copied), 1, 32)
+    assert (row, step) == (1, scale.stride(1))
+    assert (map.view.shape, map.block) == ((3 * step + 8,), (32,))

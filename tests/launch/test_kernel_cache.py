@@ -8,7 +8,8 @@ from cases import normal
 from torch import nn
 
 from tritonfp8 import convert, hardware, recipes
-from tritonfp8.launch import kernel_cache, plan
+from tritonfp8.compat import triton_private
+from tritonfp8.launch import executor, kernel_cache
 from tritonfp8.testing import assert_bitwise_equal
 
 
@@ -37,7 +38,8 @@ def dependent(request):
 def kernel(monkeypatch, dependent):
     device = dataclasses.replace(hardware.CPU, has_dependent_launch=dependent)
     monkeypatch.setattr(hardware, "abilities", lambda index: device)
-    monkeypatch.setattr(kernel_cache, "INTERPRETING", False)
+    monkeypatch.setattr(triton_private, "INTERPRETING", False)
+    monkeypatch.setattr(triton_private, "MISSING", ())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(kernel_cache, "_compiled", {})
@@ -70,6 +72,18 @@ def test_the_second_launch_compiles_nothing(kernel, dependent):
 def test_what_a_kernel_is_compiled_for(kernel, other):
     run(kernel, torch.zeros(8))
     assert run(kernel, **{"x": torch.zeros(8), **other})[0] == "compiled"
+
+
+def test_without_triton_s_private_names_every_launch_is_its_own(kernel, dependent, monkeypatch):
+    """What was compiled is not launched directly; the error of a captured first launch stays."""
+    monkeypatch.setattr(triton_private, "MISSING", ("a name",))
+    x = torch.zeros(8)
+    first = run(kernel, x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert run(kernel, x) == first
+    assert first[0] == "compiled"
+    with pytest.raises(RuntimeError, match="before the capture"):
+        run(kernel, x, (3, 6))
 
 
 def test_capture_before_the_first_launch_is_an_error(kernel, monkeypatch):
@@ -122,7 +136,7 @@ def test_capture_without_a_step_before_says_so():
     convert(model, "rowwise")
     # As in a process that has launched nothing yet, neither these kernels nor these calls.
     kernel_cache._compiled.clear()
-    plan.forget()
+    executor.forget()
     with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         model(x)
     torch.cuda.synchronize()

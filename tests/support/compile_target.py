@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tritonfp8 import hardware
+from tritonfp8.launch import executor
 from tritonfp8.launch.kernel_cache import COMPILER_OPTIONS
 
 WARP_SIZE = 32
@@ -131,7 +132,9 @@ def waits_first(ptx):
 
 
 def note_launches(monkeypatch, cc, *modules):
-    """Have ``modules`` launch for a device of compute capability ``cc`` from now on, and note what they would launch.
+    """Have plans launch for a device of compute capability ``cc`` from now on, and note what they would launch.
+
+    So do those of ``modules`` that launch without a plan, by a ``run`` of their own.
 
     Returns:
         A list, filled by and by, of ``(kernel, arguments of run after the number of programs, options)``.
@@ -143,8 +146,11 @@ def note_launches(monkeypatch, cc, *modules):
     def note(kernel, programs, *arguments, **options):
         found.append((kernel, arguments, options))
 
-    for module in modules:
-        monkeypatch.setattr(module, "run", note)
+    for module in (executor, *modules):
+        if hasattr(module, "run"):
+            monkeypatch.setattr(module, "run", note)
+    monkeypatch.setattr(executor, "_plans", {})
+    monkeypatch.setattr(executor, "_repeat_or_warn", lambda *args: None)
     return found
 
 

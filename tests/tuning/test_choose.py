@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tuned import H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, WIDE_WITH_EPILOGUE, entry, key
 
 from tritonfp8 import hardware
-from tritonfp8.launch import plan
+from tritonfp8.launch import executor
 from tritonfp8.tuning import chooser as tuning
 from tritonfp8.tuning import store
 from tritonfp8.tuning.matmul_space import SMALL_M, SPACES, MatmulConfig, find, predicted_time, space, supports
@@ -242,9 +242,9 @@ class TestFiles:
 
     @pytest.mark.parametrize("change", [tuning.reload, lambda: tuning.install({key(): entry(SMALL)}, MACHINE)])
     def test_launches_are_not_repeated_with_an_earlier_choice(self, monkeypatch, change):
-        monkeypatch.setattr(plan, "_plans", {"launched": None})
+        monkeypatch.setattr(executor, "_plans", {"launched": None})
         change()
-        assert not plan._plans
+        assert not executor._plans
 
     def test_reload_reads_again(self):
         assert choose(4096, 4096, 4096).name == WIDE

@@ -1,13 +1,14 @@
 """What the package needs of particular versions of torch and triton, each in one place.
 
-Exports the versions that are supported, and the module of private names; importing this folder checks the installed
+Exports the versions that are supported, and the modules of private names; importing this folder checks the installed
 versions and names.
 """
 
-from tritonfp8.compat import torch_private
+from tritonfp8.compat import torch_private, triton_private
 from tritonfp8.compat.versions import TRITON_OF_TORCH
 
 __all__ = [
     "TRITON_OF_TORCH",
     "torch_private",
+    "triton_private",
 ]

@@ -1,4 +1,7 @@
-"""Validate, allocate, choose a configuration, launch: the Triton twin of each function in :mod:`tritonfp8.reference`.
+"""The casts: the Triton twin of each cast in :mod:`tritonfp8.reference`.
+
+A planner (``plan_...``) makes the plan of a call. The function of the op's name runs it, and serves in plain Python the
+calls that no plan serves: empty tensors, and inputs of several matrices that are cast one by one.
 
 On CPU tensors the kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which is how they are tested without a
 GPU.
@@ -7,61 +10,43 @@ GPU.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from tritonfp8 import hardware, reference
+from tritonfp8 import reference
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels.cast import quantize as quantize_kernels
-from tritonfp8.launch.kernel_cache import run
-from tritonfp8.launch.matmul import product_kind
-from tritonfp8.launch.matmul import scaled_matmul as _scaled_matmul
-from tritonfp8.launch.partial_maxima import Parts, row_chunks
-from tritonfp8.launch.plan import replayed
+from tritonfp8.launch.constants import kernel_constants
+from tritonfp8.launch.executor import planned
+from tritonfp8.launch.matmul import product_kind, scaled_matmul
+from tritonfp8.launch.partial_maxima import PartialMaxima, row_chunks
+from tritonfp8.launch.plan import Planner, View
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
-from tritonfp8.tuning import VECTOR_BYTES, CastTile, cast_tiles
+from tritonfp8.tuning import VECTOR_BYTES, BlockShape, CastTile, cast_tiles
 
 __all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul", "transpose"]
 
-MOST_PARTS_AT_ONCE = 1024
-MOST_PARTS_IN_A_CAST = 32
-
-Block = Sequence[int]
-# Spec, block in the coordinates of x, parts of the amax at once.
-Numerics = tuple[QuantSpec, tuple[int, int], int]
+META = torch.device("meta")
+# A spec, its block in the coordinates of x, how many partial maxima of the amax the kernel reduces in one step.
+Numerics = tuple[QuantSpec, BlockShape, int]
 
 
-def _rows(x: Tensor) -> Tensor:
-    """``[..., K]`` as ``[rows, K]``."""
-    if x.ndim == 2:
-        return x
-    return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
+def _is_folded(shape: Sequence[int], block: Sequence[int]) -> bool:
+    """Whether a tensor has the blocks of the tensor folded to 2-D: no block of several rows crosses a matrix."""
+    return len(shape) <= 2 or block[0] <= 1 or shape[-2] % block[0] == 0
 
 
-def _is_folded(x: Tensor, block: Block) -> bool:
-    """Whether the blocks of ``x`` are those of ``x`` folded to 2-D: no block of several rows crosses a matrix."""
-    return x.ndim <= 2 or block[0] <= 1 or x.shape[-2] % block[0] == 0
-
-
-def _joins(parts: int, block: cast_tiles.Block, normal: bool, transposes: bool) -> bool:
-    """Whether a launch joins the parts of an amax, or the cast into one or two results does: what took less time.
-
-    A transposing cast waits for what it reads; one that does not hides it, and ends before a launch more would. Few
-    parts of columns are read in less time than a launch takes.
-    """
-    if normal and transposes:
-        return True
-    return transposes if block == TENSORWISE else parts > MOST_PARTS_IN_A_CAST
+def _folded(x: View, block: Sequence[int]) -> View | None:
+    """``x`` as a matrix with the same blocks; None if it has no elements, other blocks, or must be copied for that."""
+    return x.folded() if x.numel() and _is_folded(x.shape, block) else None
 
 
 def _whole_dim_amax(
-    x: Tensor, blocks: Collection[cast_tiles.Block], normal: bool = True, transposes: bool = False
-) -> dict[cast_tiles.Block, Tensor]:
+    plan: Planner, x: View, blocks: Collection[BlockShape], normal: bool = True, transposes: bool = False
+) -> dict[BlockShape, View]:
     """``[parts, groups_m, groups_n]`` for each block, magnitudes or amax bits: the amax is the maximum over parts.
 
     ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1). They are
@@ -72,137 +57,147 @@ def _whole_dim_amax(
     tile, programs = cast_tiles.amax_pass(n, blocks)
     strips = -(-n // tile.n)
     rows, columns = m if row else 0, n if col else 0
-    chunks = row_chunks((m, n), tile.m, strips, programs * hardware.abilities(x.device).num_sms, rows + columns)
-    lines = Parts.of(x, rows, columns, strips, chunks) if row or col else None
-    of_whole = Parts.of(x, 0, 1, 0, chunks * strips) if whole else None
-    run(
+    chunks = row_chunks((m, n), tile.m, strips, programs * plan.device.num_sms, rows + columns)
+    lines = PartialMaxima.allocate(plan, x, rows, columns, strips, chunks) if row or col else None
+    of_whole = PartialMaxima.allocate(plan, x, 0, 1, 0, chunks * strips) if whole else None
+    plan.launch(
         quantize_kernels.partial_amax_kernel,
         chunks * strips,
         (x, *((x, x) if lines is None else lines.pointers()), x if of_whole is None else of_whole.buffer),
-        (m, n, *x.stride(), chunks, 0 if lines is None else lines.groups),
+        (m, n, *x.strides, chunks, 0 if lines is None else lines.lines),
         {
             "ROW": row, "COL": col, "WHOLE": whole, "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m,
-            "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // x.element_size()),
+            "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // x.itemsize),
             "STAGES": cast_tiles.PARTIAL_AMAX_STAGES,
         },
         **tile.options(),
     )  # fmt: skip
-    found: dict[cast_tiles.Block, Tensor] = {}
-    for block, parts in ((TENSORWISE, of_whole), (COLUMNWISE, lines)):
-        if parts is not None:
-            joined = _joins(len(parts.buffer), block, normal, transposes)
-            of_rows, of_columns = parts.amax() if joined else parts.unjoined()
-            found |= {ROWWISE: of_rows.unsqueeze(2), block: of_columns.unsqueeze(1)}
+    found: dict[BlockShape, View] = {}
+    for block, maxima in ((TENSORWISE, of_whole), (COLUMNWISE, lines)):
+        if maxima is not None:
+            reduced = cast_tiles.has_own_reduce(maxima.parts, block, normal, transposes)
+            of_rows, of_columns = maxima.reduce(plan) if reduced else maxima.unreduced()
+            found |= {ROWWISE: _groups(of_rows, 2), block: _groups(of_columns, 1)}
     return found
 
 
-def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+def _groups(maxima: View, dim: int) -> View:
+    """``[parts, lines]`` with a dim of size 1 before ``dim``."""
+    (parts, lines), (part, line) = maxima.shape, maxima.strides
+    # The stride that torch gives such a dim.
+    stride = 1 if dim == 2 else lines * line
+    shape, strides = [parts, lines], [part, line]
+    shape.insert(dim, 1)
+    strides.insert(dim, stride)
+    return maxima.strided(shape, strides)
+
+
+def _block_amax(plan: Planner, x: View, block: BlockShape) -> View:
     """amax bits, int32, of blocks of ``x [m, n]`` that are whole in no dim."""
     m, n = x.shape
-    out = torch.empty(scale_shape((m, n), block), dtype=torch.int32, device=x.device)
+    out = plan.empty(scale_shape((m, n), block), torch.int32)
     tile = cast_tiles.holding(block)
-    run(
+    plan.launch(
         quantize_kernels.amax_kernel,
         tile.programs(m, n),
         (x, out),
-        (m, n, *x.stride(), *out.shape, *out.stride()),
+        (m, n, *x.strides, *out.shape, *out.strides),
         {"ROWS": block[0], "COLS": block[1], "TILE_M": tile.m, "TILE_N": tile.n},
         **tile.options(),
     )
     return out
 
 
-@replayed
-def amax(x: Tensor, block: Block) -> Tensor:
+def plan_amax(plan: Planner, x: View, block: BlockShape) -> list[View] | None:
+    """One output, ``[parts, groups_m, groups_n]`` or without the first dim: bits or magnitudes of (partial) maxima."""
+    matrix = _folded(x, block)
+    if matrix is None:
+        return None
+    return [_whole_dim_amax(plan, matrix, [block])[block] if -1 in block else _block_amax(plan, matrix, block)]
+
+
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.amax`."""
-    if not x.numel():
-        return reference.amax(x, block)
-    if not _is_folded(x, block):
-        return torch.stack([amax(matrix, block) for matrix in x])
-    matrix, block = _rows(x), (block[0], block[1])
-    if -1 in block:
-        found = _whole_dim_amax(matrix, [block])[block].amax(0)
-        found = found.view(x.dtype if found.dtype == torch.int16 else torch.float32).float()
-    else:
-        found = _block_amax(matrix, block).view(torch.float32)
+    block = (block[0], block[1])
+    results = planned(plan_amax, (x,), (block,))
+    if results is None:
+        if not x.numel():
+            return reference.amax(x, block)
+        if not _is_folded(x.shape, block):
+            return torch.stack([amax(matrix, block) for matrix in x])
+        return amax(x.contiguous(), block)
+    (found,) = results
+    if found.ndim == 3:
+        found = found.amax(0)
+    found = found.view(x.dtype if found.dtype == torch.int16 else torch.float32).float()
     # One NaN, as in the reference: the kernel keeps the bits of the NaN that it met.
     return torch.where(found.isnan(), torch.nan, found).reshape(scale_shape(x.shape, block))
 
 
-class _Side(NamedTuple):
-    """One result of a cast: tensors and strides in the coordinates of ``x``.
+def _required(view: View | None) -> View:
+    """A view of a contiguous buffer in another shape, which always is one."""
+    assert view is not None
+    return view
 
-    ``amax``, where the kernel does not find it: ``[parts, groups_m, groups_n]``, float32 bits or magnitudes. ``given``
-    says that it is a caller's.
+
+class _Side(NamedTuple):
+    """One result of a cast, in the coordinates of ``x``.
+
+    ``amax``, unless the kernel finds it: ``[parts, groups_m, groups_n]``, float32 bits or magnitudes. ``given`` says
+    that it is a caller's.
     """
 
-    qdata: Tensor
-    scale: Tensor
-    amax: Tensor | None
-    block: tuple[int, int]
+    qdata: View
+    scale: View
+    amax: View | None
+    block: BlockShape
     spec: QuantSpec
     given: bool = False
 
     def runtime_args(self) -> list[int]:
         parts = [0, 0, 0, 0]
         if self.amax is not None:
-            part, *groups = self.amax.stride()
+            part, *groups = self.amax.strides
             parts = [*groups, self.amax.shape[0], part]
-        return [*self.scale.shape, *self.qdata.stride(), *self.scale.stride(), *parts]
+        return [*self.scale.shape, *self.qdata.strides, *self.scale.strides, *parts]
 
-    def tensors(self) -> list[Tensor]:
-        scale = self.scale.view(torch.uint8) if SCALE_FORMATS[self.spec.scale_format].exponent_only else self.scale
+    def pointers(self) -> list[View]:
+        exponent_only = SCALE_FORMATS[self.spec.scale_format].exponent_only
+        scale = self.scale.retyped(torch.uint8) if exponent_only else self.scale
         return [self.qdata, scale, scale if self.amax is None else self.amax]
 
-    def parts_at_once(self) -> int:
-        """How many parts of the amax the kernel reduces in one step; 0 where it finds the amax itself.
+    def step_parts(self) -> int:
+        """How many partial maxima of the amax the kernel reduces in one step; 0 if it finds the amax itself.
 
-        For one that a caller gave, the kernel's mark of it.
+        The kernel's mark of an amax that a caller gave.
         """
         if self.given:
             return int(quantize_kernels.GIVEN.value)
-        if self.amax is None or self.amax.shape[0] == 1:
-            return 0 if self.amax is None else 1
-        return min(triton.next_power_of_2(self.amax.shape[0]), MOST_PARTS_AT_ONCE)
+        return 0 if self.amax is None else cast_tiles.step_parts(self.amax.shape[0])
 
     def numerics(self) -> Numerics:
         """What decides the compile-time arguments of this side."""
-        return self.spec, self.block, self.parts_at_once()
+        return self.spec, self.block, self.step_parts()
 
     def t(self) -> _Side:
         """The same result in the coordinates of ``x.T``."""
-        amax = None if self.amax is None else self.amax.transpose(1, 2)
+        amax = None if self.amax is None else self.amax.transposed(1, 2)
         return self._replace(qdata=self.qdata.t(), scale=self.scale.t(), amax=amax, block=transposed(self.block))
-
-
-def _side_constants(suffix: str, spec: QuantSpec, block: tuple[int, int], parts: int) -> dict[str, object]:
-    fmt = FORMATS[spec.format]
-    values = {
-        "ROWS": block[0],
-        "COLS": block[1],
-        "QMAX": fmt.qmax,
-        "EMAX": fmt.emax,
-        "QMAX_MANTISSA": fmt.qmax_mantissa,
-        "MANTISSA_BITS": fmt.mantissa_bits,
-        "EMIN": fmt.emin,
-        "E8M0": SCALE_FORMATS[spec.scale_format].exponent_only,
-        "POW2": spec.scale_rounding == "pow2",
-        "PARTS": parts,
-    }
-    return {f"{name}{suffix}": value for name, value in values.items()}
 
 
 @functools.cache
 def _constants(
     tile: CastTile, numerics: Numerics | None, numerics_t: Numerics | None, even: bool, direct_cast: bool
-) -> dict[str, object]:
-    """Every compile-time argument of a cast; of a side that is not there, those of the other."""
+) -> Mapping[str, object]:
+    """Every compile-time argument of a cast; a missing side gets those of the other."""
     first, second = numerics or numerics_t, numerics_t or numerics
     assert first is not None
     assert second is not None
     return {
-        **_side_constants("", *first),
-        **_side_constants("_T", *second),
+        **kernel_constants(*first[:2]),
+        "PARTS": first[2],
+        **kernel_constants(*second[:2], "_T"),
+        "PARTS_T": second[2],
         "NORMAL": numerics is not None,
         "TRANSPOSED": numerics_t is not None,
         "DIRECT_CAST": direct_cast,
@@ -214,27 +209,28 @@ def _constants(
     }
 
 
-def _with_amax(x: Tensor, tile: CastTile, sides: Sequence[_Side | None]) -> list[_Side | None]:
+def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[_Side | None]) -> list[_Side | None]:
     """``sides`` with the amax of each block that no tile holds whole, in one pass over ``x [m, n]``."""
-    missing = [s is not None and s.amax is None and not tile.fits(s.block, *x.shape) for s in sides]
+    m, n = x.shape
+    missing = [s is not None and s.amax is None and not tile.fits(s.block, m, n) for s in sides]
     if not any(missing):
         return list(sides)
     blocks = {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None}
-    parts = _whole_dim_amax(x, blocks, *(side is not None for side in sides))
+    maxima = _whole_dim_amax(plan, x, blocks, *(side is not None for side in sides))
     return [
-        s._replace(amax=parts[s.block]) if lacks and s is not None else s
+        s._replace(amax=maxima[s.block]) if lacks and s is not None else s
         for s, lacks in zip(sides, missing, strict=True)
     ]
 
 
-def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
+def _plan_sides(plan: Planner, x: View, side: _Side | None, side_t: _Side | None) -> None:
     """Fill one or two sides from ``x [m, n]``."""
-    if x.stride(1) != 1 and x.stride(0) == 1:
+    if x.strides[1] != 1 and x.strides[0] == 1:
         # The kernel reads along rows.
         x, side, side_t = x.t(), side_t and side_t.t(), side and side.t()
     m, n = x.shape
     tile = cast_tiles.choose(m, n, side and side.block, side_t and transposed(side_t.block))
-    side, side_t = _with_amax(x, tile, (side, side_t))
+    side, side_t = _with_amax(plan, x, tile, (side, side_t))
     first, second = side or side_t, side_t or side
     assert first is not None
     assert second is not None
@@ -243,102 +239,143 @@ def _quantize(x: Tensor, side: _Side | None, side_t: _Side | None) -> None:
         None if side is None else side.numerics(),
         None if side_t is None else side_t.numerics(),
         tile.holds_whole(m, n),
-        hardware.abilities(x.device).has_direct_cast,
+        plan.device.has_direct_cast,
     )
-    run(
+    plan.launch(
         quantize_kernels.quantize_kernel,
         tile.programs(m, n),
-        (x, *first.tensors(), *second.tensors()),
-        (m, n, *x.stride(), *first.runtime_args(), *second.runtime_args()),
+        (x, *first.pointers(), *second.pointers()),
+        (m, n, *x.strides, *first.runtime_args(), *second.runtime_args()),
         constants,
         **tile.options(),
     )
 
 
-def _side(x: Tensor, spec: QuantSpec, transpose: bool, amax: Tensor | None) -> tuple[_Side, Tensor, Tensor]:
-    """Allocate one result of casting ``x``: the side, and its tensors as the caller gets them."""
-    shape = x.shape[::-1] if transpose else x.shape
-    qdata = torch.empty(shape, dtype=FORMATS[spec.format].dtype, device=x.device)
-    scale = empty_scale(shape, spec.block, spec.scale_format, x.device)
-    matrix, scales = qdata, scale
-    if qdata.ndim != 2:
-        matrix = _rows(qdata)
-        scales = scale.view(scale_shape(matrix.shape, spec.block))
-    bits = None if amax is None else amax.reshape(1, *scales.shape).view(torch.int32)
-    side = _Side(matrix, scales, bits, spec.block, spec, bits is not None)
+def _side(
+    plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool, amax: View | None
+) -> tuple[_Side, View, View]:
+    """Allocate one result of casting a tensor of ``shape``: the side, and its views as the caller gets them."""
+    sizes = shape[::-1] if transpose else shape
+    qdata = plan.empty(sizes, FORMATS[spec.format].dtype)
+    scale = plan.like(empty_scale(sizes, spec.block, spec.scale_format, META))
+    matrix, scales = _required(qdata.folded()), scale
+    if matrix is not qdata:
+        scales = _required(scale.viewed(scale_shape(matrix.shape, spec.block)))
+    side = _Side(matrix, scales, amax, spec.block, spec, amax is not None)
     return side.t() if transpose else side, qdata, scale
 
 
-@replayed
+def plan_quantize(plan: Planner, x: View, amax: View | None, spec: str, transpose: bool) -> list[View] | None:
+    """Outputs: qdata, scale."""
+    found = spec_of(spec)
+    matrix = _folded(x, found.block)
+    if matrix is None:
+        return None
+    bits = None
+    if amax is not None:
+        bits = amax.viewed((1, *scale_shape((matrix.t() if transpose else matrix).shape, found.block)))
+        if bits is None:
+            return None
+        bits = bits.retyped(torch.int32)
+    side, qdata, scale = _side(plan, x.shape, found, transpose, bits)
+    _plan_sides(plan, matrix, None if transpose else side, side if transpose else None)
+    return [qdata, scale]
+
+
 def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize`."""
+    results = planned(plan_quantize, (x, amax), (spec, transpose))
+    if results is not None:
+        qdata, scale = results
+        return qdata, scale
     if not x.numel():
         return reference.quantize(x, spec, transpose, amax)
-    if not _is_folded(x, spec_of(spec).block):
+    if not _is_folded(x.shape, spec_of(spec).block):
         amaxes = [None] * len(x) if amax is None else amax
         pairs = [quantize(m, spec, False, a) for m, a in zip(x, amaxes, strict=True)]
         return stacked([q for q, _ in pairs]), stacked([s for _, s in pairs])
-    side, qdata, scale = _side(x, spec_of(spec), transpose, amax)
-    _quantize(_rows(x), None if transpose else side, side if transpose else None)
-    return qdata, scale
+    matrix = x if x.ndim == 2 else x.contiguous()
+    return quantize(matrix, spec, transpose, None if amax is None else amax.contiguous())
 
 
-@replayed
+def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
+    """Outputs: qdata, scale, and those of the transpose."""
+    if not x.numel():
+        return None
+    side, qdata, scale = _side(plan, x.shape, spec_of(spec), False, None)
+    side_t, qdata_t, scale_t = _side(plan, x.shape, spec_of(spec_t), True, None)
+    _plan_sides(plan, x, side, side_t)
+    return [qdata, scale, qdata_t, scale_t]
+
+
 def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_both`."""
-    if not x.numel():
+    results = planned(plan_quantize_both, (x,), (spec, spec_t))
+    if results is None:
         return reference.quantize_both(x, spec, spec_t)
-    side, qdata, scale = _side(x, spec_of(spec), False, None)
-    side_t, qdata_t, scale_t = _side(x, spec_of(spec_t), True, None)
-    _quantize(x, side, side_t)
+    qdata, scale, qdata_t, scale_t = results
     return qdata, scale, qdata_t, scale_t
 
 
-@replayed
-def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.dequantize`."""
-    if not qdata.numel():
-        return qdata.new_empty(qdata.shape, dtype=dtype)
+def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: torch.dtype) -> list[View] | None:
+    """One output, of the shape of ``qdata``."""
     rows, cols = block = spec_of(spec).block
-    if not _is_folded(qdata, block):
-        return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
-    q = _rows(qdata)
+    q = _folded(qdata, block)
+    if q is None:
+        return None
+    scales = scale.viewed(scale_shape(q.shape, block))
+    if scales is None:
+        return None
     exponent_only = SCALE_FORMATS[spec_of(spec).scale_format].exponent_only
-    s = (scale.view(torch.uint8) if exponent_only else scale).reshape(scale_shape(q.shape, block))
     m, n = q.shape
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    tile = CastTile(64, 128, 4)
-    run(
+    out = plan.empty(qdata.shape, dtype)
+    tile = cast_tiles.DEQUANTIZE
+    plan.launch(
         quantize_kernels.dequantize_kernel,
         tile.programs(m, n),
-        (q, s, out),
-        (m, n, *q.stride(), *s.stride()),
+        (q, scales.retyped(torch.uint8) if exponent_only else scales, out),
+        (m, n, *q.strides, *scales.strides),
         {"ROWS": rows, "COLS": cols, "E8M0": exponent_only, "TILE_M": tile.m, "TILE_N": tile.n},
         **tile.options(),
     )
-    return out.view(qdata.shape)
+    return [out]
 
 
-@replayed
-def transpose(qdata: Tensor) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.transpose`."""
-    m, n = qdata.shape
-    out = qdata.new_empty((n, m))
+def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.dequantize`."""
+    results = planned(plan_dequantize, (qdata, scale), (spec, dtype))
+    if results is not None:
+        return results[0]
     if not qdata.numel():
-        return out
+        return qdata.new_empty(qdata.shape, dtype=dtype)
+    if not _is_folded(qdata.shape, spec_of(spec).block):
+        return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
+    return dequantize(qdata.contiguous(), scale.contiguous(), spec, dtype)
+
+
+def plan_transpose(plan: Planner, qdata: View) -> list[View]:
+    """One output, ``[n, m]``."""
+    m, n = qdata.shape
+    out = plan.empty((n, m), qdata.dtype)
+    if not qdata.numel():
+        return [out]
     tile = cast_tiles.TRANSPOSE
-    run(
+    plan.launch(
         quantize_kernels.transpose_kernel,
         tile.programs(m, n),
-        (qdata.view(torch.uint8), out.view(torch.uint8)),
-        (m, n, *qdata.stride()),
+        (qdata.retyped(torch.uint8), out.retyped(torch.uint8)),
+        (m, n, *qdata.strides),
         {
             "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m, "TILE_N": tile.n,
             "R": tile.rows_a_thread(VECTOR_BYTES), "GROUP": tile.group,
         },
         **tile.options(),
     )  # fmt: skip
-    return out
+    return [out]
 
 
-scaled_matmul = replayed(_scaled_matmul)
+def transpose(qdata: Tensor) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.transpose`."""
+    results = planned(plan_transpose, (qdata,), ())
+    assert results is not None
+    return results[0]

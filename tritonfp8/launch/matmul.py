@@ -1,14 +1,12 @@
-"""Launch the matrix products: descriptors, configuration, grid. Part of :mod:`tritonfp8.launch.cast`."""
+"""Launch the GEMMs: TMA descriptors, configuration, grid. The Triton twin of ``scaled_matmul``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonfp8 import hardware, tuning
 from tritonfp8.formats import SCALE_FORMATS
@@ -16,44 +14,36 @@ from tritonfp8.kernels.matmul import block_scaled as block_kernels
 from tritonfp8.kernels.matmul import hopper as hopper_kernels
 from tritonfp8.kernels.matmul import scaled as matmul_kernels
 from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
-from tritonfp8.launch.kernel_cache import run, within_32_bits
+from tritonfp8.launch.executor import planned
+from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family, spec_of
-from tritonfp8.tuning import PARTIAL_BYTES, MatmulConfig
+from tritonfp8.tuning import PARTIAL_BYTES, REDUCE_TILE, REDUCE_WARPS, MatmulConfig
 
-TMA_ALIGNMENT = 16
-MAX_TMA_STRIDE = 2**40
 MAX_TMA_COORDINATE = 2**31 - 1
 PROMOTION = 128
-REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
+SWIZZLE = 128
 
 
 def has_tma_layout(x: Tensor) -> bool:
-    """Whether the copy engine can address this matrix: rows contiguous, start and row stride 16-byte aligned."""
-    stride = x.stride(0) * x.element_size()
-    return (
-        x.stride(1) == 1
-        and x.data_ptr() % TMA_ALIGNMENT == 0
-        and stride % TMA_ALIGNMENT == 0
-        and 0 < stride < MAX_TMA_STRIDE
-        and x.numel() > 0
-    )
+    """Whether TMA can address this matrix: rows contiguous, start and row stride 16-byte aligned."""
+    return View.of(x).has_tma_layout()
 
 
-class _Product(NamedTuple):
-    """Operands of a product as a kernel takes them: exponents of e8m0 scales as bytes, blocks as tuples."""
+class _Gemm(NamedTuple):
+    """Operands of a GEMM as a kernel takes them: exponents of e8m0 scales as bytes, rows that share a scale."""
 
-    a: Tensor
-    a_scale: Tensor
+    a: View
+    a_scale: View
     a_format: str
     a_rows: int
-    b: Tensor
-    b_scale: Tensor
+    b: View
+    b_scale: View
     b_format: str
     b_rows: int
-    bias: Tensor | None
+    bias: View | None
     activation: str | None
-    residual: Tensor | None
-    out: Tensor
+    residual: View | None
+    out: View
 
     def epilogue(self) -> dict[str, object]:
         """Compile-time arguments of the epilogue, in the order of the kernels."""
@@ -63,22 +53,22 @@ class _Product(NamedTuple):
             "HAS_RESIDUAL": self.residual is not None,
         }
 
-    def pointers(self) -> tuple[Tensor | None, ...]:
+    def pointers(self) -> tuple[View | None, ...]:
         return self.a_scale, self.b_scale, self.bias, self.residual
 
     def sizes(self) -> tuple[int, int, int]:
         return self.a.shape[0], self.b.shape[0], self.a.shape[1]
 
     def residual_strides(self) -> tuple[int, ...]:
-        return (0, 0) if self.residual is None else self.residual.stride()
+        return (0, 0) if self.residual is None else self.residual.strides
 
     def scale_strides(self) -> tuple[int, int]:
         """Strides from row to row of scales that leave K whole; 0 for a tensorwise one."""
-        a, b = (scale.stride(0) if scale.shape[0] > 1 else 0 for scale in (self.a_scale, self.b_scale))
+        a, b = (scale.strides[0] if scale.shape[0] > 1 else 0 for scale in (self.a_scale, self.b_scale))
         return a, b
 
-    def parts(self, workspace: Tensor) -> _Product:
-        """The same product without epilogue, its parts into ``workspace``."""
+    def partial_sums(self, workspace: View) -> _Gemm:
+        """The same GEMM without epilogue, its partial sums into ``workspace``."""
         return self._replace(out=workspace, bias=None, activation=None, residual=None)
 
 
@@ -98,40 +88,42 @@ def _tile_sizes(config: MatmulConfig) -> dict[str, object]:
     }
 
 
-def _launch_tiles(
-    p: _Product, family: str, accumulation: str, config: MatmulConfig, programs: int, tma: bool, tma_out: bool
-) -> None:
+def _plan_tiles(
+    plan: Planner, p: _Gemm, family: str, accumulation: str, config: MatmulConfig, programs: int, tma: bool,
+    tma_out: bool,
+) -> None:  # fmt: skip
     """Launch a plain Triton kernel, on any device."""
     m, n, k = p.sizes()
     split = config.split_k > 1
     tma_out = tma_out and not split
-    native_mx = hardware.abilities(p.a.device).has_native_mx
-    operands: list[object] = [p.a, p.b]
+    operands: list[Pointer] = [p.a, p.b]
     if tma:
-        operands = [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, config.block_k])
-            for x, rows in ((p.a, config.block_m), (p.b, config.block_n))
-        ]
+        operands = [TensorMap(x, (rows, config.block_k)) for x, rows in ((p.a, config.block_m), (p.b, config.block_n))]
     columns = config.block_n // 2 if config.halves else config.block_n
-    out = TensorDescriptor(p.out, [m, n], [n, 1], [config.block_m, columns]) if tma_out else p.out
+    out = TensorMap(p.out.strided((m, n), (n, 1)), (config.block_m, columns)) if tma_out else p.out
     constants: dict[str, object]
     if family == "epilogue":
         scale_strides = list(p.scale_strides())
-        # None is the tensor core's own choice: it adds up a whole K.
+        # None leaves it to the tensor core, which adds up a whole K.
         constants = {"PROMOTE_EVERY": min(config.block_k, PROMOTION) if accumulation == "precise" else None}
     else:
-        scale_strides = [*p.a_scale.stride(), *p.b_scale.stride()]
+        scale_strides = [*p.a_scale.strides, *p.b_scale.strides]
         constants = (
             {"A_ROWS": p.a_rows, "B_ROWS": p.b_rows, "SCALE_K": BLOCK_1X128[1]}
             if family == "blockwise"
-            else {"A_FORMAT": p.a_format, "B_FORMAT": p.b_format, "SCALE_K": BLOCK_1X32[1], "NATIVE": native_mx}
+            else {
+                "A_FORMAT": p.a_format,
+                "B_FORMAT": p.b_format,
+                "SCALE_K": BLOCK_1X32[1],
+                "NATIVE": plan.device.has_native_mx,
+            }
         )
-    integers = [m, n, k, *p.a.stride(), *p.b.stride(), p.out.stride(0), *p.residual_strides(), *scale_strides]
+    integers = [m, n, k, *p.a.strides, *p.b.strides, p.out.strides[0], *p.residual_strides(), *scale_strides]
     paths = {"TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves, "FLATTEN": config.flatten}
     if family != "mx":
         integers.append(config.split_k)
         paths |= {"SWAP": config.swap, "SPLIT": split}
-    run(
+    plan.launch(
         _KERNELS[family],
         programs,
         (*operands, out, *p.pointers()),
@@ -142,27 +134,29 @@ def _launch_tiles(
     )
 
 
-def _hopper_descriptor(x: Tensor, block: list[int], swizzle: int = 128) -> HopperDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * x.element_size(), rank=x.ndim)
-    return HopperDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+def _is_readable_along_k(scale: View) -> bool:
+    """Whether TMA can read a step's rows of a scale along K, ``[rows, steps]``, as ``Quantized`` lays it out.
+
+    The Hopper kernel finds a step's rows by one 32-bit coordinate.
+    """
+    row, step = scale.strides
+    aligned = scale.aligned and scale.offset % TMA_ALIGNMENT == 0
+    return row == 1 and step % SCALE_ALIGNMENT == 0 and aligned and step * scale.shape[1] <= MAX_TMA_COORDINATE
 
 
-def _scale_along_k(scale: Tensor, rows: int, block_rows: int) -> tuple[object, int, int]:
-    """A scale along K as the warp-specialized kernel reads it, with its strides of a row and of a step of K."""
+def _scale_along_k(scale: View, rows: int, block_rows: int) -> tuple[Pointer, int, int]:
+    """A scale along K as the Hopper kernel reads it, with its strides of a row and of a step of K."""
     if rows > 1:
-        return scale, scale.stride(0), scale.stride(1)
-    # Quantized lays these out so that the copy engine can read a step's rows; a scale from elsewhere is laid out anew.
-    misaligned = scale.stride(0) != 1 or scale.stride(1) % SCALE_ALIGNMENT or scale.data_ptr() % TMA_ALIGNMENT
-    # TMA finds a step's rows by one 32-bit coordinate.
-    if misaligned or scale.stride(1) * scale.shape[1] > MAX_TMA_COORDINATE:
-        shape = (scale.shape[0], scale.shape[1] * BLOCK_1X128[1])
-        scale = empty_scale(shape, BLOCK_1X128, "fp32", scale.device).copy_(scale)
-    size = scale.stride(1) * (scale.shape[1] - 1) + scale.shape[0]
-    return _hopper_descriptor(scale.as_strided((size,), (1,)), [block_rows], swizzle=0), 1, scale.stride(1)
+        return scale, scale.strides[0], scale.strides[1]
+    step = scale.strides[1]
+    size = step * (scale.shape[1] - 1) + scale.shape[0]
+    return TensorMap(scale.strided((size,), (1,)), (block_rows,), swizzle=0), 1, step
 
 
-def _launch_specialized(p: _Product, family: str, accumulation: str, config: MatmulConfig, programs: int) -> None:
-    """Launch the warp-specialized kernel; the copy engine addresses all three matrices."""
+def _plan_specialized(
+    plan: Planner, p: _Gemm, family: str, accumulation: str, config: MatmulConfig, programs: int
+) -> None:
+    """Launch the warp-specialized kernel; TMA addresses all three matrices."""
     m, n, k = p.sizes()
     split = config.split_k > 1
     a_rows, b_rows = (p.a_rows, p.b_rows) if family == "blockwise" else (0, 0)
@@ -171,22 +165,22 @@ def _launch_specialized(p: _Product, family: str, accumulation: str, config: Mat
         b_scale, *b_strides = _scale_along_k(p.b_scale, b_rows, max(config.block_n, SCALE_VECTOR))
     else:
         a_stride, b_stride = p.scale_strides()
-        a_scale, *a_strides = p.a_scale, a_stride, 0
-        b_scale, *b_strides = p.b_scale, b_stride, 0
+        a_scale, a_strides = p.a_scale, [a_stride, 0]
+        b_scale, b_strides = p.b_scale, [b_stride, 0]
     a = (p.a, config.block_m, a_scale, a_strides, a_rows, m)
     b = (p.b, config.block_n, b_scale, b_strides, b_rows, n)
     residual_strides = p.residual_strides()
-    out_block = [SPECIALIZED_WAVE_ROWS, config.block_n // (2 if config.halves else 1)]
+    out_block = SPECIALIZED_WAVE_ROWS, config.block_n // (2 if config.halves else 1)
     if config.swap:
         a, b, residual_strides = b, a, residual_strides[::-1]
-        out_block = [config.block_m, SPECIALIZED_WAVE_ROWS]
+        out_block = config.block_m, SPECIALIZED_WAVE_ROWS
     (lhs, block_m, a_scale, a_strides, a_rows, m), (rhs, block_n, b_scale, b_strides, b_rows, n) = a, b
     matrices = (
-        _hopper_descriptor(lhs, [block_m, config.block_k]),
-        _hopper_descriptor(rhs, [block_n, config.block_k]),
-        _hopper_descriptor(p.out, out_block),
+        TensorMap(lhs, (block_m, config.block_k), SWIZZLE),
+        TensorMap(rhs, (block_n, config.block_k), SWIZZLE),
+        TensorMap(p.out, out_block, SWIZZLE),
     )
-    run(
+    plan.launch(
         hopper_kernels.hopper_matmul_kernel,
         programs,
         (*matrices, a_scale, b_scale, p.bias, p.residual),
@@ -212,58 +206,111 @@ def _launch_specialized(p: _Product, family: str, accumulation: str, config: Mat
     )
 
 
-def _workspace(p: _Product, config: MatmulConfig) -> tuple[Tensor, int]:
-    """Where the parts of a sum go, in rows that the copy engine can address, and how many rows a part has.
+def _workspace(plan: Planner, p: _Gemm, config: MatmulConfig) -> tuple[View, int]:
+    """Memory of the partial sums, in rows that TMA can address, and the number of rows of a part of K.
 
     Allocated for each launch: under the caching allocator that is safe on every stream and in a CUDA graph.
     """
     m, n, _ = p.sizes()
     rows = -(-m // config.block_m) * config.block_m
     unit = TMA_ALIGNMENT // PARTIAL_BYTES
-    stride = -(-n // unit) * unit
-    shape = (config.split_k * rows, n)
-    return torch.empty_strided(shape, (stride, 1), dtype=torch.float32, device=p.a.device), rows
+    return plan.empty((config.split_k * rows, n), torch.float32, (-(-n // unit) * unit, 1)), rows
 
 
-def _launch_reduce(p: _Product, family: str, config: MatmulConfig, workspace: Tensor, rows: int) -> None:
-    """Add up the parts in their order, so that every run gives the same bits, and apply the epilogue."""
+def _plan_reduce(plan: Planner, p: _Gemm, family: str, config: MatmulConfig, workspace: View, rows: int) -> None:
+    """Add up the partial sums in their order, so that every run gives the same bits, and apply the epilogue."""
     m, n, _ = p.sizes()
     tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
     scaled = family == "epilogue"
     scale_strides = p.scale_strides() if scaled else (0, 0)
-    run(
+    plan.launch(
         matmul_kernels.reduce_parts_kernel,
         tiles,
         (workspace, p.out, *p.pointers()),
-        (m, n, rows, workspace.stride(0), p.out.stride(0), *p.residual_strides(), *scale_strides),
+        (m, n, rows, workspace.strides[0], p.out.strides[0], *p.residual_strides(), *scale_strides),
         {**REDUCE_TILE, "SPLIT_K": config.split_k, "SCALED": scaled, **p.epilogue()},
-        num_warps=4,
+        num_warps=REDUCE_WARPS,
     )
 
 
-def _launch_product(p: _Product, family: str, accumulation: str, config: MatmulConfig | None, tma: bool | None) -> None:
-    device = hardware.abilities(p.a.device)
+def _plan_gemm(
+    plan: Planner, p: _Gemm, family: str, accumulation: str, config: MatmulConfig | None, tma: bool | None
+) -> bool:
+    """Whether the GEMM was planned: not if a scale must be copied first."""
+    device = plan.device
     m, n, k = p.sizes()
     tma = device.has_tma if tma is None else tma
-    tma_operands = tma and has_tma_layout(p.a) and has_tma_layout(p.b)
-    tma_out = tma and has_tma_layout(p.out)
+    tma_operands = tma and p.a.has_tma_layout() and p.b.has_tma_layout()
+    tma_out = tma and p.out.has_tma_layout()
     if config is None:
         bare = p.activation is None and p.residual is None
-        copy_engine = tma_operands and tma_out
         scaled_rows = (p.a_rows, p.b_rows)
         config = tuning.choose(
-            family, accumulation, scaled_rows, m, n, k, p.out.element_size(), bare, copy_engine, device
+            family, accumulation, scaled_rows, m, n, k, p.out.itemsize, bare, tma_operands and tma_out, device
         )
     pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
     programs = min(device.num_sms * config.blocks_per_sm, pieces)
-    workspace, rows = _workspace(p, config) if config.split_k > 1 else (None, 0)
-    product = p if workspace is None else p.parts(workspace)
+    workspace, rows = _workspace(plan, p, config) if config.split_k > 1 else (None, 0)
+    gemm = p if workspace is None else p.partial_sums(workspace)
     if config.specialized:
-        _launch_specialized(product, family, accumulation, config, programs)
+        along_k = [(p.a_scale, p.a_rows), (p.b_scale, p.b_rows)] if family == "blockwise" else []
+        if not all(rows > 1 or _is_readable_along_k(scale) for scale, rows in along_k):
+            return False
+        _plan_specialized(plan, gemm, family, accumulation, config, programs)
     else:
-        _launch_tiles(product, family, accumulation, config, programs, tma_operands, tma_out)
+        _plan_tiles(plan, gemm, family, accumulation, config, programs, tma_operands, tma_out)
     if workspace is not None:
-        _launch_reduce(p, family, config, workspace, rows)
+        _plan_reduce(plan, p, family, config, workspace, rows)
+    return True
+
+
+def plan_scaled_matmul(
+    plan: Planner,
+    a: View,
+    a_scale: View,
+    b: View,
+    b_scale: View,
+    bias: View | None,
+    residual: View | None,
+    out: View | None,
+    a_spec: str,
+    b_spec: str,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    accumulation: str,
+    config: MatmulConfig | None = None,
+    tma: bool | None = None,
+) -> list[View] | None:
+    """One output, ``[M, N]``, or none if ``out`` is given. No plan if a bias or a scale must be copied first."""
+    spec, spec_b = spec_of(a_spec), spec_of(b_spec)
+    family = matmul_family(spec.block, spec_b.block)
+    outputs = []
+    if out is None:
+        out = plan.empty((a.shape[0], b.shape[0]), out_dtype)
+        outputs.append(out)
+    if not out.numel():
+        return outputs
+    if not (a_scale.within_32_bits() and b_scale.within_32_bits()) or (bias is not None and not bias.is_contiguous()):
+        return None
+    if SCALE_FORMATS[spec.scale_format].exponent_only:
+        a_scale, b_scale = a_scale.retyped(torch.uint8), b_scale.retyped(torch.uint8)
+    gemm = _Gemm(
+        a, a_scale, spec.format, spec.block[0], b, b_scale, spec_b.format, spec_b.block[0],
+        bias, activation, residual, out,
+    )  # fmt: skip
+    return outputs if _plan_gemm(plan, gemm, family, accumulation, config, tma) else None
+
+
+def _within_32_bits(scale: Tensor) -> Tensor:
+    return scale if View.of(scale).within_32_bits() else scale.contiguous()
+
+
+def _readable_along_k(scale: Tensor, spec: str) -> Tensor:
+    """``scale``, copied if it lies along K and TMA cannot read it: a scale from elsewhere may have any strides."""
+    if spec_of(spec).block != BLOCK_1X128 or _is_readable_along_k(View.of(scale)):
+        return scale
+    shape = (scale.shape[0], scale.shape[1] * BLOCK_1X128[1])
+    return empty_scale(shape, BLOCK_1X128, "fp32", scale.device).copy_(scale)
 
 
 def scaled_matmul(
@@ -287,30 +334,36 @@ def scaled_matmul(
 
     Args:
         config: use this configuration, not the chosen one.
-        tma: use the copy engine or not, where the layouts allow it; by default what the device has.
+        tma: use TMA or not, if the layouts allow it; by default what the device has.
         out: write here, ``[M, N]`` contiguous.
     """
-    spec, spec_b = spec_of(a_spec), spec_of(b_spec)
-    family = matmul_family(spec.block, spec_b.block)
-    if out is None:
-        out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-    if not out.numel():
-        return out
-    if bias is not None:
-        bias = bias.contiguous()
-    if SCALE_FORMATS[spec.scale_format].exponent_only:
-        a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    a_scale, b_scale = within_32_bits(a_scale), within_32_bits(b_scale)
-    product = _Product(
-        a, a_scale, spec.format, spec.block[0], b, b_scale, spec_b.format, spec_b.block[0],
-        bias, activation, residual, out,
+    tensors = (a, a_scale, b, b_scale, bias, residual, out)
+    options = (a_spec, b_spec, activation, out_dtype, accumulation, config, tma)
+    results = planned(plan_scaled_matmul, tensors, options)
+    if results is not None:
+        return results[0] if out is None else out
+    given = (a_scale, b_scale, bias)
+    copied = (_within_32_bits(a_scale), _within_32_bits(b_scale), None if bias is None else bias.contiguous())
+    if _are_same(copied, given):
+        copied = (_readable_along_k(a_scale, a_spec), _readable_along_k(b_scale, b_spec), bias)
+    if _are_same(copied, given):
+        raise ValueError(
+            f"scales must have fewer than 2^31 elements; got {tuple(a_scale.shape)} and {tuple(b_scale.shape)}: "
+            "multiply parts of the operands"
+        )
+    a_scale, b_scale, bias = copied
+    return scaled_matmul(
+        a, a_scale, a_spec, b, b_scale, b_spec, bias, activation, residual, out_dtype, accumulation,
+        config=config, tma=tma, out=out,
     )  # fmt: skip
-    _launch_product(product, family, accumulation, config, tma)
-    return out
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return all(x is y for x, y in zip(some, others, strict=True))
 
 
 def product_kind(a_spec: str, device: torch.device) -> str:
-    """What a product of operands with this spec runs on: a key of :data:`tritonfp8.counting.KINDS`."""
+    """What a GEMM of operands with this spec runs on: a key of :data:`tritonfp8.counting.KINDS`."""
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"

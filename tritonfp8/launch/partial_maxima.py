@@ -1,6 +1,6 @@
-"""The amax of blocks that take in a whole dim: programs find maxima over parts of it, a last launch those of the parts.
+"""The amax of blocks that span a whole dim: programs find partial maxima, and a reduce takes the maximum of these.
 
-No atomics, so nothing has to be zero before, and no cast reads more maxima than data.
+No atomics, so no memory has to be zero before, and no cast reads more maxima than data.
 """
 
 from __future__ import annotations
@@ -8,88 +8,94 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-from torch import Tensor
 
 from tritonfp8.kernels.cast.quantize import maxima_kernel
-from tritonfp8.launch.kernel_cache import run
+from tritonfp8.launch.plan import Planner, View
+from tritonfp8.tuning import cast_tiles
 
-# The parts of the rows and columns of x take one such share of its memory at most.
+# The partial maxima of the rows and columns of x take one such share of its memory at most.
 WORKSPACE_SHARE = 4
-TILE_ELEMENTS = 2048
-MOST_PARTS_AT_ONCE = 256
-WARPS = 4
 
 
-def _magnitude_dtype(x: Tensor) -> torch.dtype:
-    """Of what the kernels call magnitudes: integers that order as the magnitudes of ``x``."""
-    return torch.int16 if x.element_size() == 2 else torch.int32
+def _magnitude_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of what the kernels call magnitudes: integers that order as the magnitudes of ``dtype``."""
+    return torch.int16 if dtype.itemsize == 2 else torch.int32
 
 
 def row_chunks(shape: tuple[int, int], tile_rows: int, strips: int, programs: int, lines: int) -> int:
-    """Into how many parts the rows of ``x [m, n]`` are split.
+    """Into how many chunks the rows of ``x [m, n]`` are split.
 
-    One for each program of a strip of columns; no more than there are tiles; and so few that the parts of ``lines``
-    rows and columns take a quarter of the memory of ``x``, which decides where ``x`` is narrow.
+    One for each program of a strip of columns, and no more than there are tiles. Narrow ``x`` get fewer: the partial
+    maxima of ``lines`` rows and columns may take a quarter of the memory of ``x``.
     """
     m, n = shape
     fit = m * n // (WORKSPACE_SHARE * max(1, lines))
     return max(1, min(programs // strips, -(-m // tile_rows), fit))
 
 
-class Parts(NamedTuple):
-    """Maxima of rows and of columns over parts of them.
+class PartialMaxima(NamedTuple):
+    """Maxima of parts of rows and of parts of columns.
 
     Attributes:
-        buffer: ``[parts, rows + columns]``, magnitudes; what is beyond the parts of rows, or of columns, is not set.
+        buffer: ``[parts, rows + columns]``, magnitudes; rows beyond ``row_parts`` or ``column_parts`` are not set.
         rows: how many rows are wanted, all results together; 0 for none.
-        row_parts: parts of each.
+        row_parts: parts of each row.
         column_parts: parts of each column.
-        dtype: of what the magnitudes are.
+        dtype: of the values that have these magnitudes.
     """
 
-    buffer: Tensor
+    buffer: View
     rows: int
     row_parts: int
     column_parts: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor, rows: int, columns: int, row_parts: int, column_parts: int) -> Parts:
+    def allocate(
+        cls, plan: Planner, x: View, rows: int, columns: int, row_parts: int, column_parts: int
+    ) -> PartialMaxima:
         """Unset, for ``rows`` and ``columns`` (0: not wanted) of values of the dtype of ``x``."""
         parts = max(row_parts if rows else 0, column_parts if columns else 0)
-        buffer = torch.empty((parts, rows + columns), dtype=_magnitude_dtype(x), device=x.device)
+        buffer = plan.empty((parts, rows + columns), _magnitude_dtype(x.dtype))
         # float64 is cast by way of float32.
-        return cls(buffer, rows, row_parts, column_parts, x.dtype if x.element_size() == 2 else torch.float32)
+        return cls(buffer, rows, row_parts, column_parts, x.dtype if x.itemsize == 2 else torch.float32)
 
     @property
-    def groups(self) -> int:
-        """Rows and columns; also the elements from one part of a group to the next."""
+    def parts(self) -> int:
+        """Partial maxima of a row or of a column, whichever has more."""
+        return self.buffer.shape[0]
+
+    @property
+    def lines(self) -> int:
+        """Rows and columns; also the elements from one part of a line to the next."""
         return self.buffer.shape[1]
 
-    def pointers(self) -> tuple[Tensor, Tensor]:
-        """Where the parts of rows begin, and those of columns."""
-        return self.buffer, self.buffer[:, self.rows :] if self.rows < self.groups else self.buffer
-
-    def unjoined(self) -> tuple[Tensor, Tensor]:
-        """Magnitudes of rows ``[row_parts, rows]`` and of columns ``[column_parts, columns]``."""
-        rows, columns = self.buffer.split([self.rows, self.groups - self.rows], 1)
-        return rows[: self.row_parts], columns[: self.column_parts]
-
-    def amax(self) -> tuple[Tensor, Tensor]:
-        """amax bits, int32, of rows ``[1, rows]`` and of columns ``[1, columns]``."""
-        parts, groups = len(self.buffer), self.groups
-        out = torch.empty(groups, dtype=torch.int32, device=self.buffer.device)
-        side_by_side = triton.next_power_of_2(groups)
-        at_once = min(triton.next_power_of_2(parts), max(MOST_PARTS_AT_ONCE, TILE_ELEMENTS // side_by_side))
-        tile = min(TILE_ELEMENTS // at_once, side_by_side)
-        run(
-            maxima_kernel,
-            -(-groups // tile),
-            (self.buffer.view(self.dtype), out),
-            (groups, self.rows, self.row_parts, self.column_parts),
-            {"TILE_P": at_once, "TILE_G": tile},
-            num_warps=WARPS,
+    def _split(self, lines: View, row_parts: int, column_parts: int) -> tuple[View, View]:
+        """Those of rows and those of columns, of ``lines [parts, rows + columns]``."""
+        strides = lines.strides
+        return (
+            lines.strided((row_parts, self.rows), strides),
+            lines.strided((column_parts, self.lines - self.rows), strides, self.rows),
         )
-        rows, columns = out.view(1, groups).split([self.rows, groups - self.rows], 1)
-        return rows, columns
+
+    def pointers(self) -> tuple[View, View]:
+        """Where the maxima of rows begin, and those of columns."""
+        return self.buffer, self._split(self.buffer, 1, 1)[1] if self.rows < self.lines else self.buffer
+
+    def unreduced(self) -> tuple[View, View]:
+        """Magnitudes of rows ``[row_parts, rows]`` and of columns ``[column_parts, columns]``."""
+        return self._split(self.buffer, self.row_parts, self.column_parts)
+
+    def reduce(self, plan: Planner) -> tuple[View, View]:
+        """amax bits, int32, of rows ``[1, rows]`` and of columns ``[1, columns]``."""
+        out = plan.empty((1, self.lines), torch.int32)
+        tile = cast_tiles.reduce_tile(self.parts, self.lines)
+        plan.launch(
+            maxima_kernel,
+            -(-self.lines // tile.n),
+            (self.buffer.retyped(self.dtype), out),
+            (self.lines, self.rows, self.row_parts, self.column_parts),
+            {"TILE_P": tile.m, "TILE_G": tile.n},
+            **tile.options(),
+        )
+        return self._split(out, 1, 1)

@@ -12,11 +12,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tritonfp8 import hardware
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.cast import shards as kernels
-from tritonfp8.launch.kernel_cache import ALIGNMENT, run
+from tritonfp8.launch.constants import kernel_constants
+from tritonfp8.launch.kernel_cache import run
+from tritonfp8.launch.plan import ALIGNMENT
 from tritonfp8.specs import spec_of, transposed
-from tritonfp8.tuning import VECTOR_BYTES, CastTile
+from tritonfp8.tuning import VECTOR_BYTES, cast_tiles
 
-TILE = CastTile(128, 128, 8)
+TILE = cast_tiles.SHARDS
+# Of the constants of a spec, those that the kernel takes.
+CONSTANTS = ("ROWS", "COLS", "QMAX", "MANTISSA_BITS", "EMIN", "POW2")
 
 
 class ShardTable(NamedTuple):
@@ -119,15 +123,14 @@ def launch_quantize(
     if not len(table.owners):
         return
     s = spec_of(spec)
-    fmt, (rows, cols) = FORMATS[s.format], transposed(s.block) if transpose else s.block
+    of_spec = kernel_constants(s, transposed(s.block) if transpose else s.block)
     constants = {
-        "ROWS": rows, "COLS": cols, "QMAX": fmt.qmax, "MANTISSA_BITS": fmt.mantissa_bits,
-        "EMIN": fmt.emin, "POW2": s.scale_rounding == "pow2", "TRANSPOSED": transpose,
+        **{name: of_spec[name] for name in CONSTANTS}, "TRANSPOSED": transpose,
         "DIRECT_CAST": hardware.abilities(out.device).has_direct_cast, "ALIGNED": table.aligned,
         "TILE_M": TILE.m, "TILE_N": TILE.n, "R": TILE.rows_a_thread(VECTOR_BYTES) if transpose else 1,
     }  # fmt: skip
     rounded_like = torch.empty(0, dtype=rounded, device=out.device)
     pointers = (
-        table.fields, table.owners, table.like, rounded_like, amaxes.view(torch.int32), out.view(fmt.dtype)
+        table.fields, table.owners, table.like, rounded_like, amaxes.view(torch.int32), out.view(FORMATS[s.format].dtype)
     )  # fmt: skip
     run(kernels.quantize_shards_kernel, len(table.owners), pointers, (), constants, **TILE.options())

@@ -1,9 +1,14 @@
-"""Which tile each cast works in: data, and the rule that picks a row of it."""
+"""Which tile each cast works in: data, and the rules that pick a row of it.
+
+A block shape is ``(rows, cols)`` of the elements that share a scale, -1 for a whole dim.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import NamedTuple
+
+import triton
 
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, COLUMNWISE, ROWWISE, TENSORWISE
 
@@ -11,7 +16,7 @@ VECTOR_BYTES = 16
 WARP_SIZE = 32
 MIN_COLUMNS = 128
 
-Block = tuple[int, int]
+BlockShape = tuple[int, int]
 
 
 class CastTile(NamedTuple):
@@ -43,7 +48,7 @@ class CastTile(NamedTuple):
         """Whether no tile of ``x [m, n]`` reaches beyond it."""
         return m % self.m == 0 and n % self.n == 0
 
-    def fits(self, block: Block, m: int, n: int) -> bool:
+    def fits(self, block: BlockShape, m: int, n: int) -> bool:
         """Whether each block of ``x [m, n]`` lies in one tile."""
         return (block[0] != -1 or m <= self.m) and (block[1] != -1 or n <= self.n)
 
@@ -118,9 +123,43 @@ AMAX_OF_WHOLE = AmaxPass(CastTile(8, 1024, 4), 8)
 LONGEST_SHORT_ROW = 2048
 PARTIAL_AMAX_STAGES = 1
 TRANSPOSE = CastTile(128, 128, 4, group=8)
+DEQUANTIZE = CastTile(64, 128, 4)
+# Of the casts of many shards in one launch.
+SHARDS = CastTile(128, 128, 8)
+
+# Partial maxima of a line that a cast reduces itself, at most, and those that it reduces in one step.
+MOST_PARTS_IN_A_CAST = 32
+CAST_STEP_PARTS = 1024
+# The reduce of partial maxima: elements of a tile, the parts in one step, warps.
+REDUCE_TILE_ELEMENTS = 2048
+REDUCE_STEP_PARTS = 256
+REDUCE_WARPS = 4
 
 # Of two block shapes, the one whose tile serves both: the one that needs most of a tile.
 DEMAND = (TENSORWISE, ROWWISE, BLOCK_128X128, BLOCK_1X32, BLOCK_1X128)
+
+
+def reduce_tile(parts: int, lines: int) -> CastTile:
+    """The tile that reduces ``parts`` partial maxima of each of ``lines`` rows and columns: parts by lines."""
+    side_by_side = triton.next_power_of_2(lines)
+    at_once = min(triton.next_power_of_2(parts), max(REDUCE_STEP_PARTS, REDUCE_TILE_ELEMENTS // side_by_side))
+    return CastTile(at_once, min(REDUCE_TILE_ELEMENTS // at_once, side_by_side), REDUCE_WARPS)
+
+
+def step_parts(parts: int) -> int:
+    """How many of ``parts`` partial maxima a cast reduces in one step."""
+    return 1 if parts == 1 else min(triton.next_power_of_2(parts), CAST_STEP_PARTS)
+
+
+def has_own_reduce(parts: int, block: BlockShape, normal: bool, transposes: bool) -> bool:
+    """Whether a launch of its own reduces the partial maxima of ``block``, or the cast into one or two results does.
+
+    A cast that does not transpose hides the extra reads, so it reduces them itself. A transposing cast stalls on them,
+    so a separate launch is faster (H200). A few parts of columns are read in less time than a launch takes.
+    """
+    if normal and transposes:
+        return True
+    return transposes if block == TENSORWISE else parts > MOST_PARTS_IN_A_CAST
 
 
 def row_tile(n: int) -> CastTile:
@@ -128,19 +167,19 @@ def row_tile(n: int) -> CastTile:
     return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
 
 
-def amax_pass(n: int, blocks: Collection[Block]) -> AmaxPass:
+def amax_pass(n: int, blocks: Collection[BlockShape]) -> AmaxPass:
     """The pass that finds the amaxes of ``blocks`` of ``x [m, n]``, in its coordinates, each whole in a dim."""
     if ROWWISE in blocks:
         return AMAX_OF_SHORT_ROWS if n <= LONGEST_SHORT_ROW else AMAX_OF_LINES
     return AMAX_OF_COLUMNS if COLUMNWISE in blocks else AMAX_OF_WHOLE
 
 
-def holding(block: Block) -> CastTile:
+def holding(block: BlockShape) -> CastTile:
     """A tile of whole blocks, in the coordinates of ``x``; no block is whole in a dim."""
     return NORMAL.get(block) or TRANSPOSED[block[::-1]]
 
 
-def choose(m: int, n: int, block: Block | None, block_t: Block | None) -> CastTile:
+def choose(m: int, n: int, block: BlockShape | None, block_t: BlockShape | None) -> CastTile:
     """The tile of a cast of ``x [m, n]``; the block of each result in its own coordinates, None where there is none."""
     if block_t is None:
         assert block is not None

@@ -27,6 +27,9 @@ COPY_BANDWIDTH, L2_BANDWIDTH, SM_BANDWIDTH = 4.27e12, 1.0e13, 8.0e10
 LOAD_LATENCY, LAUNCH_LATENCY = 1.5e-6, 2.0e-6
 # The part of the shorter of two overlapping times that adds to the longer one.
 OVERHANG = 0.1
+# Of the reduce that adds up the partial sums of a split K.
+REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
+REDUCE_WARPS = 4
 # Few rows: the weight's bytes decide. Tiles of as many tokens, in as many parts of K.
 SMALL_M = 256
 

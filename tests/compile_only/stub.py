@@ -1,0 +1,44 @@
+"""A process in which launches go to a stub of the CUDA driver: how to start it, and what it patches first."""
+
+import os
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def environment(folder):
+    """The environment of such a process; builds the stub into ``folder``, by gcc."""
+    from triton.backends.nvidia import driver
+
+    library = Path(folder) / "libcuda.so.1"
+    include = Path(driver.__file__).parent / "include"
+    subprocess.run(
+        ["gcc", "-O1", "-shared", "-fPIC", f"-I{include}", "-o", library, HERE / "stub_driver.c"], check=True
+    )
+    found = {**os.environ, "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
+    # Nothing runs what is compiled.
+    return found | {
+        "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(Path(folder) / "cache"), "DISABLE_LLVM_OPT": "1"
+    }  # fmt: skip
+
+
+def patch():
+    """Have torch and Triton take the stub for an H200. Before the first import of the package that launches."""
+    import torch
+    from triton.backends.nvidia import compiler, driver
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    driver.CudaDriver.is_active = staticmethod(lambda: True)
+    # The stub reads no machine code, and half of the time would go into assembling it.
+    compiler.CUDABackend.make_cubin = lambda *args: b"no machine code"
+
+
+def patch_abilities(hardware):
+    """Have a package take its tensors for tensors on an H200."""
+    h200 = hardware.Abilities("stub", (9, 0), True, True, True, True, True, False, 132, 232448)
+    hardware.abilities = lambda device: h200

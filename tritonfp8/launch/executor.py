@@ -1,0 +1,235 @@
+"""Run the plan of a call, and repeat it for later calls with the same key.
+
+Choosing tiles and configurations, working out strides and describing the arguments of some fifty parameters costs more
+host time than the launch itself. So the first call with given shapes, strides, dtypes, alignments and options makes a
+plan (:mod:`tritonfp8.launch.plan`) and runs it through Triton, which compiles the kernels. Later calls allocate the
+buffers of the plan, fill addresses in, and launch the compiled kernels by the function of C under Triton's launcher.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tritonfp8 import hardware
+from tritonfp8.compat import torch_private, triton_private
+from tritonfp8.compat.triton_private import Address, DescribedAddress, RawCall, launches_are_watched
+from tritonfp8.launch.kernel_cache import MAX_ENTRIES, run
+from tritonfp8.launch.plan import ALIGNMENT, Buffer, Plan, PlanFunction, TensorMap, View, make_plan
+from tritonfp8.tuning import on_change
+
+Results = tuple[Tensor, ...]
+_Repeat = Callable[[list[Any]], Results]
+
+
+class _Known(NamedTuple):
+    """A plan, and what repeats it; None if only Triton can launch its kernels."""
+
+    plan: Plan
+    repeat: _Repeat | None
+
+
+_plans: dict[tuple[object, ...], _Known] = {}
+_warned: set[str] = set()
+
+
+def forget() -> None:
+    """Drop every plan: the choice of configurations changed."""
+    _plans.clear()
+
+
+on_change(forget)
+
+
+def planned(function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]) -> Results | None:
+    """What a call returns, by its plan; None if it cannot be planned.
+
+    Args:
+        function: makes the plan.
+        tensors: of the call, all on one device. The first is not None.
+        options: the other arguments, hashable.
+    """
+    # The slots of a plan begin with these.
+    addresses: list[Any] = []
+    key: list[object] = [function, options]
+    for x in tensors:
+        if x is None:
+            addresses.append(None)
+            key.append(None)
+        else:
+            address = x.data_ptr()
+            addresses.append(address)
+            key += (x.shape, x.stride(), x.dtype, x.get_device(), address % ALIGNMENT)
+    found = _plans.get(tuple(key))
+    if found is None or found.repeat is None or launches_are_watched():
+        return _planned_slowly(tuple(key), found, function, tensors, options)
+    return found.repeat(addresses)
+
+
+def _planned_slowly(
+    key: tuple[object, ...],
+    found: _Known | None,
+    function: PlanFunction,
+    tensors: Sequence[Tensor | None],
+    options: tuple[object, ...],
+) -> Results | None:
+    if found is not None:
+        return _results(found.plan, _run(found.plan, tensors)[0])
+    plan = _plan_of(function, tensors, options)
+    if plan is None:
+        return None
+    slots, compiled = _run(plan, tensors)
+    if not triton_private.INTERPRETING:
+        if len(_plans) >= MAX_ENTRIES:
+            _plans.clear()
+        _plans[key] = _Known(plan, _repeat_or_warn(plan, slots, compiled))
+    return _results(plan, slots)
+
+
+def _plan_of(function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]) -> Plan | None:
+    """The plan of a call; None if it cannot be planned."""
+    first = tensors[0]
+    assert first is not None
+    views = [None if x is None else View.of(x, slot) for slot, x in enumerate(tensors)]
+    return make_plan(function, views, options, hardware.abilities(first.device))
+
+
+def _results(plan: Plan, slots: Sequence[Tensor | None]) -> Results:
+    return tuple(_tensor(slots, view) for view in plan.outputs)
+
+
+def _run(plan: Plan, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Any]]:
+    """Run a plan through Triton: its slots, and the compiled form of each launch."""
+    first = tensors[0]
+    assert first is not None
+    slots = [*tensors, *(_allocate(buffer, first.device) for buffer in plan.buffers)]
+    compiled = [
+        run(
+            launch.kernel,
+            launch.programs,
+            [_pointer(slots, pointer) for pointer in launch.pointers],
+            launch.integers,
+            launch.constants,
+            **launch.options,
+        )
+        for launch in plan.launches
+    ]
+    return slots, compiled
+
+
+def _allocate(buffer: Buffer, device: torch.device) -> Tensor:
+    out = torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype, device=device)
+    return out.zero_() if buffer.zeroed else out
+
+
+def _tensor(slots: Sequence[Tensor | None], view: View) -> Tensor:
+    x = slots[view.slot]
+    assert x is not None
+    if view[1:5] == (tuple(x.shape), x.stride(), x.dtype, 0):
+        return x
+    start = x.storage_offset() + view.offset // view.itemsize
+    return x.view(view.dtype).as_strided(view.shape, view.strides, start)
+
+
+def _pointer(slots: Sequence[Tensor | None], pointer: View | TensorMap | None) -> Any:
+    if isinstance(pointer, TensorMap):
+        return _descriptor(pointer, _tensor(slots, pointer.view))
+    return None if pointer is None else _tensor(slots, pointer)
+
+
+def _descriptor(map: TensorMap, x: Tensor) -> Any:
+    shape, strides, block = list(x.shape), list(x.stride()), list(map.block)
+    if map.swizzle is None:
+        return TensorDescriptor(x, shape, strides, block)
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=map.swizzle, element_bitwidth=8 * x.element_size(), rank=len(block)
+    )
+    return HopperDescriptor(x, shape, strides, block, layout)
+
+
+def _warn_once(cause: str) -> None:
+    if cause not in _warned:
+        _warned.add(cause)
+        warnings.warn(
+            f"tritonfp8 launches kernels through Triton's own launch, which takes more host time: {cause}", stacklevel=5
+        )
+
+
+def _repeat_or_warn(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[Any]) -> _Repeat | None:
+    if triton_private.MISSING:
+        _warn_once(", ".join(triton_private.MISSING))
+        return None
+    try:
+        return _repeat_of(plan, slots, compiled)
+    except triton_private.UnavailableError as error:
+        _warn_once(str(error))
+        return None
+
+
+def _argument(slots: Sequence[Tensor | None], pointer: View | TensorMap | None) -> Any:
+    """A pointer as :func:`tritonfp8.compat.triton_private.raw_launches` takes it."""
+    if isinstance(pointer, TensorMap):
+        return DescribedAddress(pointer.view.slot, pointer.view.offset, _pointer(slots, pointer))
+    return None if pointer is None else Address(pointer.slot, pointer.offset)
+
+
+def _repeat_of(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[Any]) -> _Repeat:
+    """A function that does what a plan says, given the addresses of its inputs in a list, which it extends.
+
+    ``slots`` are those of the first run. Nothing of them is kept but their layouts.
+    """
+    assert slots[0] is not None
+    device = slots[0].device
+    allocate = torch_private.empty_strided(device)
+    stream_of, index = triton_private.stream_getter(), device.index or 0
+    dependent = hardware.abilities(device).has_dependent_launch
+    calls = [
+        RawCall(
+            kernel,
+            launch.programs,
+            [_argument(slots, pointer) for pointer in launch.pointers],
+            (*launch.integers, *launch.constants.values(), dependent),
+        )
+        for launch, kernel in zip(plan.launches, compiled, strict=True)
+    ]
+    buffers = plan.buffers
+    launch_all = triton_private.raw_launches(plan.inputs + len(buffers), calls)
+    outputs = [_output(plan, view) for view in plan.outputs]
+    # The usual case: the first buffers are returned as they are.
+    first = len(outputs) if outputs == [(i, None) for i in range(len(outputs))] else None
+
+    def repeat(addresses: list[Any]) -> Results:
+        tensors = []
+        for shape, strides, dtype, zeroed in buffers:
+            tensor = allocate(shape, strides, dtype)
+            if zeroed:
+                tensor.zero_()
+            tensors.append(tensor)
+            addresses.append(tensor.data_ptr())
+        # The stream is that of this thread, at this call.
+        launch_all(stream_of(index), addresses)
+        if first is not None:
+            return tuple(tensors[:first])
+        return tuple([tensors[i] if layout is None else _viewed(tensors[i], *layout) for i, layout in outputs])
+
+    return repeat
+
+
+def _viewed(x: Tensor, dtype: torch.dtype, layout: tuple[Any, Any, int]) -> Tensor:
+    return x.view(dtype).as_strided(*layout)
+
+
+def _output(plan: Plan, view: View) -> tuple[int, Any]:
+    """The buffer of an output, by its index, and the arguments of the view of it; None for all of the buffer."""
+    index = view.slot - plan.inputs
+    assert index >= 0, "a repeated plan returns what it allocated"
+    if view[1:5] == (*plan.buffers[index][:3], 0):
+        return index, None
+    return index, (view.dtype, (view.shape, view.strides, view.offset // view.itemsize))
