@@ -17,6 +17,7 @@ from architecture import (
     inverse_scale_violations,
     kernel_violations,
     pickle_violations,
+    private_violations,
     read_module,
     schema_violations,
     size_violations,
@@ -47,6 +48,7 @@ RULES = {
     inverse_scale_violations: MODULES,
     environment_violations: MODULES,
     pickle_violations: MODULES,
+    private_violations: MODULES,
     frozen_violations: MODULES,
     size_violations: [module for module in MODULES if not module.is_kernel] + OTHERS,
 }
@@ -232,6 +234,11 @@ BAD_SAMPLES = [
     (pickle_violations, [sample(source="torch.load(path)")], "pickles"),
     (pickle_violations, [sample(source="torch.load(path, weights_only=False)")], "pickles"),
     (pickle_violations, [sample(source="torch.save(x, path)")], "pickles"),
+    (private_violations, [sample(source="import torch\nx = torch._C._is_tracing()")], "uses torch._C._is_tracing"),
+    (private_violations, [sample(source="from torch._dynamo import guards")], "uses torch._dynamo.guards"),
+    (private_violations, [sample(source="import triton\nd = triton.runtime.driver")], "uses triton.runtime.driver"),
+    (private_violations, [sample(source="from triton.backends.nvidia import driver")], "triton.backends.nvidia.driver"),
+    (private_violations, [sample(source="x = kernel.packed_metadata")], "launch:1 uses packed_metadata"),
     (frozen_violations, [sample(source="@dataclass\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="@dataclass(frozen=False)\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="@dataclasses.dataclass(eq=False)\nclass A: pass")], "A is not frozen"),
@@ -256,6 +263,8 @@ GOOD = """
 from dataclasses import dataclass
 from tritonfp8 import formats
 from tritonfp8.formats import FORMATS
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class A:
