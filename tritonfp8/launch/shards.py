@@ -130,7 +130,6 @@ def launch_quantize(
         "TILE_M": TILE.m, "TILE_N": TILE.n, "R": TILE.rows_a_thread(VECTOR_BYTES) if transpose else 1,
     }  # fmt: skip
     rounded_like = torch.empty(0, dtype=rounded, device=out.device)
-    pointers = (
-        table.fields, table.owners, table.like, rounded_like, amaxes.view(torch.int32), out.view(FORMATS[s.format].dtype)
-    )  # fmt: skip
+    codes = out.view(FORMATS[s.format].dtype)
+    pointers = (table.fields, table.owners, table.like, rounded_like, amaxes.view(torch.int32), codes)
     run(kernels.quantize_shards_kernel, len(table.owners), pointers, (), constants, **TILE.options())
