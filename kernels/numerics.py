@@ -1,8 +1,8 @@
 """Device code shared by the casts: amax -> encode factor and scale, block reductions, the saturating cast.
 
-The torch twin of each helper is in ``tritonfp8/reference.py``; they agree to the bit. All amax values are the bits of a
-non-negative float32, held as int32: integers order them with NaN above infinity, so a maximum swallows nothing and an
-atomic maximum on integers is exact in any order.
+Each helper equals its torch version in ``tritonfp8/reference/`` to the bit. An amax is the bits of a non-negative
+float32 in an int32. As integers NaN orders above infinity, so a maximum keeps NaN, and an atomic maximum is exact in
+any order.
 """
 
 import triton
@@ -24,9 +24,9 @@ def magnitude_bits(x):
 
 @triton.jit
 def magnitudes(x):
-    """Magnitudes of a floating tile as integers of the same order: int16 of 16-bit floats, else float32 bits.
+    """Magnitudes of a floating tile as integers of the same order: int16 for 16-bit floats, else float32 bits.
 
-    Half the registers of float32, and one instruction for two elements where the compiler pairs them.
+    int16 takes half the registers of float32, and one instruction for two elements if the compiler pairs them.
     """
     if x.dtype.primitive_bitwidth == 16:
         return x.to(tl.int16, bitcast=True) & 0x7FFF
@@ -50,16 +50,16 @@ def _larger(a, b):
 
 @triton.jit
 def reduce_max(values, AXIS: tl.constexpr, KEEP_DIMS: tl.constexpr = False):
-    """``tl.max`` of integers in their own width, where that widens them to 32 bits."""
+    """``tl.max`` of integers in their own width; ``tl.max`` itself widens 16-bit integers to 32 bits."""
     return tl.reduce(values, AXIS, _larger, keep_dims=KEEP_DIMS)
 
 
 @triton.jit
 def _encode_pow2(bits, QMAX: tl.constexpr):
-    """The powers of two of :func:`encode_fp32` from exponents alone: the same bits without a division.
+    """:func:`encode_fp32` with POW2 from exponents alone: the same bits without a division.
 
-    ``QMAX / amax`` lies in the binade of the difference of their exponents, or in the one below where the fraction of
-    amax is the larger; rounding takes no quotient below 1 to 1, as fractions have 24 bits.
+    ``QMAX / amax`` lies in the binade of the difference of their exponents, or one below if amax has the larger
+    mantissa. With 24-bit mantissas no quotient below 1 rounds to 1, so the binade is exact.
     """
     qmax = tl.full((), QMAX, tl.float32).to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits - qmax + MANTISSA_MASK) >> 23) + 127, 254 - MAX_ENCODE_EXPONENT)
@@ -81,7 +81,7 @@ def encode_fp32(bits, QMAX: tl.constexpr, POW2: tl.constexpr):
 @triton.jit
 def _encode_exact(bits, QMAX: tl.constexpr):
     amax = bits.to(tl.float32, bitcast=True)
-    # An amax of 0 becomes QMAX, whose factor is 1.
+    # Replace an amax of 0 by QMAX: the factor becomes 1.
     enc = tl.div_rn(tl.full(amax.shape, QMAX, tl.float32), tl.where(bits == 0, QMAX, amax))
     enc = tl.minimum(enc, MAX_ENCODE)
     finite = bits < INFINITY_BITS
@@ -104,7 +104,7 @@ def encode_e8m0(bits, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, ROUND_UP:
 
 @triton.jit
 def decode_e8m0(scale):
-    """Biased exponents (uint8) -> float32; 0 is the subnormal 2^-127, 255 is NaN."""
+    """Biased exponents (uint8) -> float32. 0 is the subnormal 2^-127, 255 is NaN."""
     bits = scale.to(tl.int32)
     value = tl.where(bits == 0, 0x400000, bits << 23).to(tl.float32, bitcast=True)
     return tl.where(bits == 255, float("nan"), value)
@@ -112,7 +112,7 @@ def decode_e8m0(scale):
 
 @triton.jit
 def block_amax(bits, R: tl.constexpr, C: tl.constexpr):
-    """``[M, N]`` bits -> ``[M // R, N // C]``, the maximum of each R x C block."""
+    """Maximum of each R x C block: bits ``[M, N]`` -> ``[M // R, N // C]``."""
     M: tl.constexpr = bits.shape[0]
     N: tl.constexpr = bits.shape[1]
     if C == N:
@@ -127,7 +127,7 @@ def block_amax(bits, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def scale_blocks(x, enc, R: tl.constexpr, C: tl.constexpr):
-    """``x [M, N]`` times ``enc [M // R, N // C]``, each factor over its R x C block."""
+    """Multiply each R x C block of ``x [M, N]`` by its factor, ``enc [M // R, N // C]``."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     if (R == 1 or R == M) and (C == 1 or C == N):
@@ -139,13 +139,13 @@ def scale_blocks(x, enc, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def round_to_format(x, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr):
-    """float32 rounded to nearest even in a narrower format, still as float32.
+    """Round float32 to nearest even in a narrower format; the result stays float32.
 
-    For devices without a direct conversion (sm_89): Triton converts there by way of float16, which would round twice.
+    For devices without a direct conversion (sm_89): Triton converts there through float16, which would round twice.
     """
     bits = magnitude_bits(x)
     exponent = tl.maximum(bits >> 23, EMIN + 127)
-    # In a sum with 2^23 spacings of the format, the last bit kept is one spacing.
+    # The anchor is 2^23 spacings of the format. float32 values there are one spacing apart, so the sum is rounded.
     anchor = ((exponent + (23 - MANTISSA_BITS)) << 23).to(tl.float32, bitcast=True)
     rounded = (bits.to(tl.float32, bitcast=True) + anchor) - anchor
     signed = rounded.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & ~0x7FFFFFFF)
@@ -154,6 +154,6 @@ def round_to_format(x, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr):
 
 @triton.jit
 def saturate(x, QMAX: tl.constexpr):
-    """Clamp to ``[-QMAX, QMAX]``. Comparisons are false for NaN, which so passes through."""
+    """Clamp to ``[-QMAX, QMAX]``. NaN passes through, because comparisons with NaN are false."""
     x = tl.where(x > QMAX, QMAX, x)
     return tl.where(x < -QMAX, -QMAX, x)

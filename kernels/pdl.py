@@ -1,6 +1,6 @@
-"""Launches that overlap the end of the one before: programmatic dependent launch, sm_90 and later.
+"""Programmatic dependent launch (sm_90 and later): a kernel may start before the previous kernel of its stream ends.
 
-A kernel that is launched so is put on the device while the last programs of the kernel before it in the stream end.
+The GPU schedules its programs while the last programs of the previous kernel still run.
 """
 
 import triton
@@ -10,10 +10,10 @@ from triton.language.extra.cuda import gdc_wait
 
 @triton.jit
 def begin(DEPENDENT: tl.constexpr):
-    """First in a kernel: wait until all that was launched before has ended, if the launch is a DEPENDENT one.
+    """Call first in a kernel: a DEPENDENT launch waits here until all previous kernels have ended.
 
-    Nothing may be read or written earlier: also what a kernel writes may be memory that the one before reads to its
-    end. No kernel lets the next one come before its own programs end: on an H200 that made casts and models slower.
+    A kernel must not read or write memory before, because the previous kernel may still read what this one overwrites.
+    No kernel triggers its successor early: on an H200 that made casts and models slower.
     """
     if DEPENDENT:
         gdc_wait()

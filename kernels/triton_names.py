@@ -1,6 +1,6 @@
-"""What differs between the versions of Triton that we support, each under one name of ours.
+"""One name of ours for each API that differs between the supported versions of Triton.
 
-Triton 3.8 renamed the TMA copies, and 3.9 turned the old names into functions that only raise.
+Triton 3.8 renamed the TMA copies; in 3.9 the old names only raise.
 """
 
 import triton
@@ -13,9 +13,9 @@ else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# Since 3.8 Triton hoists out of some loops what then takes more registers than there are. On sm_90 norms and partial
-# maxima spilled 8 bytes a thread (3.8), tiles 256x128 and 128x128 of eight warps 8 to 72 (3.9). Others spill without.
+# Since Triton 3.8 loop-invariant code motion takes too many registers in some loops. On sm_90 norms and partial maxima
+# spilled 8 bytes a thread (3.8), tiles 256x128 and 128x128 of eight warps 8 to 72 (3.9). Other loops spill without it.
 DISABLE_LICM: tl.constexpr = tl.constexpr(_VERSION >= (3, 8))
-# Triton 3.6 does so for norms of rows of up to 4096 alone: 8 bytes.
+# Triton 3.6 spills only in norms with TILE_N = 4096: 8 bytes a thread.
 DISABLE_LICM_OF_ROWS_OF_4096: tl.constexpr = tl.constexpr(_VERSION == (3, 6) or _VERSION >= (3, 8))
 DISABLE_LICM_OF_TILES: tl.constexpr = tl.constexpr(_VERSION >= (3, 9))

@@ -50,16 +50,16 @@ MUTABLE_DATACLASSES = {
 MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked"}
 MAY_READ_THE_ENVIRONMENT = (*(f"tritonfp8.{room}" for room in ABOVE_THE_CORE), "tritonfp8.tuning.store")
 # Functions, or a stride in one.
-BOUNDED = "the launcher copies what lies beyond (View.within_32_bits)"
+BOUNDED = "the host copies a tensor whose offsets exceed 32 bits (View.within_32_bits)"
 STRIDES_OF_32_BITS = {
     **dict.fromkeys(("_read_scale", "_read_rows", "_read_columns", "scale_tile"), BOUNDED),
     **dict.fromkeys(
         ("block_scaled_matmul_kernel.stride_a_scale_k", "block_scaled_matmul_kernel.stride_b_scale_k"), BOUNDED
     ),
     **dict.fromkeys(("rms_norm_rows_kernel.stride_w", "rms_norm_backward_kernel.stride_w", "_load.stride_cn"), BOUNDED),
-    "_fill": "coordinates of TMA have 32 bits; the launcher lays scales out again that lie beyond",
-    "quantize_shards_kernel": "indices come from a table of int64",
-    "quantize_tile_kernel": "a result's number, 0 or 1",
+    "_fill": "TMA coordinates have 32 bits; the host copies scales whose offsets exceed them",
+    "quantize_shards_kernel": "indices come from an int64 table",
+    "quantize_tile_kernel": "the result index is 0 or 1",
 }
 PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 # What a later torch or triton may change: named in these modules, which check at import that the names are there.

@@ -1,11 +1,11 @@
 """Casts between high precision and 8 bits: amax, quantize, dequantize.
 
-One tile kernel quantizes for every block shape and orientation. A transposed result is the same tile stored with its
-strides swapped, and its block given in the coordinates of ``x``. A block entry of -1 is the whole dimension.
+One tile kernel quantizes every block shape and orientation. It stores a transposed result as the same tile with
+swapped strides; the block is given in the coordinates of ``x``. A block entry of -1 is the whole dim.
 
-A transposed store wants consecutive rows in one thread, a load wants consecutive columns there. So the rows of a tile
-are taken in an order, here called spread, in which a thread that holds every L-th of them holds R consecutive ones:
-index ``i`` of a spread tile of ``R * L`` rows is row ``i % L * R + i // L``. Where R is 1 that is row ``i``.
+Coalesced loads need consecutive columns in one thread, coalesced transposed stores need consecutive rows there. So a
+tile's rows are loaded in *spread* order: index ``i`` of a spread tile of ``R * L`` rows is row ``i % L * R + i // L``.
+A thread with every L-th index then has R consecutive rows. R = 1 is the plain order.
 """
 
 import triton
@@ -27,15 +27,16 @@ from tritonfp8.kernels.numerics import (
 from tritonfp8.kernels.pdl import begin
 from tritonfp8.kernels.triton_names import DISABLE_LICM
 
-# In place of how many parts are reduced at once: one value a block, that a caller gave.
+# PARTS = GIVEN: the caller gave one amax a block, so there are no partial maxima to reduce.
 GIVEN: tl.constexpr = tl.constexpr(-1)
 
 
 @triton.jit
 def _tile_index(tile, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of a tile, down the columns of groups of ``GROUP`` rows. One grid dim: the others end at 65,535.
+    """Row and column of a tile. Tiles run down the columns of groups of ``GROUP`` rows.
 
-    What runs at one time then covers a square: the stores of both orientations fall close together in memory.
+    Tiles that run at the same time then form a square, so stores of both orientations are close together in memory.
+    The grid has one dim, because the others are limited to 65,535.
     """
     tiles_n = tl.cdiv(N, TILE_N)
     if GROUP == 1:
@@ -58,7 +59,7 @@ def _group_offsets(pid, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _spread(values, R: tl.constexpr):
-    """``[rows, n]`` in order -> in the spread order."""
+    """``[rows, n]``: plain order -> spread order."""
     rows: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
     if R == 1 or rows == 1:
@@ -69,7 +70,7 @@ def _spread(values, R: tl.constexpr):
 
 @triton.jit
 def _in_order(values, R: tl.constexpr):
-    """``[rows, n]`` in the spread order -> in order."""
+    """``[rows, n]``: spread order -> plain order."""
     rows: tl.constexpr = values.shape[0]
     n: tl.constexpr = values.shape[1]
     if R == 1 or rows == 1:
@@ -80,7 +81,10 @@ def _in_order(values, R: tl.constexpr):
 
 @triton.jit
 def transpose_tile(q, R: tl.constexpr):
-    """Spread ``[rows, cols]`` -> ``[cols, rows]`` in order; bytes, as 8-bit floats do not survive every such move."""
+    """Spread ``[rows, cols]`` -> ``[cols, rows]`` in plain order.
+
+    Moves uint8, because some of these layout conversions corrupt 8-bit floats.
+    """
     rows: tl.constexpr = q.shape[0]
     cols: tl.constexpr = q.shape[1]
     bits = tl.reshape(q.to(tl.uint8, bitcast=True), (R, rows // R, cols))
@@ -102,12 +106,12 @@ def _store(pointers, values, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _spread_amax(values, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
-    """Maximum of each block of a spread tile, its rows spread if ``ROWS`` is 1, else in order."""
+    """Maximum of each block of a spread tile. The result's rows are in spread order if ``ROWS`` is 1, else plain."""
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
     C: tl.constexpr = N if COLS == -1 else COLS
     L: tl.constexpr = M // R
-    # Within a thread first: what is left to exchange is R times less.
+    # Reduce within each thread first: threads then exchange R times fewer values.
     if ROWS == 1:
         return _columns_max(values, C)
     else:
@@ -133,7 +137,7 @@ def _columns_max(values, C: tl.constexpr):
 
 @triton.jit
 def _spread_scale(x, enc, ROWS: tl.constexpr, COLS: tl.constexpr, R: tl.constexpr):
-    """A spread tile times the factor of each block, those as :func:`_spread_amax` orders them."""
+    """Multiply a spread tile by the encode factors of its blocks, in the order of :func:`_spread_amax`."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     C: tl.constexpr = N if COLS == -1 else COLS
@@ -154,7 +158,7 @@ def amax_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """amax bits of the blocks of ``x [M, N]``, each of which lies in one tile; int32."""
+    """amax bits (int32) of the blocks of ``x [M, N]``. Each block must lie inside one tile."""
     begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
@@ -173,14 +177,14 @@ def partial_amax_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, over parts of a dim, of what has a whole dim in its block; as magnitudes, whose maxima are the amax.
+    """Partial maxima for blocks that span a whole dim, as magnitudes. Their maximum is the amax.
 
-    A program takes the columns of one tile and every ``chunks``-th tile of rows, so that all programs together go down
-    ``x``. Each writes a part of its own: no atomics, and no zeros to begin with.
+    A program takes the columns of one tile and every ``chunks``-th tile of rows, so all programs move down ``x``
+    together. Each writes its own partial maxima, so no atomics and no zeroed buffers are needed.
 
-        row_ptr    [cdiv(N, TILE_N), M]       maxima of rows over the columns of a tile
-        col_ptr    [chunks, N]                maxima of columns over the rows of a program
-        whole_ptr  [chunks * cdiv(N, TILE_N)] maxima over all that a program sees
+        row_ptr    [cdiv(N, TILE_N), M]       per row, over the columns of a tile
+        col_ptr    [chunks, N]                per column, over the rows of a program
+        whole_ptr  [chunks * cdiv(N, TILE_N)] over all elements of a program
     """
     begin(DEPENDENT)
     tiles_n = tl.cdiv(N, TILE_N)
@@ -188,7 +192,7 @@ def partial_amax_kernel(
     strip = tl.program_id(0) % tiles_n
     L: tl.constexpr = TILE_M // R
     cols = strip * TILE_N + tl.arange(0, TILE_N)
-    # A zero of the type of the magnitudes.
+    # Zeros of the dtype of the magnitudes.
     highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
     for tile in tl.range(chunk, tl.cdiv(M, TILE_M), chunks, num_stages=STAGES, disable_licm=DISABLE_LICM):
         rows = tile * TILE_M + tl.arange(0, TILE_M)
@@ -210,9 +214,9 @@ def maxima_kernel(
     parts_ptr, amax_ptr, G, split, parts_before, parts_after, TILE_P: tl.constexpr, TILE_G: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``amax [G]``, int32 bits of float32: maxima over the parts of each group, ``parts [*, G]`` of a floating dtype.
+    """Reduce partial maxima ``parts [*, G]`` (floating dtype) to ``amax [G]`` (int32 bits of float32).
 
-    Groups before ``split`` have ``parts_before`` parts, the others ``parts_after``.
+    Groups before ``split`` have ``parts_before`` partial maxima, the others ``parts_after``.
     """
     begin(DEPENDENT)
     DTYPE: tl.constexpr = parts_ptr.dtype.element_ty
@@ -232,10 +236,11 @@ def _given_amax(
     amax_ptr, group_m, group_n, groups_m, groups_n, stride_am, stride_an, parts, stride_part,
     dtype: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """amax bits from the maxima over ``parts`` parts, ``PARTS`` at a time, as magnitudes of ``dtype`` or int32 bits.
+    """amax bits of blocks, reduced from ``parts`` partial maxima, ``PARTS`` at a time.
 
-    PARTS is GIVEN for the amax of a caller, which may have a sign, also that of a zero or a NaN. It is cleared: as an
-    integer it would order below all magnitudes, and infinite or NaN would count as finite.
+    Partial maxima are magnitudes of ``dtype`` or int32 bits. With PARTS = GIVEN the caller's amax may have a sign bit,
+    as -0.0, -inf or a negative NaN. The bit is cleared: a negative integer would order below all magnitudes, so inf
+    and NaN would count as finite.
     """
     offsets = group_m.to(tl.int64)[:, None] * stride_am + group_n.to(tl.int64)[None, :] * stride_an
     mask = (group_m < groups_m)[:, None] & (group_n < groups_n)[None, :]
@@ -261,7 +266,7 @@ def _quantize_tile(
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
     DIRECT_CAST: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a spread tile and store it with its scales. ``PARTS`` is 0 where the tile holds whole blocks."""
+    """Quantize a spread tile and store it with its scales. ``PARTS`` is 0 if every block lies inside one tile."""
     TILE_M: tl.constexpr = x.shape[0]
     TILE_N: tl.constexpr = x.shape[1]
     group_m = _group_offsets(pid_m, TILE_M, ROWS)
@@ -291,7 +296,7 @@ def _quantize_tile(
         rows = spread_rows(pid_m, TILE_M, R)
         offsets = rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
         _store(q_ptr + offsets, q, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
-    # Tiles that share a block all hold its scale: the first one writes it.
+    # All tiles of a block compute its scale; the first one stores it.
     if (ROWS != -1 or pid_m == 0) and (COLS != -1 or pid_n == 0):
         in_order = _in_order(scale, R) if ROWS == 1 else scale
         _store_blocks(s_ptr, in_order, group_m, group_n, groups_m, groups_n, stride_sm, stride_sn)
@@ -306,7 +311,7 @@ def _store_blocks(ptr, values, group_m, group_n, groups_m, groups_n, stride_m, s
 
 @triton.jit
 def spread_rows(pid, TILE: tl.constexpr, R: tl.constexpr):
-    """Rows of tile ``pid`` in the spread order."""
+    """Rows of tile ``pid`` in spread order."""
     i = tl.arange(0, TILE)
     return pid * TILE + i % (TILE // R) * R + i // (TILE // R)
 
@@ -327,11 +332,11 @@ def quantize_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Quantize ``x [M, N]``, its transpose, or both, reading ``x`` once.
+    """Quantize ``x [M, N]``, its transpose, or both, in one pass over ``x``.
 
-    Every stride and every block is in the coordinates of ``x``, those of the transposed result too. A block that does
-    not fit in a tile takes its amax from ``amax_ptr``. Tiles come last first, so that what a pass over ``x`` for the
-    amax has left in the cache is read before it is gone.
+    All strides and blocks are in the coordinates of ``x``, also those of the transposed result. A block that does not
+    fit in a tile takes its amax from ``amax_ptr``. Tiles run in reverse order: after an amax pass over ``x``, its last
+    rows are still in L2.
     """
     begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
@@ -349,8 +354,8 @@ def quantize_kernel(
         )  # fmt: skip
     if TRANSPOSED:
         if NORMAL:
-            # From the cache, in place of the registers that it would take meanwhile; and so that the two casts stay
-            # two: where equal ones became one, Triton 3.6 moved its bytes to wrong places on Hopper.
+            # Load again from the cache: keeping the tile costs registers. The second load also stops the compiler from
+            # merging two equal casts; Triton 3.6 moved the bytes of a merged cast to wrong places on Hopper.
             x = _load(pointers, mask, EVEN)
         _quantize_tile(
             x, pid_m, pid_n, M, N, qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn,
@@ -373,7 +378,7 @@ def dequantize_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, E8M0: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``out [M, N] = float32(q) * float32(scale)``, the scale of the block each element lies in; ``out`` contiguous."""
+    """``out [M, N] = float32(q) * float32(scale)`` with the scale of each element's block; ``out`` is contiguous."""
     begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
@@ -395,7 +400,7 @@ def transpose_kernel(
     EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``out [N, M]``, contiguous, the transpose of ``q [M, N]``; uint8."""
+    """Transpose ``q [M, N]`` (uint8) into the contiguous ``out [N, M]``."""
     begin(DEPENDENT)
     pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     rows = spread_rows(pid_m, TILE_M, R)

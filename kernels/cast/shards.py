@@ -1,16 +1,16 @@
-"""Casts of many weights' shards in one launch: their amaxes, then their elements by amaxes that ranks have reduced.
+"""Casts of the shards of many weights in one launch: first their amaxes, then their codes by amaxes reduced over ranks.
 
-A program finds its shard in a table on the device: a step casts hundreds of shards, and the host's time for a launch of
-each is more than a GPU needs for the cast. A row of the table holds ``FIELDS`` integers:
+A step casts hundreds of shards, and one launch each costs the host more time than the GPU needs for the cast. So one
+launch serves all, and a program finds its shard in a table on the device. A row of the table has ``FIELDS`` integers:
 
-    0  address of the shard ``[n, k]``, contiguous        4  tiles of the shards before it
-    1  n                                                  5  where its first byte goes
-    2  k                                                  6  distance, there, of two rows of what is written
+    0  address of the shard ``[n, k]``, contiguous        4  tiles of all shards before this one
+    1  n                                                  5  offset of its first code in the output, in bytes
+    2  k                                                  6  row stride of the output, in bytes
     3  unused
-    8 + 4 i ...  of form i: its first amax among all; amaxes in a row of its grid; row and column of that grid's element
-                 in which the shard begins, in elements
+    8 + 4 i ...  orientation i: index of its first amax in the buffer; amaxes in a row of its block grid; row and column
+                 of the shard's first element in the matrix of these blocks
 
-Where blocks have several rows and columns, they begin and end where tiles do.
+Blocks with several rows and several columns must be aligned with tiles.
 """
 
 import triton
@@ -25,7 +25,7 @@ FIELDS: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def _find(table_ptr, owners_ptr, like_ptr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Row of the table, pointer to the shard, its size, and which of its tiles is this program's."""
+    """Table row, pointer and size of this program's shard, and first row and column of its tile."""
     row = table_ptr + tl.load(owners_ptr + tl.program_id(0)).to(tl.int64) * FIELDS
     x_ptr = tl.load(row).to(like_ptr.dtype)
     M = tl.load(row + 1)
@@ -39,7 +39,7 @@ def _find(table_ptr, owners_ptr, like_ptr, ALIGNED: tl.constexpr, TILE_M: tl.con
 
 @triton.jit
 def _max_into(amax_ptr, form, values, rows, cols, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Maxima of the blocks of one form, of a tile of magnitudes."""
+    """Raise the amaxes of one weight orientation to the block maxima of a tile of magnitudes."""
     first = amax_ptr + tl.load(form)
     row, col = tl.load(form + 2), tl.load(form + 3)
     if ROWS == 1:
@@ -61,7 +61,7 @@ def amax_of_shards_kernel(
     ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Raise ``amax_ptr`` (int32 bits of amaxes, zeros at first) to those of one or two forms of each shard."""
+    """Compute the amaxes of each shard in one or two orientations into ``amax_ptr`` (int32 bits, zeroed before)."""
     begin(DEPENDENT)
     row, x_ptr, M, N, first_row, first_col = _find(table_ptr, owners_ptr, like_ptr, ALIGNED, TILE_M, TILE_N)
     rows = first_row + tl.arange(0, TILE_M)
@@ -81,8 +81,8 @@ def quantize_shards_kernel(
     ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Quantize each shard, rounded to the type of ``rounded_ptr`` first, by the amaxes of its first form; as it lies,
-    or transposed.
+    """Round each shard to the dtype of ``rounded_ptr``, quantize it by the amaxes of its first orientation, and store
+    it untransposed or TRANSPOSED.
     """
     begin(DEPENDENT)
     row, x_ptr, M, N, first_row, first_col = _find(table_ptr, owners_ptr, like_ptr, ALIGNED, TILE_M, TILE_N)

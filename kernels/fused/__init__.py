@@ -1,1 +1,1 @@
-"""Producers that quantize what they compute: RMSNorm and SwiGLU, forward and backward."""
+"""RMSNorm and SwiGLU, forward and backward, that quantize their results in the same kernel."""

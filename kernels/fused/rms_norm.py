@@ -1,6 +1,6 @@
-"""RMSNorm of whole rows: forward, with the quantization of the result, and backward.
+"""RMSNorm of whole rows: forward, with quantization of the result, and backward.
 
-The transposed result is written by the tile kernel of ``fused.py``, which computes an element by the same operations.
+The tile kernel of ``swiglu.py`` writes the transposed result. It computes each element by the same operations.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _load(ptr, rows, cols, M, N, stride_m, stride_n, EVICTION: tl.constexpr = NO
 
 @triton.jit
 def _row_sum(x):
-    """``[1, T, 1, 1]`` of ``[1, T, H, C]``."""
+    """Sum of each row: ``[1, T, H, C]`` -> ``[1, T, 1, 1]``."""
     return tl.sum(tl.sum(x, 3, keep_dims=True), 2, keep_dims=True)
 
 
@@ -47,10 +47,10 @@ def rms_norm_rows_kernel(
     HOLD_WEIGHT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of whole rows: rstd; with NORMAL the rows quantized in blocks of 1 x COLS; maxima of columns, and of all.
+    """RMSNorm of whole rows: rstd, with NORMAL the rows quantized in blocks of 1 x COLS, and partial maxima.
 
-    A program walks over rows so that it meets each column many times and writes its part of the maximum once, as
-    magnitudes: ``columns [programs, N]``, ``tensor [programs]``. ``rstd [M]``, ``q`` and ``y [M, N]`` are contiguous.
+    A program walks over rows, so it writes one partial maximum for each column, ``columns [programs, N]``, and one in
+    all, ``tensor [programs]``; both are magnitudes. ``rstd [M]``, ``q`` and ``y [M, N]`` are contiguous.
     """
     begin(DEPENDENT)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -59,7 +59,7 @@ def rms_norm_rows_kernel(
     cols = tile_cols(0, H, BLOCK_N)
     step = tl.num_programs(0) * TILE_M
     first = tl.program_id(0) * TILE_M
-    # Zeros of the type of the magnitudes.
+    # Zeros of the dtype of the magnitudes.
     found = tl.zeros((1, 1, H, BLOCK_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
     WRITES: tl.constexpr = NORMAL or KEEP or COLUMN_AMAX or TENSOR_AMAX
     if WRITES and HOLD_WEIGHT:
@@ -85,7 +85,7 @@ def rms_norm_rows_kernel(
                 tl.store(y_ptr + offsets(rows, cols, N, 1), y.to(y_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
             if COLUMN_AMAX or TENSOR_AMAX:
                 values = magnitudes(y)
-                # A row beyond the last one has an rstd of its own, by which its zeros may become NaN.
+                # Rows beyond M: their rstd may be infinite, and zeros times it are NaN.
                 values = tl.where(rows < M, values, 0).to(values.dtype)
                 found = tl.maximum(found, reduce_max(values, 1, True))
             if NORMAL:
@@ -111,12 +111,13 @@ def rms_norm_backward_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of x, ``out [M, N]`` contiguous, and this program's share of that of weight, ``partial [programs, N]``.
+    """Gradient of x, ``out [M, N]`` contiguous, and partial sums of the gradient of weight, ``partial [programs, N]``.
 
-    Programs walk over rows in a fixed order: sums come out the same each time.
+    Programs walk over rows in a fixed order, so the sums are the same bits on every run.
     """
     begin(DEPENDENT)
-    # A second read, from the cache and told apart by its policy, where rows would take too many registers.
+    # Wide rows take too many registers, so they are loaded twice, from the cache. Another eviction policy stops the
+    # compiler from merging the two loads.
     RELOAD: tl.constexpr = TILE_N > 8192
     cols = tile_cols(0, 1, TILE_N)
     step = tl.num_programs(0) * TILE_M
@@ -165,7 +166,7 @@ def sum_partials_kernel(
     partial_ptr, out_ptr, P, N, TILE_P: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``out [N]`` = the sum over ``partial [P, N]`` float32, in a fixed order."""
+    """``out [N]``: the sum of ``partial [P, N]`` (float32) over P, in a fixed order."""
     begin(DEPENDENT)
     cols = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[None, :]
     total = tl.zeros((TILE_P, TILE_N), tl.float32)

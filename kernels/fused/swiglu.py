@@ -1,14 +1,14 @@
-"""Producers fused with the quantization of what they produce: RMSNorm, SiLU-mul (SwiGLU), and the backward of SiLU-mul.
+"""Producers fused with quantization: RMSNorm, SiLU-mul (SwiGLU), and the backward of SiLU-mul.
 
-A producer computes in float32 and rounds to the dtype of its input; that tensor is what is quantized, and it is never
-written. Results are ``[O, M, N]``, with O = 2 (gate, up) for the backward of SiLU-mul and 1 otherwise.
+A producer computes in float32, rounds to the dtype of its input, and quantizes that value without storing it. Results
+are ``[O, M, N]``: O = 2 (gate, up) for the backward of SiLU-mul, otherwise O = 1.
 
-Tiles have four dims, ``[G, T, H, C]``: G blocks of rows of the transposed result, H blocks of columns of the normal
-one. A maximum over T or C then is one over a block, and its factor broadcasts back: no tile is reshaped, which would
-move it through shared memory. A thread has the same columns of four rows that follow each other (four tensors, each
-every fourth row), so four 8-bit elements of a transposed row leave as one 32-bit word.
+Tiles have four dims, ``[G, T, H, C]``: G blocks of rows for the transposed result, H blocks of columns for the
+untransposed one. Reducing T or C gives a block's amax, and its factor broadcasts back. A reshape would move the tile
+through shared memory instead. A tile is four tensors, each with every fourth row, so that a thread has the same columns
+of four consecutive rows. It stores four 8-bit elements of a transposed row as one 32-bit word.
 
-Nothing in the arithmetic of an element can be contracted, so that every kernel computes it to the same bits.
+No operation on an element can be contracted to an FMA, so every kernel computes the same bits.
 """
 
 import triton
@@ -32,33 +32,33 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def tile_rows(first, G: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr):
-    """Indices ``[G, T, 1, 1]``: G blocks of ``T * STEP``, every ``STEP``-th of each."""
+    """Row indices ``[G, T, 1, 1]``: every ``STEP``-th row of G blocks of ``T * STEP`` rows."""
     blocks = tl.arange(0, G)[:, None, None, None] * (T * STEP)
     return first + blocks + tl.arange(0, T)[None, :, None, None] * STEP
 
 
 @triton.jit
 def tile_cols(first, H: tl.constexpr, C: tl.constexpr):
-    """Indices ``[1, 1, H, C]``."""
+    """Column indices ``[1, 1, H, C]``."""
     return first + tl.arange(0, H)[None, None, :, None] * C + tl.arange(0, C)[None, None, None, :]
 
 
 @triton.jit
 def offsets(rows, cols, stride_m, stride_n):
-    """int64 offsets of all pairs."""
+    """int64 offsets of all pairs of a row and a column."""
     return rows.to(tl.int64) * stride_m + cols.to(tl.int64) * stride_n
 
 
 @triton.jit
 def normalized_rows(x, rstd, ROUND_NORMALIZED: tl.constexpr):
-    """``x * rstd`` in float32, rounded to the dtype of x where RMSNorm rounds before it multiplies by weight."""
+    """``x * rstd`` in float32, with ROUND_NORMALIZED rounded to the dtype of x before the weight is multiplied."""
     normalized = x.to(tl.float32) * rstd
     return normalized.to(x.dtype).to(tl.float32) if ROUND_NORMALIZED else normalized
 
 
 @triton.jit
 def _sigmoid(x):
-    # One instruction each, where exp and a division are ten. An infinite exp2 gives 0.
+    # exp2 and rsqrt are one instruction each; exp and a division are ten. An infinite exp2 gives 0.
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
     return root * root
 
@@ -68,7 +68,7 @@ def _load(
     a_ptr, b_ptr, c_ptr, rows, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
     PRODUCER: tl.constexpr,
 ):  # fmt: skip
-    """The three inputs of a producer at these rows and columns.
+    """Load the three inputs of a producer at these rows and columns.
 
     rms_norm: x, rstd ``[M]``, weight ``[N]``. silu_mul: gate, up, and up again. silu_mul_backward: gate, up, grad.
     """
@@ -91,7 +91,7 @@ def _load_four(
     a_ptr, b_ptr, c_ptr, rows, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
     PRODUCER: tl.constexpr,
 ):  # fmt: skip
-    """The inputs of these rows, and of one, two and three rows below."""
+    """Load the inputs of these rows, and of the rows one, two and three below."""
     x0 = _load(
         a_ptr, b_ptr, c_ptr, rows, cols, M, N, stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn,
         PRODUCER,
@@ -113,7 +113,7 @@ def _load_four(
 
 @triton.jit
 def _value(inputs, DTYPE: tl.constexpr, PRODUCER: tl.constexpr, ROUND_NORMALIZED: tl.constexpr, RESULT: tl.constexpr):
-    """A result of a producer, from what :func:`_load` returned, rounded to ``DTYPE``."""
+    """Result number RESULT of a producer from the inputs of :func:`_load`, rounded to ``DTYPE``."""
     a, b, c = inputs
     if PRODUCER == "rms_norm":
         y = normalized_rows(a, b, ROUND_NORMALIZED) * c.to(tl.float32)
@@ -138,8 +138,8 @@ def _encode(
     if E8M0:
         enc, scale = encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
     elif POW2:
-        # As encode_fp32, without its divisions, of which each thread would do one for each of its columns: the
-        # exponent of a correctly rounded QMAX / amax is that of the real quotient, at most 126.
+        # encode_fp32 without its divisions, which each thread would repeat for each of its columns. The exponent of a
+        # correctly rounded QMAX / amax equals that of the exact quotient, limited to 126.
         exponent = EMAX - (bits >> 23) - ((bits & MANTISSA_MASK) > QMAX_MANTISSA).to(tl.int32)
         exponent = tl.where(bits == 0, 0, tl.minimum(exponent + 127, 126))
         finite = bits < INFINITY_BITS
@@ -156,8 +156,8 @@ def _cast(
     MAY_SATURATE: tl.constexpr, DIRECT_CAST: tl.constexpr,
 ):  # fmt: skip
     scaled = y.to(tl.float32) * enc
-    # By its own amax no element exceeds QMAX by more than float32's rounding, which the cast takes back; but for e8m0
-    # scales rounded down.
+    # Scaled by its block's amax an element exceeds QMAX only by float32 rounding, which the cast removes. Only e8m0
+    # scales that are rounded down need saturation.
     if MAY_SATURATE:
         scaled = saturate(scaled, QMAX)
     if not DIRECT_CAST:
@@ -177,7 +177,7 @@ def _tile_encode(
     QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
     GIVEN_AMAX: tl.constexpr,
 ):  # fmt: skip
-    """Encode factors of blocks from their amax ``bits``, or from the given ones; scales are stored where ``writes``."""
+    """Encode factors of blocks from their amax ``bits``, or from ``amax_ptr``; scales are stored where ``writes``."""
     mask = (group_m < groups_m) & (group_n < groups_n)
     if GIVEN_AMAX:
         bits = tl.load(amax_ptr + offsets(group_m, group_n, groups_n, 1), mask=mask, other=0)
@@ -192,7 +192,7 @@ def _block_encode(
     ROWS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, E8M0: tl.constexpr,
     POW2: tl.constexpr,
 ):  # fmt: skip
-    """Encode factor of a tile that is one block with amax ``bits``, or a part of the only block (ROWS is -1)."""
+    """Encode factor of a tile: one block with amax ``bits``, or, if ROWS is -1, a part of the tensor's only block."""
     zero = tl.zeros((1, 1, 1, 1), tl.int32)
     if ROWS == -1:
         enc = _tile_encode(
@@ -214,7 +214,7 @@ def quantize_rows(
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
     GIVEN_AMAX: tl.constexpr, DIRECT_CAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows ``[G, T, H, C]`` by ``enc``, or, where ROWS is 1, by the amax of each row's blocks of C."""
+    """Quantize rows ``[G, T, H, C]`` by ``enc``. If ROWS is 1, use the amax of each row's blocks of C instead."""
     H: tl.constexpr = y.shape[2]
     if ROWS == 1:
         bits = tl.max(magnitude_bits(y.to(tl.float32)), 3, keep_dims=True)
@@ -252,9 +252,9 @@ def _quantize_normal(
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, DIRECT_CAST: tl.constexpr,
 ):  # fmt: skip
-    """The normal result of a tile, whose row ``4 i + r`` is row i of ``y<r>``; ``rows`` are those of ``y0``.
+    """Quantize a tile untransposed. Its row ``4 i + r`` is row i of ``y<r>``; ``rows`` are the rows of ``y0``.
 
-    ``bits`` is the amax of the tile, if it is one block.
+    ``bits`` is the amax of the tile if the tile is one block.
     """
     if ROWS == 1:
         enc = tl.zeros((1, 1, 1, 1), tl.float32)
@@ -288,7 +288,7 @@ def _quantize_transposed(
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
     PACKED: tl.constexpr, DIRECT_CAST: tl.constexpr,
 ):  # fmt: skip
-    """The transposed result of a tile; as :func:`_quantize_normal`, but ``bits`` may be those of each four rows."""
+    """Quantize a tile transposed, as :func:`_quantize_normal`; ``bits`` may be the maxima of each four rows."""
     G: tl.constexpr = y0.shape[0]
     WORDS: tl.constexpr = G * y0.shape[1]
     TILE_N: tl.constexpr = y0.shape[2] * y0.shape[3]
@@ -312,7 +312,7 @@ def _quantize_transposed(
     q3 = _code(y3, enc, FORMAT, QMAX, MANTISSA_BITS, EMIN, MAY_SATURATE, DIRECT_CAST)
     if PACKED:
         word = q0.to(tl.uint32) | (q1.to(tl.uint32) << 8) | (q2.to(tl.uint32) << 16) | (q3.to(tl.uint32) << 24)
-        # Two dims: blocks of rows lie next to each other in memory. Counted in words, the compiler sees alignment.
+        # Two dims, because blocks of rows are adjacent in memory. Offsets in words show the compiler the alignment.
         word = tl.reshape(word, (WORDS, TILE_N))
         word_rows = pid_m * WORDS + tl.arange(0, WORDS)[:, None]
         word_cols = pid_n * TILE_N + tl.arange(0, TILE_N)[None, :]
@@ -341,13 +341,12 @@ def quantize_tile_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Quantize what a producer makes, in either orientation or both, tile by tile.
+    """Quantize the results of a producer in one or both orientations, tile by tile.
 
     Results are contiguous: ``q [O, M, N]``, ``qt [O, N, M]``, and with ``KEEP`` the unquantized ``y [O, M, N]``. Scales
-    have strides, amax bits (int32, read for blocks of a whole dim) are contiguous, both in the coordinates of the
-    input, as are blocks. ``words`` is M / 4, the length of a row of ``qt``, where rows are whole 32-bit words (PACKED);
-    ``size`` is M N.
-    A program walks over tiles; with STAGES above 1 it reads the next ones while it works on one.
+    have strides. amax bits (int32, read for blocks of a whole dim) are contiguous. Blocks, scales and amax bits are in
+    the coordinates of the input. With PACKED a row of ``qt`` is ``words`` = M / 4 whole 32-bit words; ``size`` is M N.
+    A program walks over tiles; with STAGES above 1 it loads the next tiles while it computes.
     """
     begin(DEPENDENT)
     SQUARE: tl.constexpr = (NORMAL and ROWS == 128) or (TRANSPOSED and ROWS_T == 128 and COLS_T == 128)
@@ -361,7 +360,7 @@ def quantize_tile_kernel(
     tiles_n = tl.cdiv(N, TILE_N)
     tiles = tl.cdiv(M, TILE_M) * tiles_n
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        # Backwards: the last rows of a pass before this one are still in the cache.
+        # Tiles run in reverse order: the last rows of the amax pass are still in L2.
         pid_m, pid_n = (tiles - 1 - tile) // tiles_n, (tiles - 1 - tile) % tiles_n
         rows = tile_rows(pid_m * TILE_M, TILE_M // BLOCK_M, BLOCK_M // 4, 4)
         cols = tile_cols(pid_n * TILE_N, TILE_N // BLOCK_N, BLOCK_N)
@@ -371,7 +370,7 @@ def quantize_tile_kernel(
         )  # fmt: skip
         for result in tl.static_range(RESULTS):
             if result == 1:
-                # From the cache: in registers they would take those of the first result.
+                # Load again from the cache: keeping the inputs costs registers of the first result.
                 x0, x1, x2, x3 = _load_four(
                     a_ptr, b_ptr, c_ptr, rows, cols, M, N,
                     stride_am, stride_an, stride_bm, stride_bn, stride_cm, stride_cn, PRODUCER,
@@ -411,9 +410,9 @@ def partial_amax_of_result_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, over parts of a dim, of what a producer makes: as ``partial_amax_kernel`` in ``quantize.py``, but for O.
+    """Partial maxima of the results of a producer, as ``partial_amax_kernel`` of ``cast/quantize.py``.
 
-    Groups of one result follow those of the other: ``row [parts, O, M]``, ``col [parts, O, N]``, ``whole [parts, O]``.
+    Results are stored one after the other: ``row [parts, O, M]``, ``col [parts, O, N]``, ``whole [parts, O]``.
     """
     begin(DEPENDENT)
     RESULTS: tl.constexpr = 2 if PRODUCER == "silu_mul_backward" else 1
@@ -422,7 +421,7 @@ def partial_amax_of_result_kernel(
     chunk = tl.program_id(0) // tiles_n
     strip = tl.program_id(0) % tiles_n
     cols = tile_cols(strip * TILE_N, 1, TILE_N)
-    # A zero of the type of the magnitudes.
+    # Zeros of the dtype of the magnitudes.
     first = tl.zeros((1, TILE_M, 1, TILE_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
     second = first
     for tile in tl.range(chunk, tl.cdiv(M, TILE_M), chunks):
@@ -458,7 +457,7 @@ def silu_mul_rows_kernel(
     KEEP: tl.constexpr, DIRECT_CAST: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """SiLU-mul of whole rows, quantized by row; ``q`` and ``y [M, N]`` are contiguous."""
+    """SiLU-mul of whole rows, quantized rowwise; ``q`` and ``y [M, N]`` are contiguous."""
     begin(DEPENDENT)
     rows, cols = tile_rows(tl.program_id(0) * TILE_M, 1, TILE_M, 1), tile_cols(0, 1, TILE_N)
     inputs = _load(

@@ -1,4 +1,4 @@
-"""FP8 matrix products whose scales vary along the contraction: 1x128 and 128x128 (fp32 scales), and MX (1x32, e8m0)."""
+"""FP8 GEMMs with scales that vary along K: 1x128 and 128x128 (fp32 scales), and MX (1x32, e8m0)."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 @triton.jit
 def _scale_product(product, row_scale, col_scale, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A product with the scales of one step of K: a scale of each row or column (1), or one of all."""
+    """Scale the result of one step of K, by a scale for each row or column (ROWS, COLS = 1) or by one for the tile."""
     if ROWS == 1 and COLS == 1:
         return product * row_scale[:, None] * col_scale[None, :]
     elif ROWS == 1:
@@ -36,9 +36,9 @@ def block_scaled_matmul_kernel(
 ):  # fmt: skip
     """``out [M, N] = epilogue(sum over k blocks of (a_k @ b_k.T) * a_scale_k * b_scale_k)``.
 
-    A_ROWS and B_ROWS (1 or SCALE_K) are the rows of ``a`` and ``b`` that share a scale; a scale covers SCALE_K of K.
-    The product of each block is promoted to float32 where its scales are applied, so accumulation is always precise.
-    SWAP and SPLIT are those of ``scaled_matmul_kernel``.
+    A scale covers SCALE_K of K, and A_ROWS or B_ROWS (1 or SCALE_K) rows of ``a`` or ``b``. Each step of K is promoted
+    to float32 when its scales are applied, so accumulation is always precise. SWAP and SPLIT: see
+    ``scaled_matmul_kernel``.
     """
     begin(DEPENDENT)
     tl.static_assert(BLOCK_K == SCALE_K, "one step of K has one scale")
@@ -101,7 +101,7 @@ def _load_exponents(
 
 @triton.jit
 def _widen(x, exponents, SCALE_K: tl.constexpr):
-    """MX data in bf16."""
+    """Dequantize MX codes to bf16."""
     return scale_blocks(x.to(tl.float32), decode_e8m0(exponents), 1, SCALE_K).to(tl.bfloat16)
 
 
@@ -118,8 +118,8 @@ def mx_matmul_kernel(
 ):  # fmt: skip
     """``out [M, N] = epilogue(a @ b.T)`` on MX operands; a scale is a biased exponent (uint8) for each SCALE_K of K.
 
-    NATIVE multiplies on tensor cores that take MX operands. Others multiply in bf16, to which MX data converts exactly,
-    but for magnitudes below 2^-126.
+    NATIVE uses tensor cores that take MX operands. Otherwise operands are dequantized to bf16 first, which is exact
+    except for magnitudes below 2^-126.
     """
     begin(DEPENDENT)
     tiles_m = tl.cdiv(M, BLOCK_M)

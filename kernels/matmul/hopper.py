@@ -1,13 +1,13 @@
-"""FP8 matrix products for Hopper that promote every 128 of K at the speed of products that do not.
+"""Warp-specialized FP8 GEMM for Hopper that promotes every 128 of K at the speed of GEMMs that do not promote.
 
-Plain Triton lets the tensor cores idle while a block adds a partial product to its float32 sum. Here two groups of four
-warps each own half of the rows of a tile: while one promotes, the other multiplies. A warp of its own keeps the copy
-engine ahead of both. The same kernel serves scales in the epilogue and scales along K, and without promotion also fast
-accumulation. Products of few tokens swap the operands (weights are the rows, of which an instruction takes 64, tokens
-the columns, of which it takes as few as 8). So that all of the device reads the weight, they split K over programs, or
-take tiles of 64 rows, with one group and more stages.
+In plain Triton the tensor cores idle while a program adds a partial result to its float32 sum. Here two warp groups
+(four warps each) own half of a tile's rows: one promotes while the other multiplies. A separate producer warp issues
+TMA loads ahead of both. The same kernel serves scales in the epilogue, scales along K, and, without promotion, fast
+accumulation. For small M the operands are swapped: weights become the rows (64 an instruction), tokens the columns (as
+few as 8). To make the whole GPU read the weight, small M also splits K over programs, or takes tiles of 64 rows with
+one warp group and more stages.
 
-The shape of the kernel follows CUTLASS's warp-specialized "cooperative" kernels and DeepSeek-AI's DeepGEMM.
+The structure follows CUTLASS's warp-specialized "cooperative" kernels and DeepSeek-AI's DeepGEMM.
 """
 
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ WAVE_ROWS: gl.constexpr = gl.constexpr(SPECIALIZED_WAVE_ROWS)
 SCALE_VECTOR: gl.constexpr = gl.constexpr(MIN_SCALES)
 WARP_SIZE: gl.constexpr = gl.constexpr(32)
 GROUP_WARPS: gl.constexpr = gl.constexpr(4)
-# Steps whose copies start before the groups of warps do: products of few rows take hardly longer than that start.
+# Steps of K whose TMA loads start before the warp groups do: at small M a GEMM takes little longer than that start.
 EARLY_STEPS: gl.constexpr = gl.constexpr(4)
 
 
@@ -56,7 +56,7 @@ def _stage_before(stage, STAGES: gl.constexpr):
 
 @gluon.jit
 def _pieces(sizes, split_k, SPLIT: gl.constexpr):
-    """How many pieces of work there are: tiles, or parts of their K."""
+    """Number of work items: tiles, or with SPLIT tiles times splits of K."""
     _, _, tiles_m, tiles_n, _ = sizes
     if SPLIT:
         return tiles_m * tiles_n * split_k
@@ -68,7 +68,7 @@ def _pieces(sizes, split_k, SPLIT: gl.constexpr):
 def _piece(
     piece, sizes, split_k, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
 ):
-    """First row, first column, and range of steps of the ``piece``-th piece of work: a tile, or a part of its K."""
+    """Work item ``piece``, a tile or one split of its K: first row, first column, split, first and last step."""
     _, _, tiles_m, tiles_n, steps = sizes
     if SPLIT:
         tiles = tiles_m * tiles_n
@@ -86,7 +86,7 @@ def _fill(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of one step into a stage that is empty."""
+    """Start the TMA loads of one step into an empty stage."""
     a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, _, _ = shared
     _, _, _, stride_ak, _, stride_bk = strides
     A_SCALES: gl.constexpr = a_scale_bufs.shape[1] if A_ROWS == 1 else 0
@@ -107,13 +107,13 @@ def _load(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer: fills stage after stage, through all pieces of this program, after the ``filled`` first steps."""
+    """The producer warp: load all steps of this program's work items, after the ``filled`` first steps."""
     empty = shared[6]
     stage = filled % STAGES
     phase = filled // STAGES
     for piece in range(gl.program_id(0), _pieces(sizes, split_k, SPLIT), gl.num_programs(0)):
         row, col, _, first, last = _piece(piece, sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
-        # Not a name that the loop changes: Triton takes such an argument for what it was before.
+        # A new name: if the loop changed ``filled``, Triton would still use its value from before the loop.
         before = gl.where(piece == gl.program_id(0), filled, 0)
         for step in range(first + before, last):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -126,14 +126,14 @@ def _load(
 
 @gluon.jit
 def _start(a_buf, b_buf, acc, use_acc, WAVE: gl.constexpr):
-    """Start one wave of 64 rows times the tile of ``b``, over one stage, added to ``acc`` if use_acc."""
+    """Start the wgmma of one wave (64 rows of ``a``) with ``b`` over one stage, added to ``acc`` if use_acc."""
     rows = a_buf.slice(WAVE * WAVE_ROWS, WAVE_ROWS)
     return warpgroup_mma(rows, b_buf.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
 def _promote(acc, part, a_scale, b_scale, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr):
-    """Add a partial product; A_ROWS of 0 means that the scales wait for the epilogue."""
+    """Add the result of one step to ``acc``, scaled; if A_ROWS is 0 the epilogue applies the scales."""
     if A_ROWS == 0:
         return acc + part
     elif A_ROWS == 1 and B_ROWS == 1:
@@ -151,7 +151,7 @@ def _read_scale(
     pointer, buf, row, step, stride_row, stride_step,
     FIRST: gl.constexpr, SIZE: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Scales of SIZE rows from FIRST on of the tile at ``row``: from shared memory, or the one of all from memory."""
+    """Scales of rows [FIRST, FIRST + SIZE) of the tile at ``row``: a vector from shared memory, or one shared scale."""
     if ROWS == 0:
         return 1.0
     elif ROWS == 1:
@@ -174,14 +174,14 @@ def _activate(x, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _read_rows(pointer, row, end, stride, layout: gl.constexpr):
-    """A vector of the epilogue for the 64 rows of a wave."""
+    """Load an epilogue vector for the 64 rows of a wave."""
     rows = row + gl.arange(0, WAVE_ROWS, gl.SliceLayout(1, layout))
     return gl.load(pointer + rows * stride, mask=rows < end, other=0.0)
 
 
 @gluon.jit
 def _read_columns(pointer, col, end, stride, COLUMNS: gl.constexpr):
-    """A vector of the epilogue for the columns of a tile, spread over the threads: a register or two of each."""
+    """Load an epilogue vector for the columns of a tile, spread over all threads: one or two registers each."""
     cols = col + gl.arange(0, COLUMNS, gl.BlockedLayout([1], [WARP_SIZE], [GROUP_WARPS], [0]))
     return gl.load(pointer + cols * stride, mask=cols < end, other=0.0)
 
@@ -196,7 +196,7 @@ def _finish(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     col_layout: gl.constexpr = gl.SliceLayout(0, layout)
     if SCALED:
-        # One scale after the other: their product may leave float32's range where the result does not.
+        # One scale after the other: their product may overflow or underflow float32 if the result does not.
         acc *= gl.convert_layout(a_scale, row_layout)[:, None]
         acc *= gl.convert_layout(b_scale, col_layout)[None, :]
     if HAS_BIAS:
@@ -229,7 +229,7 @@ def _store(
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     SWAP: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of one wave, of all columns or of half of them at a time: in half the registers and shared memory."""
+    """Epilogue of one wave. HALVES handles half of the columns at a time, in half the registers and shared memory."""
     if HALVES:
         HALF: gl.constexpr = acc.shape[1] // 2
         half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
@@ -256,7 +256,7 @@ def _sum_promoted(
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """This group's rows of a tile over steps ``[first, last)``, each step's partial product promoted to float32."""
+    """Sum steps ``[first, last)`` for this group's rows of a tile; each step is promoted to float32."""
     a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, empty, turn = shared
     a_scale_ptr, b_scale_ptr, _, _ = pointers
     _, _, stride_am, stride_ak, stride_bn, stride_bk = strides
@@ -272,7 +272,7 @@ def _sum_promoted(
         b_buf = b_bufs.index(stage)
         a_scales = a_scale_bufs.index(stage)
         token = _start(a_buf, b_buf, zero, False, FIRST)
-        # Read while the tensor cores work: the wait for memory costs nothing.
+        # Load while the tensor cores work, to hide the latency.
         a_scale = _read_scale(
             a_scale_ptr, a_scales, row, step, stride_am, stride_ak, FIRST * WAVE_ROWS, WAVE_ROWS, A_ROWS, row_layout
         )
@@ -286,8 +286,8 @@ def _sum_promoted(
                     mbarrier.arrive(turn, count=1)
             acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
             if TIGHT:
-                # Promote before the registers of the product are overwritten. The assembler must not know that they are
-                # not added up: it would take other registers for the next product, more than there are.
+                # Promote before the next wgmma overwrites the registers of ``product``. ptxas must not know that
+                # ``last < first`` is always false: it would take other registers for the next wgmma, and spill.
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
                 token = _start(a_buf, b_buf, product, last < first, FIRST + 1)
             else:
@@ -312,7 +312,7 @@ def _start_step(
     shared, pointers, strides, row, col, step, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Start the only wave of a step, and read its scales."""
+    """Start the only wave of a step, and load its scales."""
     a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, _, _ = shared
     a_scale_ptr, b_scale_ptr, _, _ = pointers
     _, _, stride_am, stride_ak, stride_bn, stride_bk = strides
@@ -335,9 +335,9 @@ def _sum_overlapped(
     shared, pointers, strides, row, col, first, last, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`_sum_promoted` of one wave, a step started before the last one is promoted, OVERLAP steps at a time.
+    """:func:`_sum_promoted` with one wave; each step starts before the last one is promoted, OVERLAP steps in a row.
 
-    A product in flight may not cross a turn: the assembler would wait for each one.
+    No wgmma may be in flight across an iteration: ptxas would then wait for each one.
     """
     empty = shared[6]
     acc = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
@@ -355,7 +355,7 @@ def _sum_overlapped(
             )
             product = warpgroup_mma_wait(1, deps=[token])
             mbarrier.arrive(empty.index(previous), count=1)
-            # The wait keeps the promotion before the next start.
+            # The wait stops the compiler from moving the promotion behind the next start.
             acc = warpgroup_mma_wait(1, deps=[_promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)])
             token = token_next
             a_scale = a_next
@@ -380,7 +380,7 @@ def _sum_fast(
     shared, first, last, stage, phase,
     GROUP: gl.constexpr, WAVES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`_sum_promoted`, all steps in the tensor core's accumulator; a step is always in flight."""
+    """:func:`_sum_promoted` without promotion: the tensor core's accumulator sums all steps, and one is in flight."""
     a_bufs, b_bufs, _, _, _, full, empty, _ = shared
     FIRST: gl.constexpr = GROUP * WAVES
     acc0 = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
@@ -395,8 +395,8 @@ def _sum_fast(
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(1, deps=[acc0])
-        # Not kept from the last step: a name that stands for the same value as another before a loop, Triton takes for
-        # that other in it.
+        # Recomputed, not kept from the last step: if two names have the same value before a loop, Triton takes them for
+        # one inside it.
         mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=step > first)
         stage, phase = _next_stage(stage, phase, STAGES)
     if WAVES == 2:
@@ -416,12 +416,12 @@ def _multiply(
     TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: rows ``[GROUP * WAVES * 64, +WAVES * 64)`` of every tile of this program, a wave of 64 at a time."""
+    """A consumer warp group: WAVES waves of 64 rows, from row ``GROUP * WAVES * 64`` on, of each of its tiles."""
     a_scale_ptr, b_scale_ptr, bias_ptr, residual_ptr = pointers
     M, N, tiles_m, tiles_n, steps = sizes
     stride_rm, stride_rn, stride_am, _, stride_bn, _ = strides
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    # Partial sums are scaled where they are added up.
+    # With SPLIT ``reduce_parts_kernel`` applies the scales.
     SCALED: gl.constexpr = A_ROWS == 0 and not SPLIT
     COLUMNS: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     turn = shared[7]
@@ -432,7 +432,7 @@ def _multiply(
     for piece in range(gl.program_id(0), _pieces(sizes, split_k, SPLIT), gl.num_programs(0)):
         row, col, part, first, last = _piece(piece, sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
         row += GROUP * WAVES * WAVE_ROWS
-        # Read before the product, so that the memory's latency is hidden.
+        # Load before the main loop, to hide the latency.
         a_scale0 = None
         a_scale1 = None
         b_scale0 = None
@@ -460,7 +460,7 @@ def _multiply(
             )  # fmt: skip
         elif PROMOTE:
             if STAGGER and GROUP == 1:
-                # Half a step behind the other group, so that they do not promote at the same time.
+                # Start half a step after the other group, so that the two do not promote at the same time.
                 mbarrier.wait(turn, tile_phase, pred=steps >= STAGES)
                 tile_phase = tile_phase ^ 1
             acc0, acc1, stage, phase = _sum_promoted(
@@ -485,7 +485,7 @@ def _multiply(
     tma.store_wait(0)
 
 
-# A value that turns from divisible by 16 to not, or to 1, is not worth another compilation.
+# Without this Triton compiles again whenever one of these values changes between divisible by 16, not divisible, and 1.
 @gluon.jit(
     do_not_specialize=["M", "N", "K", "stride_rm", "stride_am", "stride_ak", "stride_bn", "stride_bk", "split_k"]
 )
@@ -500,20 +500,20 @@ def hopper_matmul_kernel(
 ):  # fmt: skip
     """``out [M, N] = epilogue(a [M, K] @ b [N, K].T)``.
 
-    PROMOTE says that the sum is promoted to float32 every BLOCK_K of K, not at the end of K. SWAP stores ``out.T``:
-    ``out_desc`` is then of ``[N, M]``, and bias and residual are those of ``out.T``. SPLIT makes ``split_k`` programs
-    share K: ``out`` is then a float32 workspace ``[split_k * rows, columns]``, a part's rows after the last one's,
-    rounded up to whole tiles; the parts are neither scaled nor do they go through the epilogue.
+    PROMOTE promotes the sum to float32 every BLOCK_K of K, not only at the end of K. SWAP stores ``out.T``:
+    ``out_desc`` then has the shape ``[N, M]``, and bias and residual belong to ``out.T``. SPLIT makes ``split_k``
+    programs share K: ``out`` is then a float32 workspace ``[split_k * rows, columns]``, with one partial sum below the
+    other, rows rounded up to whole tiles. Partial sums are not scaled and skip the epilogue.
 
-    ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N,
-    BLOCK_K]`` and ``[64, BLOCK_N]`` (``[BLOCK_N, 64]`` if SWAP). A_ROWS and B_ROWS are the rows that share a scale in
-    operands scaled every BLOCK_K of K; both are 0 for scales that leave K whole. A scale is a pointer with its strides;
-    where each row has its own for every step of K, it is a descriptor of the flat scale, a step's rows side by side,
-    with blocks of a tile's rows, at least 32.
+    ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N,
+    BLOCK_K]`` and ``[64, BLOCK_N]`` (``[BLOCK_N, 64]`` if SWAP). A_ROWS and B_ROWS are the rows that share a scale if
+    scales change every BLOCK_K of K; both are 0 for scales that are constant along K. A scale is a pointer with
+    strides. If each row has its own scale at each step of K, it is a descriptor of the flat scale, with the rows of a
+    step contiguous and blocks of a tile's rows (at least 32).
 
-    A tile of BLOCK_M = 64 has one group of warps, any other two. How it is done, not what: STAGGER keeps the groups
-    half a step apart, TIGHT promotes before the next product is started, in fewer registers, OVERLAP starts it before,
-    that many steps in a row, and HALVES stores half of the columns at a time.
+    A tile of BLOCK_M = 64 has one warp group, any other tile two. These change the speed only: STAGGER keeps the groups
+    half a step apart. TIGHT promotes before the next wgmma starts, in fewer registers. OVERLAP starts it before the
+    promotion, for so many steps in a row. HALVES stores half of the columns at a time.
     """
     GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
     WAVES: gl.constexpr = BLOCK_M // (GROUPS * WAVE_ROWS)
@@ -535,9 +535,9 @@ def hopper_matmul_kernel(
     EARLY: gl.constexpr = EARLY_STEPS if EARLY_STEPS < STAGES else STAGES
     for stage in gl.static_range(EARLY):
         mbarrier.init(full.index(stage), count=1)
-    # The copy engine counts at these next: it has to see them.
+    # TMA loads arrive at these barriers next: the fence makes them visible to TMA.
     fence_async_shared()
-    # Scales along K come with the operands; others are read from memory.
+    # TMA loads scales along K with the operands; other scales are read from global memory.
     scale_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     a_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, A_SCALES], scale_layout)
     b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, B_SCALES], scale_layout)
@@ -545,7 +545,7 @@ def hopper_matmul_kernel(
     pointers = (a_scale, b_scale, bias_ptr, residual_ptr)
     sizes = (M, N, tiles_m, tiles_n, steps)
     strides = (stride_rm, stride_rn, stride_am, stride_ak, stride_bn, stride_bk)
-    # As `begin` does for the other kernels; nothing above reads or writes what others do.
+    # As `begin` in the other kernels. Nothing above reads or writes global memory.
     if DEPENDENT:
         gdc_wait()
     row, col, _, first, last = _piece(gl.program_id(0), sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
@@ -555,17 +555,17 @@ def hopper_matmul_kernel(
             a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, first + stage, stage,
             A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    # Prepared while those are on their way, as Triton lets the warps meet after each.
+    # Init the other barriers while those loads are in flight: Triton synchronizes all warps after each init.
     for stage in gl.static_range(STAGES):
         if stage >= EARLY:
             mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
-    # A barrier lives as long as the kernel, or is none: the memory of one that nothing waits for goes to a buffer, and
-    # an H200 on which processes took turns now and then put the barrier back over what the buffer held.
+    # Init this barrier only if it is used. Triton gives the memory of an unused barrier to a buffer, and an H200 that
+    # was time-sliced between processes sometimes restored the barrier over the buffer's contents.
     if STAGGER:
         mbarrier.init(turn, count=1)
     if EARLY < STAGES:
-        # The producer's copies count at the barriers of later stages: TMA has to see these too.
+        # The producer's TMA loads arrive at the barriers of later stages: make these visible to TMA too.
         fence_async_shared()
     if GROUPS == 1:
         gl.warp_specialize(

@@ -1,6 +1,6 @@
-"""FP8 matrix product whose scales leave the contraction whole: tensorwise and rowwise, applied once in the epilogue.
+"""FP8 GEMM with scales constant along K (tensorwise, rowwise), applied once in the epilogue.
 
-Also the sum of the parts of a product of any family whose K was split.
+Also the reduction of the partial sums of every split-K GEMM.
 """
 
 import triton
@@ -13,7 +13,7 @@ from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 @triton.jit
 def scale_tile(acc, a_scale_ptr, b_scale_ptr, row, col, M, N, stride_a_scale, stride_b_scale):
-    """One scale after the other: their product may leave float32's range where the result does not."""
+    """Multiply by one scale after the other: their product may overflow or underflow float32 if the result does not."""
     rows = row + tl.arange(0, acc.shape[0])
     cols = col + tl.arange(0, acc.shape[1])
     acc *= tl.load(a_scale_ptr + rows * stride_a_scale, mask=rows < M, other=0.0)[:, None]
@@ -32,10 +32,10 @@ def scaled_matmul_kernel(
 ):  # fmt: skip
     """``out [M, N] = epilogue((a [M, K] @ b [N, K].T) * a_scale * b_scale)``; each program walks over output tiles.
 
-    ``a`` and ``b`` are TMA descriptors if TMA, else pointers; ``out`` likewise by TMA_OUT. A scale stride of 0 is a
-    tensorwise scale. PROMOTE_EVERY is how many elements of K the tensor core may add up before the sum is promoted to
-    float32 (None: all of them). SWAP multiplies ``b`` by ``a.T``, for products of few rows. SPLIT makes ``split_k``
-    programs share the K of a tile: ``out`` is then a float32 workspace of as many parts of whole tiles, unscaled.
+    ``a`` and ``b`` are TMA descriptors if TMA, else pointers; ``out`` likewise by TMA_OUT. A scale stride of 0 means a
+    tensorwise scale. The tensor core's sums are promoted to float32 every PROMOTE_EVERY elements of K (None: never).
+    SWAP multiplies ``b`` by ``a.T``, for small M. SPLIT makes ``split_k`` programs share the K of a tile: ``out`` is
+    then a float32 workspace of ``split_k`` unscaled partial sums of whole tiles.
     """
     begin(DEPENDENT)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -71,9 +71,10 @@ def reduce_parts_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``out [M, N] = epilogue(sum of SPLIT_K parts)``, each ``rows`` rows of the float32 workspace, in their order.
+    """``out [M, N] = epilogue(sum of SPLIT_K partial sums)``; each has ``rows`` rows of the float32 workspace.
 
-    The order is fixed, and so are the bits of the sum. SCALED applies the scales of ``scaled_matmul_kernel``.
+    The order of the sum is fixed, so every run gives the same bits. SCALED applies the scales of
+    ``scaled_matmul_kernel``.
     """
     begin(DEPENDENT)
     tiles_n = tl.cdiv(N, BLOCK_N)

@@ -1,6 +1,6 @@
-"""Sizes that the Hopper kernel fixes, for the kernel and for the host that chooses its tiles."""
+"""Sizes that the Hopper kernel fixes and that the host needs to choose its tiles."""
 
-# Rows of the output that a group of warps multiplies at a time.
+# Output rows of one wgmma instruction of a warp group.
 SPECIALIZED_WAVE_ROWS = 64
-# TMA writes to multiples of 128 bytes of shared memory: that many float32 scales at least.
+# TMA needs shared memory aligned to 128 bytes: at least 32 float32 scales a buffer.
 SCALE_VECTOR = 32

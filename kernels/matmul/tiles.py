@@ -1,4 +1,4 @@
-"""Device code shared by the matrix products: tile order, operand loads, epilogue."""
+"""Device code shared by the GEMM kernels: tile order, operand loads, epilogue."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_index(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of the ``tile``-th tile, in columns of GROUP_M rows so that neighbours share operands in L2."""
+    """Row and column of the ``tile``-th tile, in groups of GROUP_M rows so that neighbours share operands in L2."""
     per_group = GROUP_M * tiles_n
     first_m = (tile // per_group) * GROUP_M
     rows = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -18,7 +18,7 @@ def tile_index(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def piece_of_work(
     piece, tiles_m, tiles_n, K, split_k, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """Row and column of the tile of the ``piece``-th piece of work, the part of K that it takes, and its bounds."""
+    """Work item ``piece``, a tile or with SPLIT one split of its K: tile row and column, split, first and last K."""
     if SPLIT:
         tiles = tiles_m * tiles_n
         steps = tl.cdiv(K, BLOCK_K)
@@ -34,9 +34,9 @@ def piece_of_work(
 
 @triton.jit
 def multiply(lhs, rhs, acc, SWAP: tl.constexpr, PROMOTE_EVERY: tl.constexpr):
-    """``acc + lhs @ rhs.T``, or its transpose if SWAP: then the rows of ``rhs`` are those of the instruction."""
+    """``acc + lhs @ rhs.T``, or with SWAP its transpose: the rows of ``rhs`` are then the M dim of the instruction."""
     if SWAP and PROMOTE_EVERY is not None:
-        # As the dot would promote, and the assembler does not wait for each instruction.
+        # Equal to promotion inside the dot, but ptxas does not insert a wait after each instruction.
         tl.static_assert(rhs.shape[1] <= PROMOTE_EVERY, "a step of K is promoted as a whole")
         return acc + tl.dot(rhs, lhs.T)
     elif SWAP:
@@ -49,7 +49,7 @@ def multiply(lhs, rhs, acc, SWAP: tl.constexpr, PROMOTE_EVERY: tl.constexpr):
 def load_operand(
     source, row, k, rows, K, stride_row, stride_k, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr
 ):
-    """``[BLOCK_ROWS, BLOCK_K]`` of a K-major operand at ``(row, k)``, zero beyond its bounds."""
+    """Load ``[BLOCK_ROWS, BLOCK_K]`` of a K-major operand at ``(row, k)``; zeros out of bounds."""
     if TMA:
         return source.load([row, k])
     else:
@@ -61,7 +61,7 @@ def load_operand(
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The epilogue's activation of a float32 tile; None is the identity."""
+    """Apply the epilogue's activation to a float32 tile; None is the identity."""
     if ACTIVATION == "relu":
         # NaN stays NaN, as in torch.
         return tl.where(x < 0.0, 0.0, x)
@@ -99,9 +99,10 @@ def store_tile(
     acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """bias -> activation -> residual -> output dtype -> store, of the whole tile or of half of its columns at a time.
+    """Epilogue: bias -> activation -> residual -> output dtype -> store.
 
-    Halves need half the shared memory for the store, which leaves room for one more stage of the main loop.
+    HALVES stores half of the columns at a time. That takes half the shared memory, which leaves room for one more stage
+    of the main loop.
     """
     if HALVES:
         BLOCK_M: tl.constexpr = acc.shape[0]
@@ -124,7 +125,7 @@ def store_tile(
 
 @triton.jit
 def store_part(acc, workspace, part, row, col, M, N, rows, stride):
-    """A part's float32 sum, to be added up by ``reduce_parts_kernel``; a part has ``rows`` rows."""
+    """Store a split-K partial sum (float32, ``rows`` rows a split); ``reduce_parts_kernel`` adds them up."""
     offs_row = row + tl.arange(0, acc.shape[0])
     offs_col = col + tl.arange(0, acc.shape[1])
     offsets = (part * rows + offs_row).to(tl.int64)[:, None] * stride + offs_col[None, :]
