@@ -1,1 +1,1 @@
-"""Pages for users, and the code that makes what they show: ``python -m docs.build``."""
+"""Pages for users, and the code that makes their tables and figures: ``python -m docs.build``."""

@@ -1,9 +1,9 @@
-"""Make what the pages show from the code and the data: ``python -m docs.build``, in the root of a checkout.
+"""Make the tables and figures of the pages from code and data: ``python -m docs.build``, in the root of a checkout.
 
-Between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` a page has a block that is made here: the results from the
-data in bench/results (:mod:`docs.results`), the map of the package from its imports (:mod:`docs.house`), and which
-recipe is tested with which way to shard from the tests that are collected (:mod:`docs.coverage`). The figures are made
-likewise, that of collectives from a step (:mod:`docs.traffic`).
+The text between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` is generated: results from the data in
+bench/results (:mod:`docs.results`), the map of the package from its imports (:mod:`docs.house`), and the recipes by
+parallelism mode from the collected tests (:mod:`docs.coverage`). The figure of collectives comes from a training step
+(:mod:`docs.traffic`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK = re.compile(
     r"(<!-- begin (?P<name>[\w ]+): python -m docs\.build -->\n\n).*?(\n*<!-- end (?P=name) -->)", re.DOTALL
 )
 
-# By the dtype that a collective carries; amaxes go as int32, whose order is that of the floats.
+# By the dtype of a collective. Amaxes are sent as int32, which has the order of non-negative floats.
 COLORS = {
     torch.uint8: ("8 bits: codes and scales", "tab:green"),
     torch.bfloat16: ("bf16", "tab:orange"),
@@ -33,7 +33,7 @@ COLORS = {
 
 
 def size(n: int) -> str:
-    """Bytes as people write them."""
+    """Bytes with a unit: MiB, KiB or B."""
     for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
         if n >= factor:
             return f"{n / factor:.3g} {unit}"
@@ -41,7 +41,7 @@ def size(n: int) -> str:
 
 
 def tests_of_recipes() -> str:
-    """Which recipe is tested with which way to shard, by the tests that are there now."""
+    """The table of recipes by parallelism mode, from the tests that exist now."""
     collected = coverage.collect(test for column in coverage.COLUMNS for test in column.functions)
     return coverage.table(coverage.COLUMNS, collected)
 
@@ -51,16 +51,16 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "house": house.rooms_table,
     **{f"results {name}": make for name, make in results.TABLES.items()},
 }
-"""What makes the block of a name."""
+"""The function that makes each block, by the block's name."""
 
 
 def blocks(page: str) -> dict[str, str]:
-    """The blocks of a page by name, as they are."""
+    """The current blocks of a page, by name."""
     return {found["name"]: found[0] for found in BLOCK.finditer(page)}
 
 
 def made(page: str) -> str:
-    """The page with its blocks as they should be."""
+    """The page with all blocks made again."""
     return BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found['name']]().strip()}\n\n{found[3].strip()}", page)
 
 
@@ -77,14 +77,14 @@ def _bars(axes: Any, by_recipe: dict[str, traffic.Parts], most: int) -> None:
         note = "; ".join(notes) or ("" if left else "nothing")
         axes.text(left + (most or 1) / 50, row, note, va="center", fontsize=7)
     axes.set_ylim(len(by_recipe) - 0.5, -0.5)
-    # Where there are amaxes alone, any width does.
+    # A row with amaxes only has no bar, but needs some width.
     axes.set_xlim(0, 1.3 * most or 1)
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def figure(found: dict[str, dict[str, dict[str, traffic.Parts]]], sizes: traffic.Sizes) -> Any:
-    """A row for each way to shard, a column for each pass, a bar for each recipe."""
+    """A row for each parallelism mode, a column for each pass, a bar for each recipe."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -102,7 +102,7 @@ def figure(found: dict[str, dict[str, dict[str, traffic.Parts]]], sizes: traffic
     patches = [Patch(color=color, label=label) for label, color in COLORS.values()]
     drawn.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
     drawn.suptitle(
-        f"What every one of {traffic.RANKS} ranks gathers and reduces in a step of one layer: "
+        f"Bytes that each of {traffic.RANKS} ranks gathers and reduces in a step of one layer: "
         f"weight {sizes.n} x {sizes.k}, {sizes.tokens} tokens",
         fontsize=10,
     )
@@ -114,7 +114,7 @@ FIGURES: Mapping[str, Callable[[], Any]] = {
     "house.svg": house.figure,
     "speed_ups.svg": results.picture,
 }
-"""What draws the file of a name in docs/."""
+"""The function that draws each file in docs/, by file name."""
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
 
     for page in PAGES:
         page.write_text(made(page.read_text()))
-    # The same file for the same content; text as text.
+    # A fixed salt gives the same file for the same content; "none" keeps text as text.
     matplotlib.rcParams.update({"svg.hashsalt": "tritonfp8", "svg.fonttype": "none"})
     for name, draw in FIGURES.items():
         draw().savefig(DOCS / name, metadata={"Date": None})

@@ -1,6 +1,6 @@
-"""Which test runs which recipe with which way to shard: the table of docs/distributed.md, and where it comes from.
+"""The table of recipes by parallelism mode in docs/distributed.md, made from the collected tests.
 
-A cell is what a test is collected for. One without is an error, so the table cannot say more than the tests.
+A cell without a test is an error, so the table cannot claim more than the tests show.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tritonfp8 import recipes
 
 
 class Column(NamedTuple):
-    """A way to shard.
+    """One parallelism mode: a column of the table.
 
     Attributes:
-        name: its heading.
+        name: heading of the column.
         tests: ids of test functions, each parametrized by recipe.
-        keyword: what the ids of its tests have in common, if not all of these functions' tests belong to it.
-        otherwise: for recipes that do not use it, what stands in their cell, and the test function that shows so.
+        keyword: limits the tests of these functions to ids that contain it; empty for all of them.
+        otherwise: for recipes that do not use this mode, the text of their cell and the test function that proves it.
     """
 
     name: str
@@ -31,17 +31,17 @@ class Column(NamedTuple):
 
     @property
     def functions(self) -> list[str]:
-        """The ids of all its test functions."""
+        """Ids of all test functions of the column."""
         return [*self.tests, *(test for _, test in self.otherwise.values())]
 
     @property
     def command(self) -> str:
-        """Runs its tests."""
+        """Command that runs the tests of the column."""
         return " ".join(["pytest", *self.functions, *(["-k", self.keyword] if self.keyword else [])])
 
 
 class Collected(NamedTuple):
-    """A test: its id, and the arguments that it is parametrized by."""
+    """A collected test: its id and its parameters."""
 
     id: str
     arguments: tuple[Any, ...]
@@ -52,7 +52,7 @@ _LLAMA = (
     "tests/distributed/tensor_parallel/test_tensor_parallel.py::test_losses_do_not_go_nan_and_are_those_of_one_process"
 )
 _CONTEXT = "tests/distributed/test_context_parallel.py"
-# What enable_float8_all_gather says of weights that no GEMM reads in 8 bits, and what FSDP2 does with them.
+# Weights that no GEMM reads in 8 bits: enable_float8_all_gather reports them, and FSDP2 gathers them in bf16.
 _REPORTED = {"bf16": ("in bf16", "tests/distributed/fsdp/test_prepare.py::test_report_names_every_converted_layer")}
 _BF16 = {"bf16": ("in bf16", "tests/distributed/fsdp/test_fsdp.py::test_weights_that_no_gemm_reads_in_8_bits")}
 
@@ -90,10 +90,10 @@ class _Plugin:
 
 
 def collect(ids: Iterable[str]) -> list[Collected]:
-    """The tests of these ids, of files or functions, that run here, from the root of the checkout.
+    """Collect the tests of these ids (files or functions) that run on this machine, from the root of the checkout.
 
     Raises:
-        ValueError: one of them does not exist.
+        ValueError: an id does not exist.
     """
     import pytest
 
@@ -108,7 +108,7 @@ def collect(ids: Iterable[str]) -> list[Collected]:
 
 
 def tests_of(column: Column, recipe: str, collected: Iterable[Collected]) -> list[str]:
-    """The ids of the tests of one cell."""
+    """Ids of the tests of one cell."""
     functions = [column.otherwise[recipe][1]] if recipe in column.otherwise else column.tests
     return [
         id
@@ -118,7 +118,7 @@ def tests_of(column: Column, recipe: str, collected: Iterable[Collected]) -> lis
 
 
 def table(columns: Sequence[Column], collected: Sequence[Collected]) -> str:
-    """The table of recipes by ways to shard, and the commands of the columns, as markdown.
+    """Markdown tables: recipes by parallelism mode, and the test command of each column.
 
     Raises:
         ValueError: a cell without a test.

@@ -1,4 +1,4 @@
-"""The map of the package, from its imports: CONTRIBUTING's table, and the figure beside it."""
+"""The map of the package, made from its imports: the table and the figure of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bench.tables import table
 from tests.architecture import LAYERS, imported_modules, read_module
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a reader of the map need not see: the entry point of `python -m`, and the folder of a checkout.
+# Not part of the map: the entry point of `python -m`.
 LEFT_OUT = {"__main__"}
 
 
 def modules() -> list[Any]:
-    """Every module of the package, with those of kernels/ as the package has them."""
+    """All modules of the package; the files of kernels/ are in tritonfp8.kernels."""
     tops = (("tritonfp8", ("tritonfp8",)), ("kernels", ("tritonfp8", "kernels")))
     return [
         read_module(path, ROOT / top, package) for top, package in tops for path in sorted((ROOT / top).rglob("*.py"))
@@ -26,13 +26,13 @@ def modules() -> list[Any]:
 
 
 def purposes() -> dict[str, str]:
-    """What each room is for: the first sentence of its docstring."""
+    """The purpose of each room: the first sentence of its docstring."""
     found = {}
     for module in modules():
         if module.room not in LEFT_OUT and (module.name in (f"tritonfp8.{module.room}", module.room)):
             text = " ".join((ast.get_docstring(module.tree) or "").split("\n\n")[0].split())
             sentence = text.partition(". ")[0].rstrip(".")
-            # As Markdown: roles and literals of reStructuredText.
+            # Turn roles and literals of reStructuredText into Markdown.
             found[module.room] = re.sub(r"(?::\w+:)?`+~?([^`]+)`+", r"`\1`", sentence)
     return found
 
@@ -48,7 +48,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def direct(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The arrows that no chain of others implies."""
+    """The arrows that no chain of other arrows implies."""
     below: dict[str, set[str]] = {}
     for room in graphlib.TopologicalSorter(found).static_order():
         below[room] = set().union(*({each} | below[each] for each in found.get(room, ())))
@@ -59,7 +59,7 @@ def direct(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def rooms_table() -> str:
-    """The rooms from the top down: what each is for, and which it imports."""
+    """Table of the rooms from the top down: purpose and imports."""
     found, what = arrows(), purposes()
     rooms = [room for layer in reversed(LAYERS) for room in sorted(layer) if room in what]
     lines = [(f"`{room}`", what[room], ", ".join(f"`{each}`" for each in sorted(found[room]))) for room in rooms]
@@ -67,13 +67,13 @@ def rooms_table() -> str:
 
 
 def figure() -> Any:
-    """The rooms, a floor each layer, with the arrows that no others imply."""
+    """The rooms, one floor for each layer, with the arrows that no others imply."""
     from matplotlib.figure import Figure
 
     what, found = purposes(), direct(arrows())
     floors = [sorted(room for room in layer if room in what) for layer in LAYERS]
     floors = [floor for floor in floors if floor]
-    # A room that has its floor to itself stands left or right by turns: arrows then pass beside it.
+    # A single room on a floor is drawn left or right in turns, so that arrows pass beside it.
     places = {
         room: ((i + 0.5) / len(floor) if len(floor) > 1 else 0.4 + 0.2 * (y % 2), y)
         for y, floor in enumerate(floors)

@@ -1,4 +1,4 @@
-"""Tables of the README and of docs/benchmarks.md, and the README's picture, from the data in bench/results."""
+"""The tables of README.md and docs/benchmarks.md, and README's figure, from the data in bench/results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 DATA = Path(__file__).resolve().parents[1] / "bench" / "results" / "nvidia-h200"
 LARGE = ("square", "llama-8b", "llama-70b", "deepseek-v3")
 SMALL_M = ("decode",)
-# The order of contenders in tables of layers and models, with their names there.
+# Contenders in the tables of layers and models: their order, and their names in a table.
 CONTENDERS = {
     "rowwise precise": "rowwise",
     "rowwise fast": "rowwise, fast accumulation",
@@ -43,20 +43,20 @@ EPILOGUE = "rowwise epilogue"
 
 
 def data(name: str) -> dict[str, Any]:
-    """One file of results."""
+    """Load one JSON file of results."""
     found: dict[str, Any] = json.loads((DATA / name).read_text())
     return found
 
 
 def ratios(rows: Iterable[Row]) -> Iterator[tuple[Row, float]]:
-    """Each row that has a peer, and how many times as fast it is."""
+    """Each row that has a peer, with its speed over the peer."""
     for row, peer in with_peers(rows):
         if (ratio := over_peer(row, peer)) is not None:
             yield row, ratio
 
 
 def _mean(name: str, case: str, contender: str, sets: Sequence[str]) -> float | None:
-    """Geometric mean of the ratios to the peer over sets of shapes."""
+    """Geometric mean of the speeds over the peer, over sets of shapes."""
     found = [
         ratio
         for row, ratio in ratios(data(f"{name}.json")["rows"])
@@ -74,7 +74,7 @@ def _command(name: str) -> str:
 
 
 def gemms() -> str:
-    """GEMMs over torch's own."""
+    """Speed of GEMMs over torch's own."""
     rates = {
         (row["case"], row["contender"]): row["flops"] / row["seconds"] / 1e12
         for row in data("scaled_matmul.json")["rows"]
@@ -101,7 +101,7 @@ def gemms() -> str:
 
 
 def casts() -> str:
-    """Bytes a second of casts over those of a copy of as many bytes, which is limited to 1 GiB."""
+    """Bytes per second of casts over those of a copy of as many bytes (at most 1 GiB)."""
     speeds = {
         (row["case"], tuple(row["shape"]), row["contender"]): row["bytes"] / row["seconds"]
         for row in data("quantize.json")["rows"]
@@ -117,7 +117,7 @@ def casts() -> str:
 
 
 def speed_ups(name: str, case: str) -> dict[str, dict[tuple[int, ...], float]]:
-    """Speed over bf16 by contender and shape, of a suite."""
+    """Speed over bf16 in one suite, by contender and shape."""
     found: dict[str, dict[tuple[int, ...], float]] = {contender: {} for contender in CONTENDERS}
     for row, ratio in ratios(data(f"{name}.json")["rows"]):
         if row["case"] == case and row["contender"] in found:
@@ -133,7 +133,7 @@ MODELS = {
 
 
 def layers() -> str:
-    """Linear layers and models over bf16."""
+    """Speed of linear layers and models over bf16."""
     of_layers, of_models = speed_ups("linear", "layer"), speed_ups("model", "model")
     lines = [
         (
@@ -182,13 +182,13 @@ def accumulation() -> str:
 
 
 def training() -> str:
-    """The table that `tritonfp8 train` wrote."""
+    """The table written by `tritonfp8 train`."""
     text = (DATA / "train-160m" / "table.md").read_text()
     return "\n".join(line for line in text.splitlines() if line.startswith("|")) + "\n"
 
 
 def host_times() -> str:
-    """Host time of eager calls, ours through the public function."""
+    """Host time of eager calls: our public functions, our ops, and torch."""
     found: dict[str, dict[str, float]] = {}
     for row in data("launch.json")["rows"]:
         if row["set"] == "launch":
@@ -298,7 +298,7 @@ def headline() -> str:
 
 
 def picture() -> Any:
-    """Speed of models over bf16, ours and torchao's."""
+    """Bar chart of model speeds over bf16, ours and torchao's."""
     from matplotlib.figure import Figure
 
     found = speed_ups("model", "model")
@@ -331,4 +331,4 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "tensor parallelism": tensor_parallelism,
     "training": training,
 }
-"""By the name of the block that a page has for it."""
+"""The function that makes each table, by the name of its block."""

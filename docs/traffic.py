@@ -1,7 +1,7 @@
-"""What each collective of a training step carries, counted from the collectives themselves.
+"""Bytes of each collective of a training step, counted from the collectives themselves.
 
-One layer of each kind runs a step on one rank of ``RANKS`` whose collectives move nothing: torch's fake process group,
-with which the layers compute as ever.
+One layer of each kind runs a step on one rank of ``RANKS`` in torch's fake process group: collectives move no data, and
+the layers compute as usual.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RANKS = 4
 
 
 class Sizes(NamedTuple):
-    """Of a linear layer: ``weight [n, k]``, and tokens of all ranks."""
+    """Sizes of a linear layer: ``weight [n, k]``, and the tokens of all ranks."""
 
     n: int
     k: int
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 LAYER = Sizes(4096, 1024, 2048)
 PASSES = ("forward", "backward")
 Parts = Counter[tuple[str, torch.dtype]]
-"""Bytes by the collective and the dtype that it carries."""
+"""Bytes by collective and dtype."""
 
 
 class _Traffic(count_collective_bytes):
@@ -73,7 +73,7 @@ def _step(module: nn.Module, x: Tensor) -> dict[str, Parts]:
 
 
 def fsdp(mesh: DeviceMesh, recipe: str, sizes: Sizes) -> dict[str, Parts]:
-    """FSDP2, float32 parameters and gradients, bf16 compute; the second step, as the first also builds."""
+    """FSDP2 with float32 parameters and gradients and bf16 compute. Counts the second step: the first also sets up."""
     model = nn.Sequential(nn.Linear(sizes.k, sizes.n, bias=False))
     tritonfp8.convert(model, recipe)
     if recipes.get(recipe).output.quantized:
@@ -96,26 +96,26 @@ def _rows(mesh: DeviceMesh, tokens: int, features: int) -> Tensor:
 
 
 def colwise(mesh: DeviceMesh, recipe: str, sizes: Sizes) -> dict[str, Parts]:
-    """A layer whose out features are sharded, and the tokens of its input, too."""
+    """A layer with sharded out features, and an input with sharded tokens."""
     layer = _sharded(mesh, recipe, Float8ColwiseParallel(input_layouts=Shard(0)), sizes.k, sizes.n)
     return _step(layer, _rows(mesh, sizes.tokens, sizes.k))
 
 
 def rowwise(mesh: DeviceMesh, recipe: str, sizes: Sizes) -> dict[str, Parts]:
-    """The layer after it: in features sharded, the output left with its tokens sharded."""
+    """The layer after a colwise one: in features sharded, and output tokens sharded."""
     layer = _sharded(mesh, recipe, Float8RowwiseParallel(output_layouts=Shard(0)), sizes.n, sizes.k)
     x = torch.ones(sizes.tokens, sizes.n // mesh.size(), dtype=torch.bfloat16).requires_grad_()
     return _step(layer, x)
 
 
 def tokens(mesh: DeviceMesh, recipe: str, sizes: Sizes) -> dict[str, Parts]:
-    """A layer that every rank holds whole, on its own tokens, in the style ``SequenceParallel``."""
+    """A layer with a whole weight on each rank's own tokens, in the style ``SequenceParallel``."""
     style = SequenceParallel(sequence_dim=0, use_local_output=True)
     return _step(_sharded(mesh, recipe, style, sizes.k, sizes.n), _rows(mesh, sizes.tokens, sizes.k))
 
 
 class Way(NamedTuple):
-    """A way to shard, what its two passes send, and the step that shows it."""
+    """A parallelism mode, the data that its two passes send, and a step in that mode."""
 
     name: str
     forward: str
@@ -125,19 +125,19 @@ class Way(NamedTuple):
 
 WAYS = (
     Way("FSDP2", "weight [n, k] gathered", "weight gathered again, its gradient reduced", fsdp),
-    Way("SP, colwise layer", "input [tokens, k] gathered, for two products", "gradient of the input reduced", colwise),
+    Way("SP, colwise layer", "input [tokens, k] gathered, for two GEMMs", "gradient of the input reduced", colwise),
     Way("SP, rowwise layer", "output [tokens, k] reduced", "gradient of the output gathered", rowwise),
     Way("Tokens sharded, weight whole", "only scales are shared", "only scales are shared", tokens),
 )
 
 
 def measured(sizes: Sizes = LAYER) -> dict[str, dict[str, dict[str, Parts]]]:
-    """Bytes by way, recipe and pass."""
+    """Bytes by parallelism mode, recipe and pass."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     mesh = init_device_mesh("cpu", (RANKS,))
-    # The ranks that are not there describe no layers, with which this one would not agree.
+    # The other ranks do not exist, so the check that all ranks gather alike would fail.
     with mock.patch("tritonfp8.distributed.fsdp.all_gather.check_agreement"):
         found = {way.name: {recipe: way.step(mesh, recipe, sizes) for recipe in recipes.names()} for way in WAYS}
     dist.destroy_process_group()
