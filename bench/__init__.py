@@ -1,6 +1,6 @@
 """Measurements.
 
-``python -m bench.report`` runs the suites and shows what they measured in tables and plots; ``pytest bench --shapes
-smoke`` tries them anywhere in a minute. ``python -m bench.accumulation`` and ``torchrun -m bench.distributed``, which
-runs on several GPUs, are commands of their own. Data goes to ``bench/results/<gpu>/``.
+``python -m bench.report`` runs the suites and writes tables and plots. ``pytest bench --shapes smoke`` runs them in a
+minute on any machine. Separate commands: ``python -m bench.accumulation``, and, on several GPUs, ``torchrun -m
+bench.distributed`` and ``torchrun -m bench.distributed.trainer``. Data goes to ``bench/results/<gpu>/``.
 """

@@ -1,4 +1,4 @@
-"""What fast accumulation costs, by K and by the sign of the data: ``python -m bench.accumulation``."""
+"""Error of fast accumulation by K and by the sign of the data, as SQNR in dB: ``python -m bench.accumulation``."""
 
 import torch
 

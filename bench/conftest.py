@@ -17,13 +17,13 @@ from bench.contest.compare import FULL, QUICK, SMOKE_EFFORT, Contest, Device, St
 from tritonfp8 import hardware
 
 STOPWATCH = Stopwatch()
-# Exit code of a run that had no time for all of its tests; pytest's own end at 5.
+# Exit code of a run whose budget ended before all tests ran; pytest's own codes end at 5.
 CUT_OFF = 6
 STARTED = time.monotonic()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """None: what is timed has the machine for itself."""
+    """No workers: a timed function needs the machine to itself."""
     return 0
 
 
@@ -33,11 +33,11 @@ def pytest_addoption(parser: Any) -> None:
         "--shapes",
         action="append",
         default=[],
-        help=f"sets of shapes: {', '.join(shapes.set_names())}, or {shapes.ALL}; {shapes.SMOKE} runs anywhere",
+        help=f"sets of shapes: {', '.join(shapes.set_names())}, or {shapes.ALL}; {shapes.SMOKE} runs on any machine",
     )
     group.addoption("--quick", action="store_true", help="fewer and shorter rounds; compile peers for few shapes only")
     group.addoption("--runs", type=int, help=f"runs that must give the same bits [{FULL.runs}, quick {QUICK.runs}]")
-    group.addoption("--budget", type=float, help="seconds after which no further test is started")
+    group.addoption("--budget", type=float, help="seconds after which no further test starts")
     group.addoption("--rows", type=Path, help="append each measured row to this file, as a line of JSON")
 
 
@@ -53,7 +53,7 @@ def _smoke(config: Any) -> bool:
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """Every shape of the chosen sets with every case of the test that serves it, a shape at a time."""
+    """Run a test for each shape of the chosen sets and each of its cases that serves the set, shape by shape."""
     if "shape" not in metafunc.fixturenames:
         return
     kind, cases = metafunc.function.kind, metafunc.function.cases
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=STOPWATCH.read))
         if not has_fp8 and not _smoke(config):
-            reason = f"needs a GPU with FP8 tensor cores; --shapes {shapes.SMOKE} tries the suites on a CPU"
+            reason = f"needs a GPU with FP8 tensor cores; --shapes {shapes.SMOKE} runs the suites on a CPU"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -85,7 +85,7 @@ def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
-    # In place of pytest-benchmark's own, which holds the name of the host.
+    # Replaces pytest-benchmark's own, which includes the host name.
     return machine.describe_machine()
 
 
@@ -100,7 +100,7 @@ def device(pytestconfig: Any) -> Device:
     effort = SMOKE_EFFORT if _smoke(config) else QUICK if config.getoption("quick") else FULL
     effort = dataclasses.replace(effort, runs=config.getoption("runs") or effort.runs)
     torch.manual_seed(0)
-    # Nobody's first matrix product pays for the workspace of all.
+    # The first GEMM of a process allocates cuBLAS's workspace: run one before any contender is timed.
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.ones(16, 16, device=chosen, dtype=torch.bfloat16) @ torch.ones(16, 16, device=chosen, dtype=torch.bfloat16)
     return Device(chosen, effort)

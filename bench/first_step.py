@@ -1,7 +1,7 @@
-"""The first training step of this process: ``python -m bench.first_step --model 8b-slice --recipe rowwise ...``.
+"""Time the first training step of this process: ``python -m bench.first_step --model 8b-slice --recipe rowwise ...``.
 
-Prints one line of JSON: seconds of the step with all that it compiles, and how many launches of Triton kernels of the
-package it had beyond the second step. A step that benchmarks configurations has more than one that does not.
+Prints one line of JSON: seconds of the first step including compilation, and how many more launches of this package's
+Triton kernels it had than the second step. More launches mean that the step benchmarked configurations.
 """
 
 import argparse
@@ -26,12 +26,12 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", required=True)
     for name in ("batch", "sequence"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
     return parser.parse_args()
 
 
 def build(options: argparse.Namespace) -> torch.nn.Module:
-    """The model in float32, on the device, by the recipe."""
+    """The float32 model on the device, converted to the recipe."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {key: value for key, value in vars(MODELS[options.model]).items() if key != "lr"}
@@ -46,7 +46,7 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def main() -> None:
-    """Run two steps of ordinary mixed precision, print what the first one took."""
+    """Run two steps under bf16 autocast, and print the seconds and the extra launches of the first."""
     options = parse()
     model = build(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -1,4 +1,4 @@
-"""The models that the suites build: layers of a Llama, on random hidden states."""
+"""Models of the suites: decoder layers of a Llama, on random hidden states."""
 
 import math
 
@@ -8,17 +8,17 @@ from torch import nn
 from bench.shapes import Shape
 
 POSITIONS = 8192
-# Standard deviation of the weights, times sqrt(hidden). Random layers as large as those of a training run begin (0.02,
-# which is 1.28 at a hidden size of 4096) amplify whatever noise comes in, and noise could not be told from a wrong
-# result; these add little to what goes around them, alike at every size.
+# Standard deviation of the weights, times sqrt(hidden). With the usual initial weights (0.02, or 1.28 here at a hidden
+# size of 4096) random layers amplify noise so much that it cannot be told from a wrong result. Smaller weights add
+# little to the residual stream, equally at every size.
 WEIGHT_GAIN = 0.32
 
 
 class Layers(nn.Module):
-    """The decoder layers of a Llama, one after the other, causal.
+    """The decoder layers of a Llama in sequence, with causal attention.
 
-    Nothing of the model around them is timed: neither its norm, which is not compiled, nor its choice of a mask, for
-    which the host waits for the GPU in every step. (``distributed_models.attend_causally`` spares a whole model that.)
+    The rest of the model is not timed: its final norm is not compiled, and to choose a mask the host waits for the GPU
+    in each step. (``bench.distributed.models.attend_causally`` avoids that wait in a whole model.)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class Layers(nn.Module):
 
 
 def llama(shape: Shape, device: torch.device) -> Layers:
-    """Llama layers of a shape of the kind ``model``, bf16, the same weights at every call."""
+    """bf16 Llama layers for a shape of the kind ``model``; every call gives the same weights."""
     from transformers import LlamaConfig, LlamaModel
 
     layers, hidden, ffn, heads, kv_heads, _, _ = shape.size

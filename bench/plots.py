@@ -1,4 +1,4 @@
-"""Plots of what was measured. Each function returns a figure, or None where its rows are missing."""
+"""Plots of the measured rows. Each function returns a figure, or None if its rows are missing."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,10 @@ def _axes(width: float, height: float) -> Any:
 
 
 def _scatter(axes: Any, rows: Iterable[tuple[Row, float, float]]) -> None:
-    """Points ``(row, x, y)``: a colour a case (a contender, of one case), a marker a contender, peers hollow."""
+    """Plot ``(row, x, y)``: one colour per case, or per contender if there is one case; one marker per contender.
+
+    The points of peers are hollow.
+    """
     rows = list(rows)
     hue = "case" if len({row["case"] for row, _, _ in rows}) > 1 else "contender"
     hues: dict[str, int] = {}
@@ -52,7 +55,7 @@ def _copy_speed(rows: Iterable[Row]) -> float | None:
 
 
 def casts(rows: list[Row]) -> Figure | None:
-    """Speed of the casts by the size of the tensor, under the speed of a copy."""
+    """Speed of the casts by tensor size, with the speed of a copy."""
     found = [row for row in _measured(rows, "quantize") if row["contender"] not in (COPY, ALIKE_COPY)]
     if not found:
         return None
@@ -60,14 +63,14 @@ def casts(rows: list[Row]) -> Figure | None:
     _scatter(axes, [(row, row["shape"][0] * row["shape"][1] / 1e6, _rate(row, "bytes")) for row in found])
     if (copy := _copy_speed(rows)) is not None:
         axes.axhline(copy, color="black", linestyle="--", label="copy (read + write)")
-    axes.set(xscale="log", xlabel="million elements", ylabel="TB/s of the bytes that must move", title="Casts")
+    axes.set(xscale="log", xlabel="million elements", ylabel="TB/s of necessary traffic", title="Casts")
     axes.set_ylim(bottom=0)
     _legend(axes)
     return axes.figure
 
 
 def products(rows: list[Row]) -> Figure | None:
-    """Roofline of the products: the roofs are the copy speed and the fastest product of the same data."""
+    """Roofline of the GEMMs. The roofs are the copy speed and the fastest GEMM of the same data."""
     found = [row for row in _measured(rows, "scaled_matmul") if "bytes" in row]
     if not found:
         return None
@@ -77,8 +80,8 @@ def products(rows: list[Row]) -> Figure | None:
     if (copy := _copy_speed(rows)) is not None:
         intensities = sorted({top / copy, *(row["flops"] / row["bytes"] for row in found)})
         roof = [min(top, copy * intensity) for intensity in intensities]
-        axes.plot(intensities, roof, color="black", linestyle="--", label="roof: copy speed, fastest product")
-    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s", title="Matrix products")
+        axes.plot(intensities, roof, color="black", linestyle="--", label="roof: copy speed, fastest GEMM")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title="GEMMs")
     _legend(axes)
     return axes.figure
 
@@ -95,25 +98,25 @@ def _speed_ups(rows: list[Row], suite: str, title: str) -> Figure | None:
     axes.axvline(1, color="black", linestyle="--")
     axes.set_yticks(range(len(shapes)), shapes)
     axes.grid(axis="y", alpha=0.3)
-    axes.set(xlabel="times as fast", title=title)
+    axes.set(xlabel="speed-up", title=title)
     _legend(axes)
     return axes.figure
 
 
 def product_speed_ups(rows: list[Row]) -> Figure | None:
-    """Products over torch's of the same accumulation, by shape."""
+    """Speed of GEMMs over torch's with the same accumulation, by shape."""
     over_torch = [row for row in rows if row["case"] != EPILOGUE.name]
-    return _speed_ups(over_torch, "scaled_matmul", "Matrix products over torch's (M x N x K)")
+    return _speed_ups(over_torch, "scaled_matmul", "GEMMs over torch's (M x N x K)")
 
 
 def layer_speed_ups(rows: list[Row]) -> Figure | None:
-    """A linear layer over bf16, by shape."""
+    """Speed of linear layers over bf16, by shape."""
     layers = [row for row in rows if row["case"] == LAYER.name]
     return _speed_ups(layers, "linear", "Linear layer, forward + backward, over bf16 (M x K x N)")
 
 
 def model_speed_ups(rows: list[Row]) -> Figure | None:
-    """Llama layers over bf16, by shape."""
+    """Speed of Llama layers over bf16, by shape."""
     return _speed_ups(rows, "model", "Llama layers, forward + backward, over bf16")
 
 
@@ -122,7 +125,7 @@ def _who(row: Row) -> tuple[object, ...]:
 
 
 def layer_breakdown(rows: list[Row]) -> Figure | None:
-    """Where the time of a linear layer goes: products, casts and the rest, gaps between kernels."""
+    """Time of a linear layer in GEMMs, in other kernels, and between kernels."""
     found = [row for row in _measured(rows, "linear") if "gemm_seconds" in row][::-1]
     if not found:
         return None
@@ -131,8 +134,8 @@ def layer_breakdown(rows: list[Row]) -> Figure | None:
     whole = {_who(row): row["seconds"] for row in _measured(rows, "linear") if row["case"] == LAYER.name}
     gaps = [max(0.0, whole.get(_who(row), 0.0) - row["gemm_seconds"] - row["other_seconds"]) for row in found]
     for label, parts in (
-        ("matrix products", [row["gemm_seconds"] for row in found]),
-        ("casts and the rest", [row["other_seconds"] for row in found]),
+        ("GEMMs", [row["gemm_seconds"] for row in found]),
+        ("casts and other kernels", [row["other_seconds"] for row in found]),
         ("no kernel running", gaps),
     ):
         axes.barh(range(len(found)), [1e3 * part for part in parts], left=left, label=label)

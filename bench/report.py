@@ -1,7 +1,7 @@
-"""Run the suites, keep what they measured, show it: ``python -m bench.report [--only SUITE] [--quick] [--budget S]``.
+"""Run the suites and write data, tables and plots: ``python -m bench.report [--only SUITE] [--quick] [--budget S]``.
 
-Each suite is a pytest process of its own. Its rows are written to ``<suite>.json`` as soon as it ends, however it ends;
-``tables.md``, ``bars.md`` and the plots come from those files alone: ``--render FOLDER`` makes them anew.
+Each suite runs in its own pytest process. When it ends, complete or not, its rows are written to ``<suite>.json``.
+``tables.md``, ``bars.md`` and the plots depend on these files only; ``--render FOLDER`` makes them again.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ from bench import shapes, tables
 from bench.contest.bars import BARS, judge
 from bench.contest.machine import results_folder, write_results
 
-# Share of a budget, about what each takes. What a suite leaves goes to those after it.
+# Share of the budget for each suite, about its usual time. Later suites get the time that a suite leaves.
 SUITES = {"scaled_matmul": 4, "quantize": 2, "linear": 4, "model": 5, "launch": 5}
-# For the test that was started just before the time was up.
+# Time for a test that started just before the budget ended.
 GRACE_SECONDS = 120
 STOP_SECONDS = 10
 SMOKE_FOLDER = Path("runs") / "bench-smoke"
-# By the exit code of pytest: no tests were selected is 5, out of time is 6 (bench/conftest.py).
+# By pytest's exit code: 5 if no tests were selected, 6 if the budget ended (bench/conftest.py).
 OUTCOMES = {0: "complete", 5: "complete", 6: "cut off"}
-_SHAPES_HELP = f"Sets: {', '.join(shapes.set_names())}, or {shapes.ALL}. [default: those that the bars are about]"
+_SHAPES_HELP = f"Sets: {', '.join(shapes.set_names())}, or {shapes.ALL}. [default: the sets of the bars]"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Row = dict[str, Any]
 
 
 def read_rows(folder: Path) -> dict[str, list[Row]]:
-    """The rows of each suite that has data in ``folder``: of a run that was cut off, what it had noted."""
+    """The rows of each suite with data in ``folder``. A run that was cut off has the rows that it had written."""
     rows = {}
     for suite in SUITES:
         cut_off, path = rows_path(folder, suite), folder / f"{suite}.json"
@@ -49,7 +49,7 @@ def read_rows(folder: Path) -> dict[str, list[Row]]:
 
 
 def rows_path(folder: Path, suite: str) -> Path:
-    """Where a suite notes its rows while it runs."""
+    """The file that a suite appends its rows to while it runs."""
     return folder / f"{suite}.jsonl"
 
 
@@ -87,11 +87,11 @@ def _plot(rows: list[Row], folder: Path) -> list[Path]:
 
 
 def run_suite(suite: str, options: Iterable[str], seconds: float | None, rows: Path) -> str:
-    """Run a suite; its rows are appended to a file.
+    """Run a suite, and append its rows to the file ``rows``.
 
     Returns:
-        How it ended: ``complete``, ``cut off`` (not all of it fitted into ``seconds``), ``failed``, ``stopped`` (a test
-        went on for long after ``seconds``) or ``interrupted``.
+        The outcome: ``complete``, ``cut off`` (``seconds`` ended before all tests ran), ``failed``, ``stopped`` (a test
+        ran on long after ``seconds``) or ``interrupted``.
     """
     command = [sys.executable, "-m", "pytest", f"bench/suites/test_{suite}.py", "-q", "--rows", str(rows), *options]
     if seconds is not None:
@@ -109,7 +109,7 @@ def run_suite(suite: str, options: Iterable[str], seconds: float | None, rows: P
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that has not ended yet."""
+    """End the process if it still runs."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -122,14 +122,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _lines(path: Path) -> list[Row]:
     rows = []
     for line in path.read_text().splitlines():
-        # The last line of a process that was killed may be cut.
+        # A killed process may have written only part of its last line.
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
 
 
 def measure(suites: Iterable[str], options: list[str], budget: float | None, folder: Path) -> dict[str, str]:
-    """Run suites one after the other and write their data; returns how each ended, as far as they came."""
+    """Run the suites in sequence and write their data; returns the outcome of each suite that ran."""
     end = None if budget is None else time.monotonic() + budget
     left = list(suites)
     outcomes: dict[str, str] = {}
@@ -154,9 +154,9 @@ def main(
     sets: Annotated[list[str], typer.Option("--shapes", help=_SHAPES_HELP)] = [],  # noqa: B006
     quick: Annotated[bool, typer.Option(help="Fewer and shorter rounds.")] = False,
     runs: Annotated[int | None, typer.Option(help="Runs of an op that must give the same bits.", min=1)] = None,
-    budget: Annotated[float | None, typer.Option(help="Seconds for everything.", min=1)] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds for all suites.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder. [default: bench/results/<gpu>]")] = None,
-    show: Annotated[Path | None, typer.Option("--render", help="Show the data of a folder, measure nothing.")] = None,
+    show: Annotated[Path | None, typer.Option("--render", help="Show a folder's data; do not measure.")] = None,
 ) -> None:
     if unknown := sorted(set(only) - set(SUITES)):
         raise typer.BadParameter(f"no suite is named {', '.join(unknown)}; suites: {', '.join(SUITES)}")

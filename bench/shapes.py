@@ -1,8 +1,8 @@
-"""The shapes that the suites run, as named sets of plain data; ``--shapes SET`` chooses sets by name.
+"""Shapes of the suites, in named sets; ``--shapes SET`` selects sets by name.
 
-``python -m bench.shapes square llama-8b`` prints the products of these sets as ``tritonfp8 warmup --shapes`` reads
-them. The configurations that ship with the package were tuned so, for what it prints by default; those of few rows and
-of fast accumulation are those of ``bench.tune``.
+``python -m bench.shapes square llama-8b`` prints the GEMMs of these sets as ``tritonfp8 warmup --shapes`` reads them.
+The configurations that ship with the package were tuned with its default output, and with ``bench.tune`` for small M
+and for fast accumulation.
 
 ``size`` is, by kind:
 
@@ -10,8 +10,8 @@ of fast accumulation are those of ``bench.tune``.
 - ``cast``: ``(rows, cols)`` of a bf16 tensor
 - ``layer``: ``(M, K, N)``: tokens, in features, out features
 - ``model``: ``(layers, hidden, ffn, heads, kv_heads, batch, sequence)`` of a Llama
-- ``launch``: ``(M, N, K)``, so small that the host is what takes time
-- ``first_step``: ``(batch, sequence)`` of the model of that name (``tritonfp8.training.models.MODELS``)
+- ``launch``: ``(M, N, K)``, so small that host time dominates
+- ``first_step``: ``(batch, sequence)``; the shape's name is a model of ``tritonfp8.training.models.MODELS``
 """
 
 import json
@@ -29,7 +29,7 @@ LARGE_CAST_BYTES = 64 * 10**6
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape: the set that it belongs to, what it is, its size (see the module)."""
+    """One shape: its set, a name, and its size (see the module's docstring)."""
 
     set: str
     name: str
@@ -138,7 +138,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {kind: sum(sets, ()) for kind, *sets in _
 
 LARGE_GEMMS = ("square", "llama-8b", "llama-70b", "deepseek-v3")
 TUNED = ("square", "llama-8b", "deepseek-v3", "decode")
-# What the bars ask for; the rest is measured on demand.
+# The sets of the bars; other sets are measured on request.
 DEFAULT = (*LARGE_GEMMS, "decode", "large", "layers", "models", "launch", "first-step")
 
 
@@ -148,14 +148,14 @@ def set_names() -> list[str]:
 
 
 def check_sets(names: Iterable[str]) -> None:
-    """Raise ValueError unless every name is a set's, or ``all``."""
+    """Raise ValueError unless every name is a set or ``all``."""
     if unknown := sorted(set(names) - {ALL, *set_names()}):
         raise ValueError(f"no set of shapes is named {', '.join(unknown)}; sets: {', '.join(set_names())}, or {ALL}")
 
 
 def select(kind: str, names: Iterable[str] = ()) -> list[Shape]:
-    """Shapes of a kind, in the order above: of the sets that are named, of all but ``smoke``, or by default of
-    :data:`DEFAULT`.
+    """Shapes of a kind, in the order of :data:`SHAPES`: of the named sets, by default of :data:`DEFAULT`. The name
+    ``all`` means every set but ``smoke``.
 
     Raises:
         ValueError: an unknown set.
@@ -166,7 +166,7 @@ def select(kind: str, names: Iterable[str] = ()) -> list[Shape]:
 
 
 def as_json(names: Iterable[str]) -> str:
-    """The distinct products of the named sets, by default :data:`TUNED`, as JSON.
+    """The distinct GEMMs of the named sets, by default :data:`TUNED`, as JSON.
 
     Raises:
         ValueError: an unknown set.

@@ -1,4 +1,4 @@
-"""Markdown tables of what was measured."""
+"""Markdown tables of the measured rows."""
 
 import statistics
 from collections import defaultdict
@@ -12,18 +12,18 @@ HOLDS = {True: "yes", False: "**no**", None: "not known"}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A markdown table; a vertical bar in a cell is escaped."""
+    """A markdown table; vertical bars in cells are escaped."""
     lines = [[cell.replace("|", r"\|") for cell in line] for line in (header, ["---"] * len(header), *rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def size_name(size: Iterable[int]) -> str:
-    """``4096x4096x14336``."""
+    """A size as text, such as ``4096x4096x14336``."""
     return "x".join(map(str, size))
 
 
 def seconds_text(seconds: float) -> str:
-    """In the unit that leaves the fewest zeros."""
+    """Seconds as text, in s, ms or us."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.4g} {unit}"
@@ -31,7 +31,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(row: Row) -> str:
-    """TFLOP/s of what multiplies, TB/s of what only moves."""
+    """TFLOP/s if the row counts FLOPs, TB/s if it counts only bytes, else empty."""
     for key, unit in (("flops", "TFLOP/s"), ("bytes", "TB/s")):
         if key in row:
             return f"{row[key] / row['seconds'] / 1e12:.4g} {unit}"
@@ -39,7 +39,7 @@ def rate_text(row: Row) -> str:
 
 
 def with_peers(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
-    """Each row with that of its peer on the same shape, or None."""
+    """Each row with the row of its peer on the same shape, or None."""
     rows = list(rows)
     found = {_key(row, row["contender"]): row for row in rows}
     return [(row, found.get(_key(row, row["peer"]))) for row in rows]
@@ -50,7 +50,7 @@ def _key(row: Row, contender: str | None) -> tuple[Any, ...]:
 
 
 def over_peer(row: Row, peer: Row | None) -> float | None:
-    """How many times as fast as the peer; by the bytes that each has to move where both say so."""
+    """Speed over the peer. If both rows count bytes, compares bytes per second."""
     if peer is None or row["seconds"] is None or peer["seconds"] is None:
         return None
     work = row["bytes"] / peer["bytes"] if "bytes" in row and "bytes" in peer else 1.0
@@ -58,7 +58,7 @@ def over_peer(row: Row, peer: Row | None) -> float | None:
 
 
 def bars_table(verdicts: Iterable[Verdict]) -> str:
-    """What, bar, measured, holds."""
+    """Table of the bars: subject, bar, measured value, and whether the bar is met."""
     return table(
         ("what", "bar", "measured", "holds"),
         (
@@ -80,7 +80,7 @@ def _measured(verdict: Verdict) -> str:
 
 
 def means_table(rows: Iterable[Row]) -> str:
-    """Geometric mean, least and largest ratio to the peer, by case and set."""
+    """Geometric mean, lowest and highest speed over the peer, by case and set."""
     groups: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row, peer in with_peers(rows):
         if (ratio := over_peer(row, peer)) is not None:
@@ -95,7 +95,7 @@ def means_table(rows: Iterable[Row]) -> str:
 
 
 def rows_table(rows: Iterable[Row]) -> str:
-    """Every row of a suite: time, rate, ratio to the peer, peak memory, or the reason why there is no time."""
+    """All rows of a suite: time, rate, speed over the peer and peak memory, or the reason why there is no time."""
     return table(
         ("case", "shape", "contender", "time", "rate", "over its peer", "peak memory", "note"),
         (_line(row, peer) for row, peer in with_peers(rows)),

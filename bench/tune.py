@@ -1,7 +1,7 @@
-"""Tune the forward products of sets of shapes, precise and fast, for this user: ``python -m bench.tune decode``.
+"""Tune the forward GEMMs of sets of shapes, precise and fast, for this user: ``python -m bench.tune decode``.
 
-``tritonfp8 warmup --tune`` tunes what training in the built-in recipes calls, and these are precise. This measures anew
-what ships with the package for few rows and for fast accumulation.
+``tritonfp8 warmup --tune`` tunes the GEMMs of training with the built-in recipes, which are all precise. This command
+tunes the configurations for small M and for fast accumulation that ship with the package.
 """
 
 import sys
@@ -16,7 +16,7 @@ RECIPES = ("rowwise", "blockwise")
 
 
 def calls_of(names: list[str]) -> list[Call]:
-    """The distinct forward products of bf16 layers of the named sets, in each recipe and accumulation."""
+    """The distinct forward GEMMs of bf16 layers of the named sets, for each recipe and accumulation."""
     found: dict[Call, None] = {}
     for shape in select("gemm", names):
         for recipe in recipe_variants(RECIPES).values():
@@ -31,7 +31,7 @@ def _sizes(call: Call) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Tune, and print what was chosen and what failed."""
+    """Tune, and print the chosen configurations and the failures."""
     names = sys.argv[1:]
     try:
         calls = calls_of(names) if names else []
@@ -39,7 +39,7 @@ def main() -> None:
         sys.exit(str(error))
     if not calls:
         sets = dict.fromkeys(shape.set for shape in SHAPES["gemm"])
-        sys.exit(f"sets with products are needed, of {', '.join(sets)}; got {' '.join(names) or 'none'}")
+        sys.exit(f"name sets that have GEMMs: {', '.join(sets)}; got {' '.join(names) or 'none'}")
     with Progress() as bars:
         task = bars.add_task("tune")
         tuned = tune(

@@ -1,4 +1,4 @@
-"""``tritonfp8 warmup`` for a launcher: ``torchrun --nproc-per-node 8 bench/warm_up.py --model 8b-slice``."""
+"""``tritonfp8 warmup`` as a file for torchrun: ``torchrun --nproc-per-node 8 bench/warm_up.py --model 8b-slice``."""
 
 import typer
 

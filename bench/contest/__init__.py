@@ -1,1 +1,1 @@
-"""Compare ours with torch and torchao: the cases, the gates that a timing must pass, the bars it is held to."""
+"""Compare this package with torch and torchao: cases, gates that a result must pass, and bars for its speed."""

@@ -1,7 +1,7 @@
-"""What has to hold, as data, and whether it does: ratios of rows that were measured in the same run.
+"""Bars: required ratios between rows of the same run, as data, and the check whether they are met.
 
-``bars.md`` is written from :func:`judge`. A bar over a set of shapes holds when it does on all of them; where some were
-not measured, it says so.
+``bars.md`` is written from :func:`judge`. A bar over a set of shapes is met if all of them were measured and meet it.
+The verdict counts shapes that were not measured.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from bench import shapes
 from bench.contest import cases
 from bench.shapes import LARGE_GEMMS
 
-# "No measurable time": rounds of one product differ by more.
+# The epilogue should cost no measurable time: rounds of one GEMM differ by more than 2%.
 EPILOGUE_SHARE = 0.98
 Row = Mapping[str, Any]
 MEAN, LOWEST, HIGHEST = "geometric mean", "lowest", "highest"
@@ -49,7 +49,7 @@ def _extra_launches(row: Row, over: Row) -> float:
 
 
 _MORE, _EXTRA = "more seconds", "extra launches"
-# Name -> what is computed of a row and the one that it is compared with, and the fields that both need.
+# Name -> function of a row and the row that it is compared with, and the field that both rows need.
 QUANTITIES: dict[str, tuple[Callable[[Row, Row], float], str]] = {
     "speed-up": (_speed_up, "seconds"),
     "share of copy speed": (_rate_share, "seconds"),
@@ -62,18 +62,18 @@ QUANTITIES: dict[str, tuple[Callable[[Row, Row], float], str]] = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of what has to hold.
+    """One requirement.
 
     Attributes:
-        what: in words.
-        kind: of the shapes (:mod:`bench.shapes`).
-        suite, case, contender: whose rows.
+        what: description.
+        kind: kind of the shapes (:mod:`bench.shapes`).
+        suite, case, contender: select the rows.
         over: the contender that they are compared with.
-        bar: the least value, or the largest where ``at_most``.
-        sets: of the shapes.
-        shape: one of them alone, by name.
-        quantity: of :data:`QUANTITIES`.
-        reduce: of the values of all shapes.
+        bar: the smallest value allowed, or the largest if ``at_most``.
+        sets: sets of the shapes.
+        shape: name of a single shape of these sets, or None for all.
+        quantity: a key of :data:`QUANTITIES`.
+        reduce: how the values of all shapes become one.
     """
 
     what: str
@@ -90,19 +90,19 @@ class Bar:
     at_most: bool = False
 
     def sizes(self) -> list[tuple[int, ...]]:
-        """The shapes that it is about."""
+        """The shapes of the bar."""
         return [s.size for s in shapes.select(self.kind, self.sets) if self.shape in (None, s.name)]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was measured of a bar.
+    """The measurement of a bar.
 
     Attributes:
         bar: the bar.
-        values: ``(size, value)`` of each shape that was measured.
-        expected: how many shapes it takes, without those on which the peer cannot run.
-        reason: what to say where nothing was measured.
+        values: ``(size, value)`` of each measured shape.
+        expected: number of shapes of the bar, without shapes on which the peer cannot run.
+        reason: text for the table if nothing was measured.
     """
 
     bar: Bar
@@ -112,22 +112,22 @@ class Verdict:
 
     @property
     def measured(self) -> float | None:
-        """The value that is compared with the bar."""
+        """The reduced value, which is compared with the bar; None if nothing was measured."""
         return _REDUCE[self.bar.reduce]([value for _, value in self.values]) if self.values else None
 
     @property
     def holds(self) -> bool | None:
-        """Whether the bar is met; None where too little was measured to say."""
+        """Whether the bar is met; None if too few shapes were measured to know."""
         if self.measured is None:
             return None
         met = self.measured <= self.bar.bar if self.bar.at_most else self.measured >= self.bar.bar
-        # One shape that fails decides where every shape has to do; where it is missing it may be the one.
+        # If every shape must meet the bar, one failure decides, and a missing shape might be that failure.
         complete = len(self.values) == self.expected
         return met if complete or (not met and self.bar.reduce != MEAN) else None
 
 
 def judge(rows: Iterable[Row], bars: Sequence[Bar]) -> list[Verdict]:
-    """Every bar against the rows."""
+    """The verdict of each bar on the rows."""
     found = {(r["suite"], r["case"], tuple(r["shape"]), r["contender"]): r for r in rows}
     return [_judge(bar, found) for bar in bars]
 
@@ -141,7 +141,7 @@ def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
         if row.get(needed) is not None and over.get(needed) is not None:
             values.append((size, function(row, over)))
         elif row.get(needed) is not None and "reason" in over:
-            # There is nothing to compare with.
+            # The peer cannot run on this shape.
             expected -= 1
     absent = "not measured" if bar.case in known_cases() else "not built"
     reason = f"not measured: {reasons[0]}" if reasons else absent
@@ -149,7 +149,7 @@ def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
 
 
 def known_cases() -> set[str]:
-    """The names of all cases that a suite has."""
+    """Names of the cases of all suites."""
     return {
         case.name for case in (*cases.CASTS, *cases.FUSED, *cases.PRODUCTS, cases.EPILOGUE, *cases.CALLS, *cases.WHOLE)
     }
@@ -218,7 +218,7 @@ def _casts() -> list[Bar]:
     ]  # fmt: skip
 
 
-# By shape of the set "layers", in its order.
+# One bar for each shape of the set "layers", in its order.
 _LAYER_BARS = {
     "rowwise precise": (1.55, 1.38, 1.38, 1.18),
     "rowwise fast": (1.60, 1.42, 1.42, 1.20),

@@ -1,4 +1,4 @@
-"""What the suites measure, as data: casts, products and layers; and the formulas of bytes and FLOPs, in one place."""
+"""The cases of the suites as data: casts, GEMMs and layers; and the formulas for bytes and FLOPs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from tritonfp8.testing import sqnr
 
 Tensors = tuple[torch.Tensor, ...]
 EPS = 1e-5
-# Contenders that the casts are compared with.
+# The contenders that casts are compared with.
 COPY, ALIKE_COPY = "copy", "copy of as many bytes"
-# Rounded to bfloat16 once: 55.6 dB.
+# dB. One rounding to bfloat16 alone gives 55.6.
 FUSED_SQNR = 53.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one test measures. ``sets`` limits it to these sets of shapes (and ``smoke``); none means every set."""
+    """One case of a suite. ``sets`` limits it to these sets of shapes (and ``smoke``); empty means every set."""
 
     name: str
     sets: tuple[str, ...] = ()
@@ -49,11 +49,11 @@ class Cast(Case):
     spec_t: QuantSpec | None = None
 
     def inputs(self, x: torch.Tensor) -> Tensors:
-        """What is cast."""
+        """The tensors to cast."""
         return (x,)
 
     def run(self, x: torch.Tensor) -> Tensors:
-        """Data and scales, by the package."""
+        """Codes and scales, by the package."""
         if self.spec is not None and self.spec_t is not None:
             return sum(map(_tensors, tritonfp8.quantize_both(x, self.spec, self.spec_t)), ())
         if self.spec is not None:
@@ -62,12 +62,12 @@ class Cast(Case):
         return _tensors(tritonfp8.quantize(x, self.spec_t, transpose=True))
 
     def expected(self, x: torch.Tensor) -> Tensors:
-        """The same by the reference, on the device of ``x``."""
+        """Codes and scales by the reference, on the device of ``x``."""
         normal = () if self.spec is None else reference.quantize(x, *self.spec.args)
         return (*normal, *(() if self.spec_t is None else reference.quantize(x, *self.spec_t.args, True)))
 
     def plain(self, x: torch.Tensor) -> Tensors:
-        """The same in a few lines of torch, for a compiler to fuse; whole blocks only."""
+        """Codes and scales in a few lines of torch, for a compiler to fuse; whole blocks only."""
         normal = () if self.spec is None else plain_cast(x, self.spec)
         return (*normal, *(() if self.spec_t is None else plain_cast(x.t(), self.spec_t)))
 
@@ -77,12 +77,12 @@ class Cast(Case):
         return normal if self.spec_t is None else [*normal, transposed(self.spec_t.block)]
 
     def takes_whole_blocks(self, shape: tuple[int, ...]) -> bool:
-        """Whether :meth:`plain` can cast a tensor of this shape: it knows no tails."""
+        """Whether :meth:`plain` can cast a tensor of this shape: it does not support tails."""
         return all(size % b == 0 for block in self._blocks() for size, b in zip(shape, block, strict=True))
 
     def moved_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """The least bytes that must move: ``x`` read, once more where a whole column decides a scale, and one byte
-        written for each result. Scales are not counted.
+        """Bytes that must move at least: ``x`` is read, twice if a scale depends on a whole column, and each result
+        writes one byte per element. Scales are not counted.
         """
         blocks = self._blocks()
         reads = 2 if any(rows == -1 for rows, _ in blocks) else 1
@@ -91,29 +91,29 @@ class Cast(Case):
 
 @dataclass(frozen=True)
 class Fused(Case):
-    """RMSNorm of ``x``, or SiLU of ``x`` times another, quantized without being written in between."""
+    """RMSNorm of ``x``, or SiLU of ``x`` times another tensor, fused with quantization."""
 
     producer: str = ""
     spec: QuantSpec | None = None
     spec_t: QuantSpec | None = None
 
     def inputs(self, x: torch.Tensor) -> Tensors:
-        """``x`` and the other tensor."""
+        """``x``, and the weight of the norm or the second factor."""
         return x, torch.randn_like(x if self.producer == "silu_mul" else x[0])
 
     def produced(self, x: torch.Tensor, other: torch.Tensor, keep: bool) -> Produced:
-        """By the package."""
+        """The result by the package; ``keep`` also returns the unquantized value."""
         if self.producer == "silu_mul":
             return silu_mul_quantize(x, other, self.spec, self.spec_t, keep=keep)
         return rms_norm_quantize(x, other, EPS, self.spec, self.spec_t, keep=keep)
 
     def run(self, *inputs: torch.Tensor) -> Tensors:
-        """Data and scales."""
+        """Codes and scales, by the package."""
         made = self.produced(*inputs, keep=False)
         return sum((_tensors(q) for q in (made.normal, made.transposed) if q is not None), ())
 
     def expected(self, *inputs: torch.Tensor) -> Tensors:
-        """The reference's quantization of what was produced, which has to be the high-precision value but for order."""
+        """The unquantized value, quantized by the reference. Asserts that the value is close to torch's."""
         value = self.produced(*inputs, keep=True).value
         assert value is not None
         found = sqnr(value, self.value(*inputs))
@@ -121,13 +121,13 @@ class Fused(Case):
         return self._cast.expected(value)
 
     def value(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """What is quantized, by torch in high precision."""
+        """The value before quantization, by torch in high precision."""
         if self.producer == "silu_mul":
             return functional.silu(x.float()) * other
         return functional.rms_norm(x.float(), x.shape[1:], other.float(), EPS)
 
     def plain(self, *inputs: torch.Tensor) -> Tensors:
-        """The same in a few lines of torch, for a compiler to fuse; whole blocks only."""
+        """As :meth:`Cast.plain`, from the producer on."""
         return self._cast.plain(self.value(*inputs).to(inputs[0].dtype))
 
     @property
@@ -150,7 +150,7 @@ def _tensors(q: Quantized) -> Tensors:
 
 
 def plain_cast(x: torch.Tensor, spec: QuantSpec) -> Tensors:
-    """Quantize ``x [M, N]``, M and N whole blocks, the way one would write it in torch."""
+    """Quantize ``x [M, N]`` in plain torch; M and N must be whole blocks."""
     rows, cols = (size if b == -1 else b for size, b in zip(x.shape, spec.block, strict=True))
     dtype = FORMATS[spec.format].dtype
     finfo = torch.finfo(dtype)
@@ -190,14 +190,14 @@ FUSED = tuple(
 
 @dataclass(frozen=True)
 class Product(Case):
-    """A product of operands quantized by ``gemm``; ``peer`` makes torch's own from operands and accumulation."""
+    """A GEMM of operands quantized by ``gemm``; ``peer`` makes torch's GEMM from operands and accumulation."""
 
     gemm: Gemm = dataclasses.field(default_factory=Gemm)
     accumulations: tuple[str, ...] = ("precise",)
     peer: Callable[[Quantized, Quantized, str], Callable[[], torch.Tensor]] | None = None
 
     def quantized(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Quantized, Quantized]:
-        """Both operands, by the specs of the product."""
+        """Both operands, quantized by the specs of the GEMM."""
         assert self.gemm.lhs is not None
         assert self.gemm.rhs is not None
         return tritonfp8.quantize(a, self.gemm.lhs), tritonfp8.quantize(b, self.gemm.rhs)
@@ -212,7 +212,7 @@ PRODUCTS = (
     Product("mxfp8", ("square", "llama-8b"), gemm=recipes.get("mxfp8").output),
 )
 
-# What is fused into a product against the product alone.
+# Name -> (has a bias, activation). Each epilogue is compared with the GEMM without one.
 BARE_PRODUCT = "no epilogue"
 EPILOGUES: dict[str, tuple[bool, str | None]] = {
     BARE_PRODUCT: (False, None),
@@ -228,26 +228,26 @@ def gemm_flops(m: int, n: int, k: int) -> int:
 
 
 def gemm_bytes(m: int, n: int, k: int) -> int:
-    """The least bytes that an 8-bit product moves: both operands read, bf16 written."""
+    """Bytes that an 8-bit GEMM must move at least: both operands are read, the bf16 result is written."""
     return m * k + n * k + 2 * m * n
 
 
 LAYER_RECIPES = ("rowwise", "tensorwise", "blockwise", "rowwise_hp_grad_weight", "mxfp8")
-# Compiling a model takes long: what the bars are about.
+# Only the contenders of the bars, because compiling a model takes long.
 MODEL_VARIANTS = ("rowwise precise", "rowwise fast", "tensorwise precise", "blockwise precise")
-# With norms and MLPs that hand 8 bits on.
+# Suffix of contenders whose norms and MLPs are fused with quantization.
 FUSES = ", fused"
 FUSED_VARIANTS = tuple(f"{name}{FUSES}" for name in MODEL_VARIANTS if name.endswith("precise"))
 
 
 def all_fast(recipe: Recipe) -> Recipe:
-    """``recipe`` with fast accumulation in all three products."""
+    """``recipe`` with fast accumulation in all three GEMMs."""
     gemms = {gemm: dataclasses.replace(getattr(recipe, gemm), accumulation="fast") for gemm in GEMMS}
     return dataclasses.replace(recipe, name=f"{recipe.name} fast", **gemms)
 
 
 def recipe_variants(names: tuple[str, ...]) -> dict[str, Recipe]:
-    """Recipe by the name of its contender: each as it is, "precise", and those that have a choice also all "fast"."""
+    """Recipes by contender name: each as "precise", and tensorwise and rowwise ones also with all GEMMs "fast"."""
     variants: dict[str, Recipe] = {}
     for name in names:
         recipe = recipes.get(name)
@@ -264,5 +264,5 @@ CALLS = tuple(
     for case in cases
     if case.name in _CALLED
 )
-# The kernels of a layer: what the GPU's time goes to.
+# "layer kernels" measures the GPU time of each kind of kernel in a layer.
 WHOLE = LAYER, LAYER_KERNELS, MODEL, FIRST_STEP = tuple(map(Case, ("layer", "layer kernels", "model", "first step")))

@@ -1,4 +1,4 @@
-"""Time contenders side by side: a gate first, then rounds in which all of them take turns, medians."""
+"""Time contenders side by side: first a gate, then rounds in which each contender is timed once; medians."""
 
 import gc
 import json
@@ -17,11 +17,11 @@ from bench.contest.gates import same_every_time
 from bench.shapes import Shape
 
 FLUSH_BYTES = 256 * 2**20
-# At least a few in a row: what a step leaves of the GPU's power and clocks is part of the next one's time.
+# Time several runs in a row: a run's time depends on the GPU's power and clocks after the previous one.
 MIN_RUNS, MAX_RUNS = 5, 200
-# What is so short that more would fit leaves the GPU to the flushes between: these take little power.
+# Very short functions do not settle the clocks further: the flushes between runs dominate and take little power.
 MAX_SETTLING_RUNS = 300
-# The queue of a GPU takes about a thousand launches before the host waits for it.
+# A GPU queues about a thousand launches before the host has to wait.
 HOST_CALLS = 100
 MAX_REASON = 160
 DIGITS = 5
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def measures(kind: str, cases: Sequence[Case]) -> Callable[[Function], Function]:
-    """Decorator of a test: it runs each of ``cases`` on each chosen shape of this kind."""
+    """Decorator: the test runs each of ``cases`` on each selected shape of this kind."""
 
     def mark(test: Any) -> Any:
         test.kind, test.cases = kind, cases
@@ -43,14 +43,14 @@ def measures(kind: str, cases: Sequence[Case]) -> Callable[[Function], Function]
 
 @dataclass(frozen=True)
 class Contender:
-    """One of those that are compared in a test.
+    """One implementation in a comparison.
 
     Attributes:
-        name: what the report calls it.
-        make: builds what is timed; what it holds counts as memory of the contender.
+        name: its name in the report.
+        make: builds the timed function; tensors that it keeps alive count as the contender's memory.
         check: raises AssertionError for a wrong result.
-        own: a failure fails the test. A peer that cannot run is reported with its reason.
-        same_bits: every run has to give the same bits, where it is our own; not where torch adds up in any order.
+        own: whether it is of this package. Then a failure fails the test; a peer that cannot run is only reported.
+        same_bits: whether all runs must give the same bits (own contenders only); False if torch's sums vary.
         peer: name of the contender that this one is compared with.
         fields: further fields of its row; ``make`` may add some.
     """
@@ -66,13 +66,13 @@ class Contender:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured.
+    """How long to measure.
 
     Attributes:
-        rounds: in each of which every contender has a turn.
-        seconds: that a contender is timed in a round.
-        runs: that must give the same bits before anything is timed.
-        settle: seconds that a contender runs before it is timed, where its own power decides how fast it is.
+        rounds: each times every contender once.
+        seconds: time for a contender in a round.
+        runs: runs that must give the same bits before anything is timed.
+        settle: seconds that a contender runs before it is timed, if the GPU's clocks depend on its power.
     """
 
     rounds: int
@@ -85,7 +85,7 @@ FULL, QUICK, SMOKE_EFFORT = Effort(7, 0.04, 100, 0.5), Effort(3, 0.02, 10, 0.2),
 
 
 class Stopwatch:
-    """Sums up what is measured: the timer of pytest-benchmark, which takes the difference around a round."""
+    """Sum of measured seconds. pytest-benchmark uses it as timer and takes the difference over a round."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -104,21 +104,22 @@ class Device:
         self.flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
 
     def synchronize(self) -> None:
-        """Wait for what was launched."""
+        """Wait for all launched kernels."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gpu_seconds(self, function: Function) -> float:
-        """Median time of a run, as many as fit into the effort, as in training: the host works on the next runs while
-        the GPU works on one. L2 is flushed before each.
+        """Median seconds of the runs that fit into the effort. L2 is flushed before each run.
+
+        As in training, the host launches the next runs while the GPU works on one.
         """
         return self._median(function, 0.0)
 
     def settled_seconds(self, function: Function) -> float:
-        """As :meth:`gpu_seconds`, after as many runs as the GPU takes to settle.
+        """As :meth:`gpu_seconds`, after enough runs for the GPU's clocks to settle.
 
-        Matrix products take a GPU to its power limit, and its clocks follow what ran in the last tenths of a second: a
-        short turn is timed at the clocks that the contender before it left, not at those that it would train at.
+        GEMMs reach the GPU's power limit, and clocks follow the load of the last tenths of a second. Without settling a
+        short measurement runs at the clocks of the previous contender, not at those of training.
         """
         return self._median(function, self.effort.settle)
 
@@ -132,7 +133,7 @@ class Device:
     def _runs(self, function: Function, count: int) -> list[float]:
         if self.device.type != "cuda":
             return [_wall_seconds(function) for _ in range(count)]
-        # The first finds nothing in the queue, so that the GPU waits for the host: it is not counted.
+        # Drop the first run: the queue is empty, so the GPU waits for the host.
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count + 1)]
         for start, end in events:
             self.flush.zero_()
@@ -143,7 +144,7 @@ class Device:
         return [start.elapsed_time(end) / 1e3 for start, end in events[1:]]
 
     def host_seconds(self, function: Function) -> float:
-        """Time that the host takes for a call; the GPU is waited for before and after, not in between."""
+        """Host seconds of a call. The host waits for the GPU before and after all calls, not between them."""
         calls = HOST_CALLS if self.effort.seconds else 1
         self.synchronize()
         start = time.perf_counter()
@@ -154,23 +155,23 @@ class Device:
         return seconds / calls
 
     def memory(self) -> int:
-        """Bytes allocated now; the peak is counted from here."""
+        """Bytes allocated now. Resets the peak."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device)
 
     def peak(self, since: int) -> Row:
-        """The peak of what is allocated beyond ``since``, as a field; none on a CPU."""
+        """Peak of allocated bytes beyond ``since``, as a field; empty on a CPU."""
         if self.device.type != "cuda":
             return {}
         return {"peak_bytes": torch.cuda.max_memory_allocated(self.device) - since}
 
     def breakdown(self, function: Function) -> Row:
-        """GPU time of a run in matrix products and in everything else, as fields: the mean of as many runs as the GPU
-        takes to settle. None on a CPU.
+        """GPU seconds of a run in GEMMs and in other kernels, as fields: the mean over enough runs for the clocks to
+        settle. Empty on a CPU.
 
-        What is timed after it may have a slower host: the profiler's library stays in the way of each launch.
+        Call it after all timing: the profiler's library stays loaded and slows every later launch.
         """
         if self.device.type != "cuda":
             return {}
@@ -186,7 +187,7 @@ class Device:
         )
 
     def release(self) -> None:
-        """Let nothing of one test reach the next: compiled code and memory."""
+        """Free compiled code and memory before the next test."""
         torch.compiler.reset()
         gc.collect()
         if self.device.type == "cuda":
@@ -194,7 +195,7 @@ class Device:
 
 
 def _fitting_runs(seconds: float, run: float) -> int:
-    """How many runs, each of ``run`` seconds, fit."""
+    """Number of runs of ``run`` seconds that fit."""
     return int(seconds / max(run, 1e-6))
 
 
@@ -209,13 +210,13 @@ def _wall_seconds(function: Function) -> float:
 
 
 def describe(error: Exception) -> str:
-    """What an error says, in a line for a table."""
+    """The first line of an error, for a table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON]
 
 
 def kernel_seconds(kernels: Iterable[tuple[str, float]]) -> Row:
-    """``(name, seconds)`` of kernels, summed up into those of matrix products and the others; no fields of none."""
+    """Sum ``(name, seconds)`` of kernels into GEMMs and others; no fields if all are zero."""
     sums = {"gemm_seconds": 0.0, "other_seconds": 0.0}
     for name, seconds in kernels:
         is_gemm = any(part in name.lower() for part in GEMM_KERNELS)
@@ -224,17 +225,17 @@ def kernel_seconds(kernels: Iterable[tuple[str, float]]) -> Row:
 
 
 def rounded(x: float) -> float:
-    """``x`` to the digits that a measurement has."""
+    """``x`` rounded to the digits of a measurement."""
     return float(f"{x:.{DIGITS}g}")
 
 
 class Contest:
-    """Compares contenders on one shape and notes a row for each.
+    """Compares contenders on one shape and writes a row for each.
 
     Attributes:
-        device: what they run on, and its clocks.
-        smoke: whether only the plumbing is tried: nothing is said about speed, compilers are left out.
-        quick: whether peers that have to be compiled are measured on few shapes only.
+        device: the device, with its clocks.
+        smoke: only test that the suites run: no meaningful speeds, no compilation.
+        quick: measure peers that need compilation on few shapes only.
     """
 
     def __init__(
@@ -252,19 +253,19 @@ class Contest:
         clock: Callable[[Function], float] | None = None,
         rounds: int | None = None,
     ) -> None:
-        """Gate, measure, note. The first contender of our own is the benchmark's own figure.
+        """Check results, measure, and write the rows. pytest-benchmark's figure is that of the first own contender.
 
         Args:
             benchmark: pytest-benchmark's fixture.
-            case: what is measured.
-            shape: on what.
-            contenders: who takes part, in the order of a round.
-            clock: seconds of a function; by default those of the GPU.
-            rounds: instead of the effort's.
+            case: the case.
+            shape: the shape.
+            contenders: the contenders, in the order of a round.
+            clock: measures the seconds of a function; default: GPU seconds.
+            rounds: replaces the effort's number of rounds.
 
         Raises:
-            AssertionError: a result of our own was wrong; it has no time. The others were noted before.
-            Exception: whatever else one of our own raised, likewise.
+            AssertionError: an own contender's result was wrong; it gets no time. All rows are written before.
+            Exception: any other error of an own contender, likewise.
         """
         clock = clock or self.device.gpu_seconds
         rows, functions, failure = self._prepare_all(case, shape, contenders)
@@ -276,30 +277,30 @@ class Contest:
         self._finish(rows, functions, failure)
 
     def break_down(self, case: Case, shape: Shape, contenders: Sequence[Contender]) -> None:
-        """Gate, and note what the GPU's time of a run goes to, and the sum as its seconds. To be called once everything
-        else is timed (:meth:`Device.breakdown`).
+        """Check results, and write the GPU seconds of GEMMs and of other kernels, with their sum as the time. Call it
+        after all timing (:meth:`Device.breakdown`).
 
         Raises:
-            AssertionError, Exception: as a call.
+            AssertionError, Exception: as :meth:`__call__`.
         """
         rows, functions, failure = self._prepare_all(case, shape, contenders)
         for name, function in functions.items():
             parts = self.device.breakdown(function)
             seconds = {"seconds": rounded(sum(parts.values())), **parts}
-            rows[name] |= seconds if parts else {"reason": "no kernels of a GPU to look at"}
+            rows[name] |= seconds if parts else {"reason": "no GPU kernels to profile"}
         self._finish(rows, functions, failure)
 
     def _prepare_all(
         self, case: Case, shape: Shape, contenders: Sequence[Contender]
     ) -> tuple[dict[str, Row], dict[str, Function], Exception | None]:
-        """Rows of all contenders, what of them can be timed, and what one of our own raised."""
+        """Rows of all contenders, functions of the contenders that can be timed, and the first error of an own one."""
         rows = {c.name: self._row(case, shape, c) for c in contenders}
         functions: dict[str, Function] = {}
         failure: Exception | None = None
         for contender in contenders:
             try:
                 functions[contender.name] = self._prepare(contender, rows[contender.name])
-            # Whatever a peer raises is its reason; our own is raised again once the others are noted.
+            # A peer's error is only noted as its reason. An own error is raised again after all rows are written.
             except Exception as error:
                 rows[contender.name]["reason"] = describe(error)
                 failure = failure or (error if contender.own else None)
@@ -329,19 +330,19 @@ class Contest:
         }
 
     def _prepare(self, contender: Contender, row: Row) -> Function:
-        """Build, run, check; then run once more for the peak of memory."""
+        """Build, run and check a contender; then run it once more for its peak memory."""
         before = self.device.memory()
         function = contender.make()
         row |= self._gate(contender, function)
         self.device.memory()
         function()
         row |= self.device.peak(before)
-        # With those that making it has found.
+        # ``make`` may have added fields.
         row |= contender.fields
         return function
 
     def _gate(self, contender: Contender, function: Function) -> Row:
-        """Fields of a right result; what it was is let go of."""
+        """Check a result; returns the fields of a right one, and keeps no tensors of it."""
         result = function()
         contender.check(result)
         if not (contender.own and contender.same_bits):

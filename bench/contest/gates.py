@@ -1,4 +1,4 @@
-"""What a result must be before its time is reported."""
+"""Gates: checks that a result must pass before its time is reported."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,26 +9,25 @@ from tritonfp8 import Recipe, reference
 from tritonfp8.recipes import GEMMS, OPERANDS
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, sqnr, worst_tile_sqnr
 
-# Fast accumulation has no tolerance of its own: it loses with K, to 50 dB at K = 16384 on normal data
-# (bench/results/nvidia-h200/accumulation.json). A tile that is wrong or unwritten leaves 10 dB at most.
+# dB. Fast accumulation has no tolerance in tritonfp8.testing: its error grows with K, to 50 dB at K = 16384 on normal
+# data (bench/results/nvidia-h200/accumulation.json). With a wrong or unwritten tile at most 10 dB remain.
 FAST_SQNR = 40.0
-# Two casts that differ in how they find a power of two.
+# Share of equal bytes of two casts that compute a power of two in different ways.
 SAME_BYTES = 0.99
-# A model of bench/models.py in FP8 against bf16: the noise of the format through all its layers, in the worst gradient.
-# A weight that is zero, negated or another layer's leaves 0 dB at most; between that and what every recipe reaches,
-# with room on both sides (tests/bench/suites/test_contest.py).
+# dB of the worst gradient of a model of bench/models.py, FP8 against bf16: noise of the format through all layers. With
+# a zero, negated or exchanged weight at most 0 dB remain. There is room on both sides (tests/bench/test_contest.py).
 MODEL_SQNR = 14.0
 
 Check = Callable[[Any], None]
 
 
 def same_bytes(expected: Any) -> Check:
-    """A check that a result is ``expected`` to the bit."""
+    """A check that a result equals ``expected`` to the bit."""
     return lambda actual: assert_bitwise_equal(actual, expected)
 
 
 def nearly_same_bytes(expected: torch.Tensor) -> Check:
-    """A check that the first tensor of a result has nearly all bytes of ``expected``."""
+    """A check that nearly all bytes of a result's first tensor equal those of ``expected``."""
 
     def check(actual: tuple[torch.Tensor, ...]) -> None:
         share = (actual[0].view(torch.uint8) == expected.view(torch.uint8)).float().mean().item()
@@ -40,9 +39,9 @@ def nearly_same_bytes(expected: torch.Tensor) -> Check:
 def same_every_time(
     function: Callable[[], Any], first: Any, runs: int, chill: Callable[[], object] = lambda: None
 ) -> None:
-    """Assert that ``runs`` runs of a function in all give the same bits, ``first`` being what one of them gave.
+    """Assert that ``runs`` runs of a function give the same bits. ``first`` is the result of the first run.
 
-    ``chill`` empties caches before every second of them.
+    ``chill`` flushes caches before every second run.
     """
     for run in range(2, runs + 1):
         if run % 2 == 0:
@@ -54,7 +53,7 @@ def same_every_time(
 
 
 def close_product(expected: torch.Tensor, accumulation: str) -> Check:
-    """A check that a product is within the tolerances of its accumulation of ``expected`` (float32)."""
+    """A check that a GEMM's result is close to ``expected`` (float32), by the tolerance of its accumulation."""
 
     def check(actual: torch.Tensor) -> None:
         if accumulation == "precise":
@@ -67,9 +66,9 @@ def close_product(expected: torch.Tensor, accumulation: str) -> Check:
 
 
 def close_layer(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) -> Check:
-    """A check of ``(output, grad_input, grad_weight)`` of a linear layer: the products of the recipe, by the reference.
+    """A check of a linear layer's ``(output, grad_input, grad_weight)`` against the reference of the recipe's GEMMs.
 
-    The products are computed when a result is checked, one at a time: in float32 they are large.
+    The expected tensors are computed one at a time during the check, because in float32 they are large.
     """
     tensors = {"input": x, "weight": weight, "grad_output": grad_output}
     tensors |= {f"{name}.T": tensor.t() for name, tensor in tensors.items()}
@@ -84,17 +83,17 @@ def close_layer(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, grad_outp
         for name, actual in zip(GEMMS, results, strict=True):
             gemm = getattr(recipe, name)
             lhs, rhs = (operand(*pair) for pair in zip(OPERANDS[name], (gemm.lhs, gemm.rhs), strict=True))
-            # What a recipe leaves in bf16 is torch's product, which may add up parts of a sum in bf16.
+            # GEMMs that a recipe leaves in bf16 are torch's, which may add partial sums in bf16.
             close_product(lhs @ rhs.t(), gemm.accumulation if gemm.quantized else "fast")(actual)
 
     return check
 
 
 def close_model(expected: Mapping[str, torch.Tensor]) -> Check:
-    """A check that outputs and gradients of a model are those of bf16 but for the noise of the format, each by itself.
+    """A check that each output and gradient of a model equals that of bf16, except for the noise of the format.
 
-    The output alone tells little: it is what went around the layers, for the most part. A weight is told by the
-    gradients of the weights beside it, which are products with it or with what it made.
+    The output alone shows little, because most of it is the residual stream. A wrong weight shows in the gradients of
+    neighbouring weights, which are GEMMs with that weight or with its output.
     """
 
     def check(actual: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Where a measurement was taken, and how its data is written."""
+"""The machine of a measurement, and the format of its data."""
 
 import argparse
 import importlib.metadata
@@ -17,7 +17,7 @@ RESULTS = Path("bench") / "results"
 
 
 def results_folder() -> Path:
-    """Where the data of this GPU belongs, from the root of the checkout."""
+    """Folder for the data of this GPU, relative to the root of the checkout."""
     return RESULTS / _device_name().lower().replace(" ", "-")
 
 
@@ -33,7 +33,7 @@ def _version(package: str) -> str | None:
 
 
 def describe_machine() -> dict:
-    """Names and versions that a figure depends on. Nothing that names the host."""
+    """GPU and versions that a figure depends on, without the host name."""
     return {
         "gpu": _device_name(),
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def describe_machine() -> dict:
 
 
 def command_line() -> str:
-    """The command that runs now, without where its results go: that is a path of this machine."""
+    """The current command without ``--out``, which is a path of this machine."""
     arguments = iter(sys.argv[1:])
     kept = [a for a in arguments if not (a.startswith("--out=") or (a == "--out" and next(arguments, None)))]
     spec = sys.modules["__main__"].__spec__
@@ -55,7 +55,7 @@ def command_line() -> str:
 
 
 def write_results(path: Path, data: dict) -> None:
-    """Write ``data`` as JSON, its ``rows`` a line each, with the machine and the command behind it; all or nothing."""
+    """Write ``data`` as JSON with the machine and the command, one line for each of its ``rows``; all or nothing."""
     header = {"command": command_line(), "machine": describe_machine(), **data}
     rows = ",\n".join(map(json.dumps, header.pop("rows")))
     text = f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
@@ -67,10 +67,10 @@ def write_results(path: Path, data: dict) -> None:
 
 
 def output_path(name: str, description: str) -> Path:
-    """Where the command line asks for the data of a measurement; ends with a clear message without a GPU."""
+    """The file for a measurement's data, from the command line. Exits with a message if there is no GPU."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, help=f"default: bench/results/<gpu>/{name}.json")
     out = parser.parse_args().out
     if not torch.cuda.is_available():
-        sys.exit("this measurement needs a CUDA GPU with FP8 tensor cores; none is here")
+        sys.exit("this measurement needs a CUDA GPU with FP8 tensor cores; this machine has none")
     return out or results_folder() / f"{name}.json"

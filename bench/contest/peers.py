@@ -1,4 +1,4 @@
-"""What the package is compared with: torch's own products, Inductor's casts, torchao's layers."""
+"""Peers of the package: torch's own GEMMs, Inductor's casts, torchao's layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from torch.nn.functional import ScalingType
 
 from tritonfp8 import Quantized
 
-# Contenders share the code of a layer, and with it one cache of compiled code.
+# Contenders share the code of a layer, so they share Dynamo's cache of compiled versions.
 COMPILED_VERSIONS = 64
 TORCHAO_RECIPES = ("rowwise", "tensorwise")
 
 
 def compiled(function: Any, smoke: bool) -> Any:
-    """``function`` compiled by Inductor for its very shapes; in a smoke test only traced, which takes no compiler."""
+    """``function`` compiled by Inductor for static shapes. A smoke test only traces it, which needs no compiler."""
     torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
     return torch.compile(function, backend="eager" if smoke else "inductor", fullgraph=True, dynamic=False)
 
 
 def epilogue_scaled(a: Quantized, b: Quantized, accumulation: str) -> Callable[[], torch.Tensor]:
-    """``torch._scaled_mm``, tensorwise or rowwise as the operands are."""
+    """``torch._scaled_mm``, tensorwise or rowwise by the operands."""
     scales = (a.scale, b.scale.t()) if a.spec.block == (1, -1) else (a.scale.view(()), b.scale.view(()))
     fast = accumulation == "fast"
     return lambda: torch._scaled_mm(
@@ -32,9 +32,9 @@ def epilogue_scaled(a: Quantized, b: Quantized, accumulation: str) -> Callable[[
 
 
 def block_scaled(a: Quantized, b: Quantized, accumulation: str) -> Callable[[], torch.Tensor]:
-    """``F.scaled_mm`` on 1x128 x 128x128 or 1x128 x 1x128 operands; it is always promoted.
+    """``F.scaled_mm`` on 1x128 x 128x128 or 1x128 x 1x128 operands; it always promotes.
 
-    It takes 1x128 scales whose rows lie next to each other without gaps, 128x128 ones with K contiguous.
+    It requires dense column-major 1x128 scales, and 128x128 scales that are contiguous along K.
     """
     vector, square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     a_scale = _without_gaps(a.scale)
@@ -49,9 +49,9 @@ def _without_gaps(scale: torch.Tensor) -> torch.Tensor:
 
 
 def torchao_layers(model: nn.Module, recipe: str, **options: Any) -> nn.Module:
-    """``model`` with its linear layers converted by torchao, in place where torchao does that.
+    """``model`` with its linear layers converted by torchao, in place if torchao does so.
 
-    ``options`` are fields of its config beside those of the recipe.
+    ``options`` are further fields of torchao's config.
 
     Raises:
         ModuleNotFoundError: torchao is not installed.

@@ -1,4 +1,4 @@
-"""``torchrun -m bench.distributed``."""
+"""Entry point of ``torchrun -m bench.distributed``."""
 
 from bench.distributed.run import main
 

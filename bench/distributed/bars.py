@@ -1,4 +1,4 @@
-"""What has to hold on many ranks, as data, and whether it does: ratios of rows of one run of ``bench.distributed``."""
+"""Bars of ``bench.distributed``: required ratios between rows of one run, as data, and the check of them."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from bench.distributed.models import (
 from tritonfp8 import recipes
 
 GATHERED = "all_gather"
-# The order of sums has little effect by then.
+# Steps in which the order of sums has little effect on losses.
 EARLY_STEPS = 10
 SPEED, BYTES, DIFFERING, APART, AFTER, LOST = (
     "speed-up",
@@ -40,13 +40,13 @@ def _speed_up(row: Row, over: Row) -> float | None:
 
 
 def gathered_ratio(row: Row, over: Row) -> float | None:
-    """Bytes that all-gathers carry in a step, over those of another; None where either did not count them."""
+    """All-gathered bytes of a step over those of the other row; None if a row has no count."""
     found = row["bytes"].get(GATHERED), over["bytes"].get(GATHERED)
     return found[0] / found[1] if None not in found and found[1] else None
 
 
 def differing_losses(row: Row, over: Row) -> float | None:
-    """How many losses, of all steps on all ranks, are not those of another to the bit; None where steps are missing."""
+    """Number of losses, over all steps and ranks, that differ in a bit; None if steps are missing."""
     losses, others = ([float(x) for rank in each["losses"] for x in rank] for each in (row, over))
     if not losses or len(losses) != len(others):
         return None
@@ -54,13 +54,13 @@ def differing_losses(row: Row, over: Row) -> float | None:
 
 
 def loss_difference(row: Row, over: Row) -> float | None:
-    """The largest difference of the losses of the first steps, each the mean of all ranks; infinite from NaN."""
+    """Largest difference of the mean losses of all ranks over the first steps; infinite if one is NaN."""
     pairs = zip(mean_losses(row)[:EARLY_STEPS], mean_losses(over)[:EARLY_STEPS], strict=False)
     return max((abs(x - y) if math.isfinite(x - y) else math.inf for x, y in pairs), default=None)
 
 
 def later_loss_difference(row: Row, over: Row) -> float | None:
-    """How far apart the losses are that follow the first steps, each the mean of all ranks; infinite from NaN."""
+    """Difference of the mean losses of all ranks in the step after the first steps; infinite if one is NaN."""
     losses, others = mean_losses(row), mean_losses(over)
     if min(len(losses), len(others)) <= EARLY_STEPS:
         return None
@@ -69,13 +69,13 @@ def later_loss_difference(row: Row, over: Row) -> float | None:
 
 
 def lost_losses(row: Row, over: Row) -> float | None:
-    """How many losses are NaN or infinite."""
+    """Number of losses that are NaN or infinite."""
     losses = [float(x) for rank in row["losses"] for x in rank]
     return sum(not math.isfinite(x) for x in losses) if losses else None
 
 
 def mean_losses(row: Row) -> list[float]:
-    """The loss of each step, the mean of all ranks."""
+    """The mean loss of all ranks in each step."""
     return [statistics.fmean(map(float, step)) for step in zip(*row["losses"], strict=True)]
 
 
@@ -107,7 +107,7 @@ def _gathers(recipe: str) -> list[Bar]:
     ]
     if recipe in _SPEED_BARS:
         peer, bar = _SPEED_BARS[recipe]
-        # torchao gathers rowwise weights in bf16: against that both ways of ours.
+        # torchao gathers rowwise weights in bf16, so both of our gathers are compared with it.
         names = (recipe, gather) if peer == TORCHAO_ROWWISE else (gather,)
         bars += [_bar(f"{name}: speed over {peer}, 1b", name, peer, bar, SPEED, "1b") for name in names]
     return bars
@@ -132,12 +132,12 @@ def _tensor_parallel(recipe: str) -> list[Bar]:
 
 
 def _control(bar: Bar) -> Bar:
-    """A bar about bf16 or the order of sums: where it does not hold, that of a recipe says nothing about the recipe."""
+    """Mark a bar about bf16 or the order of sums: if it is missed, the bars of recipes say nothing about recipes."""
     return dataclasses.replace(bar, what=f"control: {bar.what}")
 
 
 def _reordered(recipe: str) -> Bar:
-    """Where this does not hold, the bar of tensor parallelism is below what the mere order of sums does."""
+    """Control: if it is missed, the order of sums alone exceeds the bar of tensor parallelism."""
     return _control(_apart(f"{recipe}, {REORDERED}", f"{recipe}, {ALONE}"))
 
 
@@ -151,10 +151,10 @@ TP_BARS = (
 
 
 def judge(rows: Iterable[Row], run: Mapping[str, Any]) -> list[Verdict]:
-    """The bars of FSDP, or of tensor parallelism, against the rows of a run.
+    """The verdicts of the bars of FSDP, or of tensor parallelism, on the rows of a run.
 
     Args:
-        rows: as :func:`bench.distributed.compare.row` makes them.
+        rows: rows of :func:`bench.distributed.compare.row`.
         run: ``model``, ``device`` (``"cpu"`` or ``"cuda"``), ``tp`` and ``deterministic`` of the run.
     """
     found = {row["contender"]: row for row in rows}
@@ -172,7 +172,7 @@ def _judge(bar: Bar, found: Mapping[str, Row], run: Mapping[str, Any]) -> Verdic
 
 
 def _obstacle(bar: Bar, run: Mapping[str, Any]) -> str | None:
-    """Why a run says nothing about a bar."""
+    """The reason why a run cannot decide a bar, or None."""
     if bar.shape not in (None, run["model"]):
         return f"not measured: this run is of {run['model']}"
     if bar.quantity == SPEED and run["device"] == "cpu":

@@ -1,6 +1,6 @@
-"""Train the contestants of ``bench.distributed`` on the same text, one after the other.
+"""Train the contestants of ``bench.distributed`` on the same text, one at a time.
 
-Each has the processes for itself, as a user's model has.
+Each contestant has the processes to itself, as a user's model does.
 """
 
 import copy
@@ -31,23 +31,22 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared.
+    """Settings of a comparison.
 
     Attributes:
-        model: a name of :data:`tritonfp8.training.models.MODELS`, or the path of the config of a Llama.
-        recipes: of our own, those that quantize.
+        model: a name of :data:`tritonfp8.training.models.MODELS`, or the path of a Llama config.
+        recipes: recipes of this package that quantize.
         steps: optimizer steps of each contestant.
         lr: peak learning rate of AdamW, or None for the model's.
-        rounds: how often all take part, one after the other; what is kept of each is its faster round. Where the host
-            has to keep up, the rest of what it does at the time shows.
-        batch_size: sequences a step for each part of the batch.
-        seq_len: tokens (bytes of text) a sequence.
-        dp, tp: ranks that share the batch, and that share a layer.
+        rounds: how often each contestant runs; its fastest round counts. Other load on the host slows some rounds.
+        batch_size: sequences per step and data-parallel rank.
+        seq_len: tokens (bytes of text) per sequence.
+        dp, tp: number of data-parallel and of tensor-parallel ranks.
         compile: whether each decoder layer is compiled.
         peers: whether torchao takes part.
         losses: compare losses, not speeds: deterministic, with controls.
-        seed: of the weights and of the choice of text.
-        data: file or folder of text, or None for the standard library's.
+        seed: seed of the weights and of the choice of text.
+        data: file or folder of text, or None for the standard library's sources.
     """
 
     model: str
@@ -78,7 +77,7 @@ class Settings:
             raise ValueError(f"seq_len must be a multiple of tp, {self.tp}; got {self.seq_len}")
 
     def contestants(self) -> list[Contestant]:
-        """Who takes part, bf16 first."""
+        """All contestants, bf16 first."""
         if self.tp > 1:
             return tp_contestants(self.recipes, alone=self.losses)
         return fsdp_contestants(self.recipes, self.peers, again=self.losses)
@@ -86,14 +85,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What all contestants start from on this rank.
+    """The common start of all contestants on this rank.
 
     Attributes:
-        settings: what is compared.
-        device: of this rank.
-        model: with the initial weights, float32, on the CPU.
-        batches: uint8 ``[dp * batch_size, seq_len + 1]`` of each step, the whole batch, and of one step more.
-        meshes: the ranks.
+        settings: the settings.
+        device: the device of this rank.
+        model: the model with its initial weights, float32, on the CPU.
+        batches: the whole batch of each step, uint8 ``[dp * batch_size, seq_len + 1]``, and of one more step.
+        meshes: the device meshes.
     """
 
     settings: Settings
@@ -104,10 +103,10 @@ class Job:
 
     @classmethod
     def make(cls, settings: Settings, device: torch.device) -> "Job":
-        """Collective."""
+        """Load text and model. Collective."""
         require_train_extra()
         if device.type == "cuda":
-            # Nobody's first matrix product pays for the workspace of all.
+            # The first GEMM allocates cuBLAS's workspace: run one before any contestant is timed.
             torch.ones(16, 16, device=device, dtype=torch.bfloat16).mm(torch.ones(16, 16, device=device).bfloat16())
         text = corpus.load(settings.data)
         sizes = {"batch_size": settings.dp * settings.batch_size, "seq_len": settings.seq_len, "seed": settings.seed}
@@ -155,15 +154,16 @@ class Training:
 
 @dataclass
 class Measured:
-    """A contestant, and what was measured of it on this rank.
+    """A contestant and its measurements on this rank.
 
     Attributes:
-        contestant: who.
-        losses: of each step, on this rank's part of the batch.
-        seconds: of each step.
-        peak_bytes: the most that was allocated for it, or None on a CPU.
-        bytes, calls: of the collectives of one step, by kind (:class:`~tritonfp8.distributed.count_collective_bytes`).
-        reason: why it was not measured, or not to the end.
+        contestant: the contestant.
+        losses: loss of each step, on this rank's part of the batch.
+        seconds: seconds of each step.
+        peak_bytes: peak of allocated bytes, or None on a CPU.
+        bytes, calls: collectives of one step, by kind (:class:`~tritonfp8.distributed.count_collective_bytes`).
+        reason: why it was not measured, or not completely.
+        training: the running model, or None before the start and after the end.
     """
 
     contestant: Contestant
@@ -176,12 +176,12 @@ class Measured:
     training: Training | None = None
 
     def start(self, job: Job) -> None:
-        """Build, and run the steps that are not timed."""
+        """Build the model, and run the untimed steps."""
         self.training = Training(job, self.contestant)
         self.run(job, untimed_steps(job.settings))
 
     def run(self, job: Job, count: int) -> None:
-        """The next ``count`` steps."""
+        """Run the next ``count`` steps."""
         assert self.training is not None
         done = len(self.losses)
         if job.device.type == "cuda":
@@ -194,11 +194,11 @@ class Measured:
         self.seconds += [_seconds(a, b) for a, b in itertools.pairwise(times)]
         if job.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(job.device)
-            # What the first steps compile and tune is not the contestant's.
+            # Memory of compilation and tuning in the untimed steps does not count.
             self.peak_bytes = peak if done < untimed_steps(job.settings) else max(peak, self.peak_bytes or 0)
 
     def count(self, job: Job) -> None:
-        """One step more, for its collectives alone: whatever counting does to compiled code, nothing comes after it."""
+        """Run one more step to count its collectives. Last, because counting may change compiled code."""
         assert self.training is not None
         with count_collective_bytes() as traffic:
             self.training.step(job.batches[job.settings.steps])
@@ -206,12 +206,12 @@ class Measured:
 
 
 def untimed_steps(settings: Settings) -> int:
-    """Steps at the start that speeds leave out: they compile and fill the allocator."""
+    """Number of first steps that do not count for speed, because they compile and fill the allocator."""
     return min(UNTIMED_STEPS, max(settings.steps - 1, 1))
 
 
 def _collect(device: torch.device) -> None:
-    """Let nothing of one contestant reach the next: reference cycles hold its memory."""
+    """Free the memory of a contestant before the next one; reference cycles keep it alive."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -232,20 +232,20 @@ def _seconds(a: Any, b: Any) -> float:
 def compare(
     settings: Settings, ranks: Ranks, device: torch.device, note: Callable[[str, list[Row]], None]
 ) -> tuple[str, list[Row]]:
-    """Measure all contestants. Collective: every rank calls it alike, and gets the same.
+    """Measure all contestants. Collective: every rank calls it with the same settings and gets the same result.
 
     Args:
-        settings: what is compared.
-        ranks: all that take part.
-        device: of this rank.
-        note: is told what is returned, as far as it has come, whenever there is more.
+        settings: the settings.
+        ranks: all ranks of the run.
+        device: the device of this rank.
+        note: called with the result so far after each contestant.
 
     Returns:
-        The order in which they ran, in words, and a row for each (:func:`row`).
+        A description of the order in which contestants ran, and a row for each (:func:`row`).
 
     Raises:
-        AllFailedError: the model or the text cannot be had.
-        RankError: ranks have parted; nothing more can be run.
+        AllFailedError: the model or the text cannot be loaded.
+        RankError: some ranks failed and others did not; nothing more can run.
     """
     if settings.losses:
         make_deterministic()
@@ -267,7 +267,7 @@ def compare(
 
 
 def faster(*rounds: Row) -> Row:
-    """The row of the faster round, with the seconds of all; of a round that failed, where one did."""
+    """The row of the fastest round, with the seconds of all rounds; if a round failed, the row of that round."""
     seconds = [x for each in rounds for x in each.get("round_seconds", [each["seconds"]])]
     failed = next((each for each in rounds if "reason" in each), None)
     best = failed or min(rounds, key=lambda each: each["seconds"] or 0.0)
@@ -275,21 +275,21 @@ def faster(*rounds: Row) -> Row:
 
 
 def make_deterministic() -> None:
-    """Let torch's own backward passes give the same bits each time; what has no such version is an error.
+    """Make torch's own backward passes deterministic. An op without a deterministic version raises an error.
 
-    A warning is not enough: attention's backward then stays as it is.
+    With a warning only, attention's backward stays nondeterministic.
     """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    # Kernels are not chosen by how fast they are on the day, and round as eager ones do, whatever they are fused with.
-    # Not in every version.
+    # Inductor must not choose kernels by measured speed, and fused kernels must round as eager ones do. Some versions
+    # of torch lack these options.
     for option in ("deterministic", "emulate_precision_casts"):
         if hasattr(inductor, option):
             setattr(inductor, option, True)
 
 
 def _phase(ranks: Ranks, job: Job, entry: Measured, what: Callable[..., None], *args: int) -> None:
-    """What a contestant does next, unless it has failed; where it fails on all ranks, the others go on without it."""
+    """Run a phase of a contestant unless it has failed. If it fails on all ranks, the comparison goes on without it."""
     if entry.reason is not None:
         return
     try:
@@ -297,20 +297,20 @@ def _phase(ranks: Ranks, job: Job, entry: Measured, what: Callable[..., None], *
     except AllFailedError as error:
         entry.reason, entry.training = str(error), None
     if entry.reason is not None:
-        # Only now: the error held what was running.
+        # Only here, outside ``except``: the error kept the model alive.
         _collect(job.device)
 
 
 def as_json(x: float) -> float | str:
-    """A number as JSON can hold it, which has no NaN; ``float`` reads it."""
+    """``x``, or as text if it is NaN or infinite, which JSON cannot store; ``float`` reads both."""
     return x if math.isfinite(x) else str(x)
 
 
 def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
-    """What was measured of a contestant on all ranks. Collective.
+    """The measurements of a contestant on all ranks. Collective.
 
-    Seconds are the median step of the slowest rank, memory and bytes those of the rank with the most. Where losses are
-    compared there are none: deterministic kernels are not those that train.
+    Seconds are the median step of the slowest rank; memory and bytes are those of the rank with the most. A comparison
+    of losses has no seconds, because training does not use deterministic kernels.
     """
     seconds = [] if settings.losses else entry.seconds
     timed = seconds[untimed_steps(settings) :]

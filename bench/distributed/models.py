@@ -1,4 +1,4 @@
-"""Who takes part in ``bench.distributed``: how each converts the model, and how it is spread over the ranks."""
+"""Contestants of ``bench.distributed``: how each converts the model and shards it over the ranks."""
 
 import importlib.util
 from collections.abc import Callable
@@ -44,12 +44,12 @@ FLOAT8_STYLES: Styles = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFl
 
 @dataclass(frozen=True)
 class Meshes:
-    """The ranks as FSDP and tensor parallelism see them.
+    """The device meshes of FSDP and tensor parallelism.
 
     Attributes:
-        dp: those that share the batch.
-        tp: those that share a layer, or None.
-        alone: this rank alone, or None.
+        dp: ranks that share the batch.
+        tp: ranks that share a layer, or None.
+        alone: this rank only, or None.
     """
 
     dp: DeviceMesh
@@ -58,7 +58,7 @@ class Meshes:
 
     @classmethod
     def make(cls, device_type: str, dp: int, tp: int, alone: bool) -> "Meshes":
-        """Collective: every rank makes the same."""
+        """Make the meshes. Collective: every rank passes the same arguments."""
         grid = init_device_mesh(device_type, (dp, tp), mesh_dim_names=("dp", "tp"))
         single = init_device_mesh(device_type, (dp * tp, 1), mesh_dim_names=("copies", "alone")) if alone else None
         return cls(grid["dp"], grid["tp"] if tp > 1 else None, single["alone"] if single else None)
@@ -66,17 +66,17 @@ class Meshes:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of those that are compared.
+    """One implementation in the comparison.
 
     Attributes:
-        name: what the tables call it.
-        convert: makes the linear layers what they are, before anything is sharded.
-        baseline: the contestant in bf16 that is spread alike.
+        name: its name in the tables.
+        convert: converts the linear layers, before anything is sharded.
+        baseline: the bf16 contestant with the same sharding.
         own: whether it is of this package.
-        after_step: what its users do after an optimizer step.
-        styles: of tensor parallelism, or None without it.
+        after_step: called after each optimizer step, as its users would.
+        styles: styles of tensor parallelism, or None without it.
         dtensors: whether the MLP's first layers return DTensors (``use_local_output=False``).
-        alone: whether each rank trains on the whole batch for itself.
+        alone: whether each rank trains on the whole batch by itself.
         obstacle: why it cannot take part, or None.
     """
 
@@ -92,7 +92,7 @@ class Contestant:
 
 
 def _leave(model: nn.Module) -> None:
-    """Convert nothing."""
+    """Do not convert."""
 
 
 def _converter(recipe: str, gather: bool = False) -> Callable[[nn.Module], None]:
@@ -105,7 +105,7 @@ def _converter(recipe: str, gather: bool = False) -> Callable[[nn.Module], None]
 
 
 def _shuffled(size: int, block: int, generator: torch.Generator) -> torch.Tensor:
-    """A permutation of ``range(size)`` that moves whole blocks, and elements inside of each."""
+    """A permutation of ``range(size)`` that permutes whole blocks, and the elements inside each block."""
     count = size // block
     blocks = torch.randperm(count, generator=generator)
     inside = torch.rand(count, block, generator=generator).argsort(dim=1)
@@ -115,13 +115,13 @@ def _shuffled(size: int, block: int, generator: torch.Generator) -> torch.Tensor
 
 @torch.no_grad()
 def reorder_sums(model: nn.Module, block: int = 1) -> None:
-    """Permute the hidden dim of each MLP of a Llama, in place, on every rank alike.
+    """Permute the hidden dim of each MLP of a Llama in place, equally on every rank.
 
-    The model computes the same, but ``down_proj`` and the gradients of the MLP's input add up in another order.
+    The model computes the same function, but ``down_proj`` and the gradient of the MLP's input sum in another order.
 
     Args:
         model: a transformers Llama, not yet converted.
-        block: how many neighbours in the hidden dim may share a scale. They stay together, so that scales stay as well.
+        block: neighbours in the hidden dim that may share a scale. They stay together, so that scales do not change.
     """
     generator = torch.Generator().manual_seed(ORDER_SEED)
     for layer in model.model.layers:
@@ -134,7 +134,7 @@ def reorder_sums(model: nn.Module, block: int = 1) -> None:
 
 
 def _largest_block(recipe: str) -> int:
-    """How many neighbours share a scale at most, whole dims aside."""
+    """Largest number of neighbours that share a scale, apart from whole dims."""
     found = known_recipes.get(recipe)
     operands = [spec for gemm in (found.output, found.grad_input, found.grad_weight) for spec in (gemm.lhs, gemm.rhs)]
     return max([1, *(size for spec in operands if spec is not None for size in spec.block)])
@@ -151,7 +151,7 @@ def _in_other_order(recipe: str, convert: Callable[[nn.Module], Any]) -> Callabl
 
 
 def fsdp_contestants(recipes: tuple[str, ...], peers: bool, again: bool) -> list[Contestant]:
-    """bf16, each recipe with weights gathered in bf16 and in 8 bits, torchao; ``again``: bf16 twice, as a control."""
+    """bf16, each recipe with a gather in bf16 and in 8 bits, and torchao. ``again`` runs bf16 twice, as a control."""
     found = [Contestant(BASELINE, _leave)]
     if again:
         found.append(Contestant(f"{BASELINE}, {AGAIN}", _leave))
@@ -167,7 +167,7 @@ def has_torchao() -> bool:
 
 
 def torchao_contestants() -> list[Contestant]:
-    """torchao's own: tensorwise, which it gathers in FP8, and rowwise, which it does not."""
+    """torchao's recipes: tensorwise, gathered in FP8, and rowwise, gathered in bf16."""
 
     def precompute(model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -187,9 +187,9 @@ def torchao_contestants() -> list[Contestant]:
 
 
 def tp_contestants(recipes: tuple[str, ...], alone: bool) -> list[Contestant]:
-    """bf16; each recipe under torch's styles, with local tensors and DTensors, and under those that send FP8.
+    """bf16, and each recipe with torch's styles (local tensors, DTensors) and with the FP8 styles.
 
-    ``alone``: and in one process, and there with sums in another order, as a control.
+    ``alone`` adds each in one process, and in one process with sums in another order, as a control.
     """
     baseline = f"{BASELINE}, {TP}"
     found = [Contestant(baseline, _leave, baseline, styles=TORCH_STYLES)]
@@ -213,10 +213,10 @@ def _alone(recipe: str, convert: Callable[[nn.Module], Any], own: bool) -> list[
 
 
 def attend_causally(model: nn.Module) -> None:
-    """Let attention be causal by a flag, without a mask.
+    """Make attention causal by a flag, without a mask.
 
-    transformers looks at the token positions in each step to find out that it needs none, which waits for the GPU; and
-    it would make one of the wrong size where tokens are sharded.
+    To find out that no mask is needed, transformers reads the token positions in each step, which waits for the GPU.
+    With sharded tokens it would make a mask of the wrong size.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -226,7 +226,7 @@ def attend_causally(model: nn.Module) -> None:
 
 
 def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bool) -> None:
-    """Shard a converted Llama, in place: tensor parallelism, decoder layers compiled, FSDP2 on each and on the root."""
+    """Shard a converted Llama in place: tensor parallelism, compiled decoder layers, FSDP2 on each and on the root."""
     if contestant.styles is not None:
         assert meshes.tp is not None
         plan = llama_plan(len(model.model.layers), contestant.styles, contestant.dtensors)
@@ -241,13 +241,13 @@ def spread(model: nn.Module, contestant: Contestant, meshes: Meshes, compile: bo
 
 
 def compiled(layer: nn.Module, device_type: str) -> nn.Module:
-    """A decoder layer compiled; on a CPU only traced, which takes no compiler."""
+    """A compiled decoder layer. On a CPU it is only traced, which needs no compiler."""
     torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
     return torch.compile(layer, backend="inductor" if device_type == "cuda" else "aot_eager", dynamic=False)
 
 
 def llama_plan(layers: int, styles: Styles, dtensors: bool) -> dict[str, Any]:
-    """Tensor and sequence parallelism of a transformers Llama, whose logits are whole on each rank."""
+    """Plan of tensor and sequence parallelism for a transformers Llama; every rank gets whole logits."""
     colwise, rowwise, prepare = styles
     whole, tokens = Replicate(), Shard(1)
     plan: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Processes that go one way: what happens to one of them, all hear of, and none waits for ever.
+"""Ranks that report failures to each other, so that no rank waits for ever.
 
-They talk over the store by which they found each other, which works while collectives hang.
+They communicate over the rendezvous store, which works even if collectives hang.
 """
 
 import contextlib
@@ -21,27 +21,27 @@ T = TypeVar("T")
 START_SECONDS = 300
 # Compiling may take one rank much longer than another.
 PATIENCE_SECONDS = 900
-# Ranks that fail alike do so at about the same time. Later the others are waiting in a collective.
+# Ranks with the same error fail at about the same time. After that the other ranks must be waiting in a collective.
 GRACE_SECONDS = 60
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class RankError(RuntimeError):
-    """Ranks have parted: some failed and others did not, or one is gone. Nothing can be run after that."""
+    """Some ranks failed and others did not, or a rank is gone. Nothing can run after that."""
 
 
 class AllFailedError(RuntimeError):
-    """The same step failed on every rank: they may go on with another."""
+    """The same step failed on every rank. The ranks may go on with another step."""
 
 
 @dataclass
 class Ranks:
-    """This process among all of a run.
+    """All ranks of a run, seen from this one.
 
     Attributes:
-        rank: its number.
-        size: how many there are.
-        store: shared by all, and used by nobody else.
+        rank: index of this process.
+        size: number of ranks.
+        store: shared by all ranks, and not used for anything else.
         patience: seconds that a rank waits for the others.
         grace: seconds that a rank waits for the others after it failed.
     """
@@ -54,7 +54,7 @@ class Ranks:
     _turn: Iterator[int] = field(default_factory=itertools.count)
 
     def exchange(self, value: Any, patience: float | None = None) -> list[Any]:
-        """What every rank gave (anything that JSON can hold), by rank; returns when all have.
+        """Exchange JSON values: wait for all ranks, and return their values by rank.
 
         Raises:
             RankError: a rank did not come in time.
@@ -80,7 +80,7 @@ class Ranks:
         failure: Exception | None = None
         try:
             result = function()
-        # Whatever it is, the other ranks have to hear of it.
+        # Every error must be reported to the other ranks.
         except Exception as error:
             failure = error
         if failure is None:
@@ -105,7 +105,7 @@ def _named(ranks: Any) -> str:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
-    """The ranks of a launcher's environment, with a process group for ``device``."""
+    """The ranks of the launcher's environment, with a process group for ``device``."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     wait = datetime.timedelta(seconds=START_SECONDS)
@@ -114,6 +114,6 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     dist.init_process_group(BACKENDS[device.type], store=group, rank=rank, world_size=size)
     ranks = Ranks(rank, size, dist.PrefixStore("bench", store))
     yield ranks
-    # Not after an error: destroying a group waits for its collectives.
+    # Skipped after an error: destroying a group waits for its collectives.
     ranks.exchange(None)
     dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""Train one model on several GPUs with FSDP2, weights gathered in bf16 and in 8 bits, beside torchao:
+"""Train one model on several GPUs with FSDP2, with weights gathered in bf16 and in 8 bits, and with torchao:
 ``torchrun --nproc-per-node 2 -m bench.distributed --model 1b``.
 
-Reports what crosses the wire in a step, step time, tokens/s, peak memory and losses of each contestant, from the same
-weights on the same text, and which bars hold. ``--losses`` compares losses to the bit instead of speeds. ``--mesh 1,2``
-is tensor parallelism; with ``--losses`` beside one process, and one that adds up in another order. Without torchrun it
-starts the processes itself, one a GPU, or ``--processes N``; on a CPU they talk over gloo, and speeds mean nothing.
+Reports the bytes of collectives, step time, tokens/s, peak memory and losses of each contestant, from the same weights
+on the same text, and the bars. ``--losses`` compares losses to the bit instead of speeds. ``--mesh 1,2`` is tensor
+parallelism; ``--losses`` then adds one process, and one process with sums in another order. Without torchrun this
+command starts the processes, one per GPU or ``--processes N``. On a CPU they use gloo, and speeds mean nothing.
 """
 
 import os
@@ -31,7 +31,7 @@ FILE = "distributed.json"
 CPU_FOLDER = Path("runs") / "bench-distributed"
 CPU_PROCESSES = 2
 WIDTH = 180
-# batch_size and seq_len of each part of the batch, by model; for other models and on a CPU the last.
+# batch_size and seq_len per data-parallel rank, by model; "" is for other models and for a CPU.
 SIZES = {"160m": (16, 1024), "1b": (8, 2048), "": (2, 64)}
 STEPS, LOSSES_STEPS = 30, 50
 DETERMINISTIC_CUBLAS = ":4096:8"
@@ -47,20 +47,20 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(help=__doc__)
 def main(
     model: Annotated[str, typer.Option(help="A model of `tritonfp8 train`: tiny, 160m, 1b; or the path of a config.")],
-    names: Annotated[str, typer.Option("--recipes", help="Our own that take part.")] = QUANTIZED,
+    names: Annotated[str, typer.Option("--recipes", help="Recipes of this package, comma-separated.")] = QUANTIZED,
     steps: Annotated[int | None, typer.Option(help=f"[default: {STEPS}; with --losses {LOSSES_STEPS}]", min=1)] = None,
-    rounds: Annotated[int, typer.Option(help="How often all take part; the faster round of each counts.", min=1)] = 1,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences a step on each part of the batch.", min=1)] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(help="Runs of each contestant; the fastest counts.", min=1)] = 1,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per step and data-parallel rank.", min=1)] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.", min=1)] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="dp,tp: ranks that share the batch, and a layer. [default: N,1]")
+        str | None, typer.Option(help="dp,tp: data-parallel and tensor-parallel ranks. [default: N,1]")
     ] = None,
-    losses: Annotated[bool, typer.Option("--losses", help="Compare losses, deterministically.")] = False,
-    peers: Annotated[bool | None, typer.Option(help="torchao takes part. [default: not with --losses]")] = None,
+    losses: Annotated[bool, typer.Option("--losses", help="Compare losses, with deterministic kernels.")] = False,
+    peers: Annotated[bool | None, typer.Option(help="Include torchao. [default: not with --losses]")] = None,
     compile: Annotated[bool | None, typer.Option(help="Compile each layer. [default: on a GPU]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
-    processes: Annotated[int | None, typer.Option(help="How many to start, without torchrun.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the choice of text.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if available]")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes to start without torchrun.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the choice of text.")] = 0,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate. [default: the model's]")] = None,
     data: Annotated[Path | None, typer.Option(help="Text. [default: Python's standard library]")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder. [default: bench/results/<gpu>/distributed-...]")] = None,
@@ -108,7 +108,7 @@ def _mesh(given: str | None, world: int) -> tuple[int, int]:
 
 
 def _launch(processes: int) -> int:
-    """Start this command on each of ``processes`` ranks; returns the exit code."""
+    """Start this command on ``processes`` ranks; returns the exit code."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
@@ -117,7 +117,7 @@ def _launch(processes: int) -> int:
 
 def _run(settings: Settings, kind: str, out: Path | None) -> None:
     if settings.losses:
-        # Read when cuBLAS starts.
+        # cuBLAS reads this when it starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
     path = (out or default_folder(settings, kind)) / FILE
@@ -133,14 +133,14 @@ def _run(settings: Settings, kind: str, out: Path | None) -> None:
                 show(settings, kind, order, rows)
     except (AllFailedError, RankError) as error:
         print(f"the run ends here: {error}", file=sys.stderr, flush=True)
-        # An ordinary exit waits for collectives that nobody else will join.
+        # A normal exit waits for collectives that the other ranks will not join.
         os._exit(1)
     if any("reason" in row for row in rows if row["own"]):
         raise typer.Exit(1)
 
 
 def default_folder(settings: Settings, kind: str) -> Path:
-    """Where the data of a run goes."""
+    """Folder for the data of a run."""
     if kind == "cpu":
         return CPU_FOLDER
     ranks = f"tp{settings.tp}-dp{settings.dp}" if settings.tp > 1 else f"x{settings.dp}"
@@ -154,7 +154,7 @@ def default_folder(settings: Settings, kind: str) -> Path:
 
 
 def write(path: Path, settings: Settings, kind: str, order: str, rows: list[Row]) -> None:
-    """Write what was measured so far, with the bars that hold."""
+    """Write the rows so far, with the verdicts of the bars."""
     compare_losses(rows)
     data = {
         "command": f"torchrun --nproc-per-node {settings.dp * settings.tp} {command_line().removeprefix('python ')}",
@@ -173,7 +173,7 @@ def write(path: Path, settings: Settings, kind: str, order: str, rows: list[Row]
 
 
 def show(settings: Settings, kind: str, order: str, rows: list[Row]) -> None:
-    """Print what was measured, and which bars hold."""
+    """Print the table of results and the table of bars."""
     run = _run_of(settings, kind)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     title = f"{settings.model}, {_parallelism(settings)} on {kind}; {order}"
@@ -182,7 +182,7 @@ def show(settings: Settings, kind: str, order: str, rows: list[Row]) -> None:
 
 
 def _run_of(settings: Settings, kind: str) -> dict[str, Any]:
-    """What bars have to know of a run. Torch's own operations give the same bits each time on a CPU anyway."""
+    """Facts of a run that the bars depend on. On a CPU torch's own ops are always deterministic."""
     deterministic = settings.losses or kind == "cpu"
     return {"model": settings.model, "device": kind, "tp": settings.tp, "deterministic": deterministic}
 
@@ -197,7 +197,7 @@ def _as_row(verdict: Verdict) -> Row:
 
 
 def compare_losses(rows: list[Row]) -> None:
-    """Note in each row how its losses compare with those that should be the same."""
+    """Add to each row how its losses compare with the losses that they should equal."""
     found = {row["contender"]: row for row in rows}
     for row in rows:
         recipe, _, how = row["contender"].partition(", ")
@@ -209,7 +209,7 @@ def compare_losses(rows: list[Row]) -> None:
 
 
 def results_table(rows: list[Row], title: str, deterministic: bool) -> Table:
-    """A line for each contestant."""
+    """Table of results: one line for each contestant."""
     table = Table(title=title)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("contestant", "note") else "right")
@@ -241,7 +241,7 @@ def _losses(row: Row, deterministic: bool) -> list[str]:
     losses, notes = mean_losses(row), [row["reason"]] if "reason" in row else []
     equal, apart = row.get("losses_equal_without"), row.get("loss_difference")
     if equal:
-        notes.append("losses bitwise those without it")
+        notes.append("losses bitwise those without the FP8 gather")
     elif equal is not None:
         notes.append("LOSSES DIFFER" if deterministic else "losses differ, as torch's own may (--losses)")
     if apart is not None:

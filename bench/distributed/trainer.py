@@ -1,11 +1,11 @@
-"""The Trainer of Hugging Face with FSDP2: the 8-bit gather on and off, on all GPUs of one machine.
+"""Hugging Face's Trainer with FSDP2, with and without the FP8 all-gather, on all GPUs of one machine.
 
     torchrun --nproc-per-node 2 -m bench.distributed.trainer --out bench/results/nvidia-h200/trainer-x2
 
-A Qwen3 of random weights, loaded in bf16, is trained by ``Trainer`` with ``fsdp_version: 2``, once with and once
-without ``enable_float8_all_gather``. A run counts only if every trainable parameter changed; then the losses, in fp32,
-must be equal to the bit. Kernels are deterministic ones: torch's attention and the compiler's choice of kernels give
-other bits each time, with the gather and without.
+``Trainer`` with ``fsdp_version: 2`` trains a Qwen3 with random weights, loaded in bf16, once with and once without
+``enable_float8_all_gather``. A run is valid only if every trainable parameter changed. Then the fp32 losses must be
+equal to the bit. Kernels are deterministic, because torch's attention and the compiler's choice of kernels otherwise
+give different bits on each run, with and without the gather.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ QUANTIZED = ",".join(name for name in recipes.names() if recipes.get(name).outpu
 
 @dataclass(frozen=True)
 class Program:
-    """One way to call the Trainer.
+    """Settings of one Trainer run.
 
     Attributes:
-        dtype: of the loaded weights. The Trainer computes bf16 weights in mixed precision, with fp32 masters.
+        dtype: dtype of the loaded weights. The Trainer trains bf16 weights in mixed precision, with fp32 masters.
         ram_efficient: accelerate's ``cpu_ram_efficient_loading``, which shards on the meta device.
-        compiled: ``torch.compile(model)`` before the Trainer, ``torch_compile=True``, or both.
-        backend: of the compiler.
-        resume: save after half of the steps, and go on in a new Trainer from the checkpoint.
+        compiled: ``"before"`` (``torch.compile(model)``), ``"argument"`` (``torch_compile=True``), or ``"both"``.
+        backend: backend of ``torch.compile``.
+        resume: save after half of the steps, and continue from the checkpoint in a new Trainer.
     """
 
     recipe: str = "rowwise"
@@ -115,8 +115,8 @@ def _trainer(program: Program, model: nn.Module, folder: str, steps: int, losses
     from transformers import Trainer, TrainingArguments
 
     def loss_of(outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
-        # The model's own loss comes out of FSDP in bf16, in which different losses are often equal; the log rounds
-        # them, and writes NaN as 0.
+        # Compute the loss in fp32. FSDP returns the model's own loss in bf16, in which different losses are often
+        # equal, and the log rounds losses and writes NaN as 0.
         logits = outputs.logits[:, :-1].float().flatten(0, 1)
         loss = F.cross_entropy(logits, labels[:, 1:].flatten())
         losses.append(loss.item())
@@ -146,7 +146,7 @@ def _trainer(program: Program, model: nn.Module, folder: str, steps: int, losses
         disable_tqdm=True,
         dataloader_pin_memory=False,
         use_cpu=program.use_cpu,
-        # A compiled model does not tell the names of its arguments.
+        # The Trainer cannot read the argument names of a compiled model.
         remove_unused_columns=False,
         seed=0,
     )
@@ -155,7 +155,7 @@ def _trainer(program: Program, model: nn.Module, folder: str, steps: int, losses
 
 
 def reset() -> None:
-    """Let the next Trainer of this process choose for itself: accelerate keeps its choices for the process."""
+    """Reset accelerate's process-wide state, so that the next Trainer uses its own settings."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -164,7 +164,7 @@ def reset() -> None:
 
 
 def train(program: Program) -> dict[str, Any]:
-    """Losses of each step of this rank, the parameters that did not change, and a digest of all of them at the end."""
+    """Train once: losses of this rank's steps, parameters that did not change, and a digest of the final ones."""
     losses: list[float] = []
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
@@ -191,18 +191,18 @@ def train(program: Program) -> dict[str, Any]:
 
 
 def compare(program: Program) -> dict[str, Any]:
-    """The gather on and off; ``ok`` if every parameter changed in both, no loss is NaN, and all bits are equal."""
+    """Train with and without the gather; ``ok`` if all parameters changed, no loss is NaN, and all bits are equal."""
     on, off = (train(replace(program, gather=gather)) for gather in (True, False))
     finite = all(loss == loss for loss in (*on["losses"], *off["losses"]))
     ok = not on["stuck"] and not off["stuck"] and finite and len(on["losses"]) == program.steps
     ok = ok and on["losses"] == off["losses"] and on["digest"] == off["digest"]
     found = {"program": asdict(program), "on": on, "off": off, "ok": ok}
-    # Whether the bits of a run without the gather are the same each time.
+    # Run without the gather again, to see whether its bits are reproducible.
     return found if ok else {**found, "off_again": train(replace(program, gather=False))}
 
 
 def programs(names: list[str], variants: bool) -> list[Program]:
-    """The program in which most weights did not train once, in every recipe; then others, one change each."""
+    """The program in which most weights once did not train, in every recipe; then variants with one change each."""
     first = Program(ram_efficient=True, compiled="both")
     options: list[dict[str, Any]] = [
         {"compiled": ""},
@@ -231,10 +231,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(help=__doc__)
 def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = QUANTIZED,
-    variants: Annotated[bool, typer.Option(help="Also the programs with one change each.")] = True,
+    variants: Annotated[bool, typer.Option(help="Also run variants with one change each.")] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for trainer.json.")] = None,
 ) -> None:
-    # Read when cuBLAS starts.
+    # cuBLAS reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     make_deterministic()
     dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -1,1 +1,1 @@
-"""The benchmark suites, one a subject, run by pytest-benchmark."""
+"""The benchmark suites, one for each subject, run by pytest-benchmark."""

@@ -1,4 +1,4 @@
-"""Host time: of an eager call, against ``torch._scaled_mm``; and of the first training step of a process."""
+"""Host time of an eager call against ``torch._scaled_mm``, and the first training step of a process."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PEER = "torch._scaled_mm"
 FIRST_STEP_RECIPE = "rowwise"
 PROCESS_SECONDS = 600
 ROOT = Path(__file__).resolve().parents[2]
-# Whatever a step may find compiled from before.
+# Folders of compiled code from earlier runs.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 
 
@@ -64,7 +64,7 @@ def test_call(benchmark, contest, case, shape):
 
 
 def run(command, environment):
-    """The last line that a command prints; RuntimeError with what it said where it fails."""
+    """Run a command and return its last line of output. RuntimeError with its stderr if it fails."""
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_SECONDS)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[2:4])} ended with {done.returncode}: {done.stderr.strip()}")
@@ -72,7 +72,7 @@ def run(command, environment):
 
 
 def first_step(shape, device, recipe, *, warm_up, smoke):
-    """Fields of the first step of a new process, whose caches hold nothing, or what ``tritonfp8 warmup`` left there."""
+    """Row fields of the first step of a new process. Its caches are empty, or filled by ``tritonfp8 warmup``."""
     batch, sequence = map(str, shape.size)
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {name: os.path.join(folder, name) for name in CACHES}
@@ -103,7 +103,7 @@ def test_first_step(benchmark, contest, case, shape):
         contender("after warm-up", FIRST_STEP_RECIPE, warm_up=True, own=True, peer="bf16"),
     ]
     if not contest.smoke:
-        # Takes what the others take, and tries nothing that they do not.
+        # Left out of a smoke test: it takes as long as the others and tests no other code.
         contenders.append(contender("cold", FIRST_STEP_RECIPE, warm_up=False, own=True, peer="bf16"))
-    # What was measured there is the time; it does not get better from being looked at again.
+    # The process itself measured the time, and more rounds would read the same number.
     contest(benchmark, case, shape, contenders, clock=lambda seconds: seconds(), rounds=1)

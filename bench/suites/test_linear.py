@@ -15,10 +15,10 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def training_step(layer, x, grad_output, smoke):
-    """What is timed: output, grad_input and grad_weight, none of them added to what was there.
+    """The timed function: output, grad_input and grad_weight, without accumulation into earlier gradients.
 
-    Backward runs on the thread that calls it. By default autograd hands it to a thread of its own, which on some hosts
-    wakes up more slowly than a small layer takes, now and then: a model pays that once a step, and not once a layer.
+    Backward runs on the calling thread. By default autograd uses a thread of its own; on some hosts its wake-up
+    sometimes takes longer than a small layer. A model pays that once a step, not once a layer.
     """
     weight = next(layer.parameters())
     forward = compiled(layer, smoke)
@@ -52,7 +52,7 @@ def contenders_on(contest, shape):
         return convert
 
     def torchao(recipe):
-        # It replaces the layers of a module, not the module itself.
+        # torchao replaces the children of a module, not the module itself.
         return lambda layer: torchao_layers(nn.Sequential(layer), recipe)
 
     contenders = [
@@ -79,7 +79,7 @@ def test_linear(benchmark, contest, case, shape):
     contest(benchmark, case, shape, contenders_on(contest, shape), contest.device.settled_seconds)
 
 
-# After all that is timed: a profiler was here.
+# Last, because the profiler slows later launches.
 @measures("layer", (LAYER_KERNELS,))
 def test_kernels(contest, case, shape):
     contest.break_down(case, shape, contenders_on(contest, shape))

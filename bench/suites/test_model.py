@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def compile_layers(model, smoke):
-    """One compilation serves all layers, which are alike."""
+    """Compile each layer; the layers are alike and share one compiled version."""
     torch._dynamo.config.recompile_limit = COMPILED_VERSIONS
     for layer in model.layers:
         layer.compile(backend="eager" if smoke else "inductor", fullgraph=True, dynamic=False)
 
 
 def training_step(model, x, grad_output):
-    """What is timed: hidden states, and the gradients of the input and of every parameter of the layers, by name."""
+    """The timed function: hidden states, and gradients of the input and of all parameters of the layers, by name."""
     parameters = {name: p for name, p in model.layers.named_parameters() if p.requires_grad}
 
     def step():
@@ -60,7 +60,7 @@ def test_model(benchmark, contest, case, shape):
             own(name),
             check,
             own=True,
-            # The backward of attention may add up in any order.
+            # The order of sums in attention's backward may vary.
             same_bits=False,
             peer="bf16",
         )

@@ -1,4 +1,4 @@
-"""Casts: GPU time against Inductor's on the same tensor, and against the speed of a copy in the same rounds."""
+"""Casts: GPU time against Inductor on the same tensor, and speed against that of a copy in the same rounds."""
 
 import functools
 
@@ -20,7 +20,7 @@ def buffers(device, size):
 
 
 def is_compiled_for(case, shape, contest):
-    """Compiling takes longer than measuring: large tensors only, of those the first where time is short."""
+    """Whether to measure Inductor. Compiling takes long: large tensors only, and with --quick one for each set."""
     left_out = contest.quick and shape != select("cast", [shape.set])[0]
     return shape.set in COMPILED_SETS and case.takes_whole_blocks(shape.size) and not left_out
 
@@ -45,7 +45,7 @@ def test_quantize(benchmark, contest, case, shape):
             fields=moved,
         ),
         Contender(COPY, lambda: lambda: target.copy_(source), fields={"bytes": 2 * size}),
-        # What a tensor of this size leaves of that speed: a launch takes its time whatever it moves. At most all of it.
+        # The copy speed at this size: a launch has a fixed cost. Limited to the size of the large copy.
         Contender(
             ALIKE_COPY, lambda: lambda: alike[1].copy_(alike[0]), peer=COPY, fields={"bytes": 2 * alike[0].numel()}
         ),

@@ -1,4 +1,4 @@
-"""Matrix products: GPU time against torch's own on the same operands, and against bf16."""
+"""GEMMs: GPU time against torch's own on the same operands, and against bf16."""
 
 import torch
 from torch.nn.functional import silu
@@ -10,7 +10,7 @@ from bench.contest.compare import Contender, measures
 
 
 def contenders_of(case, accumulation, qa, qb, expected, work):
-    """The package's product with this accumulation, and torch's."""
+    """The package's GEMM with this accumulation, and torch's."""
     check = gates.close_product(expected, accumulation)
     own = Contender(
         f"tritonfp8 {accumulation}",

@@ -261,7 +261,7 @@ def test_kernels_without_a_gpu_have_a_reason_and_what_is_wrong_is_raised(fight):
         fight.contest.break_down(
             CASE, SHAPE, [fight.contender("own", [9] * 3), fight.contender("wrong", [9], own=True, check=wrong)]
         )
-    assert fight.rows["own"]["reason"] == "no kernels of a GPU to look at"
+    assert fight.rows["own"]["reason"] == "no GPU kernels to profile"
     assert fight.rows["wrong"]["reason"] == "AssertionError: is wrong"
 
 

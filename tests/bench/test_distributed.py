@@ -128,7 +128,7 @@ def test_who_could_not_be_measured_says_why_and_the_rest_goes_on(measured):
     with console.capture() as shown:
         console.print(distributed.results_table(data["rows"], "title", True))
     assert shown.get().count("not measured: torchao is not installed") == 2
-    assert "losses bitwise those without it" in shown.get()
+    assert "losses bitwise those without the FP8 gather" in shown.get()
 
 
 # Bars, on data.

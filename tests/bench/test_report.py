@@ -227,7 +227,7 @@ def test_without_a_gpu_the_suites_are_skipped_visibly():
     done = bench("pytest", "bench/suites/test_model.py")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "2 skipped" in done.stdout
-    assert "needs a GPU with FP8 tensor cores; --shapes smoke tries the suites on a CPU" in done.stdout
+    assert "needs a GPU with FP8 tensor cores; --shapes smoke runs the suites on a CPU" in done.stdout
 
 
 def test_a_budget_ends_a_suite_between_two_tests(tmp_path):

@@ -66,7 +66,7 @@ def test_forward_products_are_tuned_in_both_accumulations():
 
 
 @pytest.mark.parametrize(
-    ("names", "message"), [([], "of square.*none"), (["launch"], "got launch"), (["llama"], "no set")]
+    ("names", "message"), [([], "GEMMs: square.*none"), (["launch"], "got launch"), (["llama"], "no set")]
 )
 def test_what_to_tune_has_to_be_said(monkeypatch, names, message):
     monkeypatch.setattr("sys.argv", ["bench.tune", *names])
