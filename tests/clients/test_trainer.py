@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and accelerate with FSDP2 and weights gathered in 8 bits: all train, to the same bits."""
+"""Hugging Face's Trainer and accelerate with FSDP2 and the FP8 all-gather: all weights train, to the same bits."""
 
 import pytest
 import trainer_cases
@@ -6,7 +6,7 @@ from process_group import Processes
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
 
-# Each pair of an option, a dtype and a recipe stands for a way in which weights did not train.
+# Each program is a combination of options in which weights once did not train.
 PROGRAMS = {
     "plain": {"recipe": "rowwise", "dtype": "float32"},
     "ram_efficient": {"recipe": "tensorwise", "ram_efficient": True},
@@ -58,7 +58,7 @@ def test_accelerate_with_an_optimizer_made_before(ranks, order):
 
 
 def test_a_parameter_that_does_not_move_fails_the_comparison(ranks):
-    """The gate of the tests above: with a learning rate of zero every parameter is named."""
+    """Shows that the tests above can fail: with a learning rate of zero every parameter is reported."""
     (row, _) = ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, learning_rate=0.0)
     assert not row["ok"]
     assert len(row["on"]["stuck"]) == len(row["off"]["stuck"]) > 20

@@ -37,7 +37,7 @@ MLP = "gate", "up", "down"
 LINEARS = "q", "k", "v", "o", *MLP
 
 
-# Asynchronous tensor parallelism: the pass of torch.compile that overlaps gathers and products piece by piece.
+# Asynchronous tensor parallelism: the pass of torch.compile that overlaps slices of gathers with slices of GEMMs.
 
 
 def sharded_layers(mesh, layers, name, float8, converted):
@@ -59,7 +59,7 @@ def step(model, mesh):
     """Output, loss and gradients of this rank's tokens."""
     x = normal(2, 32, HIDDEN, seed=5).to(mesh.device_type)
     x = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone().requires_grad_()
-    # Flash attention sums the gradients of queries in any order.
+    # Flash attention sums the gradients of queries in an order that varies.
     with sdpa_kernel(SDPBackend.MATH):
         out = model(x)
         loss = out.square().mean()
@@ -69,13 +69,13 @@ def step(model, mesh):
 
 
 def fused_ops(graph):
-    """What the pass put in the place of collectives and products."""
+    """The fused ops by which the pass replaced collectives and GEMMs."""
     return [str(node.target) for node in graph.nodes if "symm_mem" in str(node.target)]
 
 
 @functools.cache
 def run_fused_ops_on_cpu():
-    """By what torch has for a mode without symmetric memory."""
+    """Register torch's fallbacks for runs without symmetric memory."""
     for op in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         torch.library.impl(f"symm_mem::{op}", "CPU", getattr(symmetric_memory, f"_{op}_fallback"))
 
@@ -108,13 +108,13 @@ def step_of_graphs(model, mesh, passes):
 
 
 def check_micro_pipelined_graphs(mesh, name, float8, converted):
-    """A layer by its graphs with the pass on them, and as it is; what was fused in each graph."""
+    """Compare a layer with the pass on its graphs and without it. Returns the fused ops of each graph."""
     model = sharded_layers(mesh, 1, name, float8, converted)
     if mesh.device_type == "cpu":
         run_fused_ops_on_cpu()
         wanted = step(model, mesh)
     else:
-        # An eager norm is one kernel there, and several ops in a graph.
+        # On a GPU an eager norm is one kernel; in a graph it is several ops.
         wanted, _ = step_of_graphs(model, mesh, passes=False)
     got, fused = step_of_graphs(model, mesh, passes=True)
     assert_same(got, wanted, bitwise=converted == LINEARS)
@@ -133,11 +133,11 @@ def compiled_step(mesh, name, float8, converted, passes):
         fused.append(fused_ops(graph))
 
     torch._dynamo.reset()
-    # Kernels round as eager ones do, whatever they are fused with, and are not chosen by how fast they are on the day.
+    # Fused kernels must round as eager ones do, and Inductor must not choose kernels by measured speed.
     exact = {option: True for option in ("emulate_precision_casts", "deterministic") if hasattr(inductor, option)}
     options = {"_micro_pipeline_tp": passes, "force_disable_caches": True, **exact}
     with (
-        # What is fused runs without symmetric memory, by the collectives and products that it stands for.
+        # Without symmetric memory fused ops run as separate collectives and GEMMs.
         symmetric_memory._test_mode(),
         mock.patch.object(post_grad, "micro_pipeline_tp_pass", noted),
         inductor.patch(options),
@@ -149,10 +149,10 @@ def compiled_step(mesh, name, float8, converted, passes):
 
 
 def check_micro_pipelined(mesh, name, float8, converted):
-    """Two compiled layers with the pass and without; what was fused in each graph.
+    """Compare two compiled layers with the pass and without it. Returns the fused ops of each graph.
 
-    Not all to the bit: of one graph, compiled twice, torch's compiler gives norms and their inputs other gradients, by
-    the last bit, and so do torch's own products. Those of the last layer's MLP come before the backward of any norm.
+    Not all gradients are equal to the bit: if one graph is compiled twice, gradients of norms, of their inputs and of
+    torch's own GEMMs differ in the last bit. Those of the last layer's MLP precede the backward of any norm.
     """
     wanted, unused = compiled_step(mesh, name, float8, converted, passes=False)
     got, fused = compiled_step(mesh, name, float8, converted, passes=True)
@@ -169,11 +169,11 @@ def check_micro_pipelined(mesh, name, float8, converted):
     return fused
 
 
-# Asynchronous collectives: tensors that are waited for where they are first read.
+# Asynchronous collectives: the first read of a tensor waits for it.
 
 
 def on_its_way(x, mesh):
-    """``x`` (rows that the ranks divide) on all of them, as a collective returns it before it has ended."""
+    """``x`` on all ranks, as the result of a running all-gather; the ranks must divide its rows."""
     shard = DTensor.from_local(own_rows(x, mesh), mesh, [Shard(0)], run_check=False)
     x = shard.redistribute(placements=[Replicate()], async_op=True).to_local()
     assert type(x) is AsyncCollectiveTensor
@@ -185,7 +185,7 @@ def own_rows(x, mesh):
 
 
 def check_the_same_bytes(mesh, call):
-    """Of what ``call`` returns for tensors as they are, and for those that a collective has yet to bring."""
+    """Assert that ``call`` returns the same bytes for plain tensors and for results of running collectives."""
     waited, got = (call(send) for send in (lambda x: x, lambda x: on_its_way(x, mesh)))
     assert_bitwise_equal(got, waited)
 
@@ -216,7 +216,7 @@ def check_functions(mesh, name):
 
 
 def check_without_handlers(mesh):
-    """What waits for a collective computes like a plain tensor, also where no type has a handler."""
+    """The result of a running collective computes like a plain tensor, also if no type has a handler."""
     x, w, b, _ = operands(mesh)
     wanted = linear(x, w, b)
     with mock.patch.dict(tensor_types._handlers, clear=True), mock.patch.object(tensor_types, "_import") as imported:
@@ -248,7 +248,7 @@ def check_layers(mesh, name):
 
 
 def check_output_of_a_style(mesh, name, float8):
-    """What a rowwise layer sums over the ranks, in a layer that nothing shards: torch's style does not wait for it."""
+    """An unsharded layer reads the output of a rowwise style, whose reduction is still running."""
     came, found = [], []
 
     def waits(module, args):

@@ -1,4 +1,4 @@
-"""What the tests of ``bench.distributed`` train, and what they run on each rank."""
+"""The model of the tests of ``bench.distributed``, and the functions of each rank."""
 
 from pathlib import Path
 from unittest import mock
@@ -26,7 +26,7 @@ def _fail(model):
 
 
 def run(folder, rank, size, **settings):
-    """A whole run, without torchao and with one contestant who fails; the JSON is written by rank 0."""
+    """A whole run without torchao and with one contestant that fails. Rank 0 writes the JSON."""
     ranks = Ranks(rank, size, dist.FileStore(f"{folder}/store", size), patience=60, grace=5)
     settings = Settings(**settings)
 

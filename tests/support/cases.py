@@ -28,9 +28,9 @@ CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_block = pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=lambda spec: BLOCKS[spec.block].name)
-# Kernels: on CPU tensors they are interpreted.
+# For kernels: the interpreter runs them on CPU tensors.
 each_device = pytest.mark.parametrize("device", [INTERPRETER, CUDA])
-# Ops and what is built on them: on CPU tensors they are the reference.
+# For ops and code above them: on CPU tensors ops run the reference.
 cpu_and_cuda = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 FLOAT32_NONFINITE = 0x7F800000
@@ -45,12 +45,12 @@ def normal(*shape, seed=0, dtype=torch.float32, device="cpu"):
 
 
 def patterns(dtype):
-    """Every bit pattern of a 16-bit dtype, ``[512, 128]``, in order: a row holds one or a few binades."""
+    """Every bit pattern of a 16-bit dtype, ``[512, 128]``, in order: a row has one or a few binades."""
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(512, 128)
 
 
 def finite_patterns(dtype, seed=0):
-    """The finite bit patterns of a 16-bit dtype in random order, zeros in place of the others, ``[512, 128]``."""
+    """The bit patterns of a 16-bit dtype in random order, ``[512, 128]``, with zeros for NaN and infinities."""
     x = patterns(dtype).flatten()[torch.randperm(2**16, generator=generator(seed))].view(512, 128)
     return torch.where(x.isfinite(), x, 0)
 
@@ -62,7 +62,7 @@ def random_bits(*shape, seed=0):
 
 
 def finite_bits(*shape, seed=0):
-    """As :func:`random_bits`, the largest exponent replaced by the one below."""
+    """:func:`random_bits` with the largest exponent replaced by the next smaller one, so that all are finite."""
     x = random_bits(*shape, seed=seed)
     bits = x.view(torch.int32)
     return torch.where(x.isfinite(), bits, bits & ~(1 << 23)).view(torch.float32)
@@ -141,7 +141,7 @@ def tokens(batch=2, length=9, seed=0, device="cpu"):
 
 
 def give_up(how):
-    """End this process, or this call, where ``how`` says so."""
+    """Raise (``how="raise"``), end the process (``"kill"``), or do nothing."""
     if how == "raise":
         raise ValueError("bad batch")
     if how == "kill":
@@ -150,7 +150,7 @@ def give_up(how):
 
 @contextlib.contextmanager
 def recorded_casts(device="cpu"):
-    """What every quantization on the device returned, compiled or not; the reference runs there."""
+    """Record the results of all casts on the device, eager or compiled. The reference computes them."""
     results = []
 
     def recording(name):

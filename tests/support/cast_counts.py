@@ -18,7 +18,7 @@ class Casts(TorchDispatchMode):
 
 
 def casts_of(function, shape):
-    """How often ``function`` quantized a tensor of this shape, and what it returned."""
+    """Number of casts of tensors of this shape in ``function``, and its result."""
     with Casts() as casts:
         out = function()
     return casts.shapes.count(shape), out

@@ -1,4 +1,4 @@
-"""Compile a Triton kernel for a CUDA target with no GPU at hand, and report what the assembler says of it.
+"""Compile a Triton kernel for a CUDA target without a GPU, and report the assembler's figures.
 
 Needs a process in which triton compiles (``TRITON_INTERPRET`` unset or 0), so its users are in tests/compile_only.
 """
@@ -33,14 +33,14 @@ WAIT_OR_ACCESS = re.compile(rf"{re.escape(WAIT)}|\b(ld|st|red|atom|prefetch)(\.\
 
 @dataclass(frozen=True)
 class CompiledReport:
-    """What became of a kernel.
+    """A compiled kernel.
 
     Attributes:
         ptx: the PTX text.
-        registers: registers a thread, for the part of the kernel that takes most.
-        spill_bytes: bytes a thread spilled, stores and loads together.
-        shared_bytes: shared memory of a block, as the launcher asks for it.
-        log: what ``ptxas -v`` wrote, performance warnings included.
+        registers: registers per thread, of the function that takes most.
+        spill_bytes: spilled bytes per thread, stores and loads together.
+        shared_bytes: shared memory of a block, as the launcher requests it.
+        log: output of ``ptxas -v`` with performance warnings.
     """
 
     ptx: str
@@ -71,19 +71,19 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
 
     Args:
         fn: a ``triton.jit`` or ``gluon.jit`` function.
-        signature: name -> type of each argument that is passed at run time: ``"*fp8e4nv"`` a pointer, ``"i32"``, a host
-            TMA descriptor as :func:`descriptor` writes it.
-        constexprs: name -> value of every other argument, also of what the launcher specializes: None, the integer 1.
-            DEPENDENT is chosen as the launcher does.
+        signature: name -> type of each run-time argument: a pointer such as ``"*fp8e4nv"``, ``"i32"``, or a host TMA
+            descriptor from :func:`descriptor`.
+        constexprs: name -> value of every other argument, also of values that the launcher specializes: None, the
+            integer 1. DEPENDENT is chosen as the launcher does.
         cc: 89, 90, 100, ...
         divisible_by_16: names of pointers and integers that the launcher would specialize as divisible by 16.
-        options: what else a launch may set, such as ``maxnreg``.
+        options: further launch options, such as ``maxnreg``.
 
     Raises:
-        ValueError: the names do not add up to those of ``fn``.
-        RuntimeError: kernels are interpreted in this process; or the kernel, which may start while the one before it
-            still runs, reads or writes memory before it waits for that one.
-        triton.CompilationError and others: what the compiler raises.
+        ValueError: the names do not match the arguments of ``fn``.
+        RuntimeError: this process interprets kernels; or the kernel reads or writes memory before it waits for the
+            previous kernel, which may still run (programmatic dependent launch).
+        triton.CompilationError and others: errors of the compiler.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("triton interprets in this process: run it as TRITON_INTERPRET=0 pytest tests/compile_only")
@@ -117,7 +117,7 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
 def _compile(source, target, options):
     """PTX, shared memory in bytes, and what ``ptxas -v`` wrote."""
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
-        # From the cache nothing would be assembled and nothing logged.
+        # A cached kernel is not assembled again, so it writes no log.
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(io.StringIO()) as captured:
@@ -126,7 +126,7 @@ def _compile(source, target, options):
 
 
 def waits_first(ptx):
-    """Whether a kernel waits for what was launched before it, and that before its text first turns to memory."""
+    """Whether the kernel's PTX waits for the previous kernel before its first access to memory."""
     first = WAIT_OR_ACCESS.search(ptx)
     return first is not None and first[0] == WAIT
 
@@ -137,7 +137,7 @@ def note_launches(monkeypatch, cc, *modules):
     So do those of ``modules`` that launch without a plan, by a ``run`` of their own.
 
     Returns:
-        A list, filled by and by, of ``(kernel, arguments of run after the number of programs, options)``.
+        A list that grows with each launch: ``(kernel, arguments of run after the number of programs, options)``.
     """
     found = []
     abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
@@ -155,7 +155,7 @@ def note_launches(monkeypatch, cc, *modules):
 
 
 def compile_launch(cc, kernel, pointers, integers, constants, **options):
-    """Compile what :func:`tritonfp8.launch.kernel_cache.run` would launch for these arguments, all pointers aligned.
+    """Compile the kernel that :func:`tritonfp8.launch.kernel_cache.run` would launch, with all pointers aligned.
 
     Args:
         cc: as in :func:`compile_kernel`.
@@ -176,9 +176,9 @@ def compile_launch(cc, kernel, pointers, integers, constants, **options):
 
 
 def read_report(ptx, shared_bytes, log):
-    """The figures in the log of ``ptxas -v``. Raises RuntimeError where it holds none, as a changed format would."""
+    """Parse the log of ``ptxas -v``. Raises RuntimeError if it has no figures, as after a change of its format."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     if not registers or not spills:
-        raise RuntimeError(f"no registers or spills in what ptxas wrote:\n{log}")
+        raise RuntimeError(f"no registers or spills in the output of ptxas:\n{log}")
     return CompiledReport(ptx, max(registers), sum(spills), shared_bytes, log)

@@ -1,4 +1,4 @@
-"""What the tests of context parallelism run on each rank. Each function raises where a result is another."""
+"""Functions of each rank in the tests of context parallelism. Each raises if a result differs."""
 
 import copy
 from unittest.mock import patch
@@ -18,8 +18,8 @@ import tritonfp8
 from tritonfp8.testing import sqnr
 
 HIDDEN, HEADS = 48, 3
-# What an attention kernel returns for the backward pass comes in multiples of 32 tokens on a GPU, of which each of four
-# ranks then has two parts.
+# On a GPU attention saves tensors for backward in multiples of 32 tokens. With 256 tokens each of four ranks has two
+# such slices.
 TOKENS = {"cpu": 48, "cuda": 256}
 
 
@@ -27,8 +27,8 @@ class Layer(nn.Module):
     """Attention and an MLP, around an attention function of ``[batch, heads, tokens, features]``.
 
     Args:
-        attention: of queries, keys and values.
-        normed: whether queries and keys are normalized, as in models that do so, which keeps logits small.
+        attention: function of queries, keys and values.
+        normed: whether queries and keys are normalized, which keeps logits small.
     """
 
     def __init__(self, attention, normed=False):
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, 131), nn.Linear(131, HIDDEN)
 
     def of_tokens(self, layer, x):
-        """``layer(x)``; where ``parts`` says which tokens lie on which rank, as the ranks compute it together."""
+        """``layer(x)``. If ``parts`` lists the tokens of each rank, computes each part separately, as on its rank."""
         if self.parts is None:
             return layer(x)
         whole = torch.cat([layer(x[:, part]) for part in self.parts], 1)
@@ -65,7 +65,7 @@ def causal_attention(q, k, v):
 
 def operands(device):
     count = TOKENS[device]
-    # Ranks hold tokens of other magnitudes, so that the scale of a part is not that of the whole.
+    # Tokens of the ranks differ in magnitude, so that local and global scales differ.
     scale = torch.exp2(torch.arange(count) % 11 - torch.arange(count) * 6 // count).view(1, -1, 1)
     return (normal(2, count, HIDDEN, seed=5) * scale).to(device), normal(2, count, HIDDEN, seed=6).to(device)
 
@@ -95,8 +95,8 @@ def summed(grads, mesh):
 def check_torch(mesh, recipe, causal, backend):
     """Within torch's ``context_parallel``.
 
-    On GPUs queries and keys are normalized. As they come their logits reach 8e5, whose rounding to float32 puts the
-    fused attention of one process 42 dB from the same in float64: nothing could be told from ranks that differ by less.
+    On GPUs queries and keys are normalized. Otherwise logits reach 8e5, and their rounding to float32 leaves fused
+    attention of one process only 42 dB SQNR against float64: smaller differences between ranks would not show.
     """
     attention, on_gpu = causal_attention if causal else full_attention, mesh.device_type == "cuda"
     layer = Layer(attention, normed=on_gpu).to(mesh.device_type)
@@ -104,7 +104,7 @@ def check_torch(mesh, recipe, causal, backend):
     alone = copy.deepcopy(layer)
     x, grad_output = operands(mesh.device_type)
     mine, my_grad, positions = x.clone(), grad_output.clone(), torch.arange(x.shape[1], device=x.device)[None]
-    # Torch balances the triangle of a causal mask alone.
+    # torch can balance load only for a causal mask.
     options = patch.object(_cp_options, "enable_load_balance", causal)
     with sdpa_kernel(getattr(SDPBackend, backend)), options:
         with context_parallel(
@@ -122,7 +122,7 @@ def check_torch(mesh, recipe, causal, backend):
 
 
 def gathering_attention(mesh):
-    """Causal attention of this rank's queries on the keys and values of all, which torch's has no CPU kernel for."""
+    """Causal attention of this rank's queries on all ranks' keys and values; torch's has no CPU kernel for it."""
 
     def attention(q, k, v):
         k, v = (all_gather_tensor_autograd(t.contiguous(), 2, mesh.get_group()) for t in (k, v))
@@ -165,7 +165,7 @@ def check_global_scales(mesh, recipe):
 
 
 def alone_and_in_parts(recipe):
-    """Output and grad_input of one process, and of one whose layers scale the tokens of two ranks by themselves."""
+    """Output and grad_input of one process, and of one whose layers scale the tokens of two ranks separately."""
     found = []
     for parts in (None, list(torch.arange(TOKENS["cpu"]).chunk(2))):
         layer = Layer(causal_attention)

@@ -1,8 +1,8 @@
-"""Compiles every kernel by every triton that is supported: tests/compile_only, once a version (``make versions``).
+"""Compile every kernel with every supported triton: runs tests/compile_only once per version (``make versions``).
 
     python tests/support/every_triton.py [version ...] [-- arguments of pytest]
 
-One torch serves all: nothing runs on a GPU.
+All versions use the same torch, because nothing runs on a GPU.
 """
 
 import os
@@ -17,7 +17,7 @@ FOLDER = ROOT / ".tritons"
 
 
 def installed(version):
-    """The folder of this triton, and of nothing else; filled by pip where it is not there."""
+    """The folder that has only this triton; pip installs it if it is missing."""
     folder = FOLDER / version
     if not (folder / "triton").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
@@ -26,7 +26,7 @@ def installed(version):
 
 
 def compiles(version, arguments):
-    """Whether all kernels compile by this triton, within the limits that the tests set."""
+    """Whether all kernels compile with this triton, within the limits of the tests."""
     path = os.pathsep.join(map(str, (installed(version), ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
     environment["TRITON_CACHE_DIR"] = str(FOLDER / f"cache-{version}")

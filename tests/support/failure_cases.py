@@ -1,4 +1,4 @@
-"""What the tests of failures that are known from elsewhere run on each rank. Each function returns plain data."""
+"""Functions of each rank in the tests of failures known from elsewhere. Each returns plain data."""
 
 import torch
 from cases import normal
@@ -43,7 +43,7 @@ def casts_of_a_step(mesh, recipe, local):
     """Codes and scales of every cast of an MLP's forward, whose inner activations are plain tensors if ``local``."""
     model = Mlp()
     with torch.no_grad():
-        # The halves of the features that lie on the two ranks differ in magnitude.
+        # The features of the two ranks differ in magnitude.
         model.gate.weight[48:] *= 100
     tritonfp8.convert(model, recipe)
     parallelize_module(model, mesh, mlp_plan(ColwiseParallel, RowwiseParallel, use_local_output=local))
@@ -53,7 +53,7 @@ def casts_of_a_step(mesh, recipe, local):
 
 
 def shard_along_columns(mesh):
-    """What a forward says where ``shard_placement_fn`` shards along columns, and how many collectives it ran."""
+    """The error of a forward if ``shard_placement_fn`` shards along columns, and its number of collectives."""
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
     tritonfp8.convert(model, "rowwise")
     enable_float8_all_gather(model)
@@ -67,12 +67,12 @@ def shard_along_columns(mesh):
 
 
 def after_gather(mesh, recipe):
-    """Of a weight that FSDP gathered: whether views of it are its bytes, and what other views say."""
+    """For a weight that FSDP gathered: whether views share its bytes, and the error of an unsupported view."""
     model = nn.Sequential(nn.Linear(64, 32, bias=False))
     tritonfp8.convert(model, recipe)
     enable_float8_all_gather(model)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    # The first forward tells FSDP of the hooks.
+    # The first forward registers the gather hooks with FSDP.
     model(torch.ones(1, 64))
     model.unshard()
     weight, same = model[0].weight.data, []

@@ -1,4 +1,4 @@
-"""What the tests of the FP8 all-gather run on each rank."""
+"""Functions of each rank in the tests of the FP8 all-gather."""
 
 import hashlib
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ BACKENDS = {"block": "aot_eager", "block_min_cut": "aot_eager_decomp_partition"}
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train."""
+    """Options of a training run."""
 
     recipe: str = "rowwise"
     enabled: bool = True
@@ -45,7 +45,7 @@ class Setup:
 
 
 def build(mesh, setup):
-    """The model, converted and sharded; and what it was before."""
+    """The converted and sharded model, and the report of the gather or None."""
     if setup.hybrid:
         mesh = init_device_mesh(mesh.device_type, (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta" if setup.meta else "cpu"):
@@ -121,7 +121,7 @@ def gathers_like_a_plain_parameter(mesh):
 
 
 def digest(model):
-    """Of every bit of every parameter."""
+    """Hash of all bits of all parameters."""
     found = hashlib.sha256()
     for name, value in full_parameters(model).items():
         found.update(name.encode() + value.contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -150,7 +150,7 @@ def step_of(model, optimizer, setup):
 
 
 def gathered_weights(model):
-    """The weights of the converted layers as their GEMMs find them, by name."""
+    """The gathered weights that the converted layers read in forward, by name."""
     from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
 
     found = {}
@@ -182,14 +182,14 @@ def train(mesh, setup, steps=10):
 
 
 def first_loss_alone(mesh, setup):
-    """Of this rank's tokens, by a model that is not sharded."""
+    """Loss of this rank's tokens with an unsharded model."""
     model = initialize(Llama()).to(setup.param_dtype)
     tritonfp8.convert(model, setup.recipe)
     return model(tokens_of(0)).item()
 
 
 def traffic(mesh, setup):
-    """Bytes that a step gathers, how often, and how many collectives find scales."""
+    """Bytes and number of a step's collectives, by kind."""
     from tritonfp8.distributed import count_collective_bytes
 
     model, _ = build(mesh, setup)
@@ -200,7 +200,7 @@ def traffic(mesh, setup):
 
 
 def _poisoned(model):
-    """Values with what may go wrong: a NaN, infinities, zeros, subnormals."""
+    """Set weights with special values: a NaN, infinities, zeros, subnormals."""
     initialize(model)
     with torch.no_grad():
         for layer in model.layers:
@@ -209,7 +209,7 @@ def _poisoned(model):
             weight[-1, -1] = 1e-42
             weight[weight.shape[0] // 2, 3] = -torch.nan
             weight[weight.shape[0] // 3, 7] = -torch.inf
-            # To bf16 it rounds to infinity.
+            # Rounds to infinity in bf16.
             weight[0, 9] = torch.finfo(torch.float32).max
     return model
 
@@ -219,7 +219,7 @@ def _bits(q):
 
 
 def both_operands(weight, recipe):
-    """A whole weight as ``output`` reads it, and transposed as ``grad_input`` does, both of them quantized."""
+    """A whole weight quantized untransposed for ``output`` and transposed for ``grad_input``."""
     from tritonfp8.functional import quantize_weight
 
     q, q_t = quantize_weight(weight, recipe)
@@ -240,7 +240,7 @@ def operand_of(weight, recipe, transposed):
 
 
 def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype", dtype=torch.bfloat16):
-    """Names of operands whose bits are not those that a single process makes of the whole weight."""
+    """Gathered operands whose bits differ from those of the whole weight in one process; and the number of layers."""
     model = (_poisoned if poisoned else initialize)(Linears(shapes))
     seen = dtype if cast == "param_dtype" else torch.float32
     full = [layer.weight.detach().clone().to(seen) for layer in model.layers]
@@ -256,7 +256,7 @@ def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype"
             found = operand_of(layer.weight, layer.recipe, bool(transposed))
             same = all(torch.equal(a, b) for a, b in zip(_bits(found), _bits(expected), strict=True))
             if not same or found.spec != expected.spec or layer.weight.dtype != dtype:
-                different.append((shapes[index], "transposed" if transposed else "as it lies"))
+                different.append((shapes[index], "transposed" if transposed else "untransposed"))
         seen_layers.append(index)
 
     for index, layer in enumerate(model.layers):
@@ -294,7 +294,7 @@ def after_change(mesh, change, enabled, recipe="tensorwise"):
                 optimizer.step()
             elif change.startswith("swap_"):
                 tritonfp8.swap_recipe(model, change.removeprefix("swap_"))
-        # FSDP keeps what a forward without backward gathered for the root, as long as nobody reshards it.
+        # After a forward without backward FSDP keeps the root's gathered weights until a reshard.
         model.reshard()
         optimizer.zero_grad()
         losses.append(model(tokens_of(0)).item())
@@ -303,7 +303,7 @@ def after_change(mesh, change, enabled, recipe="tensorwise"):
 
 
 def through_submodules(mesh, enabled, recipe):
-    """Gradients when forward goes through layers of the model and never through the model."""
+    """Losses and digest of a training that calls layers of the model, never the model itself."""
     model, _ = build(mesh, Setup(recipe, enabled))
     model.set_is_last_backward(True)
     optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-3)
@@ -335,7 +335,7 @@ def save(mesh, folder, setup):
 
 
 def load(mesh, folder, setup):
-    """Load what :func:`save` saved, at another world size, and go on."""
+    """Load the checkpoint of :func:`save` at another world size, and train a step."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -352,8 +352,10 @@ def load(mesh, folder, setup):
 
 
 def load_plain(mesh, folder):
-    """Into an ordinary model, and into one in bf16: a digest of the first; the names of parameters of the second that
-    are not its rounding; and the loss of the second.
+    """Load into a plain float32 model and into a bf16 one.
+
+    Returns the digest of the first, the names of parameters of the second that are not roundings of the first's, and
+    the loss of the second.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -385,7 +387,7 @@ def saved_with_torch(mesh, path, setup):
 
 
 def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
-    """What one step of one layer carries, after a first forward, in which FSDP learns of the hooks."""
+    """Bytes and number of one layer's collectives in a step, after a first forward, which registers the hooks."""
     from tritonfp8.distributed import count_collective_bytes
 
     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, device=mesh.device_type))
@@ -394,7 +396,7 @@ def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
         enable_float8_all_gather(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    # In the dtype that FSDP would cast to: torch 2.11 does not where forward is recomputed.
+    # In param_dtype: FSDP of torch 2.11 does not cast the input when it recomputes forward.
     x = torch.ones(2, shape[1], dtype=policy.param_dtype, requires_grad=True)
     with torch.no_grad():
         model(x)

@@ -1,4 +1,4 @@
-"""What the tests of the limits of the FP8 all-gather run on each rank."""
+"""Functions of each rank in the tests of the limits of the FP8 all-gather."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tritonfp8.distributed import enable_float8_all_gather
 
 
 def train_with_empty_batch(mesh, enabled, recipe):
-    """Two steps in which one rank has nothing to compute, and others no rows of some weights."""
+    """Two steps in which one rank has an empty batch, and some ranks have no rows of some weights."""
     model = initialize(Linears([(131, 42), (40, 130), (5, 40), (1, 64)]))
     tritonfp8.convert(model, recipe, filter=lambda module, name: True)
     if enabled:
@@ -33,7 +33,7 @@ def train_with_empty_batch(mesh, enabled, recipe):
 
 
 def train_tied(mesh, enabled, recipe):
-    """Two layers with one weight between them, and gradients from both."""
+    """Train two layers that share one weight and both give it gradients."""
     model = initialize(Linears([(131, 64), (131, 64), (40, 64)]))
     tritonfp8.convert(model, recipe, filter=lambda module, name: True)
     model.layers[1].weight = model.layers[0].weight
@@ -50,7 +50,7 @@ def train_tied(mesh, enabled, recipe):
 
 
 def fail_on_rank_1(mesh, how):
-    """A step in which rank 1 does not do what rank 0 does."""
+    """A step in which rank 1 fails or skips a layer."""
     model, _ = build(mesh, Setup())
     model(tokens_of(0)).backward()
     if mesh.get_local_rank() == 1:
@@ -61,7 +61,7 @@ def fail_on_rank_1(mesh, how):
 
 
 def raise_inside_forward(mesh):
-    """Whether scales are found anew after a forward of the model that did not end."""
+    """Whether scales are computed again after a forward that raised; None if none raised."""
     model, _ = build(mesh, Setup())
     source = model.layers[0].up.on_revert.__self__
     model.layers[1].o.register_forward_pre_hook(lambda module, args: 1 / 0)
@@ -73,11 +73,11 @@ def raise_inside_forward(mesh):
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt: torch runs no hook when it ends a forward."""
+    """Like KeyboardInterrupt, not an Exception: torch runs no hooks when it ends a forward."""
 
 
 def interrupt_inside_forward(mesh, enabled, recipe):
-    """What a layer computes after a forward of the model was interrupted and its weights grew fifteen-fold."""
+    """Outputs after a forward of the model was interrupted and all weights were multiplied by 15."""
     model, _ = build(mesh, Setup(recipe, enabled))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(tokens_of(0)).backward()
@@ -91,7 +91,7 @@ def interrupt_inside_forward(mesh, enabled, recipe):
         model(tokens_of(0))
     except Interrupted:
         handle.remove()
-    # Those of the optimizer are the sharded ones, whatever the interrupted forward left gathered.
+    # The optimizer has the sharded parameters, even if the interrupted forward left some gathered.
     with torch.no_grad():
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.mul_(15)
@@ -103,9 +103,9 @@ def interrupt_inside_forward(mesh, enabled, recipe):
 
 
 def inference_first(mesh, enabled, recipe, reshard):
-    """Train after a forward in inference mode, which makes the memory that FSDP gathers into.
+    """Train after a forward in inference mode, which allocates FSDP's gather buffers.
 
-    Without the gather in 8 bits FSDP refuses to write there later, so that run evaluates in no_grad.
+    Without the FP8 gather FSDP cannot write to inference tensors later, so that run evaluates under no_grad.
     """
     evaluation = torch.inference_mode if enabled else torch.no_grad
     model, _ = build(mesh, Setup(recipe, enabled, reshard=reshard))
@@ -140,7 +140,7 @@ def in_autocast(mesh, enabled, recipe, reshard):
 
 
 def disagree(mesh, how):
-    """What ranks are told that gather by different recipes of one size."""
+    """The error of ranks that gather by different recipes of one size."""
     spec = tritonfp8.recipes.get("tensorwise").output.rhs
     other = {
         "rounding": replace(spec, scale_rounding="pow2"),
@@ -165,7 +165,7 @@ def disagree(mesh, how):
 
 
 def toggle_reshard(mesh, enabled, recipe):
-    """Accumulate gradients with weights kept between micro-batches, as in ZeRO-2, then as in ZeRO-3."""
+    """Accumulate gradients without resharding between micro-batches (ZeRO-2), then with it (ZeRO-3)."""
     model, _ = build(mesh, Setup(recipe, enabled))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -183,7 +183,7 @@ def toggle_reshard(mesh, enabled, recipe):
 
 
 def unshard_first(mesh, enabled):
-    """Explicit prefetching: gathers that no forward asked for."""
+    """Train with explicit prefetching: gathers start before a forward needs them."""
     model, _ = build(mesh, Setup(enabled=enabled))
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
     model.layers[1].set_modules_to_backward_prefetch([model.layers[0]])
@@ -215,7 +215,7 @@ def _teller():
 
 
 def order_errors(mesh):
-    """What callers are told who do things in another order, by what they did."""
+    """Error messages for calls in a wrong order, by call."""
     told, tell = _teller()
 
     def twice():
@@ -229,7 +229,7 @@ def order_errors(mesh):
 
 
 def errors(mesh):
-    """What callers are told, by what they did."""
+    """Error messages of unsupported calls, by call."""
     told, tell = _teller()
 
     model, _ = build(mesh, Setup())
@@ -270,7 +270,7 @@ def errors(mesh):
 
 
 def copies_after_evaluation(mesh, enabled, path, **options):
-    """Copies of the parameters after a forward without a backward, which leaves some gathered; saved and loaded."""
+    """Copy, save and load parameters after a forward without backward, which leaves some of them gathered."""
     model, _ = build(mesh, Setup(enabled=enabled, **options))
     with torch.no_grad():
         model(tokens_of(0))
@@ -289,7 +289,7 @@ def copies_after_evaluation(mesh, enabled, path, **options):
 
 
 def revert_that_fails(mesh):
-    """A revert whose last layer raises: how many layers still are gathered in 8 bits, and the losses around it."""
+    """A revert whose last layer raises: number of layers still gathered in 8 bits, and whether the loss is the same."""
     model, _ = build(mesh, Setup("tensorwise"))
     loss = model(tokens_of(0)).item()
     model.reshard()
@@ -307,7 +307,7 @@ def revert_that_fails(mesh):
 
 
 def revert_sharded(mesh):
-    """``revert`` after ``fully_shard``: bf16 from then on."""
+    """``revert`` after ``fully_shard``: whether loss and parameters equal those of bf16."""
     model, _ = build(mesh, Setup())
     plain, _ = build(mesh, Setup(enabled=False))
     model(tokens_of(0)).backward()

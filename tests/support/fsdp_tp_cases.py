@@ -1,4 +1,4 @@
-"""What the tests of FSDP2 on top of tensor parallelism run on each rank."""
+"""Functions of each rank in the tests of FSDP2 on top of tensor parallelism."""
 
 import hashlib
 
@@ -43,9 +43,9 @@ def build(
     recompute=None,
     enable="after_parallel",
 ):
-    """A Llama of sizes that do not divide where torch allows it, sharded by both, its first layers compiled."""
+    """A Llama sharded by TP and FSDP2, with sizes that do not divide if torch allows it; its first layers compiled."""
     dp, tp = mesh_of(world_mesh, sizes)
-    # Local outputs do not say how many features there are in all.
+    # With local outputs the number of all features is unknown, so it must divide.
     model = initialize(Llama(10 * HEADS, HEADS, 132 if local else 131, LAYERS)).to(world_mesh.device_type)
     if first:
         tritonfp8.convert(model, recipe)
@@ -69,7 +69,7 @@ def build(
 
 
 def digest(model):
-    """Of every bit of every parameter here."""
+    """Hash of all bits of this rank's shards."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
         value = parameter.to_local()
@@ -78,7 +78,7 @@ def digest(model):
 
 
 def tokens_of(step, dp, batch=4, length=7):
-    """Those of this rank: the same for all ranks of tensor parallelism."""
+    """Tokens of this rank; all TP ranks of a group have the same."""
     generator = torch.Generator().manual_seed(100 * step)
     every = torch.randint(VOCABULARY, (batch * dp.size(), length), generator=generator)
     index = sum(c * n for c, n in zip(dp.get_coordinate(), (*dp.shape[1:], 1), strict=True))
@@ -111,14 +111,14 @@ CHANGES = {
 
 
 def after_change(world_mesh, enabled, change):
-    """Losses before and after the weights change in some way, and how many gathers and reductions a step makes."""
+    """Losses before and after a change of the weights, and the bytes of a step's collectives."""
     from tritonfp8.distributed import count_collective_bytes
 
     model, _, dp = build(world_mesh, (2, 2), "rowwise", enabled)
     other = {name: value * 1.7 for name, value in model.state_dict().items()}
     losses = [model(tokens_of(0, dp)).item()]
     with torch.no_grad():
-        # FSDP keeps what a forward without backward gathered for the root, as long as nobody reshards it.
+        # After a forward without backward FSDP keeps the root's gathered weights until a reshard.
         model.reshard()
         CHANGES[change](model, other)
     loss = model(tokens_of(0, dp))
@@ -129,7 +129,7 @@ def after_change(world_mesh, enabled, change):
 
 
 def save(world_mesh, folder, sizes, recipe):
-    """Save with DCP; the digest of the whole parameters."""
+    """Save with DCP; returns the names and the local types of the state."""
     import torch.distributed.checkpoint as dcp
 
     model, _, _ = build(world_mesh, sizes, recipe, True)
@@ -139,7 +139,7 @@ def save(world_mesh, folder, sizes, recipe):
 
 
 def load(world_mesh, folder, sizes, recipe, enabled):
-    """Load what :func:`save` saved; names of the parameters that are not those which it had."""
+    """Load the checkpoint of :func:`save`; returns the names of parameters that differ from the saved ones."""
     import torch.distributed.checkpoint as dcp
 
     model, _, _ = build(world_mesh, sizes, recipe, enabled)
@@ -155,7 +155,7 @@ def load(world_mesh, folder, sizes, recipe, enabled):
 
 
 def compare_operands(world_mesh, sizes, recipe, shapes):
-    """As :func:`fsdp_cases.compare_operands`, of weights of which every other one is sharded by in features."""
+    """:func:`fsdp_cases.compare_operands` with every second weight sharded by in features."""
     from tritonfp8.distributed.shard_layout import largest_blocks
 
     dp, tp = mesh_of(world_mesh, sizes)
@@ -181,7 +181,7 @@ def compare_operands(world_mesh, sizes, recipe, shapes):
         for transposed, expected in enumerate(both_operands(full[index], spec)):
             found = operand_of(padded, spec, bool(transposed))
             if not part_of(found, expected, dim ^ transposed, start, gaps[dim]):
-                different.append((shapes[index], "transposed" if transposed else "as it lies"))
+                different.append((shapes[index], "transposed" if transposed else "untransposed"))
             seen.append(index)
 
     for index, layer in enumerate(model.layers):
@@ -191,7 +191,7 @@ def compare_operands(world_mesh, sizes, recipe, shapes):
 
 
 def part_of(found, expected, dim, start, gap):
-    """Whether a part, with a gap before it, has the elements and scales of the whole from ``start`` on."""
+    """Whether a shard, with ``gap`` elements of padding before it, equals the whole operand from ``start`` on."""
     size = found.qdata.shape[dim] - gap
     same = torch.equal(
         found.qdata.view(torch.uint8).narrow(dim, gap, size), expected.qdata.view(torch.uint8).narrow(dim, start, size)
@@ -203,6 +203,6 @@ def part_of(found, expected, dim, start, gap):
         first, skip = start // block, gap // block
         mine = found.scale.narrow(dim, skip, found.scale.shape[dim] - skip)
         whole = expected.scale.narrow(dim, first, mine.shape[dim])
-    # A scale of one element may have any strides, which a view as bytes does not take.
+    # A scale of one element may have any strides, which ``view(torch.uint8)`` does not accept.
     mine, whole = (torch.empty(s.shape, dtype=s.dtype).copy_(s).view(torch.uint8) for s in (mine, whole))
     return same and torch.equal(mine, whole)

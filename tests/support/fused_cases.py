@@ -1,4 +1,4 @@
-"""What the tests of fused layers on many devices run on each rank."""
+"""Functions of each rank in the tests of fused layers on many devices."""
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +70,7 @@ def parallelize(model, mesh, styles):
 
 
 def errors_of_shards(mesh, recipe):
-    """What a style says of each layer of a fused model; None where it says nothing."""
+    """The error of a parallel style on each layer of a fused model, or None."""
     model = llama()
     tritonfp8.convert(model, recipe, fuse=True)
     tried = {f"model.layers.1.{name}": ColwiseParallel() for name in COLWISE}
@@ -87,7 +87,7 @@ def errors_of_shards(mesh, recipe):
 
 
 def shards_first(mesh, recipe, float8):
-    """What is fused of a model that was sharded before; its logits and gradients are those of one that is not fused."""
+    """Names of the layers that are fused after sharding. Asserts the logits and gradients of the unfused model."""
     results = []
     for fuse in (False, True):
         model = parallelize(llama(), mesh, FLOAT8 if float8 else PLAIN)

@@ -1,17 +1,16 @@
-"""Repairs Triton's CPU interpreter (3.6 to 3.9), so that a kernel computes there what it computes on a GPU.
+"""Repairs Triton's CPU interpreter (3.6 to 3.9), so that kernels give the same results there as on a GPU.
 
-Where the stock interpreter differs, and nothing tells:
+The stock interpreter silently differs:
 
 - Casts to 8-bit floats lose carries, round half up and wrap where ``cvt.rn.satfinite`` rounds to even and saturates.
 - bfloat16 arithmetic, comparisons, casts to and from integers, and ``tl.dot`` run on the bits as integers.
 - ``tl.maximum``, ``tl.minimum`` and ``tl.clamp`` propagate NaN where ``max.f32`` and ``min.f32`` drop it.
 
-And where it fails: ``tl.dot_scaled``, and in 3.6.0 loops over tensor bounds with numpy 2.4. Inline assembly and
-libdevice stay unsupported.
+It fails on ``tl.dot_scaled``, and in 3.6.0 on loops over tensor bounds with numpy 2.4. Inline assembly and libdevice
+stay unsupported.
 
-And where it takes time for nothing: ``tl.reduce`` by a function of one's own goes element by element; it patches
-triton's library anew for each call of a device function, and computes whether integers overflow without looking at the
-result.
+It is slow: ``tl.reduce`` with a custom function goes element by element, each call of a device function patches
+triton's library again, and overflow checks of integers are computed but not used.
 """
 
 import dataclasses
@@ -43,7 +42,7 @@ BITS = {
     4: (np.uint32, torch.uint32),
     8: (np.uint64, torch.uint64),
 }
-# numpy has no such floats: the interpreter keeps their bits in unsigned integers.
+# numpy lacks these dtypes: the interpreter stores their bits in unsigned integers.
 HELD_AS_BITS = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
 READS_VALUES = Version(triton.__version__) < Version("3.8")
 SCALED_DOT_TYPES = {
@@ -66,9 +65,9 @@ _stock_dot_scaled = TritonSemantic.dot_scaled
 
 
 def saturating_cast(x, dtype):
-    """``x`` to ``dtype`` as the hardware casts: round to nearest even; 8-bit results saturate, infinities too.
+    """Cast ``x`` to ``dtype`` as the hardware does: round to nearest even; 8-bit results saturate, also infinities.
 
-    fp64 goes to 8 bits by way of fp32, as in the compiler.
+    fp64 is cast to 8 bits through fp32, as in the compiler.
     """
     if dtype not in FP8_DTYPES:
         return x.to(dtype)
@@ -126,13 +125,13 @@ def _clamp(self, x, low, high, propagate_nan):
 
 
 def _min_max(self, input, val_reduce_op, idx_reduce_op=None):
-    # The same values, without numpy's warning about a slice of NaN only.
+    # The same values as nanmax and nanmin, without numpy's warning about all-NaN slices.
     quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
     return _stock_min_max(self, input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _generic_reduce(self, input):
-    """By halves, as on a GPU: the order of the combinations is not defined."""
+    """Reduce by halves, as on a GPU; the order of combinations is not defined."""
     if self.axis is None:
         return _stock_generic_reduce(self, input)
     arrays, dtypes = [np.moveaxis(arg.handle.data, self.axis, 0) for arg in input], [arg.dtype for arg in input]
@@ -182,13 +181,13 @@ def _create_dot_scaled(
 
 
 def _dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *args, **kwargs):
-    # Before 3.8 the semantic layer reads `.value`; the interpreter hands it what the kernel wrote, a plain str.
+    # Before 3.8 the semantic layer reads `.value`, but the interpreter passes the kernel's plain str.
     formats = [tl.constexpr(f) if READS_VALUES and isinstance(f, str) else f for f in (lhs_format, rhs_format)]
     return _stock_dot_scaled(self, lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *args, **kwargs)
 
 
 def _patch_lang(fn):
-    """Patches all that any kernel sees, once: a patched function is no builtin any more."""
+    """Patch triton's library only once. ``tl.load`` shows whether it is patched: then it is no builtin."""
     if not tl.core.is_builtin(tl.load):
         return interpreter._LangPatchScope()
     return _stock_patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -196,7 +195,7 @@ def _patch_lang(fn):
 
 def _patch_lang_tensor(tensor, scope):
     _stock_patch_lang_tensor(tensor, scope)
-    # A scalar is an array of one element, which numpy 2.4 no longer turns into an int by itself.
+    # A scalar is an array of one element, which numpy 2.4 no longer converts to an int.
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
@@ -212,10 +211,10 @@ def _elementwise(op):
 
 
 def repair():
-    """Apply every repair; before the first launch, and once."""
+    """Apply all repairs. Call it once, before the first launch."""
     builder = interpreter.InterpreterBuilder
     options = interpreter.interpreter_builder.options
-    # The check asserts only in debug mode, which the interpreter has not.
+    # The check asserts only in debug mode, which the interpreter lacks.
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._convert_float = _convert_float
     interpreter._patch_lang = _patch_lang

@@ -1,4 +1,4 @@
-"""Products that the tests of the matrix products share: pairs of specs, operands, and runs that must stay in bounds."""
+"""Shared cases of the GEMM tests: pairs of specs, operands, and runs that must not write out of bounds."""
 
 import math
 
@@ -51,7 +51,7 @@ GUARD = 64
 GUARD_VALUE = 12345.0
 
 
-# Each option with each of the others at least once.
+# Each option occurs with each value of the others at least once.
 EPILOGUES = [
     ("bias", None, "residual", torch.float32),
     (None, None, "residual", torch.bfloat16),
@@ -69,12 +69,12 @@ def family(pair):
 
 
 def integers(*shape, seed):
-    """Small enough for every partial sum to be exact in the tensor core's own accumulator."""
+    """Integers so small that every partial sum is exact in the tensor core's accumulator."""
     return torch.randint(-2, 3, shape, generator=generator(seed)).float()
 
 
 def quantize_exactly(x, spec):
-    """Integers keep their values under scales that differ by powers of two from block to block."""
+    """Quantize integers without error, with scales that differ by powers of two between blocks."""
     shape = scale_shape(x.shape, spec.block)
     exponents = torch.arange(math.prod(shape), device=x.device).view(shape) % 3 - 1
     amax = exponents.float().exp2() * FORMATS[spec.format].qmax
@@ -84,7 +84,7 @@ def quantize_exactly(x, spec):
 
 
 class Product:
-    """Two quantized operands, and what multiplying them must give."""
+    """Two quantized operands of a GEMM, and the expected result."""
 
     def __init__(self, pair, a, b, device, quantize=lambda x, spec: reference.quantize(x, *spec.args)):
         self.specs = pair
@@ -107,7 +107,7 @@ class Product:
         if bias is not None:
             y = y + bias.double()
         if activation:
-            # Of fp64; erf and exp are those of torch.
+            # In fp64, with torch's erf and exp.
             y = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[activation](y)
         return y if residual is None else y + residual.double()
 
@@ -124,7 +124,7 @@ class Product:
         return out
 
     def launch(self, accumulation="precise", out_dtype=torch.bfloat16, epilogue=(None, None, None), **kwargs):
-        """As a user's product is: into memory of its own, and nothing is waited for."""
+        """Launch the GEMM as a user's call does: into new memory, without synchronization."""
         return cast.scaled_matmul(
             self.a, self.a_scale, *self.specs[0].args, self.b, self.b_scale, *self.specs[1].args,
             *epilogue, out_dtype, accumulation, **kwargs,

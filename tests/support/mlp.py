@@ -5,7 +5,7 @@ from torch import nn
 
 
 class MLP(nn.Module):
-    """SwiGLU in words of its own; options make it something else."""
+    """SwiGLU with unusual names; other options make it a different MLP."""
 
     def __init__(self, bias=False, activation=F.silu):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls of every op that the kernels and the reference implement."""
+"""Sample calls of every op."""
 
 import torch
 from cases import SPEC_OF_BLOCK, banded, normal
@@ -42,7 +42,7 @@ def samples(device):
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
     for part in (x, x.t(), x[:0], x[::2, 1:]):
-        # Without NaN, which opcheck's comparison takes for a difference.
+        # No NaN: opcheck's comparison treats NaN as a difference.
         yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)
     yield from shard_samples(device)
     yield ops.quantize, (x[:0], *ROW.args)

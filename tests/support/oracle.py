@@ -1,7 +1,7 @@
-"""Quantization by exact arithmetic, from the text of the standards alone.
+"""Quantization by exact arithmetic, written from the standards only.
 
-Scales are computed on fractions. An element times its encode factor is exact in float64 (24 + 24 bits), rounds to
-float32 once, and goes to the nearest of the listed values of the format, ties to the even code.
+Scales are computed with fractions. An element times its encode factor is exact in float64 (24 + 24 bits). It is rounded
+to float32 once, then to the nearest value of the format, ties to the even code.
 """
 
 import functools
@@ -55,13 +55,13 @@ def floor_log2(x):
 
 
 def ceil_log2(x):
-    """The least e with x <= 2^e."""
+    """The smallest e with x <= 2^e."""
     exponent = floor_log2(x)
     return exponent if Fraction(2) ** exponent == x else exponent + 1
 
 
 def round_to_float32(x):
-    """A positive fraction to the nearest float32, ties to even (as ``round`` of a fraction), subnormals included."""
+    """Round a positive fraction to the nearest float32, ties to even, including subnormals."""
     unit = Fraction(2) ** (max(floor_log2(x), FLOAT32_MIN_EXPONENT) - FLOAT32_FRACTION_BITS)
     return round(x / unit) * unit
 

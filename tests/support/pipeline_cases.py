@@ -1,4 +1,4 @@
-"""What the tests of pipeline stages run on each rank. Each function returns plain data."""
+"""Functions of each rank in the tests of pipeline stages. Each returns plain data."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ MICRO_BATCHES, LENGTH = 4, 7
 
 
 class Stage(nn.Module):
-    """One of ``stages`` parts of a Llama, a layer each."""
+    """One of ``stages`` pipeline stages of a Llama, with one layer each."""
 
     def __init__(self, index, stages, hidden=42):
         super().__init__()
@@ -59,7 +59,7 @@ def _digest(parameters):
 
 
 def _pipelined(part, index, count, schedule, group, tokens, held=False):
-    """Losses of two steps on the last stage, and the gradients of this one."""
+    """Losses of two steps (on the last stage), and digests of this stage's gradients."""
     stage = PipelineStage(part, index, count, torch.device("cpu"), group=group)
     run = SCHEDULES[schedule](stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
     losses, grads = [], []
@@ -80,7 +80,7 @@ def _pipelined(part, index, count, schedule, group, tokens, held=False):
 
 
 def in_one_process(mesh, count, recipe):
-    """Losses of two steps, and the gradients of each stage's part: no pipeline, one micro-batch after another."""
+    """Losses of two steps without a pipeline, micro-batch by micro-batch; digests of each stage's gradients."""
     parts, tokens = stages_of(count, recipe), batch_of()
     model = nn.Sequential(*parts)
     losses, grads = [], []
@@ -102,14 +102,14 @@ def in_one_process(mesh, count, recipe):
 
 
 def pipelined(mesh, recipe, schedule, held=False):
-    """This rank's stage of a pipeline over all ranks."""
+    """Run this rank's stage of a pipeline over all ranks."""
     index, count = mesh.get_local_rank(), mesh.size()
     part = stages_of(count, recipe)[index]
     return _pipelined(part, index, count, schedule, mesh.get_group(), batch_of(), held)
 
 
 def pipelined_shards(mesh, recipe, schedule, enabled):
-    """This rank's stage of a pipeline over two, each sharded over two ranks by FSDP2."""
+    """Run this rank's stage of a pipeline of two stages, each sharded over two ranks by FSDP2."""
     grid = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("pp", "dp"))
     pipeline, shards = grid["pp"], grid["dp"]
     index = pipeline.get_local_rank()
@@ -123,7 +123,7 @@ def pipelined_shards(mesh, recipe, schedule, enabled):
 
 
 def held_shards(mesh):
-    """What ``quantize_weights_once`` says of a sharded stage."""
+    """The error of ``quantize_weights_once`` for a sharded stage, or None."""
     part = stages_of(1, "rowwise")[0]
     fully_shard(part, mesh=mesh)
     try:

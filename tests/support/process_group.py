@@ -1,4 +1,4 @@
-"""Processes on gloo that tests run functions in: started once, as that takes longer than most tests."""
+"""Rank processes that run functions of tests. They start once, because a start takes longer than most tests."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ import torch
 import torch.multiprocessing as mp
 
 START_TIMEOUT, TIMEOUT = 120, 60
-# Each process group has threads that wake up a hundred times a second for as long as the process lives, for nothing;
-# new processes are forked quickly.
+# Each process group has threads that wake up a hundred times a second until the process ends. Forking new processes is
+# cheaper.
 MAX_GROUPS = 12
-# With offloading, parameters are on the CPU.
+# "cuda" also needs gloo: with offloading, parameters are on the CPU.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# A fork of a process that imported everything starts at once; one that has asked for the GPUs cannot be forked.
+# A fork of a process with all imports starts at once. A process that has used the GPUs cannot be forked.
 START_METHODS = {"cpu": "forkserver", "cuda": "spawn"}
 IMPORTED_ONCE = [
     "torch._inductor.compile_fx",
@@ -29,7 +29,7 @@ IMPORTED_ONCE = [
 
 
 def _serve(rank, size, rendezvous, pipe, device, group_timeout):
-    """Run what comes, in the process group of its first ``world`` ranks, until there is no more."""
+    """Run each received function in the group of the first ``world`` ranks, until the pipe closes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,7 +41,7 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
     meshes = {world: DeviceMesh(device, list(range(world)), mesh_dim_names=("shard",)) for world in worlds}
     dist.barrier()
     if group_timeout is not None:
-        # Only now: processes may start far apart.
+        # Set it only after the barrier, because processes may start far apart.
         for world in range(rank + 1, size + 1):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=group_timeout), meshes[world].get_group())
     pipe.send((True, None))
@@ -52,7 +52,7 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
             return
         try:
             torch.manual_seed(0)
-            # What ran before must not count to the limit of recompilations.
+            # Earlier functions must not count towards the limit of recompilations.
             torch.compiler.reset()
             result = function(meshes[world], **kwargs) if rank < world else None
             pipe.send((True, (result, len(dist.distributed_c10d._world.pg_map))))
@@ -61,17 +61,17 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
 
 
 class RankError(Exception):
-    """What was raised on the ranks, with their tracebacks."""
+    """Errors of the ranks, with their tracebacks."""
 
 
 class Processes:
-    """``size`` processes; after an error or a time-out new ones are started, as the old may wait for each other, and
-    when they have made many process groups.
+    """``size`` rank processes. New ones start after an error or a time-out, because ranks may wait for each other, and
+    after many process groups.
 
     Args:
-        size: how many.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a GPU each).
-        group_timeout: seconds that a collective may take, or None for torch's default.
+        size: number of processes.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU per rank).
+        group_timeout: time-out of a collective in seconds, or None for torch's default.
     """
 
     def __init__(self, size, device="cpu", group_timeout=None):
@@ -100,7 +100,7 @@ class Processes:
         self._collect(START_TIMEOUT)
 
     def _collect(self, timeout, after_error=2):
-        """What each process answered; ends soon after one failed, as the others may wait for it."""
+        """The answer of each process. Stops soon after a failure, because other ranks may wait for the failed one."""
         answers, deadline = {}, time.monotonic() + timeout
         while len(answers) < self.size and time.monotonic() < deadline:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
@@ -124,10 +124,11 @@ class Processes:
         return [answers[rank][1] for rank in range(self.size)]
 
     def run(self, world, function, timeout=TIMEOUT, after_error=2, **kwargs):
-        """``function(mesh, **kwargs)`` on ``world`` ranks.
+        """Run ``function(mesh, **kwargs)`` on ``world`` ranks and return the result of each.
 
-        Returns what each returned; raises :class:`RankError` with the tracebacks if one raised or took more than
-        ``timeout`` seconds, or ``after_error`` once another had raised.
+        Raises:
+            RankError: a rank raised, took more than ``timeout`` seconds, or ended later than ``after_error`` seconds
+                after another rank raised; with the tracebacks.
         """
         if not self._processes:
             self._start()
@@ -154,7 +155,7 @@ def _without_mesh(mesh, call, args):
 
 
 class Ranks:
-    """All of ``world`` processes at once: ``with Ranks(2) as ranks: ranks.run(function, *args)``."""
+    """``world`` processes as a context manager: ``with Ranks(2) as ranks: ranks.run(function, *args)``."""
 
     def __init__(self, world, device="cpu"):
         self.processes = Processes(world, device)
@@ -166,5 +167,5 @@ class Ranks:
         self.processes.stop()
 
     def run(self, function, *args, timeout=TIMEOUT):
-        """``function(*args)`` on each rank; what each returned."""
+        """Run ``function(*args)`` on each rank and return the results."""
         return self.processes.run(self.processes.size, _without_mesh, timeout, call=function, args=args)

@@ -1,6 +1,6 @@
-"""Which tests a worker of pytest-xdist takes together, and in which order: what takes long first.
+"""Groups and order of tests for pytest-xdist: long tests start first.
 
-A worker that begins a long test when nothing else is left to do keeps the others waiting.
+A long test that starts last would keep all other workers idle.
 """
 
 import functools
@@ -27,14 +27,14 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def order(item):
-    """Place of a test, as a key to sort by."""
+    """Sort key of a test."""
     name = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
     return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
 @functools.cache
 def group_of(path):
-    """The group of a file, as its marks say, or None."""
+    """The ``xdist_group`` of a file, or None."""
     found = re.search(r'xdist_group\("(.+?)"\)', Path(path).read_text())
     return found and found[1]
 
@@ -42,18 +42,18 @@ def group_of(path):
 class Scheduling(LoadGroupScheduling):
     """Groups of files by the mark ``xdist_group``, in the order of collection.
 
-    Workers tell the names of tests and no marks. xdist's own groups append theirs to the names, which pytest 9.2 does
-    not allow: all tests were distributed one by one, without a word.
+    Workers report names of tests, not marks. xdist appends groups to these names, which pytest 9.2 does not allow: all
+    tests were silently distributed one by one.
     """
 
     def __init__(self, config, log=None):
         super().__init__(config, log)
         self._root = config.rootpath
-        # By how many tests they have is not by how long they take.
+        # xdist would sort groups by number of tests, which is not their duration.
         config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid):
-        """What is distributed as one: a group of files, or a test."""
+        """The unit of distribution: a group of files, or one test."""
         return group_of(self._root / nodeid.partition("::")[0]) or nodeid
 
 

@@ -1,4 +1,4 @@
-"""What the ranks run for the tests of DTensor's rules: ops on DTensors against the ops on the whole tensors."""
+"""Functions of each rank in the tests of DTensor rules: ops on DTensors against ops on whole tensors."""
 
 import itertools
 
@@ -17,7 +17,7 @@ _library = None
 
 
 def carry_fp8():
-    """Let gloo gather 1-byte floats: DTensor sends operands as they are, and NCCL takes them."""
+    """Let gloo gather 1-byte floats, as NCCL does: DTensor sends operands without a cast."""
     global _library
     if _library is not None:
         return
@@ -69,7 +69,7 @@ def tuples(out):
 
 
 def check(func, args, placements, mesh, whole):
-    """The op on DTensors with these placements, one tuple a tensor argument, is the op on the whole tensors."""
+    """Assert that an op on DTensors equals the op on whole tensors; ``placements`` has a tuple per tensor argument."""
     placements = iter(placements)
     given = [
         distribute_tensor(a, mesh, next(placements), src_data_rank=None) if isinstance(a, torch.Tensor) else a
@@ -91,7 +91,7 @@ def choices(x):
 
 
 def torch_can_move(x, placements, mesh):
-    """torch pads uneven shards with zeros when it moves them, and e8m0 has no zero."""
+    """Whether torch can redistribute ``x``. It pads uneven shards with zeros, and e8m0 has no zero."""
     if x.dtype != torch.float8_e8m0fnu:
         return True
     parts = [1] * x.ndim
@@ -102,7 +102,7 @@ def torch_can_move(x, placements, mesh):
 
 
 def check_all(mesh_sizes, most):
-    """Every combination of placements on this mesh, ``most`` evenly spaced of each op. Returns how many."""
+    """Check combinations of placements on this mesh, about ``most`` evenly spaced ones per op. Returns the count."""
     carry_fp8()
     mesh, count = mesh_of(mesh_sizes), 0
     for func, args in samples():
@@ -122,7 +122,7 @@ def check_all(mesh_sizes, most):
 
 
 def placements_of(names):
-    """What comes out of ops on sharded operands: the placements, and the collectives are DTensor's own affair."""
+    """Placements of the results of ops on sharded operands; DTensor chooses the collectives."""
     carry_fp8()
     mesh = mesh_of([2])
     x = distribute_tensor(banded(12, 40), mesh, [Shard(0)], src_data_rank=None)

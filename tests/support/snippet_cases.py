@@ -1,4 +1,4 @@
-"""What the snippets of README and docs find when they begin, and what must hold when they end."""
+"""Given names and checks of the snippets of README and docs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """``given(mesh)`` makes the names that a snippet uses without defining them; ``check(names)`` follows it."""
+    """``given(mesh)`` returns the names that a snippet uses but does not define; ``check(names)`` runs after it."""
 
     given: Callable[[Any], dict[str, Any]]
     check: Callable[[dict[str, Any]], None]
@@ -53,7 +53,7 @@ def converted(model):
     return model
 
 
-# Of one process.
+# Snippets for one process.
 
 
 def check_reverted(names):
@@ -87,7 +87,7 @@ def check_product(names):
     assert F.mse_loss(names["out"].float(), expected) < 1e-2 * expected.square().mean()
 
 
-# Of two ranks.
+# Snippets for two ranks.
 
 
 def tiny_llama(mesh):
@@ -105,7 +105,7 @@ def tiny_llama(mesh):
 
 
 def check_trains(names):
-    """Also inside autocast, which many have around their step already."""
+    """Every parameter changes, with and without autocast around the step, and layers read gathered weights."""
     model, optimizer = names["model"], names["optimizer"]
     linears = [m for m in model.modules() if isinstance(m, tritonfp8.Float8Linear)]
     gathered = []

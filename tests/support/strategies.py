@@ -1,4 +1,4 @@
-"""Hypothesis strategies: everything that the package lets a user build."""
+"""Hypothesis strategies for all specs, GEMMs, recipes and shapes that users can build."""
 
 import itertools
 

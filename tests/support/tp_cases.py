@@ -1,4 +1,4 @@
-"""What the ranks run for the tests of sharded linear layers. Each function returns plain data or raises."""
+"""Functions of each rank in the tests of sharded linear layers. Each returns plain data or raises."""
 
 import torch
 from cases import generator, normal, with_specials
@@ -14,7 +14,7 @@ from tritonfp8.functional import linear
 from tritonfp8.testing import assert_bitwise_equal, sqnr
 
 R = Replicate()
-# dB of sums in another order, on CPU and on tensor cores; one wrong scale leaves 20 to 40.
+# dB between sums in different orders, on a CPU and on tensor cores. One wrong scale gives 20 to 40.
 SAME_BUT_FOR_ORDER, SAME_ON_TENSOR_CORES = 100, 50
 
 
@@ -27,14 +27,14 @@ def tolerance():
 
 
 def mesh_of(sizes):
-    """A mesh of these sizes, of whose groups all ranks must hear; or a mesh as it is."""
+    """A mesh of these sizes, which all ranks must make together; a mesh is returned unchanged."""
     if isinstance(sizes, DeviceMesh):
         return sizes
     return init_device_mesh(device(), tuple(sizes), mesh_dim_names=("dp", "tp")[-len(sizes) :])
 
 
 def integers(*shape, seed=0):
-    """Values of which FP8 codes with power-of-two scales are exact, and so are float32 sums in any order."""
+    """Small integers: exact as FP8 codes with power-of-two scales, and in float32 sums of any order."""
     return torch.randint(-3, 4, shape, generator=generator(seed)).float()
 
 
@@ -76,12 +76,12 @@ def sharded(operands, g, recipe, mesh, placements):
 def assert_same(got, wanted, bitwise):
     for a, e in zip(got, wanted, strict=True):
         assert a.shape == e.shape
-        # By value: a sum over ranks has no -0.0.
+        # Compare values, not bits: a sum over ranks has no -0.0.
         assert torch.equal(a, e) if bitwise else sqnr(a, e) > tolerance(), sqnr(a, e)
 
 
 def check_layer(mesh_sizes, names, lead, n, k, placements, bias=True):
-    """A layer with these placements of input, weight and bias is the single-process layer; returns what comes out."""
+    """Compare a layer with these placements of input, weight and bias to one process. Returns result placements."""
     mesh, found = mesh_of(mesh_sizes), None
     for name in names:
         for make in (integers, normal):
@@ -96,7 +96,7 @@ def check_layer(mesh_sizes, names, lead, n, k, placements, bias=True):
 
 
 def check_nonfinite(names):
-    """NaN and infinities poison their own blocks, the same as in one process, whichever rank holds them."""
+    """NaN and infinities on any rank poison only their own blocks, as in one process."""
     mesh = mesh_of([2])
     for name in names:
         for placements in ([[Shard(1)], [Shard(1)], [R]], [[Shard(0)], [R], [R]], [[R], [Shard(0)], [Shard(0)]]):
@@ -113,7 +113,7 @@ def check_nonfinite(names):
 
 
 class Recorder(TorchDispatchMode):
-    """What the casts return and the collectives send, in order."""
+    """Records the results of casts and the data of collectives, in order."""
 
     def __init__(self):
         super().__init__()
@@ -167,11 +167,11 @@ def check_quantized_shards(names):
 
 
 def check_uneven(names, counts, dtype, contiguous):
-    """Tokens sharded in any numbers: output and gradients equal those of quantize(gather(x)), bit for bit."""
+    """With any token counts, output and gradients equal those of quantize(gather(x)) to the bit."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh, total = mesh_of([world]), sum(counts)
     for name in names:
-        # More than two ranks add up in an order of their own, which integers do not show.
+        # With more than two ranks the order of sums varies; integers give the same sums in any order.
         exactly = world > 2 and dtype == torch.float32 and exact(name)
         make, factor = (integers, 1) if exactly else (normal, torch.exp2(torch.arange(96) % 7))
         whole = (make(total, 96, seed=1) * factor).to(device(), dtype)
@@ -191,7 +191,7 @@ def check_uneven(names, counts, dtype, contiguous):
         assert_bitwise_equal([out.to_local().detach()], [wanted.to_local().detach()])
         assert_bitwise_equal([weight.grad.to_local()], [all_w.grad.to_local()])
         wanted_grad = all_x.grad.full_tensor().split(counts)[rank]
-        # The sum over two ranks has one order only.
+        # A sum over two ranks has only one order.
         if world == 2 or exactly:
             assert_bitwise_equal([x.grad], [wanted_grad])
         else:
@@ -200,7 +200,7 @@ def check_uneven(names, counts, dtype, contiguous):
 
 
 def gather_bytes(name, needs_grad):
-    """What a layer sends in forward of a [2 x 128, 256] bf16 input of sharded tokens: (op, dtype, elements)."""
+    """Collectives of a layer's forward on a [2 x 128, 256] bf16 input with sharded tokens: (op, dtype, elements)."""
     mesh = mesh_of([2])
     x = on_mesh(normal(256, 256).bfloat16(), mesh, [Shard(0)])
     w = on_mesh(normal(64, 256, seed=1).bfloat16(), mesh, [Shard(0)])
@@ -211,7 +211,7 @@ def gather_bytes(name, needs_grad):
 
 
 def collectives_of_a_layer(name, placements, lead=(5,), n=140, k=150):
-    """Number of elements in each collective of forward, then in each of backward."""
+    """Numbers of elements of the collectives in forward, and of those in backward."""
     mesh = mesh_of([2])
     x, w = (on_mesh(normal(*shape), mesh, p) for shape, p in zip(((*lead, k), (n, k)), placements, strict=True))
     with Recorder() as forward:
@@ -223,7 +223,7 @@ def collectives_of_a_layer(name, placements, lead=(5,), n=140, k=150):
 
 
 def local_scales(name):
-    """(collectives, output, expected output) of a row-sharded layer whose ranks scale by themselves."""
+    """(collectives, output, expected output) of a row-sharded layer with local scales."""
     mesh = mesh_of([2])
     x, w = normal(40, 128, seed=1), normal(48, 128, seed=2)
     parts = [linear(a, b, None, name) for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)]
@@ -233,7 +233,7 @@ def local_scales(name):
 
 
 def recomputed_with_local_scales(name, reentrant):
-    """(collectives of backward, gradients, those without checkpointing) of a layer in a block that ends before."""
+    """(collectives of backward, gradients, gradients without checkpointing); ``scales`` ends before backward."""
     mesh, results = mesh_of([2]), []
     for checkpointed in (True, False):
         x, w = on_mesh(normal(40, 128, seed=1), mesh, [Shard(1)]), on_mesh(normal(48, 128, seed=2), mesh, [Shard(1)])
@@ -251,7 +251,7 @@ def recomputed_with_local_scales(name, reentrant):
 
 
 def traced(placements):
-    """(outputs traced and eager, what the backward of the trace raised, gradients of a joint graph and eager)."""
+    """(outputs traced and eager, error of the trace's backward, gradients of a joint graph and eager)."""
     mesh = mesh_of([2])
 
     def layer(x, w):

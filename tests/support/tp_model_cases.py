@@ -1,4 +1,4 @@
-"""What the ranks run for the tests of sharded modules and models. Each function returns plain data or raises."""
+"""Functions of each rank in the tests of sharded modules and models. Each returns plain data or raises."""
 
 import torch
 from cases import give_up, llama, normal, tokens
@@ -47,7 +47,7 @@ def mlp_plan(colwise, rowwise, **options):
 
 
 def check_mlp(names, local, first, float8, hidden=96):
-    """Plain and FP8 styles on a converted MLP, converted first or last."""
+    """Plain or FP8 styles on an MLP that is converted before or after sharding."""
     mesh = mesh_of([torch.distributed.get_world_size()])
     styles = (Float8ColwiseParallel, Float8RowwiseParallel) if float8 else (ColwiseParallel, RowwiseParallel)
     for name in names:
@@ -67,7 +67,7 @@ def check_mlp(names, local, first, float8, hidden=96):
 
 
 def check_compiled_mlp(names, local, sequence):
-    """One graph, no break, and the bytes of the eager model."""
+    """Compiles to one graph without breaks, with the bytes of the eager model."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     mesh = mesh_of([2])
@@ -105,7 +105,7 @@ def sequence_plan_mlp():
 
 
 class NormedMlp(nn.Module):
-    """A norm as transformers writes it: several ops, in float32 inside."""
+    """A norm written as in transformers: several ops, computed in float32."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class NormedMlp(nn.Module):
 
 
 def collectives_of_siblings(name):
-    """How often forward gathers and backward scatters, of an MLP whose two first layers share a sharded input."""
+    """Numbers of gathers in forward and scatters in backward of an MLP; its first layers share a sharded input."""
     mesh = mesh_of([2])
     model = Mlp()
     tritonfp8.convert(model, name)
@@ -132,7 +132,7 @@ def collectives_of_siblings(name):
 
 
 def scatters_after_norms(name, compile):
-    """How often and how many bytes the ranks reduce-scatter in a step of layers that read the DTensors of norms."""
+    """Number and bytes of reduce-scatters in a step of layers that read DTensors from norms."""
     mesh = mesh_of([2])
     model = NormedMlp().bfloat16()
     tritonfp8.convert(model, name)
@@ -150,7 +150,7 @@ def scatters_after_norms(name, compile):
 
 
 def check_sequence_mlp_with_counts(names, counts):
-    """Any number of tokens on each rank, through both kinds of layers and back, on plain tensors."""
+    """Forward and backward with any token counts through colwise and rowwise layers, on plain tensors."""
     rank = torch.distributed.get_rank()
     mesh = mesh_of([len(counts)])
     for name in names:
@@ -173,7 +173,7 @@ def check_sequence_mlp_with_counts(names, counts):
 
 
 def fail_on_rank_1(mesh, how):
-    """A step of sequence parallelism in which rank 1 does not do what rank 0 does."""
+    """A step of sequence parallelism in which rank 1 fails or skips a layer."""
     model = Mlp()
     tritonfp8.convert(model, "rowwise")
     parallelize_module(model, mesh, sequence_plan_mlp())
@@ -187,7 +187,7 @@ def fail_on_rank_1(mesh, how):
 
 
 def llama_plan(layers, styles, local, sequence):
-    """As torch's own tutorial shards a Llama; attention reads local heads, so its projections return local tensors."""
+    """The plan of torch's tutorial for a Llama. Attention reads local heads, so projections return local tensors."""
     colwise, rowwise, prepare = styles
     plan = {"lm_head": colwise(input_layouts=Shard(1) if sequence else R, output_layouts=R)}
     if sequence:
@@ -213,15 +213,15 @@ def llama_plan(layers, styles, local, sequence):
 
 
 def losses(model, steps, call=None):
-    # Few tokens are noisy: of two runs of tensorwise in one process, from weights 2^-22 apart, the losses of 28 tokens
-    # differ by up to 2e-3.
-    # One by one: torch's foreach ops take no DTensors beside plain tensors, as the norms are here.
+    # Few tokens are noisy: in one process with tensorwise, weights that differ by 2^-22 change losses of 28 tokens by
+    # up to 2e-3.
+    # foreach=False: torch's foreach ops do not mix DTensors with plain tensors, such as the norms here.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
     found = []
     for step in range(steps):
         ids = tokens(batch=32, length=32, seed=step, device=device())
         positions = torch.arange(32, device=device())[None]
-        # With sequence parallelism the model sees this rank's tokens only, and would mask those.
+        # With sequence parallelism the model sees only this rank's tokens, and would make a mask of that size.
         causal = torch.ones(32, 32, dtype=torch.bool, device=device()).tril()[None, None]
         inputs = {"input_ids": ids, "labels": ids, "position_ids": positions, "attention_mask": causal}
         loss = (model if call is None else call)(**inputs, use_cache=False).loss
@@ -253,12 +253,12 @@ def converted_llama(name, heads, layers):
 
 
 def llama_losses(name, local, float8, sequence, compiled=False, steps=10):
-    """Losses of a Llama alone and sharded over all ranks."""
+    """Losses of a Llama in one process, and sharded over all ranks."""
     world = torch.distributed.get_world_size()
-    # Layers are alike, and to compile a second one takes as long as the first.
+    # One layer if compiled: layers are alike, and a second one compiles as long as the first.
     heads, layers = world, 1 if compiled else 2
     together = sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers)
-    # One rank is enough: the others would take the cores of its machine from it.
+    # Only rank 0 computes this, because the ranks share the machine's cores.
     alone = [losses_alone(name, heads, layers, steps) if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(alone, src=0)
     return alone[0], together
@@ -275,7 +275,7 @@ def sharded_losses(name, local, float8, sequence, compiled=False, steps=4, heads
 
 
 def check_dynamic(name):
-    """Any number of tokens: no graph break, and no graph for each number where tokens are not sharded."""
+    """Any token count compiles without graph breaks; with unsharded tokens not every count compiles again."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -291,7 +291,7 @@ def check_dynamic(name):
 
 
 def check_loss_parallel(name, float8):
-    """Cross entropy of a head whose outputs stay sharded, and its gradients: those of one process."""
+    """Cross entropy of a head with sharded outputs, and its gradients, equal those of one process."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     style = Float8ColwiseParallel if float8 else ColwiseParallel
@@ -315,7 +315,7 @@ def check_loss_parallel(name, float8):
 
 
 def scales_of_a_step(name, sequence):
-    """How many scales the casts of an MLP's step give on this rank; each is a part of one of the same step alone."""
+    """Number of scales in an MLP's step on this rank. Asserts that all are scales of the same step in one process."""
     alone, model = Mlp(), Mlp()
     for module in (alone, model):
         tritonfp8.convert(module, name)
@@ -331,7 +331,7 @@ def scales_of_a_step(name, sequence):
             )
         recorded.append([scale.float() for _, out in seen.casts for scale in out[1::2]])
     wholes, parts = recorded
-    # Where a shard begins inside a block, nothing stands before it: zeros, which have a scale of their own.
+    # A shard that begins inside a block is padded with zeros, which have their own scale.
     nothing = {tritonfp8.quantize(torch.zeros(1, 1), spec).scale.float().item() for spec in specs_of(name)}
     for part in parts:
         held = part[[not set(row.tolist()) <= nothing for row in part]]
@@ -355,7 +355,7 @@ def _is_part(part, whole):
 
 
 def error_of(case):
-    """The message of what goes wrong in a call that cannot be right."""
+    """Error message of a wrong call."""
     mesh = mesh_of([2])
     x, w = normal(8, 64), on_mesh(normal(32, 64), mesh, [Shard(0)])
 

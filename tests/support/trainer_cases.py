@@ -1,4 +1,4 @@
-"""What the tests of Hugging Face's Trainer run on each rank."""
+"""Functions of each rank in the tests of Hugging Face's Trainer."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ SMALL = {"layers": 2, "hidden": 64, "tokens": 16, "steps": 3, "backend": "aot_ea
 
 
 def _shard_on_cpus():
-    """Let accelerate choose FSDP2 on CPUs, where it would take DDP: it asks for a GPU, FSDP2 itself does not."""
+    """Make accelerate use FSDP2 on CPUs. It requires a GPU and would use DDP, but FSDP2 itself needs no GPU."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -35,7 +35,7 @@ def _shard_on_cpus():
 
 
 def _act_as_launched():
-    """What torchrun would set."""
+    """Set the environment variables of torchrun."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, OMP_NUM_THREADS="1")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
@@ -44,13 +44,13 @@ def _act_as_launched():
 
 
 def compare_on_cpus(mesh, **options):
-    """See :func:`bench.distributed.trainer.compare`."""
+    """:func:`bench.distributed.trainer.compare` on CPUs."""
     _act_as_launched()
     return compare(Program(**{**SMALL, **options}))
 
 
 def accelerate_loop(mesh, gather, order):
-    """Losses of accelerate's own loop, whose optimizer is made before the model is sharded; and what did not move."""
+    """Losses of a loop with accelerate, and parameters that did not change. The optimizer is made before sharding."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 

@@ -1,4 +1,4 @@
-"""What the tests of tuned configurations share."""
+"""Shared helpers of the tests of tuned configurations."""
 
 import torch
 
@@ -13,7 +13,7 @@ MACHINE = "nvidia-h200-sm90-132"
 CPU_MACHINE = machine_key(CPU)
 ROWWISE = Kind("epilogue", "precise", 0, 0, 2, True, True)
 _BY_RATE = sorted(space("epilogue", "precise"), key=lambda config: config.rate)
-# The fastest of the space, and of those that take an epilogue; two others.
+# The fastest configuration of the space, the fastest that supports an epilogue, and two others.
 WIDE, WIDE_WITH_EPILOGUE = _BY_RATE[-1].name, next(config.name for config in reversed(_BY_RATE) if not config.bare)
 SMALL, PLAIN = "64x64x128-w4-s3", "128x128x128-w8-s4"
 
@@ -27,7 +27,7 @@ def key(n=4096, k=4096, m=4096, kind=ROWWISE, **fields):
 
 
 def stored():
-    """What the user's file for the CPU holds."""
+    """The entries of the user's file for the CPU."""
     return read_user(CPU_MACHINE)
 
 

@@ -1,4 +1,4 @@
-"""What the worker processes of the tests run, and the program that they start as ranks of a launcher."""
+"""Jobs of worker processes in the tests of warm-up, and the program that the tests start as ranks of a launcher."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ SHAPES = ((64, 48, 32), (256, 48, 32))
 
 @dataclasses.dataclass(frozen=True)
 class Touch:
-    """Leaves a file that names the process, after an error, a signal or a nap."""
+    """Sleep, then end by a signal, raise an error, or write a file with the process id and the device."""
 
     path: str
     error: str | None = None
@@ -34,7 +34,7 @@ def last_is_fastest(functions):
 
 
 def choices():
-    """The name of the configuration of each product of the shapes, by its key."""
+    """The chosen configuration of each GEMM of the shapes, by GEMM."""
     from tritonfp8.warmup import measure
     from tritonfp8.warmup.record import record_linear
 
@@ -44,7 +44,7 @@ def choices():
 
 
 def killed_while_tuning():
-    """Tune on the CPU; the process dies when the third product is timed."""
+    """Tune on the CPU; the process is killed when it times the third GEMM."""
     from tritonfp8.warmup import run as warmup
 
     timed = []
@@ -59,7 +59,7 @@ def killed_while_tuning():
 
 
 def rank_of_two_machines():
-    """Tune on rank 0, then fail there; each rank is a machine with a home of its own, and writes what it saw."""
+    """Tune on rank 0, then fail there. Each rank acts as a machine with its own home, and writes what it saw."""
     rank = int(os.environ["RANK"])
     home = Path(sys.argv[2]) / str(rank)
     os.environ |= {"XDG_CACHE_HOME": str(home), "LOCAL_RANK": "0"}
@@ -87,7 +87,7 @@ def rank_of_two_machines():
     except RuntimeError as error:
         seen["errors"].append(str(error))
     warmup.tune = real
-    # The program's own process group outlives the warm-up.
+    # The program's own process group still works after the warm-up.
     dist.barrier()
     if rank == 1:
         try:
