@@ -1,4 +1,4 @@
-# Every target works on a fresh clone: the environment is made from the project's files when it is missing or older.
+# Every target works in a fresh clone: it makes the environment if it is missing or older than the project's files.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,13 +12,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/.installed  ## bf16 against two recipes on the smallest model
+demo: $(VENV)/.installed  ## train the smallest model in bf16 and with two recipes
 	$(BIN)/tritonfp8 train --model tiny --recipes bf16,rowwise,blockwise --steps 20
 
 test: $(VENV)/.installed
 	$(BIN)/pytest
 
-versions: $(VENV)/.installed  ## kernels compiled by every triton that is supported
+versions: $(VENV)/.installed  ## compile the kernels with every supported triton
 	$(BIN)/python tests/support/every_triton.py
 
 lint: $(VENV)/.installed
