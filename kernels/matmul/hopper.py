@@ -196,7 +196,7 @@ def _finish(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     col_layout: gl.constexpr = gl.SliceLayout(0, layout)
     if SCALED:
-        # One scale after the other: their product may overflow or underflow float32 if the result does not.
+        # One scale after the other: their product may over- or underflow float32 even if the result does not.
         acc *= gl.convert_layout(a_scale, row_layout)[:, None]
         acc *= gl.convert_layout(b_scale, col_layout)[None, :]
     if HAS_BIAS:

@@ -13,7 +13,7 @@ from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 @triton.jit
 def scale_tile(acc, a_scale_ptr, b_scale_ptr, row, col, M, N, stride_a_scale, stride_b_scale):
-    """Multiply by one scale after the other: their product may overflow or underflow float32 if the result does not."""
+    """Apply one scale after the other: their product may over- or underflow float32 even if the result does not."""
     rows = row + tl.arange(0, acc.shape[0])
     cols = col + tl.arange(0, acc.shape[1])
     acc *= tl.load(a_scale_ptr + rows * stride_a_scale, mask=rows < M, other=0.0)[:, None]
