@@ -27,7 +27,7 @@ def view(slot, *shape, dtype=BF16, aligned=True):
     return View.of(torch.empty(shape, dtype=dtype, device="meta"), slot)._replace(aligned=aligned)
 
 
-def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=None, device=H200, config=None):
+def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=None, device=H200, config=None, out=None):
     steps = -(-k // 128)
     operands = []
     for slot, rows in ((0, m), (2, n)):
@@ -35,7 +35,7 @@ def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=Non
         strides = scale_strides or (1, -(-rows // 4) * 4)
         operands += [view(slot, rows, k, dtype=E4M3, aligned=a_aligned or slot), scale._replace(strides=strides)]
     options = (spec, spec, None, BF16, "precise", config)
-    return make_plan(matmul.plan_scaled_matmul, [*operands, bias, None, None], options, device)
+    return make_plan(matmul.plan_scaled_matmul, [*operands, bias, None, out], options, device)
 
 
 class TestPlans:
@@ -91,6 +91,11 @@ class TestPlans:
         assert len(plan.buffers) == 2
         assert plan.outputs == (plan.launches[-1].pointers[1],)
 
+    def test_a_given_output_is_an_input_and_not_returned(self):
+        plan = gemm_plan(256, 512, 384, out=view(6, 256, 512))
+        assert (plan.buffers, plan.outputs) == ((), ())
+        assert any(pointer.view.slot == 6 for pointer in plan.launches[0].pointers[:3])
+
     def test_a_device_is_part_of_a_plan(self):
         slow = dataclasses.replace(H200, num_sms=8)
         assert gemm_plan(2048, 4096, 512, device=slow).launches[0].programs == 8
@@ -111,6 +116,13 @@ class TestPlans:
     )
     def test_what_needs_more_than_buffers_and_launches_has_no_plan(self, plan):
         assert plan() is None
+
+
+def test_scales_that_no_copy_brings_within_32_bits_are_an_error():
+    a = torch.empty(2**20, 2**17, dtype=E4M3, device="meta")
+    scale = torch.empty(2**20, 2**12, dtype=torch.float8_e8m0fnu, device="meta")
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 elements; got \(1048576, 4096\).*multiply parts"):
+        matmul.scaled_matmul(a, scale, "e4m3:1x32:e8m0:pow2", a, scale, "e4m3:1x32:e8m0:pow2")
 
 
 def test_views_are_those_of_torch():

@@ -92,7 +92,7 @@ def sides_of(results: Sequence[View], spec: QuantSpec, spec_t: QuantSpec, orient
 
 
 class Inputs(NamedTuple):
-    """What a tile kernel reads: three tensors, and row and column strides of each."""
+    """The inputs of a tile kernel: three tensors, and row and column strides of each."""
 
     producer: str
     tensors: tuple[View, View, View]
@@ -136,7 +136,7 @@ def plan_amax(plan: Planner, inputs: Inputs, side: Side | None, side_t: Side | N
 
 
 def plan_tiles(plan: Planner, inputs: Inputs, side: Side | None, side_t: Side | None, kept: View | None) -> None:
-    """Fill what is wanted, all by tiles; the amax of whole-dim blocks is given."""
+    """Fill the wanted results and ``kept``, all by tiles; the amax of whole-dim blocks is given."""
     itemsize = inputs.tensors[0].itemsize
     if side and side_t and fused_tiles.takes_two_launches(itemsize, side.block, side_t.block):
         plan_tiles(plan, inputs, side, None, kept)

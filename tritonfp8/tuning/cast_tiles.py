@@ -68,7 +68,7 @@ class CastTile(NamedTuple):
 
 
 class AmaxPass(NamedTuple):
-    """How the maxima over parts of rows and columns are found, in one pass over ``x``.
+    """How one pass over ``x`` finds the partial maxima of rows and columns.
 
     Attributes:
         tile: what a program takes at a time.
@@ -81,7 +81,7 @@ class AmaxPass(NamedTuple):
 
 UNALIGNED_WARPS = 16
 
-# By the block in the coordinates of what is stored.
+# By the block in the coordinates of the result.
 NORMAL = {
     TENSORWISE: CastTile(32, 128, 4),
     ROWWISE: CastTile(32, 128, 4),  # a row that does not fit in a tile
@@ -115,7 +115,7 @@ ROW_TILES = {
     16384: CastTile(1, 16384, 8),
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
-# Of maxima over parts of rows, or of rows and columns; of columns alone; of all.
+# Of partial maxima of rows, or of rows and columns; of columns alone; of the whole tensor.
 AMAX_OF_LINES = AmaxPass(CastTile(16, 512, 4), 8)
 AMAX_OF_SHORT_ROWS = AmaxPass(CastTile(32, 512, 8), 2)
 AMAX_OF_COLUMNS = AmaxPass(CastTile(64, 128, 4), 8)
@@ -127,7 +127,7 @@ DEQUANTIZE = CastTile(64, 128, 4)
 # Of the casts of many shards in one launch.
 SHARDS = CastTile(128, 128, 8)
 
-# Partial maxima of a line that a cast reduces itself, at most, and those that it reduces in one step.
+# Most partial maxima of a line that a cast reduces itself, and most that it reduces in one step.
 MOST_PARTS_IN_A_CAST = 32
 CAST_STEP_PARTS = 1024
 # The reduce of partial maxima: elements of a tile, the parts in one step, warps.
@@ -180,7 +180,7 @@ def holding(block: BlockShape) -> CastTile:
 
 
 def choose(m: int, n: int, block: BlockShape | None, block_t: BlockShape | None) -> CastTile:
-    """The tile of a cast of ``x [m, n]``; the block of each result in its own coordinates, None where there is none."""
+    """The tile of a cast of ``x [m, n]``; the block of each wanted result in its own coordinates."""
     if block_t is None:
         assert block is not None
         return row_tile(n) if block == ROWWISE and n <= MAX_ROW_IN_TILE else NORMAL[block].narrowed(n)

@@ -74,8 +74,8 @@ SILU_MUL_ROWS = {
     8192: Rows(1, 8, 1, False),
     MAX_ROW: Rows(1, 32, 1, False),
 }
-# By producer and by what is written: the normal result alone, the transposed one, both where the amax of the normal one
-# is given, both where a tile holds the blocks.
+# By producer and results: the normal one alone, the transposed one, both with a given amax of the normal one, both with
+# blocks that a tile holds.
 QUANTIZE_TILES = {
     ("rms_norm", "normal"): Tiles(128, 128, 8),
     ("rms_norm", "transposed"): Tiles(128, 32, 4),

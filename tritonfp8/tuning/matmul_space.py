@@ -1,9 +1,9 @@
-"""Launch configurations of the matrix products: search spaces as data, and what each one needs.
+"""Launch configurations of the GEMMs: search spaces as data, and the needs of each configuration.
 
 ``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
 predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
-the 64 x 64 ones outside MX, the specialized 256 x 128 one with scales in the epilogue, and the ones for products of few
-rows, which are estimates.
+the 64 x 64 ones outside MX, the specialized 256 x 128 one with scales in the epilogue, and the ones for small M, which
+are estimates.
 
 A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
 :class:`MatmulConfig`.
@@ -30,7 +30,7 @@ OVERHANG = 0.1
 # Of the reduce that adds up the partial sums of a split K.
 REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
 REDUCE_WARPS = 4
-# Few rows: the weight's bytes decide. Tiles of as many tokens, in as many parts of K.
+# Small M: the bytes of the weight decide. Tiles of as many tokens, in as many parts of K.
 SMALL_M = 256
 
 
@@ -41,13 +41,13 @@ class MatmulConfig:
     ``halves`` stores a tile in two halves of its columns; ``flatten`` joins the loop over tiles with the loop over K;
     ``group_m`` rows of tiles are walked together. ``swap`` multiplies the transposed operands: the columns of the tile
     become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
-    their float32 parts are added up in their order by a second launch. ``max_m`` is the largest M that this serves.
+    a second launch adds up their float32 partial sums in order. ``max_m`` is the largest M that this serves.
 
     ``specialized`` is the warp-specialized Hopper kernel, whose two groups of warps each multiply 64 rows at a time; a
     tile of 64 rows, of the transposed operands if swapped, has one group. ``bare`` says that its registers hold no
-    activation or residual besides the product, ``column_scales`` that they hold scales of every column along K.
-    ``stagger`` keeps the groups half a step apart; ``tight`` lets them promote before they start the next product, in
-    fewer registers; ``overlap`` lets them start it before, that many steps in a row, where a group has only one product
+    activation or residual besides the accumulator, ``column_scales`` that they hold scales of every column along K.
+    ``stagger`` keeps the groups half a step apart; ``tight`` lets them promote before they start the next MMA, in
+    fewer registers; ``overlap`` lets them start it before, that many steps in a row, if a group has only one MMA
     a step.
     """
 
@@ -108,7 +108,7 @@ def _few_rows(
 
 
 def _half_tiles(splits: tuple[int, ...], *tiles: tuple[int, int, float], **options: Any) -> tuple[MatmulConfig, ...]:
-    """Tiles of 64 rows of the weight: twice as many programs read it, and fewer parts of sums have to be added up."""
+    """Tiles of 64 rows of the weight: twice as many programs read it, and fewer partial sums have to be added up."""
     return _few_rows(splits, *tiles, block_n=SPECIALIZED_WAVE_ROWS, specialized=True, **options)
 
 
@@ -205,37 +205,37 @@ def supports(
     native_mx: bool = False,
     column_scales: bool = False,
 ) -> bool:
-    """Whether ``config`` serves a product.
+    """Whether ``config`` serves a GEMM.
 
     Args:
         config: the configuration.
-        family: of the product.
+        family: of the GEMM.
         out_itemsize: bytes of an output element.
-        bare: the product has no activation and no residual.
-        specialized: the device has warpgroup MMA and the copy engine can address all three matrices.
+        bare: the GEMM has no activation and no residual.
+        specialized: the device has warpgroup MMA and TMA can address all three matrices.
         max_shared_bytes: what the device gives a block.
         native_mx: the device has an MX instruction. It takes 128 rows; of a smaller tile Triton would make bf16.
         column_scales: every column of the output has a scale of its own for every step of K.
     """
     fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
     native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
-    # Parts of a sum have no epilogue.
+    # Partial sums have no epilogue.
     holds = (bare or not config.bare or config.split_k > 1) and (config.column_scales or not column_scales)
     return fits and native and holds and (specialized or not config.specialized)
 
 
 def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, num_sms: int) -> float:
-    """Seconds of a product by the figures of an H200; on another GPU in units of its own, whose order counts.
+    """Seconds of a GEMM by the figures of an H200; on another GPU in units of its own, whose order counts.
 
     Whole waves of tiles are paid for, however few of the last one are used, each as long as its area over the rate. To
     that the bytes of the matrices over the bandwidth are added, as if neither hid any of the other: they are the same
-    for every configuration. Of few rows (SMALL_M) they take longest, and the configuration decides how they are read:
+    for every configuration. At small M (SMALL_M) they take longest, and the configuration decides how they are read:
     what the programs have in flight must make up for the memory's latency, tiles read operands again from L2, one SM
-    can read only so much, and parts of K have to be written and added up.
+    can read only so much, and partial sums have to be written and added up.
 
     Args:
         config: the configuration.
-        m, n, k: sizes of the product ``[m, k] @ [n, k].T``.
+        m, n, k: sizes of ``[m, k] @ [n, k].T``.
         out_itemsize: bytes of an output element.
         num_sms: streaming multiprocessors of the device.
     """
@@ -259,12 +259,12 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
 
 
 def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
-    """The configurations of a family of products; a family that is always promoted has one space for both."""
+    """The configurations of a family of GEMMs; a family that is always promoted has one space for both."""
     return SPACES[family][space_accumulation(family, accumulation)]
 
 
 def space_accumulation(family: str, accumulation: str) -> str:
-    """The accumulation under which the space of these products is listed."""
+    """The accumulation under which the space of these GEMMs is listed."""
     return accumulation if accumulation in SPACES[family] else "precise"
 
 
