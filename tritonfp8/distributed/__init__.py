@@ -1,4 +1,13 @@
-"""Sharding rules and FP8 collectives. The core never imports this subpackage."""
+"""Linear layers on sharded tensors: tensor and sequence parallelism, the 8-bit all-gather of FSDP2, DTensor rules.
+
+    tensor_parallel  a linear layer on DTensors, and parallel styles that send 8 bits
+    fsdp             weights gathered in 8 bits
+    shard_layout     which part of each dim lies here, and where its blocks begin
+    global_scales    quantize shards by the scales of the global tensor
+
+A layer gets its quantized operands from an :class:`~tritonfp8.layers.linear.OperandProvider`, from which both folders
+derive. The core never imports this package.
+"""
 
 from tritonfp8.distributed import dtensor_rules, torch_private  # noqa: F401  check torch, register the rules of the ops
 from tritonfp8.distributed.fsdp import enable_float8_all_gather

@@ -1,4 +1,4 @@
-"""Collectives on plain tensors, by the name of the group: the same in eager mode and in a compiled graph."""
+"""Collectives on plain tensors, by the name of the process group: the same in eager code and in graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
 
 
 def _round_up(size: int) -> int:
-    # So that a part can be viewed in its own dtype where it lies.
+    # A part can then be viewed in its own dtype without a copy.
     return -(-size // 16) * 16
 
 
@@ -26,7 +26,7 @@ def all_gather_bytes(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]], gr
 
     Args:
         parts: this rank's tensors, of any dtypes.
-        sizes: how many bytes each part has, on each rank.
+        sizes: for each rank, the bytes of each part.
         group: the name of the process group.
 
     Returns:
@@ -36,7 +36,7 @@ def all_gather_bytes(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]], gr
     buffer = parts[0].new_zeros(widest, dtype=torch.uint8)
     start = 0
     for part in parts:
-        # 8-bit floats cross as bytes: not every backend knows them.
+        # 8-bit floats are sent as bytes: not every backend knows them.
         size = part.numel() * part.element_size()
         buffer.narrow(0, start, size).view(part.dtype).copy_(part.flatten())
         start += _round_up(size)
@@ -52,7 +52,7 @@ def all_gather_bytes(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]], gr
 
 
 def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: str) -> Tensor:
-    """The sum of ``x`` over the group, of which each rank gets as many positions of ``dim`` as ``sizes`` says."""
+    """The sum of ``x`` over the group, scattered along ``dim``: rank i gets ``sizes[i]`` positions."""
     widest = max(sizes)
     parts = torch.movedim(x, dim, 0).split(list(sizes))
     if widest == 0:
@@ -64,7 +64,7 @@ def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, gro
 
 
 def all_gather_rows(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
-    """The tensors of all ranks, joined along ``dim``, of which each has as many positions as ``sizes`` says."""
+    """The tensors of all ranks joined along ``dim``, of which rank i has ``sizes[i]`` positions."""
     widest = max(sizes)
     rows = torch.movedim(x, dim, 0)
     padded = torch.nn.functional.pad(rows, [0, 0] * (x.ndim - 1) + [0, widest - rows.shape[0]]).contiguous()

@@ -1,10 +1,10 @@
 """DTensor's rules for the ops of this package, made from the rows of :data:`tritonfp8.ops.OPS`.
 
-These serve ops that are called on DTensors themselves (``tritonfp8.quantize(dtensor, spec)``). Where a rule does not
-allow a shard, DTensor replicates the operand first: values are right for every placement, and quantizing a tensor whose
-blocks span ranks costs a gather of it. torch cannot gather uneven shards of e8m0 scales (it pads them with zeros, and
-e8m0 has none), and its MAX over ranks, in float, may drop a NaN. Linear layers do better by themselves: see
-:mod:`tritonfp8.distributed.tensor_parallel.linear`.
+The rules serve ops that are called on DTensors (``tritonfp8.quantize(dtensor, spec)``). Where a rule does not allow a
+shard, DTensor replicates the operand first. So values are right for every placement, and a tensor whose blocks span
+ranks is gathered before it is quantized. Two limits are torch's: it cannot gather uneven shards of e8m0 scales (it pads
+them with zeros, which e8m0 lacks), and its MAX of floats over ranks may drop a NaN. Linear layers use
+:mod:`tritonfp8.distributed.tensor_parallel.linear` instead, which needs neither.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULES: Mapping[str, Rule] = MappingProxyType({name: op.sharding for name, op in 
 
 
 def _dims(operand: Operand, ndim: int, transpose: bool) -> str:
-    """The operand's dims for a tensor of ``ndim`` dims."""
+    """The letters of the dims of an operand that has ``ndim`` dims."""
     dims = operand.dims[::-1] if transpose else operand.dims
     if "R" not in dims:
         return dims
@@ -40,7 +40,7 @@ def _block(value: str | Sequence[int]) -> Sequence[int]:
 
 
 def _placement(operand: Operand, dims: str, letter: str, given: Mapping[str, Any]) -> Placement | None:
-    """How an operand lies where a dim of the problem is sharded; None if a block spans ranks."""
+    """The placement of an operand if the dim ``letter`` is sharded; None if a block spans ranks."""
     if letter not in dims:
         return Replicate()
     at = dims.index(letter)
@@ -54,12 +54,12 @@ def _placement(operand: Operand, dims: str, letter: str, given: Mapping[str, Any
 def placements_where_sharded(
     name: str, letter: str, given: Mapping[str, Any]
 ) -> tuple[list[Placement], list[Placement | None]] | None:
-    """The placements of results and of all given arguments of an op where one dim of its problem is sharded.
+    """The placements of the results and arguments of an op if one dim is sharded.
 
     Args:
         name: of the op.
         letter: of the dim.
-        given: the arguments of a call by name, in their order; of tensors, anything with ``ndim``.
+        given: the arguments of a call by name, in order; in place of a tensor, anything with ``ndim``.
 
     Returns:
         ``(results, arguments)``, None for arguments that are no tensors; or None if the op does not allow it.
@@ -92,7 +92,7 @@ def placements_where_sharded(
 
 
 def letters(name: str, given: Mapping[str, Any]) -> str:
-    """The dims of the problem of a call."""
+    """The letters of all dims of a call."""
     rule = RULES[name]
     ndim = given[next(iter(rule.inputs))].ndim
     return "".join(dict.fromkeys("".join(_dims(operand, ndim, False) for operand in rule.inputs.values())))
@@ -121,8 +121,8 @@ def register() -> None:
     for name in RULES:
         op: torch._ops.OpOverload = getattr(ops, name)
         register_sharding(op)(_strategy(name))
-        # DTensor keeps what a rule answered under the arguments of the call, of which register_sharding names it only
-        # tensors and ints: one block would be given the answer for another.
+        # DTensor caches the answers of a rule by the arguments of the call. register_sharding names only tensors and
+        # ints to it, so without this one block would get the answer for another.
         known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
         plain = [argument.name for argument in op._schema.arguments if argument.name not in RULES[name].inputs]
         known[op] = replace(known[op], static_argnum=1, static_kwargkey=plain)

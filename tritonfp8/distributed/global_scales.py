@@ -16,13 +16,14 @@ from tritonfp8.specs import QuantSpec, transposed
 
 
 class Grid(NamedTuple):
-    """The amax of each block of one orientation, as int32; rows and columns are those of the matrix itself.
+    """The amax of each block of a matrix, as int32. Rows and columns are those of the untransposed matrix.
 
     Attributes:
-        bits: of the amaxes ``[blocks along the rows, blocks along the columns]``.
-        blocks: their sizes.
+        bits: the amaxes as int32 ``[blocks along the rows, blocks along the columns]``.
+        blocks: the sizes of a block.
         layouts: of the rows and the columns.
-        held: the global blocks of the rows and of the columns of ``bits``; None for those of the aligned matrix.
+        held: the indices of the global blocks that the rows and columns of ``bits`` are; None for the blocks of the
+            aligned matrix.
     """
 
     bits: Tensor
@@ -31,7 +32,7 @@ class Grid(NamedTuple):
     held: tuple[Sequence[int], Sequence[int]] | None = None
 
     def slots(self, dim: int) -> dict[int, int]:
-        """Where along ``dim`` each global block lies."""
+        """The index along ``dim`` of each global block."""
         held = local_blocks(self.layouts[dim], self.blocks[dim]) if self.held is None else self.held[dim]
         return {block: slot for slot, block in enumerate(held)}
 
@@ -41,7 +42,7 @@ class Grid(NamedTuple):
 
 
 def _picked(grid: Grid, dim: int) -> Tensor:
-    """The entries of ``grid`` for the blocks along ``dim`` that lie on more than one rank, zero where not here."""
+    """The amaxes of the blocks along ``dim`` that lie on more than one rank; zeros for blocks that are not here."""
     block = grid.blocks[dim]
     if block == -1:
         return grid.bits
@@ -64,11 +65,11 @@ def _put_back(grid: Grid, dim: int, reduced: Tensor) -> Grid:
 
 
 def _reduce_dims(grids: list[Grid], dims: dict[int, int], groups: tuple[str, ...]) -> None:
-    """One MAX over each group for the grids of these indices, along one dim of each."""
+    """Reduce the grids of these indices, each along one dim, by one MAX over each group."""
     picked = [_picked(grids[i], dim) for i, dim in dims.items()]
     buffer = torch.cat([p.flatten() for p in picked])
     for group in groups:
-        # As integers, non-negative floats keep their order and NaN is the largest: a float MAX may drop it.
+        # As integers, non-negative floats keep their order, and NaN is the largest. A MAX of floats may drop a NaN.
         buffer = all_reduce(buffer, "max", group)
     parts = buffer.split([p.numel() for p in picked])
     for (i, dim), p, part in zip(dims.items(), picked, parts, strict=True):
@@ -76,7 +77,7 @@ def _reduce_dims(grids: list[Grid], dims: dict[int, int], groups: tuple[str, ...
 
 
 def reduce_grids(grids: Sequence[Grid]) -> list[Grid]:
-    """Make each amax that of the whole block, by one collective over each group for all grids that it shards once."""
+    """Reduce each amax over all ranks that share its block: one collective over each group, for all grids together."""
     found = list(grids)
     for turn in (0, 1):
         by_groups: dict[tuple[str, ...], dict[int, int]] = {}
@@ -91,7 +92,7 @@ def reduce_grids(grids: Sequence[Grid]) -> list[Grid]:
 def global_amax(
     x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, layouts: tuple[DimLayout, DimLayout]
 ) -> Amaxes:
-    """The ``amax`` with which to quantize a shard ``x`` and its transpose.
+    """The amaxes of the global blocks that a shard ``x`` and its transpose are quantized by.
 
     Args:
         x: this rank's part ``[rows, cols]``, aligned as ``layouts`` says.
@@ -99,8 +100,8 @@ def global_amax(
         layouts: of the rows and the columns.
 
     Returns:
-        float32, the amax over the blocks of the global matrix, those that are (partly) here; None where each block is
-        whole on one rank, or the spec is None.
+        float32: for ``x`` and for ``x.T``, the amaxes of the global blocks that are at least partly here. None where
+        each block lies on one rank, or the spec is None.
     """
     if spec is not None and spec == spec_t and spec.block == transposed(spec.block):
         amax, _ = global_amax(x, spec, None, layouts)

@@ -1,7 +1,7 @@
-"""What the layers inside a ``with`` block are told: how shards are scaled, how many tokens each rank holds.
+"""Options of the layers inside a ``with`` block: how shards are scaled, how many tokens each rank has.
 
-A block is of the thread that opens it. What it says travels with a forward: to its backward, and to its recompute where
-torch checkpoints activations, also when the block has ended and on other threads.
+A block applies to the thread that opens it. Its options travel with a forward to the backward and, with activation
+checkpointing by torch, to the recompute: also after the block has ended, and on other threads.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _DEFAULT = Options()
 
 
 class _Scope:
-    """What one open block changes; compared by identity."""
+    """The options that one open block sets; compared by identity."""
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
 
 
 class _Thread(threading.local):
-    # An attribute of each thread's own, and no ContextVar: compiled graphs are guarded on it, and Dynamo cannot trace
-    # the other. A default of the class would not be guarded.
+    # A thread-local attribute and not a ContextVar, which Dynamo cannot trace: compiled graphs are guarded on it. A
+    # default on the class would not be guarded, so __init__ sets it.
     def __init__(self) -> None:
         self.blocks: tuple[_Scope, ...] = ()
         self.options = _DEFAULT
@@ -64,7 +64,7 @@ def _set(**fields: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # Its own entry, wherever that is: blocks may end in another order than they began in.
+        # Blocks may end in another order than they began in, so this removes its own entry.
         left = tuple(other for other in _thread.blocks if other is not block)
         if len(left) == len(_thread.blocks):
             raise RuntimeError(
@@ -75,7 +75,7 @@ def _set(**fields: Any) -> Iterator[None]:
 
 
 class _Restored:
-    """The options of a forward, in force again while it is recomputed. Entered any number of times, nested too."""
+    """The options of a forward, for its recompute. It can be entered any number of times, also nested."""
 
     def __init__(self) -> None:
         self._options = _thread.options
@@ -96,16 +96,15 @@ carry(_Restored)
 def scales(mode: str) -> Iterator[None]:
     """How the layers that run inside the block scale operands that are shards.
 
-    Their backward follows, and their recompute under :mod:`torch.utils.checkpoint`, inside the block or after it. Other
-    threads are not told; nor is checkpointing that is not torch's, which needs the block around backward too.
+    Their backward follows the same mode, and so does a recompute by :mod:`torch.utils.checkpoint`, inside the block or
+    after it. Other threads do not. Checkpointing by other libraries needs the block around backward, too.
 
-    ``"global"``, the default: each scale is that of the global tensor, so results do not depend on how many ranks share
-    it but for the order of sums. Costs one small MAX all-reduce for each operand with a block that spans ranks: for
-    rowwise, 4 bytes a row.
+    ``"global"``, the default: each scale is that of the global tensor. The number of ranks then changes only the order
+    of sums. It costs one small MAX all-reduce for each operand with a block that spans ranks: for rowwise, 4 bytes a
+    row.
 
-    ``"local"``: each rank scales by its own part. No collective, and no coarser a scale for any element; but the codes,
-    and so the rounding errors, change with the number of ranks. Operands that are gathered keep the global scale: they
-    need one.
+    ``"local"``: each rank scales its own part. It needs no collective, and no scale gets coarser. But the quantized
+    values, and so the rounding errors, change with the number of ranks. Gathered operands keep global scales.
 
     Raises:
         ValueError: another mode.
@@ -117,20 +116,20 @@ def scales(mode: str) -> Iterator[None]:
 
 @contextmanager
 def token_counts(counts: Sequence[int]) -> Iterator[None]:
-    """How many tokens each rank holds, for layers inside the block whose tokens are sharded otherwise than torch would.
+    """The tokens of each rank, for layers inside the block whose tokens are not sharded as torch.chunk does.
 
-    A DTensor's ``Shard`` means the parts that ``torch.chunk`` makes. Ranks that hold any number of tokens of their own
-    (packed sequences, say) say so here, all of them the same ``counts``; sharded token dims of that many tokens in all
-    then have these parts in the layers of this package and the styles of :mod:`tritonfp8.distributed`. Other operations
-    on such a DTensor that move data (``full_tensor``, ``redistribute``) do not know of it: keep to local tensors
-    between the layers.
+    A DTensor's ``Shard`` means the parts that ``torch.chunk`` makes. Ranks with other numbers of tokens (packed
+    sequences, for example) set them here, all ranks the same ``counts``. A sharded token dim of ``sum(counts)`` tokens
+    then has these parts in the layers of this package and in the styles of :mod:`tritonfp8.distributed`. Other
+    operations that move the data of such a DTensor (``full_tensor``, ``redistribute``) do not know the counts: use
+    local tensors between the layers.
 
     Args:
-        counts: tokens of each rank of the mesh dim on which they are sharded. For a tensor of several leading dims, of
-            the one that is sharded.
+        counts: the tokens of each rank of the mesh dim on which they are sharded. If the tensor has several leading
+            dims, the sizes of the sharded one.
 
     Raises:
-        TypeError: something else than ints.
+        TypeError: a count that is no int.
         ValueError: a negative count.
     """
     try:

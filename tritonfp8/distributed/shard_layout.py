@@ -1,7 +1,6 @@
-"""Which part of each dim of a matrix lies on this rank, and how its blocks lie to those of the global matrix.
+"""Which part of each dim of a matrix lies on this rank, and where the blocks of the global matrix begin in it.
 
-Plain integers, the same arithmetic on each rank: whatever decides whether a collective runs is derived from the global
-shape alone, so all ranks decide alike.
+All values are plain integers. Whether a collective runs follows from the global shape alone, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tritonfp8.recipes import Recipe
 
 
 class Interval(NamedTuple):
-    """``length`` positions from ``start`` on."""
+    """``length`` positions, beginning at ``start``."""
 
     start: int
     length: int
@@ -41,10 +40,10 @@ class Mesh(NamedTuple):
 
     Attributes:
         sizes: of its dims.
-        here: the coordinates of a rank, usually this one.
+        here: the coordinates of a rank, usually of this one.
         groups: the name of the process group of each dim.
-        counts: how many positions each rank of a mesh dim holds of a sharded dim with that many in all, in place of
-            what torch.chunk would give it.
+        counts: the positions that each rank of a mesh dim has of a sharded dim whose size is their sum. They replace
+            the parts that torch.chunk would make.
     """
 
     sizes: tuple[int, ...]
@@ -68,19 +67,18 @@ def plain_mesh(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tupl
 
 @dataclass(frozen=True)
 class DimLayout:
-    """One dim of a global matrix, and the part of it that lies here. Plain data: a compiled graph holds it.
+    """One dim of a global matrix, and the part of it that lies here. Plain data, which a compiled graph can contain.
 
     Attributes:
         size: of the global dim.
-        segments: what lies here, in order: rows of a flattened ``[batch, tokens]`` are several segments if tokens are
-            sharded.
-        groups: names of the process groups over which the dim is sharded; empty if the whole of it is here.
-        cuts: positions within the global dim at which a segment of some rank starts.
-        alignment: blocks of this size start at multiples of it here, too, once :func:`align` has put zeros where
-            blocks of the global dim begin on another rank.
-        padded_segments: how the aligned local dim is put together from the segments; empty if it is what lies here.
-        local_size: how many positions lie here.
-        aligned_size: how many the aligned local dim has.
+        segments: the parts that lie here, in order. The rows of a flattened ``[batch, tokens]`` are several segments if
+            tokens are sharded.
+        groups: names of the process groups over which the dim is sharded; empty if this rank has the whole dim.
+        cuts: positions inside the global dim at which a segment of some rank starts.
+        alignment: a block size. After :func:`align` its blocks start at multiples of it here, too.
+        padded_segments: the segments with the zeros before each; empty if no zeros are needed.
+        local_size: the number of positions that lie here.
+        aligned_size: the number of positions of the aligned local dim.
     """
 
     size: int
@@ -99,7 +97,7 @@ class DimLayout:
 
 
 def aligned_to(layout: DimLayout, block: int) -> DimLayout:
-    """The layout whose blocks of this size start as the global ones do; -1 and 1 always do."""
+    """The layout, aligned to blocks of this size; blocks of 1 and -1 (the whole dim) need no alignment."""
     needed = block > 1 and any(cut % block for cut in layout.cuts)
     return (
         replace(layout, alignment=block, padded_segments=_padded_segments(layout.segments, block)) if needed else layout
@@ -133,7 +131,7 @@ def _front_padded(x: Tensor, dim: int, gap: int) -> Tensor:
 
 
 def align(layout: DimLayout, x: Tensor, dim: int) -> Tensor:
-    """``x``, whose dim holds the segments, with zeros before those of whose first block others hold the start."""
+    """Pad each local segment with zeros so that its first block starts at the same offset as in the global tensor."""
     if not layout.padded_segments:
         return x
     if len(layout.padded_segments) == 1:
@@ -170,19 +168,19 @@ def _padded_segments(segments: Sequence[Interval], alignment: int) -> tuple[Padd
 
 
 def whole(size: int) -> DimLayout:
-    """A dim that is not sharded."""
+    """The layout of a dim that is not sharded."""
     return DimLayout(size, (Interval(0, size),))
 
 
 def chunk(interval: Interval, parts: int, index: int) -> Interval:
-    """The part of an interval that :class:`~torch.distributed.tensor.Shard` gives to a rank: that of torch.chunk."""
+    """The part of an interval that :class:`~torch.distributed.tensor.Shard` gives to a rank, as torch.chunk does."""
     step = -(-interval.length // parts)
     start = min(index * step, interval.length)
     return Interval(interval.start + start, min(step, interval.length - start))
 
 
 def interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) -> Interval:
-    """What the rank of ``mesh.here`` holds of a tensor dim of this global size."""
+    """The part of a tensor dim of this global size that the rank ``mesh.here`` has."""
     found = Interval(0, size)
     for placement, parts, index in zip(placements, mesh.sizes, mesh.here, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -194,12 +192,12 @@ def interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) -
 
 
 def local_sizes(sizes: Sequence[int], placements: Sequence[Placement], mesh: Mesh) -> list[int]:
-    """What the rank of ``mesh.here`` holds of the first dims of a tensor, of these global sizes."""
+    """The local sizes, on the rank ``mesh.here``, of the first dims of a tensor with these global sizes."""
     return [interval(n, d, placements, mesh).length for d, n in enumerate(sizes)]
 
 
 def _segments(sizes: Sequence[int], intervals: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Intervals of several dims as segments of the one dim that they flatten to."""
+    """The segments of a flattened dim, from the intervals of the dims that it was flattened from."""
     segments = [Interval(0, 1)]
     for size, (start, length) in zip(sizes, intervals, strict=True):
         if length == size:
@@ -211,13 +209,13 @@ def _segments(sizes: Sequence[int], intervals: Sequence[Interval]) -> tuple[Inte
 
 
 def _everywhere(mesh: Mesh, moving: Sequence[int]) -> Iterator[Mesh]:
-    """The mesh as each rank sees it, of those that differ in these dims."""
+    """The mesh from each rank that differs from rank 0 in these mesh dims only."""
     for at in itertools.product(*(range(n) if i in moving else (0,) for i, n in enumerate(mesh.sizes))):
         yield mesh._replace(here=at)
 
 
 def _moving(sizes: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """The mesh dims over which one of these dims, the first of a tensor, is sharded."""
+    """The mesh dims over which one of the first ``len(sizes)`` dims of a tensor is sharded."""
     return [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim < len(sizes)]
 
 
@@ -226,7 +224,7 @@ def _held(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> 
 
 
 def cuts_of(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The ``cuts`` of :func:`flattened`: the same on each rank."""
+    """The ``cuts`` of :func:`flattened`, which are the same on each rank."""
     ranks = _everywhere(mesh, _moving(sizes, placements))
     return tuple(sorted({s.start for each in ranks for s in _held(sizes, each, placements)} - {0}))
 
@@ -234,9 +232,9 @@ def cuts_of(sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -
 def flattened(
     sizes: Sequence[int], mesh: Mesh, placements: Sequence[Placement], cuts: tuple[int, ...] | None = None
 ) -> DimLayout:
-    """The layout of the one dim to which the dims of these global sizes, the first of a DTensor, flatten.
+    """The layout of the dim that the first dims of a DTensor, of these global sizes, flatten to.
 
-    ``cuts``, if they are known: layouts of several ranks share them, as there are as many as segments of all ranks.
+    ``cuts`` may be passed if they are known. There is one for each segment of each rank, so layouts share them.
     """
     moving = _moving(sizes, placements)
     if not moving:
@@ -246,7 +244,7 @@ def flattened(
     return DimLayout(math.prod(sizes), _held(sizes, mesh, placements), groups, cuts)
 
 
-# The dims of the problem that the operands of each GEMM have, in the order of their specs' blocks.
+# The two dims of each GEMM's operands, in the order of their specs' blocks.
 _DIMS_OF_OPERANDS = (
     ("output", "lhs", ("M", "K")),
     ("output", "rhs", ("N", "K")),
@@ -258,7 +256,7 @@ _DIMS_OF_OPERANDS = (
 
 
 def largest_blocks(recipe: Recipe) -> tuple[int, int, int]:
-    """The largest block along M, N and K in which some operand is scaled; 1 if none is, or only as a whole."""
+    """The largest scaling block of any operand along M, N and K; 1 if a dim is scaled whole or not at all."""
     found = {"M": 1, "N": 1, "K": 1}
     for gemm, side, dims in _DIMS_OF_OPERANDS:
         spec = getattr(getattr(recipe, gemm), side)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What torch's two sets of collectives are called, by what they do; and whether the result, or what goes in, is counted.
+# The names of torch's two sets of collectives (c10d and functional), by kind.
 _KINDS = {
     "all_gather": ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor",
                    "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
@@ -26,7 +26,7 @@ _KIND_OF = {op: kind for kind, ops in _KINDS.items() for op in ops}
 
 
 class count_collective_bytes(TorchDispatchMode):
-    """Count what collectives of this rank carry inside the ``with`` block, in forward and backward, ours or FSDP's::
+    """Count the bytes of this rank's collectives inside the ``with`` block, in forward and backward, also FSDP's::
 
         with count_collective_bytes() as traffic:
             model(batch).backward()
@@ -36,7 +36,7 @@ class count_collective_bytes(TorchDispatchMode):
         bytes: by kind (``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``), the size of
             the larger side on one rank: the gathered result of an all-gather, the input of a reduce-scatter, else the
             tensor. A ring moves ``(W - 1) / W`` of that over each rank's link, twice that in an all-reduce.
-        calls: by kind, how many there were.
+        calls: by kind, the number of collectives.
     """
 
     supports_higher_order_operators = True
@@ -57,12 +57,12 @@ class count_collective_bytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs compiled: torch would run it eagerly under any other mode, and not what is measured."""
+        """Compiled code runs compiled: under a mode that does not say this, torch would run it eagerly."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor is asked next, with this mode on: the collectives of its ops then come here.
+            # DTensor handles the op next, with this mode on: the collectives of the op then arrive here.
             return NotImplemented
         before, self._inside = self._inside, True
         try:
@@ -87,7 +87,7 @@ _counting: list[count_collective_bytes] = []
 
 @contextlib.contextmanager
 def counted_inside_ops() -> Iterator[None]:
-    """Have collectives counted that an op of ours calls: while an op runs, the modes that saw its call are off."""
+    """Count collectives that an op of this package calls: while an op runs, modes that saw its call are off."""
     with contextlib.ExitStack() as stack:
         for counter in [counter for counter in _counting if counter._inside]:
             stack.enter_context(counter)

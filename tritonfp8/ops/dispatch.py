@@ -1,4 +1,4 @@
-"""What runs when an op is called on a device: the kernels, or the reference; and the count of GEMMs."""
+"""The implementations of an op by device, kernels or reference; and the count of GEMMs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tritonfp8.compat import torch_private
 def on_cuda(
     launcher: Callable[..., Any], fallback: Callable[..., Any], kind: Callable[..., str] | None = None
 ) -> Callable[..., Any]:
-    """``launcher`` where the device converts to FP8, else the reference (``hardware`` has warned of it).
+    """``launcher`` if the device converts to FP8, else the reference, of which ``hardware`` has warned.
 
-    Products, which have a ``kind``, are counted here: a function around this one would cost each eager call.
+    GEMMs, which have a ``kind``, are counted here: a function around this one would cost each eager call time.
     """
     of_device: dict[int, Callable[..., Any]] = {}
     # A tensor lies on CUDA, so CUDA is initialized, and the check of torch.cuda.current_device is not needed.
@@ -31,7 +31,7 @@ def on_cuda(
         if index == current_device():
             out = function(x, *args)
         else:
-            # Triton launches on the current device.
+            # Triton launches on the current device, whatever the tensors are on.
             with torch.cuda.device(index):
                 out = function(x, *args)
         if kind is not None and counting.is_active():
@@ -42,7 +42,7 @@ def on_cuda(
 
 
 def counted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[..., Any]:
-    """``function``, a GEMM, with a count of its calls while somebody counts."""
+    """``function``, a GEMM, whose calls are counted while somebody counts."""
 
     def run(a: Tensor, *args: Any) -> Any:
         out = function(a, *args)
@@ -58,10 +58,10 @@ def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None
 
 
 def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:
-    """How a GEMM on quantized operands is counted: by what computes it on this device."""
+    """The kind under which a GEMM on quantized operands is counted: how this device computes it."""
     return launch.product_kind(a_spec, a.device)
 
 
 def matmul_kind(*args: object) -> str:
-    """How a GEMM on operands in high precision is counted."""
+    """The kind under which a GEMM in high precision is counted."""
     return "high_precision"

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and devices of what the ops return, without computing it; named as the ops."""
+"""The shapes, dtypes and devices of the ops' results, without their values; one function an op, named as the op."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A whole linear layer as one op, for compiled graphs: Dynamo then traces nothing of what is inside.
+"""A whole linear layer as one op, for compiled graphs: Dynamo does not trace inside it, which saves compile time.
 
-Dynamo interprets each instruction of what it traces, for every layer anew. AOT autograd, which comes after it, runs the
-op, and finds the ops that it consists of and their gradients: the graphs that are compiled are the same.
+Dynamo interprets each instruction that it traces, again for every layer. AOT autograd, the next stage, runs the op and
+finds the ops inside and their gradients. So the compiled graphs are the same as without this op.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def digest(files: Iterable[Path]) -> str:
-    """The contents of ``files`` in a few characters."""
+    """A hash of the contents of ``files``."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
 CODE = digest(PACKAGE.rglob("*.py"))
-"""What the op consists of: every module of the package, in all its folders."""
+"""A hash of the code that the op may run: every module of the package, in all folders."""

@@ -1,6 +1,6 @@
-"""The place where ops are registered: a row has the schema, fake, reference, launch and sharding of an op.
+"""The table of ops: a row has the schema, fake, reference, launch and sharding of one op.
 
-``Library.define`` / ``impl`` and not ``custom_op``, which costs a third more host time a call.
+Ops are registered by ``Library.define`` and ``impl``: ``custom_op`` costs a third more host time a call.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Op:
 
     Attributes:
         schema: arguments and results, as torch spells them.
-        fake: the results without their contents. None for an op that consists of other ops, or whose tensor subclass
-            answers for it.
-        reference: the op in plain torch, with the parameters and defaults of the schema: what runs on a CPU, and what
-            the kernels must agree with. None for an op that another module implements (:func:`implement`).
-        launch: the same on the kernels. None where the reference runs on CUDA, too.
-        kind: under which kind a GEMM is counted (:mod:`tritonfp8.counting`).
-        sharding: how DTensor may shard it. None: it is not called on DTensors, or DTensor has no words for it (a
-            list of tensors, whose length the schema does not say).
+        fake: the results without their values. None for an op that consists of other ops, or that a tensor subclass
+            implements.
+        reference: the op in plain torch, with the parameters and defaults of the schema. It runs on a CPU and defines
+            what the kernels must return. None for an op that another module implements (:func:`implement`).
+        launch: the same by kernels. None if the reference runs on CUDA, too.
+        kind: the kind under which a GEMM is counted (:mod:`tritonfp8.counting`).
+        sharding: how DTensor may shard it. None for an op that is not called on DTensors, or that takes or returns a
+            list of tensors: the schema does not say how many there are.
     """
 
     schema: str
@@ -46,8 +46,8 @@ class Op:
 
 
 _PRODUCER = "str spec, str spec_t, str orientation, bool keep"
-# Tensors that may be missing come last: the dispatcher leaves out what is None at the end, and
-# torch.export.draft_export takes an optional tensor that is given as None for one that the op writes to.
+# Optional tensors come last, where the dispatcher leaves out those that are None: torch.export.draft_export takes an
+# optional tensor that is passed as None for one that the op writes to.
 _CACHED_WEIGHT = "Tensor? qdata=None, Tensor? scale=None, Tensor? qdata_t=None, Tensor? scale_t=None"
 
 _CASTS = {
@@ -170,9 +170,8 @@ _FUSED = {
 }
 # Implemented above the ops, in terms of them.
 _LAYERS = {
-    # Torch keeps on disk what it made of a graph, and finds it by the graph's text. The last two arguments are there
-    # for that alone: without them a graph would go on as it was after the dtype of the autocast around it, or the code
-    # of the op, has changed.
+    # torch caches compiled graphs on disk by their text. The last two arguments are there for that text only: without
+    # them a stale graph would be used after the dtype of autocast, or the code of the op, has changed.
     "linear": Op(
         "(Tensor input, Tensor weight, Tensor? bias, str recipe, bool shares_input, ScalarType dtype, str code) "
         "-> Tensor"
@@ -188,9 +187,9 @@ _LAYERS = {
     "without_backward": Op(
         "(Tensor out, Tensor a, Tensor? b=None, Tensor? c=None, Tensor? d=None) -> Tensor", fakes.without_backward
     ),
-    # Without grad_output, a compiler may have forward read what backward is gathered for.
+    # grad_output ties the call to backward: without it a compiler may move the read of backward's gather to forward.
     "weight_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
-    # (qdata, scale), or qdata alone where the scale is given.
+    # Returns (qdata, scale), or qdata alone if the scale is given.
     "gathered_operand": Op(
         "(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, str spec, "
         "bool transposed, Tensor? grad_output=None) -> Tensor[]",
@@ -202,13 +201,13 @@ OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_SHARDS, **_GEMMS, **_FUSE
 
 
 def implement(name: str, function: Callable[..., Any], backward: Callable[..., Any] | None = None) -> None:
-    """Register what an op of a row without a reference does.
+    """Implement an op whose row has no reference.
 
     Args:
         name: of the op.
-        function: of its arguments.
-        backward: ``backward(ctx, *grads)``; ``saved(ctx)`` gives the arguments of the call. None for an op that has no
-            gradient, or none of its own.
+        function: takes the arguments of the op.
+        backward: ``backward(ctx, *grads)``; ``saved(ctx)`` returns the arguments of the call. None for an op without a
+            gradient, or that consists of ops with gradients.
     """
     composite = OPS[name].fake is None
     _library.impl(name, function, "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd")
@@ -218,12 +217,12 @@ def implement(name: str, function: Callable[..., Any], backward: Callable[..., A
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
-    # What else there was, and where tensors go.
+    # The other arguments, and None in the places of tensors.
     ctx.others = [None if isinstance(x, torch.Tensor) else (x,) for x in inputs]
 
 
 def saved(ctx: Any) -> list[Any]:
-    """The arguments that the op of a ``backward`` was called with."""
+    """The arguments of the call whose ``backward`` runs."""
     tensors = iter(ctx.saved_tensors)
     return [next(tensors) if other is None else other[0] for other in ctx.others]
 
@@ -258,8 +257,8 @@ silu_mul_backward_quantize = torch.ops.tritonfp8.silu_mul_backward_quantize.defa
 whole_linear = torch.ops.tritonfp8.whole_linear.default
 """``whole_linear(input, weight, *recipe.args, bias, *cached)``, of plain tensors of one dtype, in which it computes.
 
-``cached`` is data and scale of the weight, then of its transpose, where they were quantized before
-(:func:`tritonfp8.functional.quantize_weight`); each None where it was not.
+``cached`` is the result of :func:`tritonfp8.functional.quantize_weight`, or Nones: qdata and scale of the weight, then
+of its transpose.
 """
 whole_linear_backward = torch.ops.tritonfp8.whole_linear_backward.default
 without_backward = torch.ops.tritonfp8.without_backward.default

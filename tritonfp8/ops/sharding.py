@@ -1,4 +1,4 @@
-"""How an op carries the dims of its problem, as data: DTensor's rules follow from it (``tritonfp8.distributed``)."""
+"""The sharding rules of ops as data; ``tritonfp8.distributed`` makes DTensor's rules of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Operand:
     """A tensor argument or a result of an op.
 
     Attributes:
-        dims: the dims of the problem that its dims carry, a letter each; those before the last two of ``RC`` and ``CR``
-            stand for any number of leading dims.
-        scales: name of the argument with its block or spec, if it has one entry a block and not one an element.
-        whole: what a shard of a dim that is one block means for this operand: ``"same"`` on each rank, ``"max"`` over
-            the ranks, or None if it cannot be told from a shard.
+        dims: one letter for each dim, such as ``MK``. Equal letters of two operands are the same dim. ``RC`` and ``CR``
+            may have any number of leading dims.
+        scales: for scales and amaxes, which have one entry a block: the argument with the block or the spec.
+        whole: the operand's values if a dim that is one block is sharded: ``"same"`` on each rank, the ``"max"`` over
+            the ranks, or None if they do not follow from the shards.
     """
 
     dims: str
@@ -25,14 +25,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Rule:
-    """How an op carries the dims of its problem.
+    """Along which dims an op may be sharded.
 
     Attributes:
         inputs: its tensor arguments, by name.
         outputs: its results.
         flag: name of a bool argument that transposes all but the first input, if any.
-        needs: name of the tensor argument without which a result is None where a dim is one block, if any.
-        forbids: arguments that must be None where the results are sums over ranks: each rank would apply them.
+        needs: name of the tensor argument (the amax) without which a dim that is one block must not be sharded, if any.
+        forbids: arguments that must be None if results are sums over ranks, because each rank would apply them.
     """
 
     inputs: Mapping[str, Operand]

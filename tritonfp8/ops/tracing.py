@@ -1,8 +1,8 @@
 """A linear layer as one op that carries its gradients, for graphs that are traced outside of ``torch.compile``.
 
-``torch.export``, ``make_fx``, ``torch.jit.trace`` and what is built on them (``torch.distributed.pipelining.pipeline``)
-run an ``autograd.Function`` and record the ops inside its forward. Those have no gradient, so the graph would train
-nothing and not say so. These ops have a registered autograd formula, which the graph that calls them keeps.
+``torch.export``, ``make_fx``, ``torch.jit.trace`` and tools on top of them (``torch.distributed.pipelining.pipeline``)
+record the ops inside the forward of an ``autograd.Function``. These ops have no gradient, so the graph would silently
+not train. The ops ``whole_linear`` and ``whole_linear_backward`` have a registered gradient, which a graph keeps;
 :mod:`tritonfp8.layers.linear.traced` implements them.
 """
 
@@ -20,8 +20,8 @@ from tritonfp8.ops.registry import implement, without_backward
 def sealed(out: Tensor, *sources: Tensor | None) -> Tensor:
     """The result ``out`` of an ``autograd.Function`` of up to four ``sources``.
 
-    Where that is traced without its backward, the gradient of ``out`` in the graph is an error that says so.
-    A graph that is traced together with its backward (a joint graph) has the gradients and does not ask for this one.
+    If it is traced without its backward, taking the gradient of ``out`` in the graph raises an error that says so. A
+    graph that is traced together with its backward (a joint graph) has the gradients and never reaches that error.
     """
     if torch.compiler.is_dynamo_compiling() or not is_traced():
         return out

@@ -1,4 +1,4 @@
-"""Ranks that gather one weight must agree on how: each rank checks it when a plan is new."""
+"""Ranks that gather one weight must agree on how. Each rank checks it when a plan is new."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# More would hide the first lines of the message.
+# More lines would hide the first ones.
 _MOST_LAYERS_NAMED = 8
 
 
@@ -19,7 +19,7 @@ def _number_of(text: str) -> int:
 
 
 def _differences(told: Iterable[Mapping[str, str]], ranks: list[int]) -> str:
-    """By layer, what which ranks said."""
+    """The layers that ranks describe differently: one line each, with the ranks of each description."""
     told = list(told)
     lines = []
     for name in dict.fromkeys(name for each in told for name in each):
@@ -36,14 +36,14 @@ def _differences(told: Iterable[Mapping[str, str]], ranks: list[int]) -> str:
 def check_agreement(described: Mapping[str, str], mesh: DeviceMesh, device: torch.device) -> None:
     """Raise on all ranks of a mesh unless they describe the same layers in the same words.
 
-    Ranks whose recipes differ only in a rounding or a format send as many bytes as each other, so nothing else fails:
-    each would read the bytes of the others by its own recipe. Costs one collective of 8 bytes a rank for each mesh
-    dim, and waits for it.
+    Ranks whose recipes differ only in a rounding or a format send equally many bytes. Nothing else would fail then, and
+    each rank would read the bytes of the others by its own recipe. The check is one collective of 8 bytes a rank for
+    each mesh dim, and the host waits for it.
 
     Args:
         described: how each weight is gathered, by the name of its layer.
-        mesh: whose ranks gather them.
-        device: where its collectives run.
+        mesh: the ranks that gather them.
+        device: the device of the collectives.
 
     Raises:
         RuntimeError: ranks disagree; the message names the layers and the ranks.

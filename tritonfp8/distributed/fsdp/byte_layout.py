@@ -1,8 +1,8 @@
-"""What the shards of a weight send each other, byte by byte.
+"""Which bytes the ranks that share a weight send each other.
 
 A weight ``[N, K]`` is sharded along N, as FSDP2 does: each of W ranks holds ``ceil(N / W)`` rows, the last ones fewer
-or none. Each rank quantizes its rows by the scales of the whole weight and sends one segment of bytes; all segments are
-equally long, so that uneven shards gather like even ones.
+or none. Each rank quantizes its rows by the scales of the whole weight and sends one rank segment of bytes. All
+segments are equally long, so that uneven shards gather like even ones.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from tritonfp8.specs import QuantSpec, transposed
 
 @dataclass(frozen=True)
 class WeightOrientation:
-    """One way in which a GEMM reads a weight ``[N, K]``: quantized as it lies, or transposed, ``[K, N]``."""
+    """How a GEMM reads a weight ``[N, K]``: quantized untransposed, or transposed as ``[K, N]``."""
 
     spec: QuantSpec
     transposed: bool
 
     @property
     def block(self) -> tuple[int, int]:
-        """The block in the coordinates of the weight as it lies."""
+        """The block in the coordinates of the untransposed weight."""
         return transposed(self.spec.block) if self.transposed else self.spec.block
 
     @property
     def sends_scales(self) -> bool:
-        """Whether scales travel in the segments.
+        """Whether scales travel in the rank segments.
 
-        One byte for each few elements is too much to reduce as float32 amaxes; all other scales follow on each rank
-        from the reduced amaxes.
+        Scales of one byte for a few elements (MX) do: their amaxes, in float32, would be too many to reduce. Each rank
+        computes all other scales from the reduced amaxes.
         """
         return SCALE_FORMATS[self.spec.scale_format].exponent_only
 
     def __hash__(self) -> int:
-        # Of one text, in place of five fields: orientations are looked up several times a weight and step.
+        # The hash of one text is faster than that of five fields, and orientations are looked up often.
         return hash((self.spec.args, self.transposed))
 
 
@@ -53,7 +53,7 @@ _R = TypeVar("_R")
 
 
 def _remembered(method: Callable[..., _R]) -> Callable[..., _R]:
-    """Work out once for each layout, orientation and rank what every step asks for again."""
+    """Cache a method's results in the layout, by its arguments: every step asks for them again."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -86,16 +86,16 @@ def weight_orientations(recipe: Recipe) -> tuple[WeightOrientation, ...]:
 
 @dataclass(frozen=True)
 class ByteLayout:
-    """Where in the gathered bytes what lies. Compared by value: compiled graphs are guarded on it.
+    """Where each part of a weight lies in the gathered bytes. Compared by value: compiled graphs are guarded on it.
 
     Attributes:
         rows: N of the whole weight.
         cols: K.
         shards: W, the ranks that hold it.
-        orientations: what is sent, from :func:`weight_orientations`.
-        together: whether a segment holds all orientations; else one, and the bytes say nothing about which.
-        within: how N and K of a larger weight, of which tensor parallelism put this one here, lie; None if it is whole.
-            Blocks are those of the larger one.
+        orientations: of the recipe, from :func:`weight_orientations`.
+        together: whether a rank segment holds all orientations; otherwise one, and the bytes do not say which.
+        within: the layouts of N and K in a larger weight, if tensor parallelism put a part of that here; None if the
+            weight is whole. Blocks are those of the larger weight.
     """
 
     rows: int
@@ -106,12 +106,12 @@ class ByteLayout:
     within: tuple[DimLayout, DimLayout] | None = None
 
     def start(self, dim: int) -> int:
-        """Where the weight starts in the larger one."""
+        """The index at which the weight starts in the larger one."""
         segments = self.within[dim].segments if self.within is not None else ()
         return segments[0].start if segments else 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ByteLayout:
-        # It never changes, and guards of compiled graphs, which copy it, compare one object at once.
+        # It never changes. Guards of compiled graphs copy it, and compare faster if that is the same object.
         return self
 
     @_remembered
@@ -121,7 +121,7 @@ class ByteLayout:
 
     @_remembered
     def is_split(self, orientation: WeightOrientation, dim: int) -> bool:
-        """Whether some block lies on several ranks of tensor parallelism along this dim: on all ranks alike."""
+        """Whether some block lies on several ranks of tensor parallelism along this dim; all ranks answer alike."""
         return self.within is not None and is_split(self.within[dim], orientation.block[dim])
 
     @property
@@ -137,13 +137,13 @@ class ByteLayout:
 
     @_remembered
     def grid(self, orientation: WeightOrientation) -> tuple[int, int]:
-        """Number of blocks along N and along K that the weight lies in."""
+        """The number of blocks along N and along K that the weight lies in."""
         (rows, cols), (above, left) = orientation.block, self.lead(orientation)
         return 1 if rows == -1 else -(-(above + self.rows) // rows), 1 if cols == -1 else -(-(left + self.cols) // cols)
 
     @_remembered
     def blocks(self, orientation: WeightOrientation, rank: int) -> tuple[int, int]:
-        """First block along N, and number of blocks, that the rows of a rank lie in."""
+        """The first block along N that the rows of a rank lie in, and the number of blocks."""
         block = orientation.block[0]
         start, count = self.shard(rank)
         if block == -1:
@@ -201,12 +201,12 @@ class ByteLayout:
 
     @_remembered
     def takes(self, orientation: WeightOrientation) -> tuple[tuple[int, int], ...]:
-        """Which elements of each rank's segment are its own: ``(start, length)`` along the dim that is sharded."""
+        """The elements to read from each rank's segment: ``(start, length)`` along the sharded dim."""
         return tuple((0, self.shard(rank)[1]) for rank in range(self.shards))
 
     @_remembered
     def takes_of_scales(self, orientation: WeightOrientation) -> tuple[tuple[int, int], ...]:
-        """As :meth:`takes`. A block on several ranks comes from the first: they all have the same scale for it."""
+        """As :meth:`takes`, for scales. All ranks of a block send its scale; the first one's is read."""
         found, done = [], 0
         for rank in range(self.shards):
             first, count = self.blocks(orientation, rank)
@@ -232,7 +232,7 @@ def _straddling(layout: ByteLayout, orientation: WeightOrientation) -> tuple[int
 def write_rank_segment(
     segment: Tensor, layout: ByteLayout, orientation: WeightOrientation, qdata: Tensor, scale: Tensor
 ) -> None:
-    """Put a quantized shard into a segment; bytes beyond a shorter shard are left alone."""
+    """Write a quantized shard into a rank segment; a shorter shard leaves the rest of the bytes as they are."""
     for (offset, shape), part in zip(layout.regions(orientation), (qdata, scale), strict=True):
         region = segment[offset : offset + shape[0] * shape[1]].view(shape)
         if region.numel():
@@ -241,14 +241,14 @@ def write_rank_segment(
 
 
 def _word(*sizes: int) -> torch.dtype:
-    """The widest integers that bytes at multiples of these sizes are: torch copies them as fast as it does bytes."""
+    """The widest integer type whose size divides all of these: torch copies an element as fast as a byte."""
     return next(
         (d for d in (torch.int64, torch.int32, torch.int16) if not any(n % d.itemsize for n in sizes)), torch.uint8
     )
 
 
 def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, takes: Sequence[tuple[int, int]]) -> Tensor:
-    """One region of all segments, of each the ``(start, length)`` along ``axis`` that is its own."""
+    """One region of all rank segments, joined along ``axis``: from each, the ``(start, length)`` to read."""
     offset, shape = region
     stacked = buffer[:, offset : offset + shape[0] * shape[1]].view(-1, *shape)
     if axis == 1 and min(stacked.shape) > 1 and all(take == (0, shape[1]) for take in takes):
@@ -262,16 +262,16 @@ def _joined(buffer: Tensor, region: tuple[int, tuple[int, int]], axis: int, take
 def read_rank_segments(
     buffer: Tensor, layout: ByteLayout, orientation: WeightOrientation
 ) -> tuple[Tensor, Tensor | None]:
-    """The elements of the whole weight, and its scales where the segments hold them.
+    """The elements of the whole weight, and its scales if the segments hold them.
 
     Args:
         buffer: uint8, ``layout.shards * layout.rank_segment_size`` bytes.
         layout: of the segments.
-        orientation: which of its orientations.
+        orientation: the orientation to read.
 
     Returns:
-        8-bit floats ``[N, K]`` (``[K, N]`` if transposed), a view of the buffer where nothing lies between the rows;
-        and scales, or None.
+        8-bit floats ``[N, K]`` (``[K, N]`` if transposed), a view of the buffer if the rows lie in it without
+        gaps; and scales, or None.
     """
     spec, axis = orientation.spec, int(orientation.transposed)
     data, scales = layout.regions(orientation)

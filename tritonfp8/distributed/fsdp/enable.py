@@ -1,22 +1,21 @@
-"""FSDP2 with weights gathered in 8 bits: half the bytes on the wire, the same losses bit for bit.
+"""FSDP2 with weights gathered in 8 bits: half the bytes of bf16, and the same losses to the bit.
 
-Each rank quantizes its rows by the scales of the whole weight, which one small collective finds for all weights when
-the model's forward begins. So they are never older than that forward, whatever changed the weights before; the gathers
-of its backward use the same. A forward that does not go through the model finds its scales itself, in one collective
-for each ``fully_shard``.
+Each rank quantizes its rows by the scales of the whole weight. When the model's forward begins, one small collective
+finds the scales of all weights, so they always belong to the weights of that forward; its backward uses the same
+scales. A forward that does not go through the model needs one collective for each ``fully_shard``.
 
-What crosses the wire for a weight of N x K, in each gather: N K bytes (bf16 sends 2 N K) and, for mxfp8, N K / 32 of
-scales. Forward gathers the weight as ``output`` reads it, backward as ``grad_input`` does, transposed. Where one gather
-serves both passes (``reshard_after_forward`` False or an int), it carries both, unless they are the same bytes
+Each gather of a weight of N x K sends N K bytes (bf16: 2 N K) and, for mxfp8, N K / 32 bytes of scales. Forward gathers
+the weight as ``output`` reads it; backward gathers it transposed, as ``grad_input`` reads it. If one gather serves both
+passes (``reshard_after_forward`` False or an int), it carries both orientations, unless they are the same bytes
 (tensorwise, blockwise). Activation checkpointing recomputes forward in backward, which reads the untransposed weight
 again: rowwise and mxfp8 then gather it once more, layer by layer, 1.5 times the bytes of a step.
 
-Weights that tensor parallelism shards (TP x FSDP2, HSDP x TP) are gathered alike, each part over its ranks of FSDP2; a
-second small collective, over the ranks of tensor parallelism, makes their scales those of the whole weight too. These
-stay global under ``scales("local")``.
+With tensor parallelism (TP x FSDP2, HSDP x TP) each part of a weight is gathered over its ranks of FSDP2. A second
+small collective, over the ranks of tensor parallelism, makes the scales those of the whole weight. They stay global
+under ``scales("local")``.
 
-Ranks must run the same layers in the same order, as FSDP itself requires. A rank that fails or skips a layer leaves the
-others waiting in a collective until the process group's timeout.
+Ranks must run the same layers in the same order, as FSDP itself requires. If a rank fails or skips a layer, the others
+wait in a collective until the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _check_once(model: nn.Module) -> None:
 
 
 def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, str]]:
-    """The layers whose weight is gathered in 8 bits, by the first one's name, and why others' are not."""
+    """The layers whose weight is gathered in 8 bits, by the name of the first; and the reasons for all others."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -88,7 +87,7 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
         fully_shard(model, mp_policy=...)
         optimizer = torch.optim.AdamW(model.parameters())
 
-    What is sent when, and what ranks must do alike: :mod:`tritonfp8.distributed.fsdp.enable`.
+    Which bytes are sent when, and what all ranks must do: :mod:`tritonfp8.distributed.fsdp.enable`.
 
     Works with tensor parallelism, HSDP, mixed precision policies, CPU offload, meta-device init, frozen weights,
     gradient accumulation, ``torch.compile`` and autocast around the model's call. Parameters, their state_dict and

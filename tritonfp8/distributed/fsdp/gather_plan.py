@@ -54,12 +54,12 @@ class GatherPlan:
 
     Attributes:
         managed: the weight, as FSDP has it.
-        layout: of the bytes.
+        layout: of the gathered bytes.
         dtype: of the gathered weight, in which FSDP hands it to the layer.
         quantized_dtype: from which the weight is quantized.
         rounded: the dtype that the values are rounded to before they are quantized; None if they are not.
-        grids: shape of the amaxes to reduce, a orientation.
-        split: the orientations with a block that several ranks of tensor parallelism share.
+        grids: the shape of the amaxes to reduce, for each orientation.
+        split: the indices of orientations with a block that several ranks of tensor parallelism share.
     """
 
     managed: Managed
@@ -72,7 +72,7 @@ class GatherPlan:
 
     @cached_property
     def places(self) -> tuple[GridPlace, ...]:
-        """Where the rows that lie here begin in the grid of amaxes of each orientation, the first amax as number 0."""
+        """Where this rank's rows begin in the grid of amaxes of each orientation; the first amax has index 0."""
         layout = self.layout
         start, _ = layout.shard(self.managed.rank)
         return tuple(
@@ -82,23 +82,23 @@ class GatherPlan:
 
     @cached_property
     def is_groupable(self) -> bool:
-        """Whether the kernels that cast many shards at once serve every orientation."""
+        """Whether the ops that cast many shards at once take every orientation."""
         orientations = zip(self.layout.orientations, self.places, strict=True)
         return all(
             casts_shards(orientation.spec) and place.fits(orientation.block) for orientation, place in orientations
         )
 
     def local(self) -> Tensor:
-        """The rows that lie here, where they are kept."""
+        """This rank's rows, on the device that keeps them."""
         return self.managed.local
 
     @property
     def stamp(self) -> tuple[object, ...]:
-        """Changes when the shard does, as far as torch counts writes."""
+        """A value that every counted write to the shard changes."""
         return self.managed.stamp
 
     def shard(self) -> Tensor:
-        """The rows that lie here, on the device that computes."""
+        """This rank's rows, on the device that computes."""
         return self.local().detach().to(self.managed.device)
 
 
@@ -107,7 +107,7 @@ class Group:
     """Weights that FSDP gathers together.
 
     Attributes:
-        key: identity of its parameter group.
+        key: the identity of their parameter group.
         plans: by the weight's name.
     """
 
@@ -116,24 +116,24 @@ class Group:
 
     @cached_property
     def is_groupable(self) -> bool:
-        """Whether one launch casts all of them to any of their orientations."""
+        """Whether one launch can cast all of them in each orientation."""
         kinds = {(plan.layout.orientations, plan.quantized_dtype) for plan in self.plans.values()}
         return len(kinds) == 1 and all(plan.is_groupable for plan in self.plans.values())
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where in one buffer the segment of each weight begins; last, its size."""
+        """The offset of each weight's rank segment in one buffer; last, the size of the buffer."""
         sizes = [-(-plan.layout.rank_segment_size // ALIGNMENT) * ALIGNMENT for plan in self.plans.values()]
         return tuple(accumulate(sizes, initial=0))
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Weights whose amaxes one collective reduces: those sharded over one process group, or some of them.
+    """Weights whose amaxes one collective reduces: all that are sharded over one process group, or some of them.
 
     Attributes:
         plans: by the weight's name.
-        places: of shards that are cast together, by what they are for; see :mod:`tritonfp8.distributed.fsdp.grouped`.
+        places: a cache of :mod:`.grouped`: for each purpose, the weights and the places of their shards.
     """
 
     plans: dict[str, GatherPlan]
@@ -141,23 +141,23 @@ class Batch:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Number of amaxes, a orientation of each weight."""
+        """Number of amaxes, for each orientation of each weight."""
         return [rows * cols for plan in self.plans.values() for rows, cols in plan.grids]
 
     @cached_property
     def offsets(self) -> dict[str, tuple[int, ...]]:
-        """Where the amaxes of each orientation of a weight begin among all."""
+        """The index of the first amax of each orientation of a weight, among all."""
         starts = iter(accumulate(self.sizes, initial=0))
         return {name: tuple(next(starts) for _ in plan.grids) for name, plan in self.plans.items()}
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
-        """From which the weights are quantized."""
+        """The dtypes that the weights are quantized from."""
         return {plan.quantized_dtype for plan in self.plans.values()}
 
     @cached_property
     def kinds(self) -> set[tuple[str, str]]:
-        """Format and scale rounding of the orientations whose scales follow from the amaxes."""
+        """Format and scale rounding of all orientations whose scales each rank computes from the amaxes."""
         orientations = [
             orientation
             for plan in self.plans.values()
@@ -180,13 +180,13 @@ class Batch:
         return {key: Group(key, members) for key, members in found.items()}
 
     def split(self, flat: Tensor) -> dict[str, list[Tensor]]:
-        """One value an amax as grids, those of a weight by its name."""
+        """``flat``, with one value for each amax, as grids: a list for each weight, by its name."""
         parts = iter(flat.split(self.sizes))
         return {name: [next(parts).view(grid) for grid in plan.grids] for name, plan in self.plans.items()}
 
 
 def scale_kind(orientation: WeightOrientation) -> tuple[str, str]:
-    """What a scale depends on beside the amax: format and scale rounding."""
+    """Format and scale rounding: a scale depends on these and the amax alone."""
     return orientation.spec.format, orientation.spec.scale_rounding
 
 

@@ -21,7 +21,7 @@ from tritonfp8.specs import TENSORWISE
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether kernels cast a shard."""
+    """Whether kernels can read a shard."""
     return x.is_cuda and x.is_contiguous()
 
 

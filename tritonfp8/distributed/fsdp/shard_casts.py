@@ -1,4 +1,7 @@
-"""Quantize a shard of a weight by the scales of the whole weight."""
+"""Quantize a shard of a weight by the scales of the whole weight, one shard at a time.
+
+:mod:`.grouped` casts many shards in one launch, to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ def _aligned(x: Tensor, above: int, left: int) -> Tensor:
     return F.pad(x, (left, 0, above, 0)) if above or left else x
 
 
-# The dims that torch reduces in one kernel over blocks of whole rows, columns or all.
+# Blocks of whole rows, whole columns or the whole shard, and the dims that one reduction of torch covers.
 _WHOLE = {(1, -1): (1,), (-1, 1): (0,), (-1, -1): (0, 1)}
 
 
 def _grid_of_shard(
     x: Tensor, layout: ByteLayout, orientation: WeightOrientation, rank: int, out: Tensor | None = None
 ) -> Tensor:
-    """amax of the blocks that the shard lies in, as far as it lies in them; a NaN may have any bits."""
+    """The amaxes of this shard's part of each block that it lies in; a NaN may have any bits."""
     dims = _WHOLE.get(orientation.block)
     if dims is None:
         grid = ops.amax(_aligned(x, *_lead(layout, orientation, rank)), list(orientation.block))
@@ -42,18 +45,18 @@ def _grid_of_shard(
 
 
 def one_nan(amax: Tensor) -> Tensor:
-    """``amax`` with every NaN the positive one: reductions and casts may leave another, negative as an integer."""
+    """``amax`` with the positive NaN for every NaN: others may be negative as integers, which a MAX loses."""
     return torch.where(amax.isnan(), torch.nan, amax)
 
 
 def fill_amax(out: Tensor, x: Tensor, layout: ByteLayout, orientation: WeightOrientation, rank: int) -> None:
-    """Write what a shard knows of the amaxes that ranks reduce.
+    """Write the amaxes of one shard, which ranks reduce next.
 
     Args:
         out: float32 zeros, ``[len(layout.reduced(orientation)), K blocks]``.
-        x: the shard ``[n, K]``, in any floating dtype. Rounding is monotonic, so the amax of the rounded shard is the
-            rounded amax: the cast may follow.
-        layout, orientation, rank: which shard of what.
+        x: the shard ``[n, K]``, in any floating dtype. Rounding is monotonic: the amax may be rounded after
+            the reduction, in place of the shard before it.
+        layout, orientation, rank: which shard this is, and how a GEMM reads it.
     """
     first, count = layout.blocks(orientation, rank)
     if not x.numel():
@@ -71,7 +74,7 @@ def fill_amax(out: Tensor, x: Tensor, layout: ByteLayout, orientation: WeightOri
 
 
 def fill_amax_of_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """As :func:`fill_amax` for blocks of whole tensors: ``(out, shard)`` of all of them, in one kernel."""
+    """As :func:`fill_amax` for tensorwise scales: all ``(out, shard)`` in one kernel."""
     pairs = [(out, x) for out, x in pairs if x.numel()]
     if pairs:
         norms = torch._foreach_norm([x for _, x in pairs], torch.inf)
@@ -85,7 +88,7 @@ def _reduces_all(layout: ByteLayout, orientation: WeightOrientation) -> bool:
 def _amax_of_shard(
     x: Tensor, layout: ByteLayout, orientation: WeightOrientation, rank: int, reduced: Tensor
 ) -> Tensor | None:
-    """The global amaxes of the blocks the shard lies in, or None where the shard alone decides them."""
+    """The global amaxes of the shard's blocks; None if the shard has all blocks as a whole."""
     first, count = layout.blocks(orientation, rank)
     if _reduces_all(layout, orientation):
         return reduced[first : first + count]
@@ -115,18 +118,18 @@ def quantize_shard(
 
 
 def scales_of_amaxes(reduced: Tensor, format: str, scale_rounding: str) -> Tensor:
-    """fp32 scales of any number of amaxes, flat."""
+    """The fp32 scales of any number of amaxes; flat."""
     column = reduced.reshape(-1, 1)
-    # A scale depends on its amax alone, so any block shape gives it.
+    # A scale depends on its amax alone, so any block shape serves.
     spec = QuantSpec(format, ROWWISE, "fp32", scale_rounding)
     return ops.quantize(torch.zeros_like(column), *spec.args, False, column)[1].view(-1)
 
 
 def scale_of_orientation(flat: Tensor, layout: ByteLayout, orientation: WeightOrientation) -> Tensor:
-    """Flat scales of a weight's grid as the orientation's Quantized holds them."""
+    """Flat scales of a weight in the shape and strides of a quantized operand in this orientation."""
     grid = layout.grid(orientation)
     if orientation.transposed and 1 not in grid:
-        # Flat in between, so that dims of one get the strides of a tensor that was made in this shape.
+        # Flat in between: dims of size 1 then get the strides of a tensor that was made in this shape.
         flat = flat.view(grid).t().reshape(-1)
     scale = flat.view(grid[::-1] if orientation.transposed else grid)
     spec = orientation.spec

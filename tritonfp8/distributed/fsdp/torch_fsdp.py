@@ -1,6 +1,6 @@
-"""What FSDP2 does not tell in public: which parameter group manages a weight, and what it is doing.
+"""The parameters that FSDP2 manages, and their state: FSDP2 has no public interface for this.
 
-Its private names: :mod:`tritonfp8.distributed.torch_private`.
+Its private names are listed in :mod:`tritonfp8.distributed.torch_private`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _USER = "enable_float8_all_gather"
 
 
 class _GathersByHooks:
-    """Mixin of FSDP's parameter: what it gathers is asked for by hooks, though its shard is a plain tensor.
+    """Mixin for FSDP's parameter class: FSDP finds all-gather hooks, though the shard is a plain tensor.
 
-    FSDP looks for the hooks of its all-gather extension on the local shard, which would have to be a tensor subclass.
-    Optimizers, checkpoints and clients that replace ``param.data`` or compare ``data_ptr()`` would then meet it, too.
+    FSDP looks for the hooks on the local shard, which would have to be a tensor subclass for that. Optimizers,
+    checkpoints and code that replaces ``param.data`` or compares ``data_ptr()`` would then meet the subclass, too.
     """
 
     hooks_of: Callable[[torch.Tensor], Any]
@@ -56,17 +56,17 @@ class Managed(NamedTuple):
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup:
-        """Over which the parameter is sharded (with HSDP, not those over which it is replicated)."""
+        """The ranks over which the parameter is sharded; with HSDP, without those over which it is replicated."""
         return self.group.mesh_info.shard_process_group
 
     @property
     def rank(self) -> int:
-        """Which shard lies here."""
+        """The index of this rank's shard."""
         return int(self.group.mesh_info.shard_mesh_rank)
 
     @property
     def shards(self) -> int:
-        """How many there are."""
+        """The number of shards."""
         return int(self.group.mesh_info.shard_mesh_size)
 
     @property
@@ -77,7 +77,7 @@ class Managed(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Of the matrix that is gathered: with tensor parallelism, the part of it that lies here."""
+        """The shape of the gathered matrix; with tensor parallelism, of this rank's part."""
         rows, cols = self.param._orig_size
         return rows, cols
 
@@ -86,30 +86,30 @@ class Managed(NamedTuple):
         """The DTensorSpec that the parameter had before ``fully_shard``, or None if it was a plain tensor."""
         if not self.param.is_dtensor:
             return None
-        # Its name since torch 2.12, and before.
+        # The first name is that of torch 2.12 and later.
         found = getattr(self.param, "_unsharded_dtensor_spec", None)
         return self.param._tp_spec if found is None else found
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed with."""
+        """The device that computes."""
         return self.group.device
 
     @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype in which the layer computes, or None for the parameter's own."""
-        # Of each parameter since torch 2.15, and of its group before.
+        # Since torch 2.15 each parameter has a policy; before, its group has one.
         policy = getattr(self.param, "mp_policy", None)
         return (self.group.mp_policy if policy is None else policy).param_dtype
 
     @property
     def local(self) -> torch.Tensor:
-        """The shard."""
+        """The local shard."""
         return self.param.sharded_param._local_tensor
 
     @property
     def in_backward(self) -> bool:
-        """Whether what is gathered now is for backward."""
+        """Whether backward reads the gather that runs now."""
         return self.group._training_state.name == "PRE_BACKWARD"
 
     @property
@@ -119,12 +119,12 @@ class Managed(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether nothing is gathered at the moment."""
+        """Whether nothing is gathered now."""
         return bool(self.group.is_sharded)
 
     @property
     def gathers_again(self) -> bool:
-        """Whether backward gathers from the shards again, or uses what forward gathered."""
+        """Whether backward gathers from the shards again; otherwise it uses the gather of forward."""
         post_forward = self.group.post_forward_mesh_info
         return post_forward is not None and post_forward == self.group.mesh_info
 
@@ -141,12 +141,12 @@ class Managed(NamedTuple):
         return isinstance(self.param, _GathersByHooks)
 
     def gather_by_hooks(self, hooks_of: Callable[[torch.Tensor], Any]) -> bool:
-        """Have FSDP ask ``hooks_of(local shard)`` for the hooks of its all-gather extension.
+        """Make FSDP ask ``hooks_of(local shard)`` for the hooks of its all-gather extension.
 
         Returns:
-            Whether the values were gathered already: then :meth:`gather_again` must follow.
+            Whether the values were gathered already. The caller must then call :meth:`gather_again`.
         """
-        # A gather that was begun ahead (prefetched) must end before it is dropped.
+        # A gather that was started ahead (prefetched) must end before it is dropped.
         self.group.wait_for_unshard()
         gathered = not self.is_sharded
         self.forget_gathered()
@@ -164,12 +164,12 @@ class Managed(NamedTuple):
             del self.param.hooks_of
 
     def gather_again(self) -> None:
-        """Gather the whole group, as it was before :meth:`gather_by_hooks`."""
+        """Gather the whole group again, which was gathered before :meth:`gather_by_hooks`."""
         self.group.unshard()
         self.group.wait_for_unshard()
 
     def forget_gathered(self) -> None:
-        """Make FSDP take new memory for the next gather, whose size or type is another. Gradients stay."""
+        """Drop the gathered memory, because the next gather has another size or type. Gradients stay."""
         self.group._to_sharded()
         self.param.all_gather_outputs = []
         gathered = self.param.__dict__.pop("_unsharded_param", None)
@@ -186,16 +186,16 @@ class Managed(NamedTuple):
         return post_forward is not None and post_forward != self.group.mesh_info
 
     def keep_bytes(self) -> None:
-        """Have FSDP shard what it gathered over fewer ranks: bytes, which it takes for values of the parameter.
+        """Let FSDP shard gathered bytes over fewer ranks. It takes them for values of the parameter.
 
-        It would cast them to the dtype that the layer computes in, and requires that values of a parameter with a
-        gradient are floats.
+        Without this it would cast them to the compute dtype. It also requires values of a parameter with a gradient to
+        be floats, so they are viewed as 8-bit floats.
         """
         self.param.param_dtype = None
         self.param.all_gather_outputs = [x.view(torch.float8_e4m3fn) for x in self.param.all_gather_outputs]
 
     def send_bytes(self) -> None:
-        """Have FSDP gather from fewer ranks: bytes again, as not all backends send 8-bit floats."""
+        """Let FSDP gather from fewer ranks, as bytes again: not all backends send 8-bit floats."""
         self.param._sharded_post_forward_param_data = self.param._sharded_post_forward_param_data.view(torch.uint8)
 
 
@@ -228,7 +228,7 @@ def managed_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], Managed]
 
 
 def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:
-    """Those of the layers, none of them managed from inside their model, that FSDP manages from a module above it."""
+    """The layers that FSDP manages from a module above their model; it manages none of them from inside."""
     found: set[nn.Module] = set()
     if layers:
         for module in list(_module_state_mapping):
@@ -239,10 +239,10 @@ def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:
 
 
 def forget_inference_memory(model: nn.Module) -> None:
-    """Have FSDP take new memory where it gathered into tensors of inference mode, which training may not write to.
+    """Drop memory that FSDP allocated in inference mode: training must not write to such tensors.
 
-    FSDP keeps what the first forward made, so without this a model whose first forward is an evaluation in
-    ``torch.inference_mode()`` cannot be trained.
+    FSDP keeps the memory of the first forward. Without this, a model whose first forward is an evaluation in
+    ``torch.inference_mode()`` could not be trained.
     """
     for managed in managed_parameters(model).values():
         if any(x.is_inference() for x in managed.param.all_gather_outputs):

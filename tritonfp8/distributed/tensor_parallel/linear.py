@@ -1,6 +1,6 @@
 """A linear layer on DTensors: local tensors with explicit placements, and the scales of the global tensors.
 
-Which placements go together, and what follows from them: the table in :mod:`.placements`.
+The table in :mod:`.placements` lists the placements that a layer takes, and what each combination does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tritonfp8.recipes import Recipe
 
 
 class _AddedOnce(torch.autograd.Function):
-    """A bias for the rank that adds it, zeros for the others; each computes the whole gradient by itself."""
+    """The bias on the rank that adds it, zeros on the others. Each rank computes the whole gradient by itself."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, here: bool) -> Tensor:
@@ -39,7 +39,7 @@ class _AddedOnce(torch.autograd.Function):
 
 
 class _FromShards(torch.autograd.Function):
-    """The gathered rows of a DTensor whose tokens are sharded; its gradient is a DTensor that is yet to be summed."""
+    """The gathered rows of a DTensor whose tokens are sharded; its gradient is a DTensor that ranks sum later."""
 
     @staticmethod
     def forward(ctx: Any, input: DTensor, gathered: Tensor, layer: Layer) -> Tensor:
@@ -87,7 +87,7 @@ def _stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cast(x: DTensor) -> DTensor:
-    """``x`` as autocast will have it: it is quantized and sent in that dtype."""
+    """``x`` in the dtype of autocast, in which it is quantized and sent."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -104,20 +104,20 @@ def sharded_linear(
         weight: DTensor ``[N, K]`` on the same mesh.
         bias: DTensor ``[N]`` or None.
         recipe: a :class:`~tritonfp8.Recipe`.
-        shared_input: where layers that read the same DTensor find it quantized (and gathered).
+        shared_input: lets sibling layers that read the same DTensor share its cast and its gather.
 
     Returns:
         DTensor ``[..., N]``.
 
     Raises:
         TypeError: a plain tensor among DTensors.
-        ValueError: placements or shapes that do not go together.
+        ValueError: placements or shapes that do not fit together.
     """
     _check(input, weight, bias)
     assert isinstance(input, DTensor)
     assert isinstance(weight, DTensor)
     mesh = input.device_mesh
-    # How many tokens there are decides nothing unless they are sharded: a compiled graph then serves any number.
+    # Unless tokens are sharded, their number is left out, so that one compiled graph serves any number.
     sharded = _tokens_are_sharded(input)
     leading = tuple([operator.index(size) if sharded else 0 for size in input.shape[:-1]])
     build = layer_of if torch.compiler.is_compiling() else cached_layer_of
@@ -145,7 +145,7 @@ def _local(
     summed_later = layer.gather is not None and not layer.counted
     local = moved.to_local(grad_placements=layer.placements.grad_input)
     if summed_later:
-        # Its graph is that of _FromShards.
+        # _FromShards carries the gradient instead.
         local = local.detach()
     rows = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
     sharded = _tokens_are_sharded(input)
@@ -178,19 +178,19 @@ def _local(
 
 
 def _placed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    # Each by itself: torch 2.11 cannot trace a comparison of tuples of them.
+    # One by one: torch 2.11 cannot trace a comparison of tuples of placements.
     same = all(here == wanted for here, wanted in zip(x.placements, placements, strict=True))
     return x if same else x.redistribute(placements=placements)
 
 
 def _aligned_rows(rows: Tensor, layer: Layer, input: DTensor, shared_input: SharedInput | None) -> Tensor:
-    """The rows that the products read, gathered where they have to be."""
+    """The rows that the GEMMs read, gathered if tokens are sharded and the layer needs all."""
 
     def make() -> Tensor:
         gathered = rows if layer.gather is None else gathered_rows(rows, layer.gather)
         return align(layer.k, align(layer.m, gathered, 0), 1)
 
-    # Rows with a gradient of their own are not shared: nothing is kept of a graph.
+    # Rows with a gradient are not shared: the entry would keep their autograd graph alive.
     if layer.gather is None or shared_input is None or rows.requires_grad:
         return make()
     return shared_input.once(input, (rows.dtype, rows.shape, layer.gather, layer.k), make)

@@ -1,7 +1,7 @@
-"""What the placements of a linear layer's operands come to.
+"""What a linear layer does with the placements of its operands.
 
-Per mesh dim, those of the input and the weight decide which dim of the problem (M tokens, N out features, K in
-features) is sharded there, and from this follows the rest::
+On each mesh dim, the placements of input and weight decide which dim of the GEMMs is sharded there (M tokens, N out
+features, K in features). All other placements follow::
 
     input      weight    sharded   output       grad_input   grad_weight   bias, grad_bias
     Replicate  Replicate none      Replicate    Replicate    Replicate     Replicate
@@ -10,10 +10,10 @@ features) is sharded there, and from this follows the rest::
     Shard(t)   Replicate M         Shard(t)     Shard(t)     Partial       Replicate, Partial
     Shard(t)   Shard(0)  N         Shard(-1)    Partial      Shard(0)      Shard(0); input gathered
 
-The last grad_input is Partial so that layers that read one input sum theirs before ranks do: once. With token counts of
-their own (:func:`~.token_counts`), which torch does not know to scatter by, each layer does, to Shard(t).
+The last grad_input is Partial, so that sibling layers sum their gradients first and ranks sum only once. torch cannot
+scatter by token counts (:func:`~.token_counts`): with them each layer scatters its own gradient, to Shard(t).
 
-Any other input is redistributed first: a Partial one is reduced, a replicated one meets ``Shard(1)`` as its own chunk.
+Any other input is redistributed first: a Partial input is reduced, and a replicated one is chunked for ``Shard(1)``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather
 
 
 class ParallelMode(NamedTuple):
-    """What happens along one mesh dim."""
+    """What a layer does along one mesh dim."""
 
     input: str
-    """How the input lies when the layer begins: "whole", "M" or "K"."""
+    """The sharded dim of the input when the layer begins: "M" or "K", else "whole"."""
     sharded: str | None
-    """Which dim of the problem is sharded: "M", "N", "K" or None."""
+    """The dim of the GEMMs that is sharded: "M", "N", "K" or None."""
 
 
 _COLWISE = ParallelMode("whole", "N")
 _GATHERS = ParallelMode("M", "N")
-# (how the input comes, how the weight lies): the table above.
+# By (sharding of the input, sharding of the weight): the table above.
 _MODES = {
     **{(input, "whole"): ParallelMode("whole", None) for input in ("whole", "K", "sum")},
     ("M", "whole"): ParallelMode("M", "M"),
@@ -53,7 +53,7 @@ _MODES = {
 
 
 class Placements(NamedTuple):
-    """Of the operands when the layer begins, of the gradients that it computes, and of its output."""
+    """The placements of the operands when the layer begins, of its gradients and of its output."""
 
     input: tuple[Placement, ...]
     weight: tuple[Placement, ...]
@@ -65,11 +65,11 @@ class Placements(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What the placements of one call come to, on this rank."""
+    """One call of a linear layer on this rank."""
 
     placements: Placements
     rows: int
-    """How many rows of the input lie here when the layer begins."""
+    """The number of this rank's rows of the input when the layer begins."""
     lead: tuple[int, ...]
     """The leading sizes of this rank's output."""
     adds_bias: bool
@@ -77,14 +77,14 @@ class Layer(NamedTuple):
     n: DimLayout
     k: DimLayout
     scaled: tuple[DimLayout, DimLayout, DimLayout]
-    """M, N and K as the scales see them."""
+    """The layouts of M, N and K that decide scales: not sharded if scales are local."""
     gather: TokenGather | None
     counted: bool
-    """Whether tokens lie otherwise than torch divides them."""
+    """Whether :func:`~.token_counts` says which tokens each rank has."""
 
 
 def _kind(name: str, placement: Placement, dims: Sequence[str]) -> str:
-    """How a tensor, whose dims carry these dims of the problem, lies on a mesh dim."""
+    """The sharded dim of a tensor on one mesh dim, or "whole", or "sum"; ``dims`` are the dims of the tensor."""
     if isinstance(placement, Replicate):
         return "whole"
     if type(placement) is Shard:
@@ -219,8 +219,8 @@ def layer_of(
 
 
 CACHED_LAYERS = 256
-"""How many calls are remembered: a model makes about ten for each number of tokens.
+"""The number of cached calls: a model makes about ten for each number of tokens.
 
-With sequence parallelism an entry lists where each sequence of each rank begins: 130 kB for 64 sequences on 8 ranks.
+With sequence parallelism an entry lists the start of each sequence on each rank: 130 kB for 64 sequences on 8 ranks.
 """
 cached_layer_of = functools.lru_cache(maxsize=CACHED_LAYERS)(layer_of)

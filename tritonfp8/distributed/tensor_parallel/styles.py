@@ -1,8 +1,8 @@
 """Parallel styles that send FP8: the names of torchao.float8.float8_tensor_parallel, for every recipe.
 
-torch's own ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` work on converted models as they are.
-These differ where tokens are sharded (sequence parallelism): torch's gather them in high precision before the layer,
-these leave that to the layer, which quantizes first.
+torch's own ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` work on converted models, too. The styles
+here differ if tokens are sharded (sequence parallelism): torch's styles gather them in high precision before the layer,
+these leave the gather to the layer, which quantizes first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONVERT = "use tritonfp8.convert(model, recipe), before or after parallelize_mo
 
 
 def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A local tensor as the part of a DTensor; its tokens may lie as :func:`~.token_counts` says."""
+    """A local tensor as part of a DTensor, whose tokens may be sharded by :func:`~.token_counts`."""
     if isinstance(x, DTensor):
         return x
     counts = options.current().token_counts
@@ -47,10 +47,10 @@ def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
 
 
 def _summing_gradient_once(x: DTensor) -> DTensor:
-    """``x``; if it is sharded, with a gradient that the ranks sum here.
+    """``x``; if it is sharded, the ranks sum its gradient here.
 
-    As layers leave it, yet to be summed, each op before them that cannot go on so would sum it for itself: three in the
-    backward of a norm, two of them in float32.
+    Layers return a Partial gradient. Each earlier op that cannot take a Partial would sum it by itself: three ops in
+    the backward of a norm, two of them in float32.
     """
     if not any(placement.is_shard() for placement in x.placements):
         return x
@@ -81,9 +81,9 @@ def _require_linear(style: str, module: nn.Module) -> None:
 
 
 def _input_as_it_lies(style: str) -> Any:
-    """The hook of a style that takes the input as a DTensor and does not redistribute it.
+    """The hook of a style that makes the input a DTensor and does not redistribute it.
 
-    The layer itself moves what it has quantized.
+    The layer itself sends it, after it has quantized it.
     """
 
     def prepare(
@@ -91,7 +91,7 @@ def _input_as_it_lies(style: str) -> Any:
     ) -> DTensor:
         _require_converted(style, mod)
         x = _distributed(inputs[0], device_mesh, input_layouts)
-        # Siblings add theirs first: PrepareFloat8ModuleInput sees to that.
+        # Siblings sum their gradients before the ranks do: PrepareFloat8ModuleInput sees to that.
         return _summing_gradient_once(x) if x is inputs[0] and mod.shared_input is None else x
 
     return staticmethod(prepare)
@@ -100,10 +100,10 @@ def _input_as_it_lies(style: str) -> Any:
 class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` of a converted linear layer; an input whose tokens are sharded is gathered in FP8.
 
-    One collective carries codes and scales: M K bytes and the scales for ``output``; as much again for ``grad_weight``,
-    whose operand is quantized along the other dim, unless the recipe is tensorwise, where one serves both. The operand
-    of ``grad_weight`` is kept gathered for backward, M K bytes. Recipes that keep one of the two in high precision
-    gather the input in its own dtype: both products need it.
+    One collective carries 8-bit data and scales: M K bytes and the scales for ``output``; as much again for
+    ``grad_weight``, whose operand is quantized along the other dim. Tensorwise, one serves both. The gathered operand
+    of ``grad_weight`` is saved for backward, M K bytes. Recipes that keep one of the two GEMMs in high precision gather
+    the input in its own dtype, for both GEMMs.
 
     Args:
         input_layouts: placement of a plain input; ``Shard(tokens)`` for sequence parallelism. Default: ``Replicate()``.
@@ -136,8 +136,8 @@ class Float8ColwiseParallel(ColwiseParallel):
 class Float8RowwiseParallel(RowwiseParallel):
     """``RowwiseParallel`` of a converted linear layer, whose output may be left with any number of tokens on each rank.
 
-    What it sends is the output (reduced, or reduce-scattered to ``Shard(tokens)``) and its gradient, in their own
-    dtype, and the amax of the input's rows: 4 bytes a token for the recipe rowwise.
+    It sends the output (reduced, or reduce-scattered to ``Shard(tokens)``) and its gradient in their own dtype, and the
+    amaxes of the input's rows: 4 bytes a token for the recipe rowwise.
 
     Args:
         input_layouts: placement of a plain input. Default: ``Shard(-1)``.
@@ -182,7 +182,7 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class _ScatterTokens(torch.autograd.Function):
-    """The sum over the ranks, of which each keeps its tokens."""
+    """The sum over the ranks, scattered by token counts."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, dim: int, counts: tuple[int, ...], rank: int, group: str) -> Tensor:
@@ -198,9 +198,9 @@ class _ScatterTokens(torch.autograd.Function):
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` whose gather of tokens is left to the converted linear layers inside, in FP8.
 
-    An input ``Shard(tokens)`` whose desired layout is ``Replicate()`` is handed on as the DTensor of the shards. The
-    first layer that reads it quantizes and gathers it; its siblings (layers of one parent, converted together) find it
-    gathered, so it crosses the wire once for q, k and v. In a compiled graph equal gathers are the compiler's to merge.
+    An input ``Shard(tokens)`` whose desired layout is ``Replicate()`` is passed on as the DTensor of the shards. The
+    first layer that reads it quantizes and gathers it. Its siblings (layers of one parent, converted together) share
+    that, so q, k and v cost one gather. In a compiled graph the compiler merges equal gathers.
 
     Args: as ``PrepareModuleInput``; ``use_local_output`` must be False, since a plain tensor does not say how it lies.
 

@@ -1,4 +1,4 @@
-"""Gather tokens that are sharded over ranks in FP8: quantized by the scales of the global tensor, then sent."""
+"""Gather sharded tokens in 8 bits: each rank quantizes by the scales of the global tensor, then sends."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tritonfp8.specs import QuantSpec, empty_scale, transposed
 
 @dataclass(frozen=True)
 class TokenGather:
-    """How the token dim of ``[outer, tokens]`` rows is put together from the ranks of a group.
+    """How the rows ``[outer, tokens]`` are put together from the ranks of a group.
 
     Attributes:
-        outer: how many times each rank's tokens are interleaved: the product of the dims before the sharded one.
-        counts: tokens of each rank, in each of the ``outer``.
+        outer: the product of the dims before the sharded one: each rank's tokens are interleaved that often.
+        counts: the tokens of each rank, in each of the ``outer`` parts.
         rank: of this process in the group.
         group: its name.
         sources: the layout of the rows of each rank.
-        target: that of the gathered rows.
+        target: the layout of the gathered rows.
     """
 
     outer: int
@@ -40,7 +40,7 @@ class TokenGather:
 
 
 def _join(gather: TokenGather, parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The rows of each rank, in the order of the gathered tensor."""
+    """The rows of all ranks, in the order of the gathered tensor."""
     if gather.outer == 1:
         return torch.cat(list(parts), dim)
     split = [p.unflatten(dim, (gather.outer, count)) for p, count in zip(parts, gather.counts, strict=True)]
@@ -48,7 +48,7 @@ def _join(gather: TokenGather, parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """Stands for the gathered rows, of which only the shape is read; its gradient is reduced to each rank's rows."""
+    """A placeholder of the gathered rows, whose shape alone is read; its gradient is scattered to each rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
@@ -62,7 +62,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all ranks, as they are."""
+    """The rows of all ranks, in their own dtype."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: TokenGather) -> Tensor:
@@ -76,28 +76,28 @@ class _Gathered(torch.autograd.Function):
 
 
 def _own_sum(grad: Tensor, gather: TokenGather) -> Tensor:
-    """Of gradients of all rows, one on each rank, the sum for the rows of this one."""
+    """The sum over ranks of a gradient of all rows, for the rows of this rank."""
     grad = grad.unflatten(0, (gather.outer, sum(gather.counts)))
     return reduce_scatter_sum(grad, 1, gather.counts, gather.rank, gather.group).flatten(0, 1)
 
 
 def gathered_rows(rows: Tensor, gather: TokenGather) -> Tensor:
-    """The rows of all ranks in their own dtype, for recipes that need them so."""
+    """The rows of all ranks in their own dtype, for recipes with a GEMM in high precision."""
     return _Gathered.apply(rows, gather)  # type: ignore[no-untyped-call]
 
 
 def gathered_placeholder(rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
-    """A tensor in the shape of the gathered rows, aligned, that takes no memory; its gradient is that of the rows."""
+    """A tensor of the shape of the aligned gathered rows, without memory; its gradient is that of the rows."""
     return _Whole.apply(rows, gather, k)  # type: ignore[no-untyped-call]
 
 
 def _bits(scale: Tensor) -> Tensor:
-    """A scale in a dtype that every op takes: 1-byte floats know few."""
+    """A scale in a dtype that every op takes; few ops take 1-byte floats."""
     return scale.view(torch.uint8) if scale.itemsize == 1 else scale
 
 
 def _to_send(pair: tuple[Tensor, Tensor], spec: QuantSpec, dim: int, source: DimLayout) -> list[Tensor]:
-    """What another rank needs of a quantized shard whose tokens lie along ``dim``."""
+    """The tensors that other ranks need of a quantized shard whose tokens lie along ``dim``."""
     qdata, scale = pair
     parts = [unalign(source, qdata.view(torch.uint8), dim)]
     if spec.block[dim] == 1:
@@ -108,7 +108,7 @@ def _to_send(pair: tuple[Tensor, Tensor], spec: QuantSpec, dim: int, source: Dim
 
 
 def _shapes(spec: QuantSpec, dim: int, source: DimLayout, width: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what :func:`_to_send` gives on the rank of this layout."""
+    """The shapes and dtypes of the tensors of :func:`_to_send` on the rank with this layout."""
 
     def oriented(tokens: int, others: int) -> tuple[int, int]:
         return (others, tokens) if dim else (tokens, others)
