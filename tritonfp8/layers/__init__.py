@@ -1,7 +1,7 @@
 """Layers that compute by a recipe: linear layers, and layers fused with their producers, in a folder each.
 
-Exports what both kinds share: changing modules in place, decisions that a recompute repeats, and which function serves
-tensors of another type.
+Exports what both kinds share: changing modules in place, decisions that a recompute repeats, and the table of functions
+by tensor type.
 """
 
 from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase

@@ -1,4 +1,4 @@
-"""Change the class of modules in place: under classes that others made of it, and all of a model or nothing."""
+"""Change the class of modules in place: also under classes that others derived, and all of a model or nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FunctionType, MethodType
 
 from torch import nn
 
-# accelerate keeps the forward that it wraps under the second name.
+# accelerate wraps a forward and keeps the original under the second name.
 FORWARDS = ("forward", "_old_forward")
 _NOT_COPIED = {"__dict__", "__weakref__"}
 _rebased: weakref.WeakKeyDictionary[type, dict[tuple[type, type], type]] = weakref.WeakKeyDictionary()
@@ -18,7 +18,7 @@ _rebased: weakref.WeakKeyDictionary[type, dict[tuple[type, type], type]] = weakr
 
 @contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Give every module of ``model`` its class and attributes back if the block raises, by whatever exception."""
+    """Restore the class and the attributes of every module of ``model`` if the block raises anything."""
     before = [(module, type(module), dict(module.__dict__)) for module in model.modules()]
     try:
         yield
@@ -37,13 +37,13 @@ def _closes_over_its_class(cls: type) -> bool:
 
 
 def rebase(cls: type, old: type, new: type) -> type:
-    """``cls`` with the class ``new`` in the place of ``old`` among its bases.
+    """``cls`` with ``new`` in place of ``old`` among its bases; the same class each time.
 
-    ``fully_shard`` and ``register_parametrization`` put a module into a class that they derive from its own: of
-    ``FSDPFloat8Linear`` this makes ``FSDPLinear``. The same class each time.
+    ``fully_shard`` and ``register_parametrization`` give a module a class that they derive from its own. This turns
+    ``FSDPFloat8Linear`` into ``FSDPLinear``, for example.
 
     Raises:
-        TypeError: a class whose methods call ``super()``: somebody wrote it for ``old``.
+        TypeError: a class whose methods call ``super()``, because its author wrote it for ``old``.
     """
     if cls is old:
         return new
@@ -51,8 +51,8 @@ def rebase(cls: type, old: type, new: type) -> type:
         return cls
     if _closes_over_its_class(cls):
         raise TypeError(
-            f"{cls.__name__} is a class of its own on {old.__name__}, which nothing says how to write on "
-            f"{new.__name__}: put a module of another class in the place of this one yourself"
+            f"{cls.__name__} derives from {old.__name__} and calls super(), so it cannot be rewritten for "
+            f"{new.__name__}: replace this module by one of another class yourself"
         )
     known = _rebased.setdefault(cls, {})
     if (old, new) not in known:
@@ -72,7 +72,7 @@ def is_own_forward(module: nn.Module) -> bool:
 
 
 def is_bound(forward: object, module: nn.Module) -> bool:
-    """Whether ``forward`` is that of the module's class, bound to the module."""
+    """Whether ``forward`` is the forward of the module's class, bound to the module."""
     return (
         isinstance(forward, MethodType)
         and forward.__self__ is module
@@ -81,7 +81,7 @@ def is_bound(forward: object, module: nn.Module) -> bool:
 
 
 def change_class(module: nn.Module, cls: type) -> None:
-    """Give ``module`` this class; where it keeps the forward of its old one bound, it keeps that of ``cls`` then."""
+    """Give ``module`` this class, and this class's forward where it had bound the old one."""
     bound = [name for name in FORWARDS if is_bound(module.__dict__.get(name), module)]
     module.__class__ = cls
     for name in bound:

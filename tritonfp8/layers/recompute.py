@@ -1,13 +1,13 @@
-"""What a forward decided travels to its recompute: activation checkpointing runs a forward again, later.
+"""The decisions of a forward travel to its recompute: activation checkpointing runs a forward again, later.
 
-Between the two, a ``with`` block may have ended and :func:`tritonfp8.swap_recipe` may have been called. Torch's
-checkpointing restores its own state (autocast, random numbers) and has no place for that of others. So its two entries
-are wrapped, once for the process: they note what is in force when a region's forward begins and which recipe each
-weight met in it, and put both back while the region is run again. For models without layers of this package they do
-nothing else.
+Between the two, a ``with`` block may have ended, or :func:`tritonfp8.swap_recipe` may have been called. torch's
+checkpointing restores its own state (autocast, random numbers) but not that of others. So its two entry functions are
+wrapped, once in a process. The wrappers note the options at the beginning of a region's forward and the recipe of each
+weight in it, and restore both while the region runs again. For models without layers of this package they do nothing
+else.
 
-Checkpointing that others wrote (Megatron, DeepSpeed) is not seen: there, keep blocks open until backward has ended, and
-change recipes between steps.
+Checkpointing by other libraries (Megatron, DeepSpeed) is not wrapped: with it, keep blocks open until backward has
+ended, and change recipes between steps.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tritonfp8.recipes import Recipe
 Capture = Callable[[], AbstractContextManager[object]]
 _captures: list[Capture] = []
 _ENTRY = "CheckpointFunction"
-# The first that there is: since torch 2.14 the other calls it.
+# The first one that exists is wrapped: since torch 2.14 it is called by the other.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-# It imports the generator by name, perhaps before this.
+# This module imports the generator by name, perhaps before it is wrapped.
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 
 def carry(capture: Capture) -> None:
-    """Let ``capture()``, called when a forward begins, return a context manager that puts its state back.
+    """Call ``capture()`` when a forward begins; it returns a context manager that restores its state.
 
-    It is entered and left again in each recompute, on whichever thread that runs.
+    Each recompute enters and leaves the context manager, on the thread that it runs on.
     """
     _captures.append(capture)
 
@@ -61,13 +61,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-# What a module followed before each swap since the oldest region began. A compiled layer, in which nothing is noted, is
-# guarded on its recipe: with the one of the forward it takes the forward's graph.
+# The recipe of a module before each swap, since the oldest region began. Nothing is noted in compiled layers, but they
+# are guarded on their recipe: with the recipe of the forward they run the graph of the forward.
 _swaps: list[tuple[weakref.ref[Any], Recipe]] = []
 
 
 def swapping(module: Any) -> None:
-    """The recipe of ``module`` is about to be changed."""
+    """Note the recipe of ``module``, which is about to change."""
     if not _regions:
         _swaps.clear()
         return
@@ -75,10 +75,10 @@ def swapping(module: Any) -> None:
 
 
 class Region:
-    """One forward of a checkpointed region, and what its layers decided."""
+    """One forward of a checkpointed region, and the decisions of its layers."""
 
     def __init__(self) -> None:
-        # A region inside one that runs again begins where that one did.
+        # A region inside a recompute begins at the swap at which the outer region began.
         outer = _thread.replayed
         self._first_swap: int = len(_swaps) if outer is None else outer._first_swap
         _regions.add(self)
@@ -92,7 +92,7 @@ class Region:
         try:
             yield
         finally:
-            # By identity: a generator that is not exhausted may be closed late.
+            # By identity and not by position: a generator that is not exhausted may be closed late.
             others = tuple(region for region in _thread.noted_by if region is not self)
             _thread.set(others, _thread.replayed)
 
@@ -112,7 +112,7 @@ class Region:
 
     @contextlib.contextmanager
     def _recipes_of_forward(self) -> Iterator[None]:
-        """Modules whose recipe was swapped since the forward follow the one that they had then."""
+        """Give modules whose recipe was swapped since the forward their recipe of that time."""
         now: dict[Any, Recipe] = {}
         for reference, before in _swaps[self._first_swap :]:
             module = reference()
@@ -130,13 +130,13 @@ class Region:
         self._recipes[id(weight)] = weakref.ref(weight), recipe
 
     def noted(self, weight: Tensor) -> Recipe | None:
-        """What :meth:`note` was told of this weight."""
+        """The recipe that :meth:`note` got for this weight, or None."""
         found = self._recipes.get(id(weight))
         return None if found is None or found[0]() is not weight else found[1]
 
 
 def decided(weight: Tensor, recipe: Recipe) -> Recipe:
-    """The recipe that the layer of ``weight`` follows: in a recompute the one of the forward, else ``recipe``."""
+    """The recipe that the layer of ``weight`` follows: in a recompute that of the forward, else ``recipe``."""
     if torch.compiler.is_dynamo_compiling() or not _thread.active:
         return recipe
     if _thread.replayed is not None:
@@ -200,8 +200,8 @@ def _install() -> None:
     if entry is None or not hasattr(entry, "forward") or name is None:
         raise ImportError(
             f"tritonfp8 needs torch.utils.checkpoint.{_ENTRY} and one of {', '.join(_GENERATORS)}, so that a recompute "
-            f"follows what its forward decided; torch {torch.__version__} lacks them. Install a torch that tritonfp8 "
-            "was tried with."
+            f"repeats the decisions of its forward; torch {torch.__version__} lacks them. Install a torch that "
+            "tritonfp8 was tested with."
         )
     entry.forward = staticmethod(_wrapped_entry(entry.forward))
     generator: Callable[..., Any] = getattr(checkpoint, name)

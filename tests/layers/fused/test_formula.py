@@ -156,7 +156,7 @@ def test_what_is_the_formula():
 def test_a_forward_whose_source_is_not_its_own_is_left():
     names = {"torch": torch, "nn": nn, "F": F, "Base": Base}
     exec("class Written(Base):\n    def forward(self, x):\n        return x", names)
-    assert "source is not to be had" in convert(nn.Sequential(names["Written"]()), "rowwise", fuse=True).not_fused["0"]
+    assert "source is not available" in convert(nn.Sequential(names["Written"]()), "rowwise", fuse=True).not_fused["0"]
 
     def enclosing(act):
         class Closed(Base):

@@ -1,6 +1,7 @@
 """Layers whose producer is fused with quantization: RMSNorm before linears, and the SwiGLU MLP.
 
-Exports the functions and the modules, and what ``convert(fuse=True)`` calls; nothing below ``convert`` imports this.
+Exports the functions, the modules, and the functions that ``convert(fuse=True)`` calls. A model that is converted
+without ``fuse=True`` never imports this folder.
 """
 
 from tritonfp8.layers.fused.functional import Produced, rms_norm_quantize, silu_mul_backward_quantize, silu_mul_quantize

@@ -1,7 +1,8 @@
-"""What a module's forward computes, read from its source: nothing of it runs, and nothing is patched to watch it.
+"""The formula that a module's forward computes, read from its source: none of it runs, and nothing is patched.
 
-Only a forward without branches has a formula: local names, products, calls of linears, of SiLU and of a few functions.
-Whatever else it says (``if``, ``with``, a decorator, a helper, an attribute that is a number) is a reason to have none.
+A forward has a formula if it has no branches and consists of local names, multiplications, and calls of linears, SiLU
+and a few functions. With anything else (``if``, ``with``, a decorator, a helper, an attribute that is a number) it has
+none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FUNCTIONS = ((F.silu, "silu"), (operator.mul, "mul"), (torch.mul, "mul"))
 
 
 class NoFormulaError(Exception):
-    """A forward is more than a formula; the message says by what."""
+    """A forward has no formula; the message names the reason."""
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -39,10 +40,10 @@ def _definition(code: CodeType) -> ast.FunctionDef:
     """The definition that was compiled to ``code``."""
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
-        # The compiler looks at more than the function. A file that was edited since has another text for it.
+        # Compile the whole file, as Python did. If the file was edited since, its code differs.
         file = compile("".join(linecache.getlines(code.co_filename)), code.co_filename, "exec", dont_inherit=True)
     except (OSError, SyntaxError, IndexError) as error:
-        raise NoFormulaError("its source is not to be had") from error
+        raise NoFormulaError("its source is not available") from error
     if code not in _codes(file):
         raise NoFormulaError("its source is not what was compiled")
     if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or code.co_freevars:
@@ -54,8 +55,8 @@ class Formula(NamedTuple):
     """The formula of a module's forward.
 
     Attributes:
-        text: as calls of linears, ``silu`` and ``mul`` on ``x``; the operands of products in order.
-        reads: what it calls besides linears, by the attribute of the module.
+        text: calls of linears, ``silu`` and ``mul`` on ``x``; the operands of ``mul`` are sorted.
+        reads: the other functions and modules that the forward calls, by the attribute of the module.
     """
 
     text: str
@@ -132,7 +133,7 @@ class _Reader:
 
 
 def _activation(module: nn.Module) -> str:
-    """The function that a module is: ``nn.SiLU`` by its class, others by their own formula."""
+    """The name of the function that a module computes: of ``nn.SiLU`` by its class, of others by their formula."""
     if type(module) is nn.SiLU:
         return "silu"
     name, argument = type(module).__name__, read_formula(module).text
@@ -149,6 +150,6 @@ def read_formula(module: nn.Module) -> Formula:
     """The formula of the forward that the module's class defines.
 
     Raises:
-        NoFormulaError: it is more than a formula.
+        NoFormulaError: it has no formula.
     """
     return _Reader(module).read()

@@ -1,4 +1,4 @@
-"""Producers fused with quantization, as functions on tensors; their autograd, and the layers made of it, lie above."""
+"""Producers fused with quantization, as functions on tensors without gradients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tritonfp8.specs import RMS_NORM_ROUNDINGS, QuantSpec, check_strided, requir
 
 
 class Produced(NamedTuple):
-    """What a fused producer made.
+    """The results of a fused producer.
 
     Attributes:
-        normal: the result quantized as it is, or None if it was not asked for.
-        transposed: its transpose, quantized, or None.
-        rstd: of RMSNorm, ``[M]`` float32: what its backward pass needs.
-        value: the result itself, in the dtype of the input, if it was to be kept.
+        normal: the quantized result, or None if its spec was None.
+        transposed: the quantized transpose, or None likewise.
+        rstd: of RMSNorm, ``[M]`` float32, which its backward pass needs.
+        value: the result in the dtype of the input, or None unless ``keep``.
     """
 
     normal: Quantized | None
@@ -41,7 +41,7 @@ def _check_specs(spec: object, spec_t: object) -> tuple[QuantSpec, QuantSpec, st
 
 
 def _check_matrices(**tensors: Tensor) -> None:
-    """All ``[M, K]`` of one shape, dtype and device."""
+    """Raise unless all are ``[M, K]`` of one shape, dtype and device."""
     (first, x), *others = tensors.items()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -109,9 +109,9 @@ def rms_norm_quantize(
 
     Raises:
         TypeError: a dtype or spec other than those.
-        ValueError: shapes or devices that do not go together, no spec at all, or an unknown rounding.
+        ValueError: shapes or devices that do not fit together, no spec at all, or an unknown rounding.
 
-    How far kernels are from the formulas is in :mod:`tritonfp8.reference.fused`.
+    :mod:`tritonfp8.reference.fused` says how far kernels may be from the formulas.
     """
     normal, transposed, orientation = _check_specs(spec, spec_t)
     require_type("eps", eps, float | int, "a float")
@@ -161,7 +161,7 @@ def silu_mul_backward_quantize(
         spec, spec_t, keep: as in :func:`silu_mul_quantize`, for both gradients.
 
     Returns, raises:
-        As :func:`rms_norm_quantize`: what was made for ``gate``, and for ``up``.
+        As :func:`rms_norm_quantize`: the results for ``gate``, then for ``up``.
     """
     normal, transposed, orientation = _check_specs(spec, spec_t)
     require_flag("keep", keep)

@@ -1,7 +1,7 @@
-"""Fuse norms and MLPs of a converted model with the quantization of what its linears read, in place.
+"""Fuse norms and MLPs of a converted model with the quantization of their linears' inputs, in place.
 
-A module is fused by changing its class, as a linear is converted. That is done only where it is certain what computes
-with its result: a fused norm returns 8 bits, which linears of its recipe take and nothing else does.
+Fusing a module changes its class, as converting a linear does. A fused norm returns 8 bits, which only linears of its
+recipe can read. So a module is fused only if every reader of its result is known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tritonfp8.recipes import Recipe
 
 # Families of transformers whose decoder layers differ in names only.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-# In a decoder layer: a norm, and the one module that is called with its result.
+# The norms of a decoder layer, and the one module that is called with the result of each.
 READER_OF_NORM = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 MLP_INPUTS = ("gate_proj", "up_proj")
@@ -39,7 +39,7 @@ SWIGLU = "down_proj(mul(silu(gate_proj(x)), up_proj(x)))"
 
 
 class _NormKind(NamedTuple):
-    """How a class of norms rounds, and its name for eps."""
+    """The rounding of a class of norms, and its attribute for eps."""
 
     rounding: str
     eps: str
@@ -50,9 +50,9 @@ TRANSFORMERS_NORM = _NormKind("normalized", "variance_epsilon")
 
 
 def _computes_as(cls: type, part: str) -> bool:
-    """Whether the forward of a class is that of a part of one of the families: a subclass may have its own."""
+    """Whether a class has the forward of this part of one of the families; a subclass may have its own forward."""
     forward = getattr(cls, "forward", None)
-    # Transformers decorates some. Of a decorator from elsewhere it is not known what it does.
+    # Transformers decorates some forwards. Decorators from elsewhere are not unwrapped: they may do anything.
     while _is_of_transformers(forward) and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     names = {f"{family}{part}.forward" for family in FAMILIES}
@@ -60,7 +60,7 @@ def _computes_as(cls: type, part: str) -> bool:
 
 
 def _is_of_transformers(function: object) -> TypeGuard[FunctionType]:
-    """Whether its code is: ``functools.wraps`` gives a function the names of another."""
+    """Whether transformers defines the function's code; its name does not tell, as ``functools.wraps`` copies names."""
     if not isinstance(function, FunctionType):
         return False
     return str(function.__globals__.get("__name__")).startswith("transformers.")
@@ -73,13 +73,13 @@ def _norm_kind(cls: type) -> _NormKind | None:
 
 
 def _children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Those of the names; empty unless all are there."""
+    """The children with these names; empty unless all are there."""
     found = [child for name in names if (child := module._modules.get(name)) is not None]
     return found if len(found) == len(names) else []
 
 
 def _linears_reading(reader: nn.Module) -> list[nn.Module]:
-    """The linears that alone read what ``reader`` is called with; empty where that is not known."""
+    """The linears that read the input of ``reader``, if nothing else reads it; empty if that is not known."""
     if isinstance(reader, nn.Linear):
         return [reader]
     if isinstance(reader, Float8SwiGLU) or _computes_as(type(reader), "MLP"):
@@ -88,7 +88,7 @@ def _linears_reading(reader: nn.Module) -> list[nn.Module]:
 
 
 class _Place(NamedTuple):
-    """Where the one module is that reads a norm."""
+    """The place of the only module that reads a norm."""
 
     parent: nn.Module
     name: str
@@ -101,7 +101,7 @@ class _Place(NamedTuple):
 
 
 def _readers(model: nn.Module) -> dict[nn.Module, _Place]:
-    """Of each norm in a place where its result goes to one module only: that module's place."""
+    """For each norm whose result only one module reads: the place of that module."""
     found: dict[nn.Module, _Place] = {}
     for parent in model.modules():
         pairs: Iterable[tuple[str, str]] = []
@@ -117,7 +117,7 @@ def _readers(model: nn.Module) -> dict[nn.Module, _Place]:
 
 
 def _common_recipe(linears: list[nn.Module]) -> Recipe | str:
-    """The recipe of all the linears, or why there is none that can be fused."""
+    """The common recipe of the linears; or the reason why they cannot be fused."""
     converted = [linear for linear in linears if isinstance(linear, Float8Linear)]
     if len(converted) < len(linears):
         return "a linear of it is not converted"
@@ -181,7 +181,7 @@ def _fuse_mlp(mlp: nn.Module) -> Recipe:
     cls = type(mlp)
     _mark(linears)
     change_class(mlp, Float8SwiGLU)
-    # Past nn.Module's setter, which takes no modules in a dict amiss, but which a class may override.
+    # Not by setattr: a class may override it.
     mlp.__dict__.update(fused_from=cls, fused_reads=reads)
     return recipe
 
@@ -210,13 +210,15 @@ def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     GEMM then round once, where the plain MLP rounds twice. Norms: ``nn.RMSNorm`` before a linear or such an MLP in
     an ``nn.Sequential``, and those before attention and MLP in decoder layers of :data:`FAMILIES` in transformers.
 
-    The forward must be the formula: one with a branch (``if self.training``), a ``with`` or a decorator may compute
-    something else another time. Its source says so; nothing of it runs. The linears must follow one recipe whose three
-    GEMMs are quantized. What a hook, or an unknown reader (as of a model's last norm), may see is left as it is.
-    Hooks, adapters and the like that come later take effect: what they see runs as before it was fused.
+    The forward must be exactly this formula: a forward with a branch (``if self.training``), a ``with`` or a decorator
+    may compute something else at another time. This reads the source of the forward and runs none of it. The linears
+    must follow one recipe whose three GEMMs are quantized. A module is not fused if a hook or an unknown reader (as of
+    a model's last norm) may see its result. Hooks and adapters that are added later still work: the modules that they
+    see then run as before they were fused.
 
     Returns:
-        What each fused module is now, by fully qualified name; and of each other norm and MLP why it was left.
+        For each fused module, by fully qualified name, its new class and recipe; for each other norm and MLP, the
+        reason why it was not fused.
     """
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -242,10 +244,10 @@ def fuse_model(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
 def recipes_of_norms(
     model: nn.Module, recipe_of: Callable[[Float8Linear], Recipe]
 ) -> list[tuple[Float8RMSNorm, Recipe]]:
-    """The recipe of each fused norm, where its linears are given theirs by ``recipe_of``.
+    """The recipe that each fused norm gets if its linears get those of ``recipe_of``.
 
     Raises:
-        ValueError: linears that one fused module serves would follow different recipes.
+        ValueError: the linears of one fused module would follow different recipes.
     """
 
     def common(name: str, linears: list[nn.Module]) -> Recipe | None:
@@ -255,7 +257,7 @@ def recipes_of_norms(
                 f"{name} is fused, and its linears must follow one recipe; got "
                 f"{', '.join(repr(recipe.name) for recipe in found)}. Use tritonfp8.revert first."
             )
-        # None where all are adapters now.
+        # None if adapters have replaced all of them.
         return found[0] if found else None
 
     readers = _readers(model)
@@ -270,7 +272,7 @@ def recipes_of_norms(
 
 
 def unfuse_model(model: nn.Module) -> list[str]:
-    """Undo :func:`fuse_model`; the names of the modules that were changed back."""
+    """Undo :func:`fuse_model`. Returns the names of the modules that were changed back."""
     names = []
     for name, module in model.named_modules():
         module.__dict__.pop("is_fused", None)

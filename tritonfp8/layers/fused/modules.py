@@ -1,4 +1,4 @@
-"""Modules that hand quantized results on: RMSNorm before linears, and the SwiGLU MLP."""
+"""Modules that return or pass on quantized results: RMSNorm before linears, and the SwiGLU MLP."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _BACKWARD, _BEFORE_BACKWARD = torch_module._global_backward_hooks, torch_module.
 
 
 def is_touched(module: nn.Module) -> bool:
-    """Whether hooks, or a forward of its own, see what goes through a module."""
+    """Whether a module has hooks, or a forward that is not its class's: these see its inputs and results."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     return "forward" in module.__dict__ and not is_bound(module.__dict__["forward"], module)
 
 
 def is_everything_touched() -> bool:
-    """Whether hooks see what goes through every module of the process."""
+    """Whether global hooks see the inputs and results of every module."""
     return bool(_AFTER or _BEFORE or _BACKWARD or _BEFORE_BACKWARD)
 
 
 def are_plain(linears: Iterable[nn.Module | None]) -> bool:
-    """Whether calling these is what converted linears compute, and nothing else.
+    """Whether all of these are converted linears that do nothing else when they are called.
 
-    Not of an adapter or a wrapper in the place of one, nor of one that was sharded, parametrized or pruned by itself.
+    An adapter or a wrapper is not, nor is a linear that was sharded, parametrized or pruned by itself.
     """
-    for linear in linears:  # noqa: SIM110 - in each pass, and a generator takes longer.
+    for linear in linears:  # noqa: SIM110 - this runs in each pass, and a generator is slower.
         if type(linear) is not Float8Linear or is_touched(linear):
             return False
     return True
@@ -50,13 +50,13 @@ class Reader:
     """The one module that is called with the result of a fused norm, looked up at each call.
 
     Attributes:
-        name: under which the parent has it.
+        name: its name in the parent.
         cls: its class when the norm was fused.
         inputs: the names of its linears that read the result; empty if it is a linear itself.
     """
 
     def __init__(self, parent: nn.Module | None, name: str, cls: type, inputs: tuple[str, ...]) -> None:
-        # No cycle: a model is freed at once.
+        # Weak, so that there is no cycle, and a model is freed at once.
         self._parent = None if parent is None else weakref.ref(parent)
         self.name = name
         self.cls = cls
@@ -72,7 +72,7 @@ class Reader:
         return Reader, (parent, self.name, self.cls, self.inputs)
 
     def takes_8_bits(self) -> bool:
-        """Whether only converted linears see what the reader is called with, now."""
+        """Whether only converted linears see the reader's input now."""
         parent = None if self._parent is None else self._parent()
         if parent is None or parent.__dict__.get("forward") is not None:
             return False
@@ -85,12 +85,12 @@ class Reader:
 
 
 class Float8RMSNorm(nn.Module):
-    """RMSNorm whose result is read by converted linears only, and so is made in 8 bits.
+    """RMSNorm that returns 8 bits, because only converted linears read its result.
 
     Args:
         hidden_size: K, of the weight ``[K]``.
         eps: added to the mean square; None is the machine epsilon of the input's dtype, as in ``nn.RMSNorm``.
-        recipe: a name or a :class:`~tritonfp8.Recipe`: that of every linear that reads the result.
+        recipe: a name or a :class:`~tritonfp8.Recipe`: the recipe of every linear that reads the result.
         rounding: ``"output"`` (``nn.RMSNorm``) or ``"normalized"`` (Llama in transformers).
         device, dtype: of the weight.
 
@@ -100,10 +100,10 @@ class Float8RMSNorm(nn.Module):
     """
 
     recipe: Recipe
-    # The class that tritonfp8.convert changed to this one, and what reads the result then.
+    # The class that tritonfp8.convert changed to this one, and the reader of the result at that time.
     fused_from: type[nn.Module] | None = None
     reader: Reader | None = None
-    # The attribute that is eps: that of the class before.
+    # The attribute for eps of the class before.
     eps_name: str = "eps"
 
     def __init__(
@@ -132,8 +132,8 @@ class Float8RMSNorm(nn.Module):
     def forward(self, input: Tensor) -> QuantizedInput | Tensor:
         """RMSNorm of ``input``, for linears of the recipe.
 
-        A tensor, as the norm returned before it was fused, while something else would see 8 bits: a hook on the norm or
-        on what reads it, an adapter.
+        It returns a tensor, as the norm did before it was fused, while something else would see the 8 bits: a hook on
+        the norm or on its reader, an adapter.
         """
         if self.fused_from is not None and not self.runs_fused():
             out: Tensor = self.fused_from.forward(self, input)
@@ -145,7 +145,7 @@ class Float8RMSNorm(nn.Module):
         return rms_norm(input, self.weight, eps, self.rounding)
 
     def runs_fused(self) -> bool:
-        """Whether nothing but converted linears sees the result, now; for a norm that convert fused."""
+        """Whether only converted linears see the result now; for a norm that ``convert`` fused."""
         if is_everything_touched() or is_touched(self):
             return False
         return self.reader is not None and self.reader.takes_8_bits()
@@ -171,7 +171,7 @@ class Float8SwiGLU(nn.Module):
     """
 
     fused_from: type[nn.Module] | None = None
-    # What the forward before called besides the linears, by attribute.
+    # The other functions and modules that the forward before called, by attribute.
     fused_reads: dict[str, object] = {}  # noqa: RUF012
 
     def __init__(
@@ -199,7 +199,7 @@ class Float8SwiGLU(nn.Module):
     def forward(self, x: Tensor | QuantizedInput) -> Tensor:
         """The MLP of ``x`` by the recipe."""
         linears = self._linears()
-        # The norm that made 8 bits has just asked.
+        # If a fused norm returned 8 bits, it has just checked this.
         if not (self.fused_from is not None and isinstance(x, QuantizedInput)) and not self.runs_fused():
             return self._unfused(x)
         recipe = linears[0].recipe
@@ -223,7 +223,7 @@ class Float8SwiGLU(nn.Module):
         return out
 
     def runs_fused(self) -> bool:
-        """Whether the three linears compute as they are and nobody else sees what goes through them, now."""
+        """Whether the three linears are plain converted ones now, and nothing else sees their inputs and results."""
         linears = self._linears()
         if is_everything_touched() or not are_plain(linears):
             return False

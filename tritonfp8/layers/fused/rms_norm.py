@@ -81,13 +81,13 @@ def quantized_rms_norm(
         rounding: ``"output"`` (``torch.nn.RMSNorm``) or ``"normalized"`` (Llama in transformers).
 
     Returns:
-        A :class:`QuantizedInput` in the dtype of ``x``. Under autocast to another dtype the norm runs in plain torch
-        and its result is cast and quantized, as a linear after it would do.
+        A :class:`QuantizedInput` in the dtype of ``x``. Under autocast to another dtype the norm runs in plain torch.
+        Its result is then cast and quantized, as a linear after it would do.
 
     Raises:
         TypeError: another dtype of ``x``.
         ValueError: a ``weight`` that does not fit, an unknown rounding, or a recipe with a GEMM in high precision.
-        RuntimeError: when a gradient of the gradient is asked for.
+        RuntimeError: in a second derivative.
     """
     check_tensors(x=x, weight=weight)
     require_type("eps", eps, float | int, "a float")

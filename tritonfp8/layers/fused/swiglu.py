@@ -176,8 +176,8 @@ def swiglu(
 
     Raises:
         TypeError: dtypes that differ, or a distributed tensor.
-        ValueError: shapes or specs that do not go together.
-        RuntimeError: when a gradient of the gradient is asked for.
+        ValueError: shapes or specs that do not fit together.
+        RuntimeError: in a second derivative.
     """
     check_tensors(gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     require_type("input", input, Tensor | QuantizedInput, "a torch.Tensor or a QuantizedInput")

@@ -208,8 +208,8 @@ def quantized_linear(
 
     Raises:
         TypeError: dtypes that differ, or a distributed tensor.
-        ValueError: shapes or specs that do not go together.
-        RuntimeError: when a gradient of the gradient is asked for.
+        ValueError: shapes or specs that do not fit together.
+        RuntimeError: in a second derivative.
     """
     check_tensors(weight=weight)
     if bias is not None:
