@@ -1,6 +1,8 @@
 """Functions of each rank in the tests of the limits of the FP8 all-gather."""
 
+from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from cases import give_up
@@ -315,3 +317,25 @@ def revert_sharded(mesh):
     for each in (model, plain):
         tritonfp8.revert(each)
     return model(tokens_of(0)).item() == plain(tokens_of(0)).item(), digest(model) == digest(plain)
+
+
+def train_grouped(mesh, setup, steps):
+    """As :func:`fsdp_cases.train`, with shards that the ops cast together; and how often each op was called."""
+    from tritonfp8 import ops
+    from tritonfp8.distributed.fsdp import grouped
+
+    called = Counter()
+
+    def counted(name):
+        op = getattr(ops, name)
+
+        def call(*args):
+            called[name] += 1
+            return op(*args)
+
+        return mock.patch.object(ops, name, call)
+
+    # As on GPUs; here the dispatcher runs the reference.
+    on_gpu = mock.patch.object(grouped, "runs_kernels", lambda shard: shard.is_contiguous())
+    with on_gpu, counted("amax_of_shards"), counted("quantize_shards"):
+        return train(mesh, setup, steps), called

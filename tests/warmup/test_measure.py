@@ -6,15 +6,16 @@ import time
 import pytest
 import torch
 from cases import INTERPRETER
+from op_samples import SAMPLES
 from tuned import CPU_MACHINE, entry, layer_products, stored
 from warmup_jobs import SHAPES, choices, last_is_fastest
 
-from tritonfp8 import hardware, recipes, reference, tuning
+from tritonfp8 import hardware, ops, recipes, reference, tuning
 from tritonfp8.launch import cast
 from tritonfp8.testing import assert_matmul_close
 from tritonfp8.warmup import measure
 from tritonfp8.warmup.measure import Product, tune
-from tritonfp8.warmup.record import Call, Layout, record_linear
+from tritonfp8.warmup.record import Call, Layout, Recorder, record_linear
 
 RECIPES = [name for name in recipes.names() if name != "bf16"]
 CPU = torch.device("cpu")
@@ -199,6 +200,15 @@ class TestTune:
             assert Call.of(product.call.op, tuple(args)) == product.call
             values = args[0].float()
             assert values.unique().numel() > 20
+
+    def test_a_call_with_a_list_of_tensors(self):
+        op, args = next((op, args) for op, args in SAMPLES if op is ops.quantize_shards)
+        with Recorder() as recorder:
+            op(*args)
+        (call,) = recorder.calls
+        assert call == Call.of("quantize_shards", args)
+        assert [layout.shape for layout in call.args[1]] == [tuple(shard.shape) for shard in args[1]]
+        assert [shard.shape for shard in call.arguments("cpu")[1]] == [shard.shape for shard in args[1]]
 
     def test_in_a_capture(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,8 +1,10 @@
 """FSDP2 with FP8 all-gather where things go wrong or unusual ways: nothing hangs, and errors say what to do."""
 
+import fsdp_cases
 import fsdp_limit_cases
 import pytest
 from cases import QUANTIZED
+from fsdp_cases import Setup
 from process_group import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -118,3 +120,19 @@ def test_errors_say_what_to_do(ranks):
         "repr": ("GatheredWeight", "bfloat16"),
     }.items():
         assert all(word in told[what] for word in words), told[what]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard": False}, {"compile": "whole"}], ids=["eager", "together", "compiled"]
+)
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_shards_that_ops_cast_together(ranks, recipe, options):
+    setup = Setup(recipe, **options)
+    alone = ranks.run(2, fsdp_cases.train, setup=setup, steps=2)
+    for expected, (trained, called) in zip(
+        alone, ranks.run(2, fsdp_limit_cases.train_grouped, setup=setup, steps=2), strict=True
+    ):
+        assert trained == expected
+        # One call a forward for all amaxes.
+        assert called["amax_of_shards"] == 2
+        assert called["quantize_shards"] > 0
