@@ -96,15 +96,15 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
 
     Args:
         model: a converted model, sharded or not. Tied layers stay tied.
-        cast: what is quantized. ``"param_dtype"``: the shard rounded to the dtype that the layer computes in (the
-            ``param_dtype`` of ``MixedPrecisionPolicy``, else autocast's where it is on around the model's call), which
-            is what the layer would see without this, so the losses are those without it, bit for bit. ``"master"``:
-            the shard as it is; one rounding less, and losses that differ.
+        cast: the values that are quantized. ``"param_dtype"``: the shard is first rounded to the dtype that the layer
+            computes in, so the losses are those of FSDP without this, to the bit. That dtype is the ``param_dtype`` of
+            ``MixedPrecisionPolicy``, else that of an autocast around the model's call. ``"master"``: the shard is
+            quantized without that rounding, and the losses differ.
 
     Returns:
-        A :class:`~tritonfp8.ConversionReport`: the recipe of each weight that is gathered in 8 bits, and why that of
-        each other converted layer is not: its recipe reads it in high precision, or it is shared with a module that
-        does.
+        A :class:`~tritonfp8.ConversionReport`: the recipe of each weight that is gathered in 8 bits, and the reason why
+        the weight of any other converted layer is not. A recipe may read it in high precision, or another module that
+        shares it.
 
     Raises:
         TypeError: ``model`` is no module.

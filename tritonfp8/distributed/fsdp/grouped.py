@@ -1,8 +1,8 @@
 """Many shards cast in one launch, on GPUs: the amaxes of a model, the bytes of all weights that FSDP gathers together.
 
 Cast one by one the shards get the same bits, but the host needs some tens of microseconds for each cast, more than the
-GPU. Shards are still cast one by one (:mod:`.shard_casts`) where no GPU computes, where scales travel with the bytes
-(mxfp8), and where a block begins inside a tile of the kernels.
+GPU. Shards are cast one by one (:mod:`.shard_casts`) on a CPU, if scales travel with the bytes (mxfp8), and if a block
+begins inside a tile of the kernels.
 """
 
 from __future__ import annotations

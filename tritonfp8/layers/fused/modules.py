@@ -95,8 +95,8 @@ class Float8RMSNorm(nn.Module):
         device, dtype: of the weight.
 
     Input ``[..., K]``; output a :class:`~tritonfp8.layers.linear.QuantizedInput` of that shape, which ``Float8Linear``
-    and ``Float8SwiGLU`` take in place of a tensor; a tensor where the recipe keeps a GEMM in high precision. Keys of
-    the state_dict: ``weight``, as in ``nn.RMSNorm``.
+    and ``Float8SwiGLU`` take in place of a tensor. If the recipe keeps a GEMM in high precision, it is a tensor.
+    Keys of the state_dict: ``weight``, as in ``nn.RMSNorm``.
     """
 
     recipe: Recipe
@@ -164,10 +164,10 @@ class Float8SwiGLU(nn.Module):
         recipe: a name or a :class:`~tritonfp8.Recipe`, of all three linears.
         device, dtype: of the weights.
 
-    Input ``[..., K]``, a tensor or what :class:`Float8RMSNorm` returns; output ``[..., K]``. Keys of the state_dict:
-    ``gate_proj.weight``, ``up_proj.weight``, ``down_proj.weight``, as in ``LlamaMLP``. The linears are read and not
-    called. While one of them has hooks or a bias, or something else is in its place (an adapter), all are called, and
-    the MLP is what it was before it was fused.
+    Input ``[..., K]``, a tensor or the result of :class:`Float8RMSNorm`; output ``[..., K]``. Keys of the state_dict:
+    ``gate_proj.weight``, ``up_proj.weight``, ``down_proj.weight``, as in ``LlamaMLP``. This reads the weights of the
+    linears and does not call them. While a linear has hooks or a bias, or an adapter is in its place, the MLP runs as
+    before it was fused, and calls all of them.
     """
 
     fused_from: type[nn.Module] | None = None

@@ -60,10 +60,10 @@ class LinearPlan(NamedTuple):
 class _Linear(torch.autograd.Function):
     """``input [M, K] @ weight [N, K].T + bias`` by a recipe, on operands that are quantized already.
 
-    It runs only the GEMMs whose result somebody needs, and saves only what they read. For ``grad_weight`` it saves
-    ``input.T`` quantized (M K bytes and scales, where bf16 takes 2 M K bytes), or the input if the recipe keeps that
-    GEMM in high precision. For ``grad_input`` it saves the weight, which is alive anyway (under autocast its cast), and
-    the reduced amaxes of ``weight.T``.
+    It runs only the GEMMs whose result somebody needs, and saves only what they read. For ``grad_weight`` that is
+    ``input.T`` quantized: M K bytes and scales, where bf16 takes 2 M K bytes. A recipe that keeps this GEMM in high
+    precision needs the input itself. For ``grad_input`` it is the weight, which is alive anyway (under
+    autocast its cast), and the reduced amaxes of ``weight.T``.
     """
 
     @staticmethod
