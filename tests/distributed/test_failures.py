@@ -25,7 +25,7 @@ def test_uneven_shards_do_not_hang(ranks, recipe):
 def test_shard_placement_fn_along_columns_is_an_error_of_all_ranks_alike(ranks):
     (first, collectives), second = ranks.run(2, failure_cases.shard_along_columns)
     assert (first, collectives) == second
-    assert "shards weights along dim 0" in first
+    assert "weights that are sharded along dim 0" in first
     assert "shard_placement_fn" in first
     # FSDP's own, which comes before the model's hooks the first time.
     assert collectives == 1
