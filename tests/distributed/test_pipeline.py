@@ -44,7 +44,7 @@ def test_weights_quantized_once_for_all_micro_batches(check_equal_to_one_process
     check_equal_to_one_process(2, recipe, schedule="1f1b", held=True)
 
 
-# A schedule orders the micro-batches; of a recipe only counts, there, whether its scales are gathered.
+# A schedule orders the micro-batches. Recipes differ there only in whether scales are gathered.
 GATHERED = [*(("1f1b", name) for name in QUANTIZED), ("gpipe", "rowwise"), ("gpipe", "mxfp8")]
 
 

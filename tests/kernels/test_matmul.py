@@ -85,7 +85,7 @@ def sweep():
 
 
 def flags(name, accumulation, config, tma):
-    """What decides which code of a kernel runs: the interpreter knows neither stages nor warps."""
+    """The flags that decide which code of a kernel runs; the interpreter knows neither stages nor warps."""
     split = config.split_k > 1
     return name, accumulation, tma, config.swap, split, config.halves, config.flatten, config.group_m
 
@@ -165,7 +165,6 @@ def test_the_interpreter_sees_every_flag_and_every_pair_of_flags():
     assert len(some) < len(every) / 2
     for i, j in itertools.combinations(range(len(every[0])), 2):
         assert {(f[i], f[j]) for f in some} == {(f[i], f[j]) for f in every}
-    # What the kernels are compiled for, as far as CPUs run it.
     assert {name for name, *_ in some} == set(PAIRS)
     assert {f[1] for f in some} == set(ACCUMULATIONS)
     for flag in (2, 3, 4, 5):

@@ -1,4 +1,4 @@
-"""What the compiler made of kernels, on disk: a kernel that several tests read about is compiled once.
+"""Reports of compiled kernels, on disk: a kernel whose report several tests read is compiled once.
 
 The processes of one run share a folder, so it does not matter which test asks first, nor in which process. Nothing
 outlives the run: no report can be that of older source.
@@ -19,7 +19,7 @@ def share():
     """Make a folder for this process and those that it starts, unless this one was started with a folder.
 
     Returns:
-        What removes the folder when it is dropped; None where the folder is another process's.
+        An object that removes the folder when it is dropped; None if another process made the folder.
     """
     if FOLDER in os.environ:
         return None

@@ -31,7 +31,7 @@ def check_equal_to_off(ranks, world, setup, steps=3):
     return on
 
 
-# Ten steps where shards are uneven; a step over more ranks or fewer runs the same code on other sizes.
+# Ten steps over three ranks, whose shards are uneven; over two or four, steps run the same code on other sizes.
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize(("world", "steps"), [(2, 3), (3, 10), (4, 3)], ids=["2", "3", "4"])
 def test_losses_with_fp8_all_gather_equal_those_without(ranks, world, steps, recipe):

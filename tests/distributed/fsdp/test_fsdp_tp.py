@@ -45,14 +45,14 @@ def test_it_is_enabled_before_tensor_parallelism_or_after_everything(ranks, enab
     check_equal_to_off(ranks, TWO_BY_TWO, "blockwise", steps=2, enable=enable)
 
 
-# Ten steps of one recipe: what a later step adds to the third is the values, and those decide no path.
+# One recipe takes ten steps: after the third, steps run the same code on other values.
 @pytest.mark.parametrize(("recipe", "steps"), [(name, 10 if name == "blockwise" else 3) for name in QUANTIZED])
 def test_tp_by_fsdp2(ranks, recipe, steps):
     check_equal_to_off(ranks, TWO_BY_TWO, recipe, steps)
 
 
-# Replicas change the groups of the collectives, of which a recipe has two kinds: bytes alone, after a reduction of
-# amaxes (in blocks that ranks of tensor parallelism share), and bytes with their scales.
+# Replicas change the process groups of the collectives. Two recipes make every kind of collective: blockwise reduces
+# amaxes, also of blocks that ranks of tensor parallelism share, and gathers bytes; mxfp8 gathers scales as well.
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_tp_by_hsdp(eight, recipe):
     check_equal_to_off(eight, HYBRID, recipe)

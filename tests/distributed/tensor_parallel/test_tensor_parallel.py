@@ -262,7 +262,7 @@ def test_ranks_talk_about_a_weight_once_and_in_forward(two, name, weight, grad_o
         assert backward == [grad_output]
 
 
-# Recipes differ in the ops of a layer, whose graph is compared above, bit by bit, with the eager layer of each recipe.
+# Recipes differ in the ops of a layer: a test above compares the compiled layer of each with the eager one, bit by bit.
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "llama"), [("rowwise", "float8, sequence"), ("blockwise", "plain DTensor outputs")])
 def test_compiled_llama_trains_as_one_process(two, name, llama):
