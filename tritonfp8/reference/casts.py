@@ -65,6 +65,10 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     Returns:
         float32, one value a block; 0 for an empty block, infinite or NaN where the block holds such a value.
     """
+    return _block_amax(x, block)
+
+
+def _block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
     # The bits of non-negative floats are ordered as integers, with NaN above infinity: nothing is swallowed.
     bits = _blocked(x.float().abs().view(torch.int32), block)
     found = bits.amax(dim=tuple(range(1, bits.ndim, 2))).view(torch.float32)
@@ -118,7 +122,7 @@ def quantize(
     s = spec_of(spec)
     fmt, scales = FORMATS[s.format], SCALE_FORMATS[s.scale_format]
     x = (x.t() if transpose else x).float()
-    block_amax = globals()["amax"](x, s.block) if amax is None else _without_sign(amax)
+    block_amax = _block_amax(x, s.block) if amax is None else _without_sign(amax)
     encode = _encode_e8m0 if scales.exponent_only else _encode_fp32
     enc, scale = encode(block_amax, fmt, s.scale_rounding)
     scaled = x * _spread(enc, x.shape, s.block)
