@@ -186,7 +186,7 @@ class TestBitwise:
             assert_bitwise_equal(x.bfloat16(), x)
         with pytest.raises(AssertionError, match=r"\(3, 2\) but expected torch.float32 \(2, 3\)"):
             assert_bitwise_equal(x.reshape(3, 2), x)
-        with pytest.raises(TypeError, match="actual must hold torch.Tensors; got int"):
+        with pytest.raises(TypeError, match="actual must be a tensor or a pytree of tensors; got int"):
             assert_bitwise_equal(1, x)
 
     def test_trees(self):

@@ -3,15 +3,15 @@
     import tritonfp8
     report = tritonfp8.convert(model, "rowwise")
 
-The design in one paragraph: a :class:`QuantSpec` says how a tensor is quantized, a :class:`Recipe` which operand of
-which matrix product of a linear layer uses which spec, :func:`convert` makes a model follow a recipe. The ops are in
-:mod:`tritonfp8.ops`, their meaning in :mod:`tritonfp8.reference`.
+A :class:`QuantSpec` defines how one tensor is quantized. A :class:`Recipe` gives the specs of both operands of each of
+the three GEMMs of a linear layer. :func:`convert` makes a model follow a recipe. The ops are in :mod:`tritonfp8.ops`,
+their definitions in plain torch in :mod:`tritonfp8.reference`.
 """
 
 import importlib
 from typing import Any
 
-# First: a torch or triton of another version fails at whatever it lacks.
+# Imported first: it rejects unsupported versions of torch and triton, which would fail later on a missing name.
 import tritonfp8.compat  # noqa: F401
 from tritonfp8 import recipes
 from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Not with the package: it takes torch.distributed, and the core does without.
+    # Imported on first use: it imports torch.distributed, which the core does not need.
     if name == "distributed":
         return importlib.import_module("tritonfp8.distributed")
     raise AttributeError(f"module 'tritonfp8' has no attribute {name!r}")

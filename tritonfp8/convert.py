@@ -1,7 +1,7 @@
 """convert, swap_recipe, revert: change how a model's linear layers compute, in place.
 
-A layer is converted by changing its class: the module object, its parameters, buffers, hooks and every reference to it
-stay, so optimizers, tied weights and hooks made before go on working.
+A layer is converted by changing its class. The module object, its parameters, buffers, hooks and all references to it
+stay, so existing optimizers, tied weights and hooks keep working.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Filter = Callable[[nn.Module, str], bool]
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did; ``str(report)`` is a table.
+    """The result of a conversion; ``str(report)`` is a table.
 
     Attributes:
-        converted: the recipe of each layer that now follows one, by fully qualified name.
-        skipped: for each other linear layer, why it was left as it was.
-        fused: what each fused norm and MLP is now, by fully qualified name.
-        not_fused: for each other norm and MLP, why it was left as it was, if fusing was asked for.
+        converted: the recipe of each converted layer, by fully qualified name.
+        skipped: for each other linear layer, the reason why it was not converted.
+        fused: for each fused norm and MLP, a description of the fused module.
+        not_fused: for each other norm and MLP, the reason why it was not fused; empty without ``fuse=True``.
     """
 
     converted: dict[str, Recipe]
@@ -62,7 +62,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _why_unfit(module: nn.Linear) -> str | None:
-    """Why a layer cannot be converted at all, or None."""
+    """The reason why a layer cannot be converted, or None."""
     if type(module) is nn.Linear:
         return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
     if nn.utils.parametrize.is_parametrized(module):
@@ -91,7 +91,7 @@ def _check_filter(filter: object) -> None:
 
 
 class _Choice:
-    """Which recipe a name gets, and which patterns were of use."""
+    """Chooses the recipe of each layer by its name, and remembers which patterns matched."""
 
     def __init__(self, recipe: Recipes) -> None:
         self.recipes = {p: get(r) for p, r in recipe.items()} if isinstance(recipe, Mapping) else {"*": get(recipe)}
@@ -111,13 +111,13 @@ class _Choice:
         unused = [p for p in self.recipes if p not in self.used]
         if unused and self.is_mapping:
             raise ValueError(
-                f"{', '.join(map(repr, unused))} decided the recipe of no layer: it matches none, or an earlier one "
-                f"takes them all (the first match wins). Layers: {', '.join(names) or 'none'}"
+                f"{', '.join(map(repr, unused))} decided the recipe of no layer: it matches none, or an earlier "
+                f"pattern matches them all (the first match wins). Layers: {', '.join(names) or 'none'}"
             )
 
 
 def _share_inputs(model: nn.Module, layers: Collection[nn.Module]) -> None:
-    """Let layers with one parent and as many in features quantize once what they all read."""
+    """Let sibling layers (one parent, equal ``in_features``) quantize an input once that all of them read."""
     for parent in model.modules():
         groups: dict[int, list[nn.Module]] = {}
         for child in parent.children():
@@ -130,7 +130,7 @@ def _share_inputs(model: nn.Module, layers: Collection[nn.Module]) -> None:
 
 
 def _fusing() -> Any:
-    """The folder of fused layers: imported for models that have them, which the others do without."""
+    """The folder of fused layers, imported on first use: models without fused layers do not need it."""
     from tritonfp8.layers import fused
 
     return fused
@@ -141,7 +141,7 @@ def _is_fused(model: nn.Module) -> bool:
 
 
 def _recipes_of_norms(model: nn.Module, recipes: Mapping[Any, Recipe]) -> list[tuple[Any, Recipe]]:
-    """Each fused norm of ``model`` with the recipe of its linears."""
+    """The fused norms of ``model``, each with the recipe of the linear layers that read it."""
     return _fusing().recipes_of_norms(model, recipes.__getitem__) if _is_fused(model) else []
 
 
@@ -160,24 +160,24 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
         model: any module; it may be an ``nn.Linear`` itself.
         recipe: a name, a :class:`~tritonfp8.Recipe`, or a mapping of shell-style patterns of fully qualified names
             (``"*.mlp.*"``) to either; the first pattern that matches decides, and layers that none matches are skipped.
-        filter: ``filter(module, fqn) -> bool``, whether to convert an ``nn.Linear``. The default converts all but those
-            with fewer than 16 in or out features. Subclasses of ``nn.Linear`` are never converted: their forward may
-            differ, or be bypassed by the module around them. Nor are layers whose forward was replaced on the instance,
-            other than by the hooks of accelerate.
-        fuse: also let SwiGLU MLPs, and norms that only linears of one recipe read, hand 8 bits on: what
-            :func:`tritonfp8.layers.fused.fuse_model` is sure of. The report says what was left and why. Sharded weights
-            (tensor parallel) need ``fuse=False``.
+        filter: ``filter(module, fqn) -> bool``, whether to convert an ``nn.Linear``. By default layers with fewer than
+            16 in or out features are skipped. Subclasses of ``nn.Linear`` are never converted: their forward may
+            differ, or the module around them may bypass it. Layers whose forward was replaced on the instance are not
+            converted either, unless the hooks of accelerate replaced it.
+        fuse: also fuse quantization into SwiGLU MLPs, and into norms that only linear layers of one recipe read, where
+            :func:`tritonfp8.layers.fused.fuse_model` recognizes them. The report lists the others with reasons. Sharded
+            weights (tensor parallel) need ``fuse=False``.
 
     Returns:
         A :class:`ConversionReport`.
 
     Note:
-        In eval mode ``nn.TransformerEncoderLayer`` may run torch's fused path, which reads its linears' weights and not
-        their forward: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
+        In eval mode ``nn.TransformerEncoderLayer`` may run torch's fused path, which reads the weights of its linear
+        layers and skips their forward: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
 
     Raises:
-        ValueError: the model is converted already, nothing was converted, a pattern decided no layer, or an unknown
-        recipe. TypeError: an argument of another type.
+        ValueError: the model is already converted, nothing was converted, a pattern decided no layer, unknown recipe.
+        TypeError: an argument of another type.
     """
     require_module(model)
     require_flag("fuse", fuse)
@@ -214,15 +214,17 @@ def convert(model: nn.Module, recipe: Recipes, filter: Filter | None = None, fus
 def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
     """Change the recipe of a converted model's layers, in place. Parameters stay; an equal recipe recompiles nothing.
 
-    A backward follows its forward's recipe, also where activation checkpointing runs that forward again.
+    A backward follows the recipe of its forward, also if activation checkpointing recomputes that forward.
 
     Args:
         model: a converted model.
-        recipe: as for :func:`convert`; layers that no pattern matches keep theirs, and the report calls them skipped.
+        recipe: as for :func:`convert`. Layers that no pattern matches keep their recipe; the report lists them as
+            skipped.
 
     Raises:
-        ValueError: the model has no converted layer, a pattern decided no layer, an unknown recipe, or different ones
-        for the linears of a fused norm or MLP. TypeError: an argument of another type.
+        ValueError: the model has no converted layer, a pattern decided no layer, an unknown recipe, or different
+            recipes for the linear layers of one fused norm or MLP.
+        TypeError: an argument of another type.
     """
     require_module(model)
     choice = _Choice(recipe)
@@ -239,7 +241,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
                 swapping(norm)
                 norm.recipe = new
         for module in layers.values():
-            # The same object where the recipe is equal: whatever was compiled for it stays valid.
+            # An equal recipe keeps its object, so that compiled code which guards on it stays valid.
             if new_recipes[module] != module.recipe:
                 swapping(module)
                 module.recipe = new_recipes[module]
@@ -251,7 +253,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes) -> ConversionReport:
 
 @contextmanager
 def _released(layers: Iterable[Float8Linear]) -> Iterator[None]:
-    """Call what the layers have to do before they are reverted, and undo it if that, or the block, raises."""
+    """Call ``on_revert`` of each layer; undo the calls if one of them, or the block, raises."""
     undo: list[Callable[[], object]] = []
     try:
         for layer in layers:
@@ -267,25 +269,25 @@ def _released(layers: Iterable[Float8Linear]) -> Iterator[None]:
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Undo :func:`convert`, in place: all layers and fused modules are what they were, with the same parameters.
+    """Undo :func:`convert`, in place: layers and fused modules get back their classes and keep their parameters.
 
-    Classes that others derived since from a layer's own are derived from ``nn.Linear`` then: of ``FSDPFloat8Linear``,
-    which ``fully_shard`` makes, becomes ``FSDPLinear``. Nothing is changed if an error is raised.
+    If other code derived a class from a layer's class in the meantime, the layer gets a class derived from
+    ``nn.Linear`` instead: ``FSDPFloat8Linear``, which ``fully_shard`` makes, becomes ``FSDPLinear``. Nothing is changed
+    if an error is raised.
 
     Returns:
-        The names of the layers that were changed back, then of the fused modules.
+        The names of the reverted layers, then of the fused modules.
 
     Raises:
         ValueError: the model has no converted layer, or a block of ``quantize_weights_once`` is open on one.
-        TypeError: ``model`` is no module, or a layer is of a class that was written as a subclass of
-            :class:`Float8Linear`.
+        TypeError: ``model`` is not a module, or a layer's class was written as a subclass of :class:`Float8Linear`.
     """
     require_module(model)
     layers = {name: module for name, module in _linears(model) if isinstance(module, Float8Linear)}
     if not layers:
         raise ValueError("the model has no converted layer: there is nothing to revert")
-    if held := [name for name, module in layers.items() if module.cached_weight is not None]:
-        raise ValueError(f"quantize_weights_once is open on {', '.join(held)}: revert after the block")
+    if cached := [name for name, module in layers.items() if module.cached_weight is not None]:
+        raise ValueError(f"quantize_weights_once is open on {', '.join(cached)}: revert after the block")
     classes = {module: rebase(type(module), Float8Linear, nn.Linear) for module in layers.values()}
     with all_or_nothing(model), _released(layers.values()):
         for module, cls in classes.items():

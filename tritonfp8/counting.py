@@ -1,8 +1,8 @@
-"""Counts of the matrix products that really ran, by what they ran on.
+"""Counts of the GEMMs that really ran, by kind: FP8 tensor cores, emulated, reference or high precision.
 
-The ops record each product when they execute it, eager or inside a compiled graph, in forward and in backward (which
-runs on threads of its own), so a count is what happened and not what a recipe promises. A CUDA graph replays kernels
-without the ops and is not counted.
+The ops record each GEMM when they execute it: eager or inside a compiled graph, in forward and in backward (on
+autograd's threads). So a count shows what ran, not what a recipe asks for. A CUDA graph replays kernels without the
+ops; its GEMMs are not counted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ KINDS = {
 
 @dataclass
 class GemmCounts:
-    """FLOPs (2 M N K a product) and calls of the products of converted layers, by kind: a key of :data:`KINDS`."""
+    """FLOPs (2 M N K a GEMM) and calls of the GEMMs of converted layers, by kind: a key of :data:`KINDS`."""
 
     flops: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
 
     def share(self, *kinds: str) -> float:
-        """Share of all counted FLOPs that is of these kinds; 0.0 where nothing was counted."""
+        """Share of these kinds in all counted FLOPs; 0.0 if nothing was counted."""
         total = sum(self.flops.values())
         return sum(self.flops[kind] for kind in kinds) / total if total else 0.0
 
@@ -38,23 +38,23 @@ _active: list[GemmCounts] = []
 
 @contextmanager
 def count_gemms() -> Iterator[GemmCounts]:
-    """Count the products that run inside the ``with`` block, on every thread of this process."""
+    """Count the GEMMs that run inside the ``with`` block, on every thread of this process."""
     counts = GemmCounts()
     _active.append(counts)
     try:
         yield counts
     finally:
-        # By identity: two counts that are equal must not end each other.
+        # By identity: nested blocks may have equal counts, and each must remove only its own.
         _active[:] = [other for other in _active if other is not counts]
 
 
 def is_active() -> bool:
-    """Whether anybody counts."""
+    """Whether a :func:`count_gemms` block is open."""
     return bool(_active)
 
 
 def record(kind: str, m: int, n: int, k: int) -> None:
-    """Note one product of ``[m, k]`` by ``[n, k].T`` that ran as ``kind``."""
+    """Count one GEMM of ``[m, k]`` by ``[n, k].T`` that ran as ``kind``."""
     for counts in _active:
         counts.flops[kind] += 2 * m * n * k
         counts.calls[kind] += 1

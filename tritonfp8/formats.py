@@ -1,7 +1,7 @@
 """Number formats: the one place where a low-precision element or scale format is defined.
 
-A format is a row of a table. Everything else takes its numbers (``qmax``, ``emax``, the torch dtype) from here, so a
-new format is a new row and no new branch.
+A format is a row of a table. All other code takes its numbers (``qmax``, ``emax``, the torch dtype) from here: a new
+format is a new row and no new branch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Format:
         dtype: the torch storage dtype.
         qmax: the largest finite magnitude.
         emax: exponent of ``qmax``, i.e. ``floor(log2(qmax))``.
-        qmax_mantissa: the 23 fraction bits of ``qmax`` written as an IEEE float32; with ``emax`` it decides the
-            round-up scale rule in integer arithmetic.
+        qmax_mantissa: the 23 fraction bits of ``qmax`` as an IEEE float32. With ``emax`` it decides in integer
+            arithmetic whether a scale is rounded up.
         mantissa_bits: stored fraction bits.
-        emin: exponent of the smallest normal number; numbers below share its spacing.
-        nan: the byte stored for NaN. Both formats have several; we store one, so that bytes compare.
+        emin: exponent of the smallest normal number; subnormal numbers share its spacing.
+        nan: the byte stored for NaN. Both formats have several; we store one, so that bytes can be compared.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Format:
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """How the scale of a block is stored.
+    """The storage format of the scale of a block.
 
     Attributes:
         name: the name a :class:`~tritonfp8.QuantSpec` and the ops use.
         dtype: the torch storage dtype.
-        roundings: the scale roundings that this format can hold.
-        exponent_only: whether a scale is one byte of exponent, biased by 127, with 255 for NaN.
+        roundings: the scale roundings that this format supports.
+        exponent_only: whether a scale is one byte: an exponent biased by 127, with 255 for NaN.
     """
 
     name: str
@@ -71,11 +71,11 @@ SCALE_FORMATS: Mapping[str, ScaleFormat] = MappingProxyType(
 )
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What a matrix product may return and a linear layer may compute in."""
+"""Dtypes that a GEMM may return and in which a linear layer may compute."""
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.stack``, also of 8-bit floats under autocast, which looks for the widest dtype and has none of theirs."""
+    """``torch.stack`` that also works for 8-bit floats under autocast, which cannot promote their dtypes."""
     dtype = tensors[0].dtype
     if dtype.itemsize > 1:
         return torch.stack(list(tensors))

@@ -63,15 +63,15 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
 
     Args:
         x: ``[..., K]``, bfloat16, float16, float32 or float64.
-        block: ``(rows, cols)`` of the last two dims; -1 is the whole dimension, and as rows it takes in all leading
-        dims.
+        block: ``(rows, cols)`` of the last two dims; -1 is the whole dimension, and rows of -1 include all leading
+            dims.
 
     Returns:
-        float32, one value a block: 0 for an empty block, infinite or NaN where the block holds such a value.
+        float32, one value a block: 0 for an empty block, infinite or NaN if the block has such a value.
 
     Raises:
-        TypeError: ``x`` is not a floating tensor of those dtypes.
-        ValueError: no such block, or ``x`` has too few dims for it.
+        TypeError: ``x`` is not a tensor of one of these dtypes.
+        ValueError: an unsupported block, or ``x`` has too few dims for it.
     """
     check_floating("x", x)
     require_type("block", block, Sequence, "a pair of ints (rows, cols)")
@@ -87,19 +87,19 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
         x: ``[..., K]``, bfloat16, float16, float32 or float64, of any strides. 2-D if ``transpose``.
         spec: format, block and scale of the result.
         transpose: quantize ``x.T`` instead, contiguous: K-major for a contraction over the rows of ``x``.
-        amax: float32, one value for each block of the result, used in place of the block's own (of the whole tensor
-            where ``x`` is a shard of it, say). What lies beyond saturates. An amax has no sign: it is ignored, also
-            that of zero, infinity and NaN.
+        amax: float32, one value for each block of the result, used in place of the block's own amax: for example that
+            of the whole tensor, if ``x`` is a shard of it. Larger values of ``x`` saturate. The sign of an amax is
+            ignored, also that of zero, infinity and NaN.
 
     Returns:
-        A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It carries no gradient: gradients flow through
+        A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It has no gradient: gradients flow through
         :func:`linear`.
 
     Raises:
-        TypeError: ``x`` is not a floating tensor of those dtypes, or ``spec`` no QuantSpec.
+        TypeError: ``x`` is not a tensor of one of these dtypes, or ``spec`` is not a QuantSpec.
         ValueError: too few or too many dims, or an ``amax`` of another shape or dtype.
 
-    The formulas are those of :mod:`tritonfp8.reference`.
+    :mod:`tritonfp8.reference.casts` has the formulas.
     """
     check_floating("x", x)
     _check_spec(spec)
@@ -122,12 +122,13 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
 def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quantized, Quantized]:
     """``(quantize(x, spec), quantize(x, spec_t, transpose=True))``, in one pass over ``x`` where the scales allow it.
 
-    Blocks of a whole dimension (tensorwise, rowwise) need the amax first: one more pass, for both results together.
+    Blocks of a whole dimension (tensorwise, rowwise) need the amax first: one more pass over ``x``, shared by both
+    results.
 
     Args:
         x: ``[M, K]``, bfloat16, float16, float32 or float64, of any strides.
-        spec: of the first result, ``[M, K]``.
-        spec_t: of the second, ``[K, M]``, in the coordinates of ``x.T``.
+        spec: spec of the first result, ``[M, K]``.
+        spec_t: spec of the second result, ``[K, M]``, in the coordinates of ``x.T``.
 
     Raises:
         TypeError, ValueError: as :func:`quantize`.
@@ -143,12 +144,12 @@ def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quanti
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """``float32(qdata) * float32(scale)``, rounded to ``dtype`` (bfloat16, float16 or float32), in the shape of ``q``.
 
-    Infinite where that is beyond ``dtype``: of finite float32 values, for those next to the largest, if the scale is a
-    power of two (see :class:`~tritonfp8.QuantSpec`), as the nearest code stands for 2^128.
+    Infinite where the result is beyond ``dtype``. This includes the largest finite float32 values if the scale is a
+    power of two: their code and scale stand for 2^128 (see :class:`~tritonfp8.QuantSpec`).
 
     Raises:
-        TypeError: ``q`` is not Quantized.
-        ValueError: another dtype.
+        TypeError: ``q`` is not a Quantized.
+        ValueError: an unsupported ``dtype``.
     """
     _check_quantized("q", q)
     require("dtype", dtype, HIGH_PRECISION_DTYPES)
@@ -162,7 +163,7 @@ def _check_quantized(name: str, q: object) -> None:
 
 _ACTIVATIONS = (None, *ACTIVATIONS)
 _PRECISE = ACCUMULATIONS[0]
-# By spec, as text.
+# Family of GEMM kernels, by the text of a spec.
 _FAMILIES = {text: BLOCKS[spec.block].family for text, spec in SPECS.items()}
 
 
@@ -204,23 +205,23 @@ def scaled_matmul(
         residual: ``[M, N]``, floating, added after the activation.
         out_dtype: bfloat16, float16 or float32.
         accumulation: ``"precise"`` promotes the tensor core's sums to float32 at least every 128 of K; ``"fast"``
-            leaves the whole K to the tensor core, which loses precision with K and much of it on data of one sign.
+            leaves the whole K to the tensor core, which loses precision as K grows, most on data of one sign.
             Operands scaled along K are always promoted.
 
     Returns:
-        ``[M, N]`` in ``out_dtype``. The same shapes give the same bits on every run. Up to M of 256 the parts of K that
-        are summed by themselves depend on M, N and K, so a row's last bits may differ in another batch or shard.
+        ``[M, N]`` in ``out_dtype``. The same shapes give the same bits on every run. For M up to 256 split K depends on
+        M, N and K, so the last bits of a row may differ in another batch or shard.
 
     Raises:
-        TypeError: an operand is not Quantized.
-        ValueError: shapes, devices or specs that do not go together, an unknown option, or a ``bias`` or ``residual``
-            that requires grad (this function is not differentiable).
+        TypeError: an operand is not a Quantized.
+        ValueError: shapes, devices or specs that do not match, an unknown option, or a ``bias`` or ``residual`` that
+            requires grad (this function is not differentiable).
     """
-    # Each call and each look at an attribute counts: all of this is host time of an eager call.
+    # Host time of an eager call: each function call and each attribute access counts.
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         _check_quantized("a", a)
         _check_quantized("b", b)
-    # By identity, which is quicker and asks an array nothing; an equal text that is another object goes the longer way.
+    # By identity: faster, and safe for arrays. An equal text that is another object only takes the slower path below.
     plain = bias is None and residual is None and activation is None
     plain = plain and out_dtype is torch.bfloat16 and accumulation is _PRECISE
     if not plain:
@@ -238,7 +239,7 @@ def scaled_matmul(
     if residual is not None:
         _check_operand("residual", residual, (a_shape[0], b_shape[0]), device)
     if plain:
-        # The dispatcher takes time for each argument that it is given.
+        # Defaults are left out: the dispatcher takes time for each argument.
         return ops.scaled_matmul(lhs, a.scale, a_spec, rhs, b.scale, b_spec)
     return ops.scaled_matmul(
         lhs, a.scale, a_spec, rhs, b.scale, b_spec, bias, activation, residual, out_dtype, accumulation

@@ -1,4 +1,4 @@
-"""What a device can do, by ability and not by name."""
+"""Abilities of a device, such as FP8 tensor cores and TMA: code asks for these and not for a device's name."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import torch
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the package asks of a device.
+    """The abilities of a device that the package asks for.
 
     Attributes:
         name: the device's own name.
         capability: CUDA compute capability, None on a CPU.
         has_fp8_mma: FP8 tensor cores and FP8 conversions (sm_89 and later). Without them the reference runs.
         has_direct_cast: conversions from float32 to FP8 that round once (sm_90 and later, as Triton compiles them).
-        has_tma: the bulk tensor copy engine (sm_90 and later).
-        has_dependent_launch: kernels that start while the one before ends (sm_90 and later).
-        has_warpgroup_mma: the asynchronous tensor cores of Hopper (sm_90 alone).
+        has_tma: the tensor memory accelerator (sm_90 and later).
+        has_dependent_launch: programmatic dependent launch: a kernel starts before the previous one ends (sm_90 and
+            later).
+        has_warpgroup_mma: the asynchronous tensor cores of Hopper (sm_90 only).
         has_native_mx: tensor cores whose MX instruction Triton uses (sm_100 and sm_103).
         num_sms: streaming multiprocessors.
-        max_shared_bytes: shared memory a block may take.
+        max_shared_bytes: shared memory that a block may use, in bytes.
     """
 
     name: str
@@ -40,17 +41,17 @@ class Abilities:
 
 
 def machine_key(abilities: Abilities) -> str:
-    """What tuned configurations of a machine are filed under: name, capability and SMs of its GPU, fit for a file name.
+    """The key of a machine's tuned configurations: name, capability and SM count of its GPU, usable as a file name.
 
-    An H200 is ``nvidia-h200-sm90-132``. A GPU of the same name with fewer SMs (a slice, another board) is another
-    machine: waves of tiles are as wide as the SMs are many.
+    An H200 is ``nvidia-h200-sm90-132``. A GPU of the same name with fewer SMs (a MIG slice, another board) has another
+    key: the size of a wave is the number of SMs, so other configurations are fastest.
     """
     name = re.sub("[^a-z0-9]+", "-", abilities.name.lower()).strip("-")[:80]
     capability = "" if abilities.capability is None else "-sm{}{}".format(*abilities.capability)
     return f"{name}{capability}-{abilities.num_sms}"
 
 
-# A few programs and the shared memory of a Hopper block: what Triton's interpreter runs as on a CPU.
+# Triton's interpreter runs with these on a CPU: few programs, and the shared memory of a Hopper block.
 CPU = Abilities("cpu", None, False, True, False, False, False, False, 4, 232448)
 
 
@@ -63,7 +64,7 @@ def abilities(device: torch.device | str | int) -> Abilities:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """``device``, and of GPUs without an index the current one: what another process can be told."""
+    """``device`` with an explicit index: ``"cuda"`` becomes the current GPU, so another process can use the name."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -76,8 +77,8 @@ def _cuda_abilities(index: int) -> Abilities:
     capability = (properties.major, properties.minor)
     if capability < (8, 9):
         warnings.warn(
-            f"{properties.name} (sm_{capability[0]}{capability[1]}) has no FP8 tensor cores (sm_89 and later have): "
-            "tritonfp8 runs its float32 reference there, right but slow.",
+            f"{properties.name} (sm_{capability[0]}{capability[1]}) has no FP8 tensor cores (sm_89 or later is "
+            "needed): tritonfp8 runs its float32 reference there, which is correct but slow.",
             stacklevel=3,
         )
     return Abilities(

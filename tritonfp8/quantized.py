@@ -16,23 +16,23 @@ from tritonfp8.specs import QuantSpec, check_strided, require_type, scale_shape
 class Quantized:
     """A quantized tensor: ``dequantized = float32(qdata) * float32(scale)``, the scale broadcast over its block.
 
-    A frozen container and a pytree node, not a Tensor subclass: it crosses ``torch.compile``, checkpointing and
-    ``tree_map`` as its two tensors.
+    A frozen container and a pytree node, not a Tensor subclass: ``torch.compile``, checkpointing and ``tree_map`` see
+    its two tensors.
 
     Invariants:
         - ``qdata.dtype`` is the torch dtype of ``spec.format``, ``scale.dtype`` that of ``spec.scale_format``.
-        - ``scale.ndim == qdata.ndim`` and ``scale.shape[i] == ceil(qdata.shape[i] / block[i])``, where a block entry
-          of -1 is the whole dimension (1 scale, also of an empty dimension).
-        - ``scale`` multiplies to dequantize. A NaN scale marks a block that held a NaN or an infinity.
+        - ``scale.ndim == qdata.ndim`` and ``scale.shape[i] == ceil(qdata.shape[i] / block[i])``. A block entry of -1
+          is the whole dimension: 1 scale, also for an empty dimension.
+        - ``scale`` multiplies to dequantize. A NaN scale marks a block that had a NaN or an infinity.
 
     Attributes:
         qdata: the 8-bit elements, in the shape of the tensor that was quantized.
         scale: one scale a block.
-        spec: how both were made.
+        spec: the QuantSpec of both.
 
     Raises:
         ValueError: the tensors break an invariant.
-        TypeError: they are no (dense) tensors, or ``spec`` is no QuantSpec.
+        TypeError: ``qdata`` or ``scale`` is not a dense tensor, or ``spec`` is not a QuantSpec.
     """
 
     qdata: torch.Tensor
@@ -69,7 +69,7 @@ class Quantized:
 
     @property
     def device(self) -> torch.device:
-        """Where the data lies."""
+        """Device of the data."""
         return self.qdata.device
 
     @property
@@ -90,7 +90,7 @@ def _flatten_with_keys(q: Quantized) -> tuple[list[tuple[pytree.KeyEntry, torch.
 
 
 def unchecked(qdata: Any, scale: Any, spec: QuantSpec) -> Quantized:
-    """Quantized of what is known to keep its invariants, as results of the ops do: the checks cost an eager call."""
+    """A Quantized without the checks, which cost host time: for tensors that keep the invariants, as ops return."""
     q = object.__new__(Quantized)
     object.__setattr__(q, "qdata", qdata)
     object.__setattr__(q, "scale", scale)
@@ -99,7 +99,7 @@ def unchecked(qdata: Any, scale: Any, spec: QuantSpec) -> Quantized:
 
 
 def _unflatten(children: Any, spec: QuantSpec) -> Quantized:
-    # tree_map may put anything in the leaves (shapes, None, futures).
+    # Unchecked: tree_map may put other objects in the leaves (shapes, None, futures).
     qdata, scale = children
     return unchecked(qdata, scale, spec)
 

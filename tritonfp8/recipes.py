@@ -1,8 +1,8 @@
-"""Recipes: which operand of which matrix product of a linear layer is quantized how. Data, not code.
+"""Recipes: the spec of each operand in each of the three GEMMs of a linear layer. Data, not code.
 
-A linear layer of ``weight [N, K]`` on ``input [M, K]`` runs three matrix products (GEMMs). Each is written here as
-``lhs [., C] @ rhs [., C].T`` with the contraction ``C`` last in both operands, the layout in which FP8 tensor cores
-read them, and each operand's spec is that of this layout:
+A linear layer of ``weight [N, K]`` on ``input [M, K]`` runs three GEMMs. Each is written here as
+``lhs [., C] @ rhs [., C].T``. The contraction ``C`` is last in both operands, as FP8 tensor cores read them, and the
+spec of an operand refers to this layout:
 
     output      [M, N] = input         [M, K] @ weight  [N, K].T        contraction K
     grad_input  [M, K] = grad_output   [M, N] @ weight.T [K, N].T       contraction N
@@ -43,7 +43,7 @@ OPERANDS = {
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matrix product ``lhs [., C] @ rhs [., C].T``: the specs of its operands, both None for high precision.
+    """One GEMM ``lhs [., C] @ rhs [., C].T``: the specs of its operands, both None for high precision.
 
     Attributes:
         lhs: spec of the left operand, or None.
@@ -72,7 +72,7 @@ class Gemm:
 
     @property
     def quantized(self) -> bool:
-        """Whether the product runs on quantized operands."""
+        """Whether the GEMM runs on quantized operands."""
         return self.lhs is not None
 
     def to_dict(self) -> dict[str, object]:
@@ -90,10 +90,10 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a linear layer computes its three matrix products. Immutable, hashable, comparable.
+    """How a linear layer computes its three GEMMs. Immutable, hashable, comparable.
 
     Attributes:
-        name: what reports call it.
+        name: its name in reports.
         output: ``input @ weight.T``.
         grad_input: ``grad_output @ weight``.
         grad_weight: ``grad_output.T @ input``.
@@ -113,7 +113,7 @@ class Recipe:
         for gemm in GEMMS:
             if not isinstance(getattr(self, gemm), Gemm):
                 raise TypeError(f"{gemm} must be a recipes.Gemm; got {type(getattr(self, gemm)).__name__}")
-        # Made here and not when asked for: a compiler would trace how, for each layer.
+        # Made once, here: otherwise Dynamo would trace its construction for each layer.
         text = json.dumps({gemm: getattr(self, gemm).to_dict() for gemm in GEMMS})
         object.__setattr__(self, "_args", (text,))
 
@@ -134,16 +134,16 @@ class Recipe:
 
     @property
     def args(self) -> tuple[str]:
-        """The three products as an op takes them: one text, without the name; :func:`recipe_of` reads it."""
+        """The three GEMMs as an op takes them: one text, without the name; :func:`recipe_of` reads it."""
         return self._args  # type: ignore[attr-defined]
 
     @property
     def quantized_share(self) -> float:
-        """Share of a linear layer's training FLOPs that this recipe runs on quantized operands (GEMMs are equal)."""
+        """Share of a linear layer's training FLOPs on quantized operands: 0, 1/3, 2/3 or 1, as all GEMMs are equal."""
         return [self.output.quantized, self.grad_input.quantized, self.grad_weight.quantized].count(True) / len(GEMMS)
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain data: what JSON and TOML hold."""
+        """The recipe as plain data, which JSON and TOML store."""
         return {"name": self.name, **{gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}}
 
     @classmethod
@@ -164,7 +164,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        """Inverse of :meth:`to_json`. Raises ValueError for text that is no recipe."""
+        """Inverse of :meth:`to_json`. Raises ValueError if the text is not a recipe."""
         require_type("text", text, str, "a str of JSON")
         return cls.from_dict(_parsed("JSON", json.loads, text))
 
@@ -176,14 +176,14 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, text: str) -> Recipe:
-        """Inverse of :meth:`to_toml`. Raises ValueError for text that is no recipe."""
+        """Inverse of :meth:`to_toml`. Raises ValueError if the text is not a recipe."""
         require_type("text", text, str, "a str of TOML")
         return cls.from_dict(_parsed("TOML", tomllib.loads, text))
 
 
 @functools.cache
 def recipe_of(text: str) -> Recipe:
-    """The recipe, of an unknown name, that an op was given as :attr:`Recipe.args`."""
+    """The recipe whose text (:attr:`Recipe.args`) an op was called with; its name is not known."""
     return Recipe.from_dict({"name": "given to an op", **json.loads(text)})
 
 
@@ -191,7 +191,7 @@ def _parsed(name: str, parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"a recipe must be a document of {name}; this one cannot be read: {error}") from error
+        raise ValueError(f"a recipe must be valid {name}; this text cannot be parsed: {error}") from error
 
 
 def _check_keys(what: str, data: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
@@ -216,7 +216,7 @@ def _named(factory: Callable[[], Recipe]) -> Callable[[], Recipe]:
 
 @_named
 def bf16() -> Recipe:
-    """No quantization: the baseline, and the recipe of layers that should stay in high precision.
+    """No quantization: the baseline, and the recipe for layers that should stay in high precision.
 
     output      = input @ weight.T
     grad_input  = grad_output @ weight
@@ -229,7 +229,7 @@ def bf16() -> Recipe:
 
 @_named
 def tensorwise() -> Recipe:
-    """One fp32 scale a tensor: the cheapest GEMM; outliers anywhere cost precision everywhere.
+    """One fp32 scale a tensor: the cheapest GEMM; one outlier costs the whole tensor precision.
 
     output      = Q[e4m3](input) @ Q[e4m3](weight).T
     grad_input  = Q[e5m2](grad_output) @ Q[e4m3](weight)
@@ -243,13 +243,13 @@ def tensorwise() -> Recipe:
 
 @_named
 def rowwise() -> Recipe:
-    """One power-of-two fp32 scale for each row of each operand, in the layout of each product's contraction.
+    """One power-of-two fp32 scale for each row of each operand, along the contraction of each GEMM.
 
     output      = Q[e4m3 per token](input) @ Q[e4m3 per output feature](weight).T
     grad_input  = Q[e4m3 per token](grad_output) @ Q[e4m3 per input feature](weight.T).T
     grad_weight = Q[e4m3 per output feature](grad_output.T) @ Q[e4m3 per input feature](input.T).T
 
-    Scales are powers of two, so quantizing is exact but for the rounding of the elements.
+    Scales are powers of two, so only the rounding of the elements to FP8 loses precision.
     """
     row = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
     gemm = Gemm(row, row)
@@ -258,13 +258,13 @@ def rowwise() -> Recipe:
 
 @_named
 def rowwise_hp_grad_weight() -> Recipe:
-    """As rowwise, with grad_weight, the product most sensitive to rounding, in the input's dtype.
+    """As rowwise, but grad_weight, the GEMM most sensitive to rounding, runs in the input's dtype.
 
     output      = Q[e4m3 per token](input) @ Q[e4m3 per output feature](weight).T
     grad_input  = Q[e4m3 per token](grad_output) @ Q[e4m3 tensorwise](weight)
     grad_weight = grad_output.T @ input
 
-    Two thirds of the FLOPs run in FP8. The input is kept for backward in its own dtype.
+    Two thirds of the FLOPs run in FP8. The input is saved for backward in its own dtype.
     """
     row = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
     tensor = QuantSpec("e4m3", scale_rounding="pow2")
@@ -279,8 +279,8 @@ def blockwise() -> Recipe:
     grad_input  = Q[e4m3 1x128](grad_output) @ Q[e4m3 128x128](weight)
     grad_weight = Q[e4m3 1x128](grad_output.T) @ Q[e4m3 1x128](input.T).T
 
-    The transpose of a weight quantized in 128x128 blocks is exact: both products see the same bits. Always promoted to
-    fp32 every 128 of the contraction, where the scales change.
+    Transposing a weight quantized in 128x128 blocks is exact: both GEMMs read the same bits. Sums are always promoted
+    to fp32 every 128 of the contraction, where the scales change.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.
     """
@@ -293,14 +293,14 @@ def blockwise() -> Recipe:
 
 @_named
 def mxfp8() -> Recipe:
-    """OCP MX: one e8m0 scale (a power of two in a byte) for each 32 elements along the contraction of each product.
+    """OCP MX: one e8m0 scale (a power of two in a byte) for each 32 elements along the contraction of each GEMM.
 
     output      = Q[e4m3 1x32](input) @ Q[e4m3 1x32](weight).T
     grad_input  = Q[e4m3 1x32](grad_output) @ Q[e4m3 1x32](weight.T).T
     grad_weight = Q[e4m3 1x32](grad_output.T) @ Q[e4m3 1x32](input.T).T
 
-    Scales are rounded up (RCEIL), so nothing saturates. Tensor cores multiply it natively from sm_100 on; before, the
-    product runs in bf16, to which MX data converts exactly, and reports call it emulated.
+    Scales are rounded up (RCEIL), so nothing saturates. Tensor cores support MX from sm_100 on. On older GPUs the GEMM
+    runs in bf16, to which MX data converts exactly, and reports call it emulated.
 
     Source: OCP "Microscaling Formats (MX) Specification" v1.0; rounding: Mishra et al., "Recipes for Pre-training LLMs
     with MXFP8" (arXiv 2506.08027).
@@ -319,7 +319,7 @@ def names() -> list[str]:
 
 
 def get(recipe: str | Recipe) -> Recipe:
-    """The built-in recipe of this name; a :class:`Recipe` is returned as it is.
+    """The built-in recipe of this name; a :class:`Recipe` is returned unchanged.
 
     Raises:
         ValueError: no recipe has this name; the message names the nearest one.
@@ -336,7 +336,7 @@ def get(recipe: str | Recipe) -> Recipe:
 
 
 def describe(recipe: str | Recipe) -> str:
-    """What a recipe computes: its specs, GEMM by GEMM, and for a built-in one its docstring (equations and source)."""
+    """A recipe as text: the specs of each GEMM, and for a built-in recipe its docstring (equations and source)."""
     found = get(recipe)
     text = str(found)
     if _RECIPES.get(found.name) == found:

@@ -1,4 +1,4 @@
-"""QuantSpec: how a tensor is quantized, and which pairs of specs a matrix product can take."""
+"""QuantSpec: how a tensor is quantized, and which pairs of specs a GEMM supports."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS
 TENSORWISE = (-1, -1)
 ROWWISE = (1, -1)
 COLUMNWISE = (-1, 1)
-"""Rowwise blocks of a transposed result, in the coordinates of its input: of no spec."""
+"""Rowwise blocks of a transposed result, in the coordinates of its input. No spec has this block."""
 BLOCK_1X128 = (1, 128)
 BLOCK_128X128 = (128, 128)
 BLOCK_1X32 = (1, 32)
 
 SCALE_ALIGNMENT = 4
-"""Scales whose rows are contiguous start a step of K at a multiple of this many: 16 bytes, for Hopper's copy engine."""
+"""Alignment, in scales, of each step of K where rows are contiguous: TMA needs multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Block:
 
     Attributes:
         name: its usual name.
-        scale_formats: the scale formats it takes.
-        family: the family of matrix products that serves it.
-        rows_contiguous: whether the scales of consecutive rows lie next to each other in memory: a tile of a matrix
-            product reads one scale a row at each step of K. Shapes are the same either way.
+        scale_formats: the scale formats that it supports.
+        family: the family of GEMM kernels that multiplies it.
+        rows_contiguous: whether the scales of consecutive rows are adjacent in memory, because a tile of a GEMM reads
+            one scale a row at each step of K. Shapes do not depend on it.
     """
 
     name: str
@@ -56,27 +56,27 @@ ACCUMULATIONS = ("precise", "fast")
 ACTIVATIONS = ("relu", "gelu", "silu")
 
 RMS_NORM_ROUNDINGS = ("output", "normalized")
-"""Where RMSNorm rounds to the dtype of its input: at the end, or also before it multiplies by weight."""
+"""Where RMSNorm rounds to the dtype of its input: at the end only, or also before the multiplication by weight."""
 
 ORIENTATIONS: Mapping[str, tuple[bool, bool]] = MappingProxyType(
     {"normal": (True, False), "transposed": (False, True), "both": (True, True)}
 )
-"""Which results a fused producer returns: (normal, transposed)."""
+"""Which results a fused producer returns: (untransposed, transposed)."""
 
 
 def require(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise ValueError unless ``value`` is one of ``allowed``; the message names what was required and what came."""
+    """Raise ValueError unless ``value`` is one of ``allowed``; the message names ``allowed`` and ``value``."""
     if not _is_among(value, allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {shown(value)}")
 
 
 def _is_among(value: object, allowed: Sequence[object]) -> bool:
-    # Arrays and tensors compare element by element: neither is ever allowed.
+    # `in` compares arrays and tensors element by element and raises; they are never allowed.
     return not hasattr(value, "__array__") and value in allowed
 
 
 def shown(value: object) -> str:
-    """``value`` for a message: as it is if that is short, else what it is."""
+    """``value`` as text for a message: its repr, cut to 80 characters; the dtype of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype}"
     text = repr(value)
@@ -96,22 +96,22 @@ def require_flag(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor becomes 8-bit data and scales. Immutable, hashable, comparable.
+    """How a tensor is quantized to 8-bit data and scales. Immutable, hashable, comparable.
 
     Attributes:
         format: ``"e4m3"`` or ``"e5m2"``, the element format.
-        block: ``(rows, cols)`` of the last two dims that share one scale; -1 is the whole dimension. ``(-1, -1)`` is
-            tensorwise, ``(1, -1)`` rowwise, then ``(1, 128)``, ``(128, 128)`` and ``(1, 32)``.
+        block: ``(rows, cols)`` of the last two dims that share one scale; -1 is the whole dimension. One of
+            ``(-1, -1)`` (tensorwise), ``(1, -1)`` (rowwise), ``(1, 128)``, ``(128, 128)`` and ``(1, 32)``.
         scale_format: ``"fp32"``, or ``"e8m0"`` (a power of two in one byte; MX, ``(1, 32)`` only).
         scale_rounding: ``"none"`` (fp32 only), ``"pow2"`` (a power of two that never saturates), or ``"floor"``
             (e8m0 only; the OCP MX rule, which may saturate the largest element).
 
-    A ``"pow2"`` scale takes the nearest code of the largest float32 values to 2^128, which float32 does not hold: from
-    0.96875 x 2^128 on (3.30e38; e5m2: 0.9375 x 2^128, 3.19e38) they are finite codes and scales that dequantize, and
-    multiply, to infinity. ``"none"`` and ``"floor"`` keep them finite.
+    With a ``"pow2"`` scale, float32 values from 0.96875 x 2^128 on (3.30e38; e5m2: 0.9375 x 2^128, 3.19e38) dequantize
+    and multiply to infinity: their code and scale are finite, but stand for 2^128, which is beyond float32. ``"none"``
+    and ``"floor"`` keep them finite.
 
     Raises:
-        ValueError: an unknown value, or a combination that no kernel serves.
+        ValueError: an unknown value, or a combination that no kernel supports.
         TypeError: ``block`` is not a pair of ints.
 
     Source of the MX rules: OCP "Microscaling Formats (MX) Specification", v1.0, section 6.3.
@@ -142,7 +142,7 @@ class QuantSpec:
                 f"scale_format {self.scale_format!r} takes scale_rounding {' or '.join(map(repr, roundings))}; "
                 f"got {self.scale_rounding!r}"
             )
-        # Made here and not when asked for: each eager call asks.
+        # Made once, here: each eager call reads it.
         text = f"{self.format}:{block.name}:{self.scale_format}:{self.scale_rounding}"
         object.__setattr__(self, "_args", (text,))
 
@@ -184,7 +184,7 @@ SPECS: Mapping[str, QuantSpec] = MappingProxyType({spec.args[0]: spec for spec i
 
 
 def spec_of(text: str) -> QuantSpec:
-    """The spec that an op was given.
+    """The spec whose text (:attr:`QuantSpec.args`) an op was called with.
 
     Raises:
         ValueError: ``text`` is not the text of a spec.
@@ -192,17 +192,17 @@ def spec_of(text: str) -> QuantSpec:
     spec = SPECS.get(text)
     if spec is None:
         raise ValueError(
-            "a spec must be given to an op as format:block:scale_format:scale_rounding, such as "
-            f"'e4m3:1x128:fp32:pow2' (QuantSpec.args holds it); got {text!r}"
+            "an op takes a spec as the text format:block:scale_format:scale_rounding, such as 'e4m3:1x128:fp32:pow2' "
+            f"(QuantSpec.args has it); got {text!r}"
         )
     return spec
 
 
 def full_block(ndim: int, block: Sequence[int]) -> tuple[int, ...]:
-    """``block`` written out for a tensor of ``ndim`` dims.
+    """``block`` with an entry for each dim of a tensor of ``ndim`` dims.
 
-    The last two entries are ``block``. Dims before them are rows of their own (1), or part of the whole (-1) where the
-    block takes every row. A 1-D tensor is one row.
+    The last two entries are ``block``. Leading dims get 1, or -1 (the whole dim) if the block takes every row. A 1-D
+    tensor is one row.
 
     Raises:
         ValueError: a 0-D tensor, or a 1-D tensor with a block of several rows.
@@ -216,9 +216,9 @@ def full_block(ndim: int, block: Sequence[int]) -> tuple[int, ...]:
 
 
 def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """``ceil(shape[i] / block[i])`` for each dim, 1 where the block is the whole dim (also of an empty one)."""
+    """``ceil(shape[i] / block[i])`` for each dim; 1 where the block is the whole dim, also if the dim is empty."""
     if len(shape) == 2:
-        # As below, in less of an eager call's time.
+        # The common case of the line below, with less host time in an eager call.
         (m, n), (rows, cols) = shape, block
         return 1 if rows == -1 else -(-m // rows), 1 if cols == -1 else -(-n // cols)
     return tuple(1 if b == -1 else -(-d // b) for d, b in zip(shape, full_block(len(shape), block), strict=True))
@@ -243,11 +243,11 @@ def transposed(block: Sequence[int]) -> tuple[int, int]:
 
 
 def matmul_family(a_block: Sequence[int], b_block: Sequence[int]) -> str:
-    """Which family of kernels multiplies operands of these blocks: ``"epilogue"``, ``"blockwise"`` or ``"mx"``.
+    """The family of GEMM kernels that multiplies these blocks: ``"epilogue"``, ``"blockwise"`` or ``"mx"``.
 
     Raises:
-        ValueError: no kernel multiplies this pair, because the scales of one lie along the contraction in blocks that
-            the other does not have.
+        ValueError: no kernel multiplies this pair, because one has blocks along the contraction that the other does
+            not have.
     """
     a, b = BLOCKS[a_block[0], a_block[1]], BLOCKS[b_block[0], b_block[1]]
     if a.family != b.family:
@@ -272,9 +272,10 @@ def check_floating(name: str, x: torch.Tensor) -> None:
 
 
 def check_strided(name: str, x: torch.Tensor) -> None:
-    """Raise TypeError for a sparse, nested or opaque tensor. Dynamo, which has none, must not ask for the layout."""
+    """Raise TypeError for a sparse, nested or opaque tensor."""
+    # Skipped under Dynamo, which traces dense tensors only and must not read the layout.
     if torch.compiler.is_dynamo_compiling():
         return
     if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else f"one of {x.layout}"
+        kind = "a nested tensor" if x.is_nested else f"a {x.layout} tensor"
         raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}. Use its to_dense() or padding.")

@@ -1,7 +1,7 @@
 """The tolerance policy: how close a result must be to its reference, in one place.
 
-A cast is bitwise equal to the reference. A matrix product is held to a signal-to-quantization-noise ratio (SQNR), over
-the whole output and in its worst tile: one tile that was never written hides in a global figure.
+A cast is bitwise equal to the reference. A GEMM must reach a signal-to-quantization-noise ratio (SQNR) over the whole
+output and in its worst tile: a global figure hides one tile that was never written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPORTED_MISMATCHES = 8
 
 @dataclass(frozen=True)
 class MatmulTolerance:
-    """The least SQNR of a matrix product, in dB.
+    """The least SQNR of a GEMM, in dB.
 
     Attributes:
         overall: over the whole output.
@@ -42,7 +42,7 @@ MATMUL_TOLERANCES: Mapping[torch.dtype, MatmulTolerance] = MappingProxyType(
         torch.float16: MatmulTolerance(overall=53.0, worst_tile=50.0),
     }
 )
-"""By output dtype, for ``accumulation="precise"`` against a float32 product of the dequantized operands."""
+"""By output dtype, for ``accumulation="precise"`` against a float32 GEMM of the dequantized operands."""
 
 
 def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -53,8 +53,8 @@ def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
         expected: the reference, of the same shape.
 
     Returns:
-        dB, computed in float64; ``inf`` where both are equal, ``-inf`` where one holds a NaN or an infinity that the
-        other does not, or where anything but zero stands for an expected zero signal. NaN equals NaN.
+        dB, computed in float64. ``inf`` if both are equal; ``-inf`` if one has a NaN or an infinity that the other does
+        not have, or if ``expected`` is all zero and ``actual`` is not. NaN equals NaN.
 
     Raises:
         ValueError: the shapes differ.
@@ -64,7 +64,7 @@ def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def worst_tile_sqnr(actual: torch.Tensor, expected: torch.Tensor, tile: int = TILE) -> float:
-    """The least :func:`sqnr` of any ``tile`` x ``tile`` tile of the last two dims, ragged tiles at the edges included.
+    """The least :func:`sqnr` of all ``tile`` x ``tile`` tiles of the last two dims; tiles at the edges may be smaller.
 
     Args:
         actual: the result ``[..., M, N]``; a vector is one row.
@@ -72,7 +72,7 @@ def worst_tile_sqnr(actual: torch.Tensor, expected: torch.Tensor, tile: int = TI
         tile: rows and columns of a tile.
 
     Returns:
-        dB; a tile whose expected energy is zero must be equal, or the result is ``-inf``. ``inf`` without elements.
+        dB; ``-inf`` if a tile that should be zero is not; ``inf`` for tensors without elements.
 
     Raises:
         ValueError: the shapes differ, or ``tile`` is below 1.
@@ -85,14 +85,14 @@ def worst_tile_sqnr(actual: torch.Tensor, expected: torch.Tensor, tile: int = TI
 
 
 def assert_bitwise_equal(actual: Any, expected: Any) -> None:
-    """Assert that two tensors, or two pytrees of tensors, hold the same bytes.
+    """Assert that two tensors, or two pytrees of tensors, have the same bytes.
 
-    Any dtype, 8-bit floats included. Bytes are compared, not values: 0.0 is not -0.0, and a NaN equals the same NaN.
-    Strides may differ.
+    Any dtype, 8-bit floats included. Bytes are compared, not values: 0.0 differs from -0.0, and a NaN equals only a NaN
+    of the same bits. Strides may differ.
 
     Raises:
-        AssertionError: naming how many elements differ, the first of them by index, and both values with their bytes;
-            or the difference in structure, dtype or shape.
+        AssertionError: with the number of elements that differ, and the index, values and bytes of the first ones; or
+            with the difference in structure, dtype or shape.
     """
     leaves, structure = pytree.tree_flatten_with_path(actual)
     expected_leaves, expected_structure = pytree.tree_flatten_with_path(expected)
@@ -108,31 +108,31 @@ def assert_bitwise_equal(actual: Any, expected: Any) -> None:
 
 
 def canonical_nan(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with the bits of one NaN wherever it is NaN: what arithmetic leaves in a NaN differs by device."""
+    """``x`` with one bit pattern for all NaNs: the payload that arithmetic leaves in a NaN differs by device."""
     return torch.where(x.isnan(), torch.nan, x)
 
 
 def assert_matmul_close(actual: torch.Tensor, expected: torch.Tensor, out_dtype: torch.dtype) -> None:
-    """Assert that a matrix product is within :data:`MATMUL_TOLERANCES`, over the output and in its worst tile.
+    """Assert that a GEMM is within :data:`MATMUL_TOLERANCES`, over the output and in its worst tile.
 
     Args:
         actual: the result ``[M, N]``, of dtype ``out_dtype``.
-        expected: the float32 or float64 product of the dequantized operands, ``[M, N]``.
+        expected: the float32 or float64 GEMM of the dequantized operands, ``[M, N]``.
         out_dtype: bfloat16, float16 or float32.
 
     Raises:
-        AssertionError: naming both figures and what they had to be.
-        ValueError: the shapes differ, or no tolerance is set for ``out_dtype``.
+        AssertionError: with both figures and both tolerances.
+        ValueError: the shapes differ, or ``out_dtype`` has no tolerance.
     """
     require("out_dtype", out_dtype, tuple(MATMUL_TOLERANCES))
     if actual.dtype != out_dtype:
-        raise AssertionError(f"the product must be {out_dtype}; got {actual.dtype}")
+        raise AssertionError(f"the result must be {out_dtype}; got {actual.dtype}")
     tolerance = MATMUL_TOLERANCES[out_dtype]
     overall, worst = sqnr(actual, expected), worst_tile_sqnr(actual, expected)
     # Negated, so that a NaN fails too.
     if not (overall >= tolerance.overall and worst >= tolerance.worst_tile):
         raise AssertionError(
-            f"SQNR of a {tuple(actual.shape)} product in {out_dtype}: {overall:.2f} dB overall, {worst:.2f} dB in the "
+            f"SQNR of a {tuple(actual.shape)} GEMM in {out_dtype}: {overall:.2f} dB overall, {worst:.2f} dB in the "
             f"worst tile; required {tolerance.overall} and {tolerance.worst_tile}"
         )
 
@@ -143,7 +143,7 @@ def _energies(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tenso
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
         if x.layout is not torch.strided or x.is_nested or x.is_quantized:
-            raise TypeError(f"{name} must be a dense tensor; got one of {x.layout} and {x.dtype}")
+            raise TypeError(f"{name} must be a dense tensor; got {x.dtype} with layout {x.layout}")
         if x.device != actual.device:
             raise ValueError(f"both tensors must be on one device; got {actual.device} and {x.device}")
     if actual.shape != expected.shape:
@@ -180,7 +180,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _mismatch_report(actual: Any, expected: Any) -> str | None:
     for name, x in (("actual", actual), ("expected", expected)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must hold torch.Tensors; got {type(x).__name__}")
+            raise TypeError(f"{name} must be a tensor or a pytree of tensors; got {type(x).__name__}")
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return f"got {actual.dtype} {tuple(actual.shape)} but expected {expected.dtype} {tuple(expected.shape)}"
     actual_bytes, expected_bytes = _bytes(actual), _bytes(expected).to(actual.device)

@@ -170,7 +170,7 @@ def test_ctrl_c_ends_the_process_with_its_report(small, tmp_path):
                 break
         output = process.stdout.read()
     assert process.returncode == 130, output
-    assert "Interrupted: the figures are of the steps that were done." in output
+    assert "Interrupted: the figures cover the finished steps." in output
     (run,) = result_of(tmp_path / "out")["runs"]
     assert 500 <= run["steps"] < 5000
     assert run["interrupted"]
@@ -235,7 +235,7 @@ def test_result_of_another_run_is_not_overwritten(invoke, small, tmp_path):
     before = (tmp_path / "out" / "training.json").read_bytes()
     again = invoke(*small, "--recipes", "bf16", "--steps", 1)
     assert again.exit_code == 2
-    assert "holds the result of another run" in again.stderr
+    assert "has the result of another run" in again.stderr
     assert (tmp_path / "out" / "training.json").read_bytes() == before
 
 
@@ -294,7 +294,7 @@ class TestWarmUp:
         done = invoke(*layers, "--device", "cpu")
         assert done.exit_code == 0, done.output
         lines = done.output.splitlines()
-        assert lines[0] == "--device cpu: the reference ops run, nothing is compiled here."
+        assert lines[0] == "--device cpu: the reference ops run, and nothing is compiled."
         ops = int(re.search(r"(\d+) ops ready, 0 failures", lines[-1])[1])
         assert lines[1:-1] == [f"compile: {ops}/{ops}", f"load: {ops}/{ops}"]
         assert ops > 5
@@ -328,7 +328,7 @@ class TestWarmUp:
         monkeypatch.setattr(warmup, "warm_up", lambda **options: report)
         done = invoke(*layers)
         assert done.exit_code == 1
-        assert "5 ops ready, 3 products tuned, 0 tuned before, 1 failures" in done.output
+        assert "5 ops ready, 3 GEMMs tuned, 0 tuned before, 1 failures" in done.output
         assert "failed: quantize([1]): its process was ended by SIGKILL" in done.stderr
 
     def test_ctrl_c(self, invoke, layers, monkeypatch):
@@ -338,7 +338,7 @@ class TestWarmUp:
         monkeypatch.setattr(warmup, "run_jobs", interrupt)
         done = invoke(*layers, "--device", "cpu")
         assert done.exit_code == 130
-        assert "what was done is kept" in done.output
+        assert "finished work is kept" in done.output
 
     def test_other_ranks_are_silent(self, invoke, layers, monkeypatch):
         monkeypatch.setenv("RANK", "1")
@@ -366,7 +366,7 @@ class TestWarmUp:
         assert "Traceback" not in done.output
 
     def test_nothing_to_do_is_an_error(self, invoke):
-        assert "a model or a file of shapes is needed" in invoke("warmup", "--device", "cpu").stderr
+        assert "needs a model or a file of shapes" in invoke("warmup", "--device", "cpu").stderr
 
     def test_a_terminal_gets_bars_with_an_eta(self):
         console = Console(force_terminal=True, width=120, record=True, file=io.StringIO())

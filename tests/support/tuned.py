@@ -5,7 +5,7 @@ import torch
 from tritonfp8.hardware import CPU, Abilities, machine_key
 from tritonfp8.tuning.matmul_space import space
 from tritonfp8.tuning.store import Entry, Key, Kind, read_user
-from tritonfp8.warmup.measure import products
+from tritonfp8.warmup.measure import distinct_gemms
 from tritonfp8.warmup.record import record_linear
 
 H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
@@ -33,4 +33,4 @@ def stored():
 
 def layer_products(*shapes, recipe="rowwise"):
     calls = [call for mnk in shapes for call in record_linear(mnk, recipe, "bfloat16")]
-    return calls, products(calls, torch.device("cpu"))
+    return calls, distinct_gemms(calls, torch.device("cpu"))

@@ -39,8 +39,8 @@ def choices():
     from tritonfp8.warmup.record import record_linear
 
     calls = [call for mnk in SHAPES for call in record_linear(mnk, "rowwise", "bfloat16")]
-    found = measure.products(calls, "cpu")
-    return {str(product): product.chosen("cpu").name for product in found}
+    found = measure.distinct_gemms(calls, "cpu")
+    return {str(gemm): gemm.chosen("cpu").name for gemm in found}
 
 
 def killed_while_tuning():

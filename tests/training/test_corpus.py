@@ -77,8 +77,8 @@ def test_reading_stops_at_the_limit_and_says_so(folder, monkeypatch):
     [
         ("missing", "does not exist; give a text file or a folder"),
         ("pipe.txt", "is neither a file nor a folder"),
-        (".git/nothing.txt", "holds no text"),
-        ("empty", r"holds no text \(0 files"),
+        (".git/nothing.txt", "has no text"),
+        ("empty", r"has no text \(0 files"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused_by_name(folder, name, message):

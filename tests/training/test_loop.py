@@ -69,7 +69,7 @@ class InterruptAt(loop.Observer):
         ({"model": "tny"}, "no model is named 'tny'.*did you mean 'tiny'"),
         ({"recipes": ("rowwize",)}, "did you mean 'rowwise'"),
         ({"recipes": ()}, "at least one recipe is needed"),
-        ({"recipes": ("bf16", "rowwise", "bf16")}, "given more often: bf16"),
+        ({"recipes": ("bf16", "rowwise", "bf16")}, "got more than once: bf16"),
         ({"steps": 0}, "steps must be at least 1; got 0"),
         ({"batch_size": -1}, "batch_size must be at least 1; got -1"),
         ({"seq_len": 0}, "seq_len must be at least 1; got 0"),
@@ -78,7 +78,7 @@ class InterruptAt(loop.Observer):
         ({"seed": -1}, "seed must be from 0"),
         ({"device": "gpu"}, "device must be 'cpu' or 'cuda', or 'cuda:N'; got 'gpu'"),
         ({"device": "meta"}, "device must be 'cpu' or 'cuda', or 'cuda:N'; got 'meta'"),
-        ({"device": "cuda:99"}, "'cuda:99' was asked for; torch .* sees"),
+        ({"device": "cuda:99"}, "'cuda:99' does not exist: torch .* finds"),
     ],
 )
 def test_bad_settings_are_refused(settings, changes, message):
@@ -167,12 +167,12 @@ def test_folder_with_a_config_is_a_model(config, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no transformers config"),
-        ("[1]", "is no transformers config: a JSON object is needed"),
-        ("{}", "is no transformers config"),
-        (json.dumps({**SMALL, "model_type": "no such model"}), "is no transformers config"),
+        ("{", "is not a transformers config"),
+        ("[1]", "is not a transformers config: a JSON object is needed"),
+        ("{}", "is not a transformers config"),
+        (json.dumps({**SMALL, "model_type": "no such model"}), "is not a transformers config"),
         (json.dumps({"model_type": "vit"}), "vocab_size must be at least 256; .* has None"),
-        (json.dumps({"model_type": "t5", "vocab_size": 300}), "is no config of a causal language model"),
+        (json.dumps({"model_type": "t5", "vocab_size": 300}), "is not the config of a causal language model"),
         (json.dumps({**SMALL, "vocab_size": 255}), "vocab_size must be at least 256; .* has 255"),
         (json.dumps({**SMALL, "max_position_embeddings": 19}), "seq_len must be at most 19"),
     ],

@@ -14,7 +14,7 @@ from tritonfp8 import hardware, ops, recipes, reference, tuning
 from tritonfp8.launch import cast
 from tritonfp8.testing import assert_matmul_close
 from tritonfp8.warmup import measure
-from tritonfp8.warmup.measure import Product, tune
+from tritonfp8.warmup.measure import GemmCall, tune
 from tritonfp8.warmup.record import Call, Layout, Recorder, record_linear
 
 RECIPES = [name for name in recipes.names() if name != "bf16"]
@@ -53,7 +53,7 @@ class TestProducts:
                     patch.setattr(hardware, "abilities", lambda device, cpu=cpu: cpu)
                     with pytest.raises(LookupError):
                         cast.scaled_matmul(*call.arguments("cpu"))
-                    assert asked[-1] == Product.of(call, CPU).key
+                    assert asked[-1] == GemmCall.of(call, CPU).key
         assert {at.kind.copy_engine for at in asked} == {True, False}
         assert {at.kind.bare for at in asked} == {True, False}
         assert {at.kind.out_itemsize for at in asked} == {2, 4}

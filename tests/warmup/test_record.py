@@ -63,7 +63,7 @@ class TestRecording:
         monkeypatch.setattr(
             "tritonfp8.warmup.record.training_step", lambda model, tokens, autocast: tokens.sum().item()
         )
-        with pytest.raises(ValueError, match=r"cannot be followed without running it .* file of shapes"):
+        with pytest.raises(ValueError, match=r"cannot be recorded on tensors without data .* file of shapes"):
             record_model(config, "rowwise", (2, 20), "float32")
 
     @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ class TestWarmUp:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"shapes": None}, "a model or a file of shapes is needed"),
+            ({"shapes": None}, "needs a model or a file of shapes"),
             ({"recipes": []}, "at least one recipe"),
             ({"recipes": ["rowise"]}, "did you mean 'rowwise'"),
             ({"recipes": ["bf16"]}, "nothing to warm up"),

@@ -1,6 +1,6 @@
 """The ``tritonfp8`` command.
 
-Exports its entry point.
+Exports its entry point, ``main``.
 """
 
 from tritonfp8.cli.app import main

@@ -44,7 +44,7 @@ app.command()(train)
 
 @app.command("doctor")
 def examine() -> None:
-    """Show the GPU, versions, abilities and how each recipe runs here; test every kernel. Exit code 1 if one fails."""
+    """Show GPU, versions, abilities and how each recipe runs here; test every kernel. Exit code 1 if a test fails."""
     if not doctor.diagnose(console_of()):
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""What the commands share: where they print, how they fail, and the help of options that several have."""
+"""Shared by the commands: the console, errors, exit codes, and help texts of common options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MODEL_HELP = f"{', '.join(MODELS)}, or the path of a transformers config (JSON f
 
 
 def console_of(stderr: bool = False) -> Console:
-    """A console that does not squeeze tables into 80 columns where nobody sees a terminal."""
+    """A console; without a terminal it is :data:`PLAIN_WIDTH` columns wide in place of 80, so that tables fit."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print an error of the caller's and end with exit code 2."""
+    """Print an error that the user caused, and end with exit code 2."""
     console_of(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
     raise typer.Exit(2)

@@ -1,4 +1,4 @@
-"""``tritonfp8 train``: one model on the same text in several recipes."""
+"""``tritonfp8 train``: train one model on the same text in several recipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _by_device(name: str) -> str:
 
 _RECIPES_HELP = (
     "Recipes to compare, separated by commas; see 'tritonfp8 recipes'. "
-    "'bf16-perturbed' is bf16 from slightly other weights: the noise of the comparison."
+    "'bf16-perturbed' is bf16 from slightly different weights: it shows the noise of the comparison."
 )
 
 
@@ -39,7 +39,7 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N. [default: cuda with FP8 tensor cores, else cpu]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the choice of text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the choice of text.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. [default: a new one in runs/]")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Text file or folder. [default: the text of Python's standard library]")
@@ -49,7 +49,7 @@ def train(
 
     Every recipe starts from the same weights and sees the same batches: float32 weights, bfloat16 autocast, AdamW,
     warm-up over the first tenth of the steps, cosine decay, gradients clipped to norm 1. Ctrl-C ends the run and keeps
-    what was measured. The defaults take one to three minutes on two CPU cores.
+    the results so far. The defaults take one to three minutes on two CPU cores.
     """
     options = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "lr": lr, "compile": compile}
     names = tuple(name.strip() for name in recipes.split(",") if name.strip())

@@ -1,4 +1,4 @@
-"""``tritonfp8 warmup``: compile and measure before a run."""
+"""``tritonfp8 warmup``: compile and tune before a run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ def warmup(
     ),
     tokens: Annotated[
         list[str],
-        typer.Option(help="Sequences x tokens a sequence of the model's batches. May be given several times."),
+        typer.Option(help="Batches of the model: sequences x tokens a sequence. May be given several times."),
     ] = _TOKENS,
     dtype: Annotated[
         str,
-        typer.Option(help=f"Of the weights: {', '.join(record.DTYPES)}. float32 runs under bfloat16 autocast."),
+        typer.Option(help=f"Dtype of the weights: {', '.join(record.DTYPES)}. float32 runs under bfloat16 autocast."),
     ] = "float32",
     tune: Annotated[
-        bool, typer.Option("--tune/--no-tune", help="Measure the products' configurations and keep the fastest.")
+        bool, typer.Option("--tune/--no-tune", help="Measure configurations of the GEMMs and save the fastest.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Measure again what these versions have measured.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure again GEMMs that these versions have measured before.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -49,13 +51,13 @@ def warmup(
         typer.Option(help="cuda or cuda:N; cpu goes through the steps and compiles nothing. [default: cuda]"),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that a rank of a launcher waits for the others.")
+        float, typer.Option(min=1, help="Under a launcher: seconds that a rank waits for the others.")
     ] = warming.DEFAULT_TIMEOUT,
 ) -> None:
-    """Compile, and with --tune measure, all that training steps of a model launch, so that the first one need not.
+    """Compile, and with --tune measure, all kernels of a model's training steps before training starts.
 
-    Goes on where a killed one stopped. Under torchrun one process a machine compiles, one of all measures. Ctrl-C ends
-    it and keeps what is done. Exit code 1 if something failed.
+    If it is killed, the same command continues. Under torchrun one process a machine compiles and rank 0 measures.
+    Ctrl-C ends it and keeps finished work. Exit code 1 if something failed.
     """
     options = {"model": model, "shapes": shapes, "dtype": dtype, "tune": tune, "force": force, "timeout": timeout}
     names = [name.strip() for name in recipes.split(",") if name.strip()]
@@ -66,7 +68,7 @@ def _warm_up(tokens: list[str], **options: Any) -> None:
     first = (ranks.rank() or 0) == 0
     console = console_of() if first else Console(quiet=True)
     if options["device"] == "cpu":
-        console.print("--device cpu: the reference ops run, nothing is compiled here.", style="yellow")
+        console.print("--device cpu: the reference ops run, and nothing is compiled.", style="yellow")
     try:
         batches = [warming.parse_tokens(each) for each in tokens]
         with _Bars(console) as bars:
@@ -77,13 +79,13 @@ def _warm_up(tokens: list[str], **options: Any) -> None:
 
 
 def _show_warm_up(report: warming.Report, console: Console) -> None:
-    """Print what was done, and end with the exit code that says so."""
+    """Print the report, and end with its exit code."""
     if report.interrupted:
-        console.print("Interrupted: what was done is kept; the same command goes on.")
-    tuned = f", {report.tuned} products tuned, {report.skipped} tuned before" if report.tuned + report.skipped else ""
+        console.print("Interrupted: finished work is kept; the same command continues.")
+    tuned = f", {report.tuned} GEMMs tuned, {report.skipped} tuned before" if report.tuned + report.skipped else ""
     console.print(f"{report.compiled} ops ready{tuned}, {len(report.failed)} failures, {report.seconds:.1f} s")
     for line in report.failed:
-        # Every rank has the failures of all; the first says them.
+        # Every rank has the failures of all ranks; only rank 0 prints them.
         if not console.quiet:
             console_of(stderr=True).print(f"failed: {line}", style="red", markup=False, highlight=False)
     if report.interrupted:
@@ -93,7 +95,7 @@ def _show_warm_up(report: warming.Report, console: Console) -> None:
 
 
 class _Bars:
-    """A progress bar with ETA for each stage of a warm-up; a line a stage where nobody sees a terminal."""
+    """A progress bar with ETA for each stage of a warm-up; without a terminal, one line a stage."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -111,7 +113,7 @@ class _Bars:
             self.bars.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` steps of a stage are done."""
+        """Show that ``done`` of ``total`` steps of a stage are finished."""
         if stage not in self.tasks:
             self.tasks[stage] = self.bars.add_task(stage, total=total)
         self.bars.update(self.tasks[stage], completed=done, total=total)

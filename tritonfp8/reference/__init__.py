@@ -1,6 +1,7 @@
-"""The meaning of each op in plain torch, on any device, with the parameters of the op.
+"""Each op in plain torch, on any device, with the op's parameters: this code defines the correct results.
 
-Exports one function an op, named as the op; kernels agree with the casts to the bit.
+Exports one function for each op, with the op's name. Kernels equal the casts to the bit, and the GEMMs within
+tolerances.
 """
 
 from tritonfp8.reference.casts import amax, dequantize, quantize, quantize_both, transpose
@@ -14,7 +15,7 @@ from tritonfp8.reference.fused import (
     silu_mul_backward_quantize,
     silu_mul_quantize,
 )
-from tritonfp8.reference.products import matmul, scaled_matmul
+from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
 
 __all__ = [

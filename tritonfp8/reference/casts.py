@@ -1,11 +1,8 @@
-"""The meaning of the package: every op in plain torch, on any device, with the signature of the op.
-
-Quantization here and in the kernels agrees to the bit. A matrix product is float32 on dequantized operands; kernels
-agree with it within the tolerances of :mod:`tritonfp8.testing`.
+"""Casts in plain torch, on any device, with the signatures of the ops. The kernels agree with them to the bit.
 
 All steps are float32, in IEEE arithmetic with round to nearest even:
 
-    amax  = max |x| over the block                                   NaN or infinite if the block holds one
+    amax  = max |x| over the block                                   NaN or infinite if the block has one
     enc   = min(qmax / amax, 2^126), or 1 where amax is 0
     pow2:   enc = 2^floor(log2 enc)
     q     = cast(clamp(x * enc, -qmax, qmax))
@@ -48,7 +45,7 @@ def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _spread(per_block: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
-    """``per_block`` repeated so that it broadcasts over a tensor of ``shape``."""
+    """One value a block, repeated so that it broadcasts over a tensor of ``shape``."""
     for dim, (size, b) in enumerate(zip(shape, full_block(len(shape), block), strict=True)):
         if b > 1:
             per_block = per_block.repeat_interleave(b, dim).narrow(dim, 0, size)
@@ -63,20 +60,20 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
         block: ``(rows, cols)``; see :class:`~tritonfp8.QuantSpec`.
 
     Returns:
-        float32, one value a block; 0 for an empty block, infinite or NaN where the block holds such a value.
+        float32, one value a block; 0 for an empty block, infinite or NaN if the block has such a value.
     """
     return _block_amax(x, block)
 
 
 def _block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    # The bits of non-negative floats are ordered as integers, with NaN above infinity: nothing is swallowed.
+    # A maximum of the bits as integers: non-negative floats keep their order, and NaN is above infinity, so it stays.
     bits = _blocked(x.float().abs().view(torch.int32), block)
     found = bits.amax(dim=tuple(range(1, bits.ndim, 2))).view(torch.float32)
     return torch.where(found.isnan(), torch.nan, found)
 
 
 def _without_sign(amax: Tensor) -> Tensor:
-    # By bits: -NaN would order below all finite values, as integers, and so count as finite.
+    # The sign bit would make -NaN a negative integer, which the checks below take for a finite value.
     return (amax.view(torch.int32) & MAGNITUDE_MASK).view(torch.float32)
 
 
@@ -84,7 +81,7 @@ def _encode_fp32(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor
     enc = torch.where(amax == 0, torch.ones_like(amax), torch.full_like(amax, fmt.qmax) / amax).clamp(max=MAX_ENCODE)
     if scale_rounding == "pow2":
         enc = (enc.view(torch.int32) & ~MANTISSA_MASK).view(torch.float32)
-    # The NaN is chosen and not computed: what arithmetic on NaN leaves in its payload differs by device.
+    # NaN is written, not computed: the payload that arithmetic leaves in a NaN differs by device.
     finite = amax.view(torch.int32) < INFINITY_BITS
     return torch.where(finite, enc, torch.nan), torch.where(finite, 1.0 / enc, torch.nan)
 
@@ -113,8 +110,8 @@ def quantize(
         x: ``[..., K]``, any floating dtype; 2-D if ``transpose``.
         spec: the text of a :class:`~tritonfp8.QuantSpec`.
         transpose: quantize ``x.T``.
-        amax: float32, one value a block of what is quantized, used in place of its own amax. Its sign is ignored, also
-            that of zero, infinity and NaN.
+        amax: float32, one value for each block of the result, used in place of the block's own amax. Its sign is
+            ignored, also that of zero, infinity and NaN.
 
     Returns:
         ``(qdata, scale)``.
@@ -132,7 +129,7 @@ def quantize(
 
 
 def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``quantize(x)`` by the first spec and ``quantize(x, transpose=True)`` by the second: four tensors."""
+    """``(*quantize(x, spec), *quantize(x, spec_t, transpose=True))``: four tensors."""
     return *quantize(x, spec), *quantize(x, spec_t, transpose=True)
 
 
@@ -146,8 +143,8 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
         dtype: any floating dtype.
 
     Returns:
-        ``dtype``, in the shape of ``qdata``; infinite where the product is beyond float32 or ``dtype``: a code times a
-        power of two may be 2^128, to which the largest float32 values are rounded.
+        ``dtype``, in the shape of ``qdata``; infinite where the result is beyond float32 or ``dtype``. The largest
+        float32 values may have a code and scale that stand for 2^128 (see :class:`~tritonfp8.QuantSpec`).
     """
     return (qdata.float() * _spread(scale.float(), qdata.shape, spec_of(spec).block)).to(dtype)
 
@@ -155,7 +152,6 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
 def transpose(qdata: Tensor) -> Tensor:
     """``qdata [M, N]``, 8-bit, as a contiguous copy ``[N, M]``.
 
-    What is quantized with a scale of square blocks is so transposed without another rounding; its scale is the
-    transpose of the scale.
+    This transposes a tensor quantized in square blocks without rounding again; its scale is transposed likewise.
     """
     return qdata.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(qdata.dtype)

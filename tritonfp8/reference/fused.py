@@ -1,16 +1,16 @@
-"""The meaning of the fused producers, in plain torch, with the signature of the op.
+"""Producers fused with quantization (RMSNorm, SwiGLU) in plain torch, with the signatures of the ops.
 
-A producer computes in float32 and rounds once to the dtype of its input (RMSNorm twice, if asked); the rounded tensor
-is quantized as :func:`tritonfp8.reference.quantize` says, to the bit. The kernels do the same, and differ from this in:
+A producer computes in float32 and rounds once to the dtype of its input (RMSNorm also twice, by ``rounding``). The
+rounded tensor is quantized by :func:`tritonfp8.reference.quantize`. The kernels do the same, with two differences:
 
-    rms_norm    rstd, by the order of a float32 sum: a few units in its last place. From its own rstd on, a kernel's
-                result is this one to the bit.
-    silu_mul    the sigmoid, by exp2 and rsqrt in hardware: 2^-19 relative for |gate| < 8, growing in proportion to
-                |gate|, so at most one unit in the last place of a 16-bit dtype (where terms cancel, as in grad_gate
-                at the minimum of SiLU, of the terms). From its own rounded result on, a kernel's quantization is this
-                one to the bit. Where exp(-gate) overflows (gate < -88), the sigmoid is 0.
+    rms_norm    rstd differs by a few units in its last place, because the order of a float32 sum differs. Given the
+                kernel's rstd, its result equals this one to the bit.
+    silu_mul    the sigmoid uses exp2 and rsqrt of the hardware. Its relative error is 2^-19 for |gate| < 8 and grows
+                in proportion to |gate|: at most one unit in the last place of a 16-bit dtype. Where terms cancel, as
+                in grad_gate at the minimum of SiLU, it is one unit of the terms. Given the kernel's rounded result,
+                its quantization equals this one to the bit. Where exp(-gate) overflows (gate < -88), the sigmoid is 0.
 
-Formulas, all of float32 values, with ``rstd = 1 / sqrt(mean(x^2) + eps)`` a row:
+Formulas, all in float32, with ``rstd = 1 / sqrt(mean(x^2) + eps)`` for each row:
 
     rms_norm            y = round(x * rstd * weight)                      rounding "output": torch.nn.RMSNorm
                         y = round(round(x * rstd) * weight)               rounding "normalized": transformers' Llama
@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> tuple[Tens
     Returns:
         ``(y [M, K] in the dtype of x, rstd [M] float32)``.
     """
-    # The mean by float64: the float32 value nearest to the true one, whatever the order of a sum.
+    # Summed in float64: the rounded mean is the nearest float32 value for any order of summation.
     mean = x.double().square().mean(1).float()
     rstd = 1.0 / torch.sqrt(mean + eps)
     return (_normalized(x, rstd, rounding) * weight.float()).to(x.dtype).contiguous(), rstd
@@ -70,21 +70,21 @@ def rms_norm_quantize(
     orientation: str,
     keep: bool,
 ) -> list[Tensor]:
-    """RMSNorm of each row, quantized as it is, transposed, or both.
+    """RMSNorm of each row, quantized untransposed, transposed, or both.
 
     Args:
         x: ``[M, K]``, bfloat16, float16 or float32.
         weight: ``[K]``, floating.
         eps: added to the mean square.
         rounding: a member of :data:`~tritonfp8.specs.RMS_NORM_ROUNDINGS`.
-        spec: the text of the spec of the normal result.
-        spec_t: that of the transposed one, in the coordinates of ``y.T``.
+        spec: the text of the spec of the untransposed result.
+        spec_t: the text of the spec of the transposed result, in the coordinates of ``y.T``.
         orientation: a key of :data:`~tritonfp8.specs.ORIENTATIONS`.
         keep: also return the unquantized ``y``.
 
     Returns:
-        ``[qdata [M, K], scale]`` if normal, ``[qdata_t [K, M], scale_t]`` if transposed, ``rstd [M]`` float32, and
-        ``y [M, K]`` in the dtype of ``x`` if ``keep``: one list.
+        One list: ``qdata [M, K], scale`` if untransposed; ``qdata_t [K, M], scale_t`` if transposed; ``rstd [M]``
+        float32; ``y [M, K]`` in the dtype of ``x`` if ``keep``.
     """
     y, rstd = rms_norm(x, weight, eps, rounding)
     return [*_quantized(y, spec, spec_t, orientation), rstd, *([y] if keep else [])]
@@ -96,16 +96,16 @@ def rms_norm_backward(
     """Gradients of RMSNorm.
 
     Args:
-        grad: of the result, ``[M, K]``.
+        grad: gradient of the result, ``[M, K]``.
         x: ``[M, K]``.
         weight: ``[K]``.
-        rstd: ``[M]`` float32, of the forward pass.
+        rstd: ``[M]`` float32, from the forward pass.
         rounding: as in the forward pass.
-        residual: ``[M, K]`` added to the gradient of ``x`` (that of a residual connection around the norm), or None.
+        residual: ``[M, K]``, the gradient of a residual connection around the norm, added to that of ``x``; or None.
         needs_weight: also return the gradient of ``weight``.
 
     Returns:
-        ``[grad_x [M, K] in the dtype of x]``, and ``grad_weight [K]`` in the dtype of ``weight`` if asked for.
+        ``[grad_x [M, K] in the dtype of x]``, and ``grad_weight [K]`` in the dtype of ``weight`` if ``needs_weight``.
     """
     normalized = x.float() * rstd.unsqueeze(1)
     weighted = grad.float() * weight.float()
@@ -137,18 +137,18 @@ def silu_mul_quantize(
     orientation: str,
     keep: bool,
 ) -> list[Tensor]:
-    """``silu(gate) * up``, quantized as it is, transposed, or both.
+    """``silu(gate) * up``, quantized untransposed, transposed, or both.
 
     Args:
-        gate, up: ``[M, F]``, bfloat16, float16 or float32, of any strides: halves of one ``[M, 2 F]`` tensor too.
-        spec: the text of the spec of the normal result.
-        spec_t: that of the transposed one, in its coordinates.
+        gate, up: ``[M, F]``, bfloat16, float16 or float32, of any strides, such as halves of one ``[M, 2 F]`` tensor.
+        spec: the text of the spec of the untransposed result.
+        spec_t: the text of the spec of the transposed result, in its coordinates.
         orientation: a key of :data:`~tritonfp8.specs.ORIENTATIONS`.
         keep: also return the unquantized result.
 
     Returns:
-        ``[qdata [M, F], scale]`` if normal, ``[qdata_t [F, M], scale_t]`` if transposed, and ``[M, F]`` in the dtype of
-        ``gate`` if ``keep``: one list.
+        One list: ``qdata [M, F], scale`` if untransposed; ``qdata_t [F, M], scale_t`` if transposed; the result
+        ``[M, F]`` in the dtype of ``gate`` if ``keep``.
     """
     h = silu_mul(gate, up)
     return [*_quantized(h, spec, spec_t, orientation), *([h] if keep else [])]
@@ -171,16 +171,16 @@ def silu_mul_backward_quantize(
     orientation: str,
     keep: bool,
 ) -> list[Tensor]:
-    """Gradients of :func:`silu_mul_quantize`, quantized: what reads them are products that take 8 bits.
+    """Gradients of :func:`silu_mul_quantize`, quantized for the GEMMs that read them.
 
     Args:
-        grad: of ``silu(gate) * up``, ``[M, F]``.
+        grad: gradient of ``silu(gate) * up``, ``[M, F]``.
         gate, up: ``[M, F]``, in the dtype of ``grad``.
         spec, spec_t, ...: as in :func:`silu_mul_quantize`; one pair of specs for both gradients.
 
     Returns:
-        As :func:`silu_mul_quantize`, each tensor with a dim more in front: index 0 is the gradient of ``gate``, 1 that
-        of ``up``. They are quantized apart: ``qdata[i], scale[i]`` is a quantized tensor of its own.
+        As :func:`silu_mul_quantize`, each tensor with one more leading dim: index 0 is the gradient of ``gate``, index
+        1 that of ``up``. Each has its own scales: ``qdata[i], scale[i]`` is one quantized tensor.
     """
     grads = silu_mul_backward(grad, gate, up)
     pairs = [_quantized(g, spec, spec_t, orientation) for g in grads]
@@ -203,7 +203,7 @@ def _quantized(y: Tensor, spec: str, spec_t: str, orientation: str) -> list[Tens
 def empty_scales(
     count: int, shape: Sequence[int], block: Sequence[int], scale_format: str, device: torch.device
 ) -> Tensor:
-    """Uninitialized scales of ``count`` tensors of ``shape``, each in the physical order of its block and aligned."""
+    """Uninitialized scales of ``count`` tensors of ``shape``, stacked; each aligned, in its block's physical order."""
     one = empty_scale(shape, block, scale_format, torch.device("meta"))
     extent = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True)) + 1
     span = -(-max(extent, 1) // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
@@ -220,7 +220,7 @@ def empty_results(
     orientation: str,
     device: torch.device,
 ) -> list[Tensor]:
-    """Uninitialized results of a producer of ``shape``, with ``count`` in front; without that dim where it is 0."""
+    """Uninitialized results of a producer of ``shape``, with a leading dim of size ``count``, or without it if 0."""
     out: list[Tensor] = []
     for s, sizes, wanted in zip(
         (spec, spec_t), (tuple(shape), tuple(shape)[::-1]), ORIENTATIONS[orientation], strict=True

@@ -1,6 +1,6 @@
 """The training run of ``tritonfp8 train``: settings, loop, report, reference models and text.
 
-Exports the settings, the run, the models, and what shows and writes the result.
+Exports the settings, the run, the models and the report.
 """
 
 from tritonfp8.training import report

@@ -1,6 +1,6 @@
-"""Text to train on, as bytes: the running Python's standard library, or any file or folder of text.
+"""Text to train on, as bytes: the standard library of the running Python, or a file or folder of text.
 
-A byte is a token (vocabulary 256), so no tokenizer has to be fetched and a token count is a byte count.
+A byte is a token (vocabulary 256): no tokenizer has to be downloaded, and a token count is a byte count.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SNIFFED_BYTES = 8192
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as one run of bytes, the files in the order of their sorted paths.
+    """Text as one sequence of bytes: the files, sorted by path and concatenated.
 
     Attributes:
         data: uint8 ``[bytes]``, on the CPU.
-        source: where it came from, in words.
+        source: description of its origin.
         files: number of files read.
         skipped: number of files left out because they are not text or cannot be read.
         truncated: whether reading stopped at :data:`MAX_BYTES`.
-        sha256: fingerprint of ``data``.
+        sha256: SHA-256 of ``data``, in hex.
     """
 
     data: torch.Tensor
@@ -50,13 +50,14 @@ class Corpus:
 
 
 def load(path: str | Path | None = None) -> Corpus:
-    """Read the text of a file, of every text file below a folder, or (None) of Python's standard library.
+    """Read the text of a file, of all text files below a folder, or (None) of Python's standard library.
 
-    A file given by name is taken as it is. In a folder, hidden files and folders and files with a NUL byte near their
-    start (binaries) are left out and counted; links to folders are not followed. At most :data:`MAX_BYTES` are read.
+    A file given by its path is read without checks. In a folder, hidden files and folders are left out; files with a
+    NUL byte near their start (binaries) are left out and counted; links to folders are not followed. At most
+    :data:`MAX_BYTES` are read.
 
     Raises:
-        ValueError: the path does not exist, is neither file nor folder, cannot be read, or holds no text.
+        ValueError: the path does not exist, is neither file nor folder, cannot be read, or has no text.
     """
     if path is None:
         return standard_library()
@@ -74,10 +75,10 @@ def load(path: str | Path | None = None) -> Corpus:
 
 
 def standard_library() -> Corpus:
-    """Source and documentation text of the running Python's standard library (tens of MB, without installed packages).
+    """Source and documentation of the running Python's standard library: tens of MB, without installed packages.
 
     Raises:
-        ValueError: this Python has no library in files (a frozen or zipped one); name another text.
+        ValueError: this Python's library is not in files (it is frozen or zipped); give other data.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(_files(root, lambda name: Path(name).suffix in LIBRARY_SUFFIXES))
@@ -85,9 +86,9 @@ def standard_library() -> Corpus:
 
 
 def batches(corpus: Corpus, *, steps: int, batch_size: int, seq_len: int, seed: int) -> Iterator[torch.Tensor]:
-    """Windows at random places: ``steps`` tensors, uint8 ``[batch_size, seq_len + 1]``, the same for the same seed.
+    """``steps`` batches of windows at random places, uint8 ``[batch_size, seq_len + 1]``, reproducible by ``seed``.
 
-    One byte more than ``seq_len``, so that input ``[:, :-1]`` and target ``[:, 1:]`` both have ``seq_len``.
+    A window has one byte more than ``seq_len``: input ``[:, :-1]`` and target ``[:, 1:]`` both have ``seq_len``.
 
     Raises:
         ValueError: the corpus is shorter than one window.
@@ -124,14 +125,14 @@ def _read(paths: list[Path], source: str, sniff: bool = True) -> Corpus:
             files += 1
             data += text
     if not data:
-        raise ValueError(f"{source} holds no text ({skipped} files that are not text or not readable); give other data")
+        raise ValueError(f"{source} has no text ({skipped} files that are not text or not readable); give other data")
     truncated = len(data) >= MAX_BYTES
     digest = hashlib.sha256(data).hexdigest()
     return Corpus(torch.frombuffer(data, dtype=torch.uint8), source, files, skipped, truncated, digest)
 
 
 def _text(path: Path, limit: int, sniff: bool) -> bytes | None:
-    # A named pipe in a folder would block for ever.
+    # Regular files only: opening a named pipe would block for ever.
     if not path.is_file():
         return None
     try:

@@ -1,10 +1,10 @@
-"""Train one model on the same text in several recipes: the models, the settings, the loop and what is measured.
+"""Train one model on the same text in several recipes, and measure losses, times, memory and FLOPs.
 
 Every recipe starts from the same weights and sees the same batches in the same order. The loop is ordinary
 mixed-precision training: float32 weights, bfloat16 autocast, AdamW (betas 0.9 and 0.95, weight decay 0.1 on matrices),
 linear warm-up over the first tenth of the steps (at most 100), cosine decay to a tenth of the learning rate, gradients
-clipped to norm 1. ``bf16`` is the model as it is, ``bf16-perturbed`` the same from weights changed by about their bf16
-rounding; every other recipe is :func:`tritonfp8.convert` on a copy.
+clipped to norm 1. ``bf16`` is the unconverted model. ``bf16-perturbed`` is the same model from weights changed by about
+their bf16 rounding. For every other recipe, :func:`tritonfp8.convert` converts a copy.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from tritonfp8.training.settings import BASELINE, PERTURBED, Job, Settings
 
 UNTIMED_STEPS = 5
 _POLL_STEPS = 10
-# On a CPU. Threads that share ops of microseconds wait for each other longer than they work as soon as the machine has
-# anything else to do.
+# One CPU thread for each of these FLOPs in a step: threads that share ops of microseconds wait for each other longer
+# than they work, as soon as the machine is busy with anything else.
 FLOPS_A_THREAD = 10**10
 
 
 @dataclass
 class Run:
-    """What one recipe did and what was measured on the way.
+    """The measurements of one recipe.
 
     Attributes:
-        recipe: its name.
+        recipe: name of the recipe.
         losses: mean cross-entropy of each step's batch, in nats a byte.
-        step_seconds: wall time of each step; on a GPU between events on its stream.
+        step_seconds: wall time of each step; on a GPU, time between events on its stream.
         peak_bytes: peak of allocated GPU memory over the timed steps, weights and optimizer included; None on a CPU.
-        flops: linear FLOPs of converted layers that ran, by kind (:data:`tritonfp8.counting.KINDS`), over all steps.
+        flops: FLOPs of the GEMMs of converted layers, over all steps, by kind (:data:`tritonfp8.counting.KINDS`).
         converted: recipe of each converted layer, by its name in the model.
-        skipped: reason for each layer that was left as it was, likewise.
+        skipped: for each layer that was not converted, the reason, by its name in the model.
         failure: the error that ended this recipe, or None.
-        details: its traceback.
+        details: traceback of the failure.
         interrupted: whether the user stopped it.
     """
 
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def untimed_steps(self) -> int:
-        """Steps at the start that speeds leave out: they compile, warm caches up and fill the allocator."""
+        """Steps at the start that are excluded from speeds: they compile, warm up caches and fill the allocator."""
         return min(UNTIMED_STEPS, max(len(self.step_seconds) - 1, 0))
 
     @property
     def median_step_seconds(self) -> float | None:
-        """Median wall time of a step after the first :attr:`untimed_steps`; None where no step ended."""
+        """Median wall time of a step after the first :attr:`untimed_steps`; None if no step ended."""
         timed = self.step_seconds[self.untimed_steps :]
         return statistics.median(timed) if timed else None
 
@@ -87,14 +87,14 @@ class Run:
 
 @dataclass
 class Result:
-    """Everything one comparison measured.
+    """All measurements of one comparison.
 
     Attributes:
-        job: what was asked for.
-        linear_flops: FLOPs of all linear layers in one training step, counted over the unconverted model; None where
-            the run ended before they were counted.
+        job: the settings, text and model.
+        linear_flops: FLOPs of all linear layers in one training step of the unconverted model; None if the run ended
+            before they were counted.
         threads: threads that an op may use on the CPU.
-        runs: what each recipe did, in the order of the settings, as far as it came.
+        runs: one Run for each recipe that was started, in the order of the settings.
         interrupted: whether the user stopped it.
     """
 
@@ -105,28 +105,28 @@ class Result:
     interrupted: bool = False
 
     def run_of(self, recipe: str) -> Run | None:
-        """The run of this recipe, or None where it was not started."""
+        """The run of this recipe, or None if it was not started."""
         return next((run for run in self.runs if run.recipe == recipe), None)
 
 
 class Observer:
-    """Is told how a comparison goes. This one does nothing; derive from it."""
+    """Receives the progress of a comparison. This class does nothing; derive from it."""
 
     def started(self, recipe: str, steps: int) -> None:
         """A recipe begins."""
 
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """``step`` steps are done; the speed is that since the last call. Not called for every step on a GPU."""
+        """``step`` steps are done, at this speed since the last call. On a GPU it is not called for every step."""
 
     def ended(self, run: Run) -> None:
-        """A recipe is over, by its last step, a failure or the user."""
+        """A recipe has ended: by its last step, a failure or the user."""
 
 
 def run(job: Job, observer: Observer | None = None) -> Result:
-    """Train in every recipe of the job. What was measured is in the result however a recipe ends.
+    """Train in every recipe of the job. Measurements up to an error or interruption are in the result.
 
-    KeyboardInterrupt ends the comparison, an error only the recipe in which it happened; both are noted in its
-    :class:`Run`. Losses are reproducible on the CPU; on a GPU as far as torch's own backward passes are.
+    KeyboardInterrupt ends the comparison; an error ends only its recipe. The :class:`Run` of that recipe records both.
+    Losses are reproducible on the CPU; on a GPU, as far as torch's own backward passes are.
     """
     observer = observer or Observer()
     result = Result(job)
@@ -154,10 +154,10 @@ def run(job: Job, observer: Observer | None = None) -> Result:
 
 
 def linear_flops(job: Job) -> int:
-    """FLOPs (2 M N K a product) of all linear layers of the unconverted model in one training step.
+    """FLOPs (2 M N K a GEMM) of all linear layers of the unconverted model in one training step.
 
-    Counted by torch as it runs forward and backward of one sequence on the job's device, eager, times the batch size.
-    Matrix products with a batch dimension, those of attention, are not linear layers' and not counted.
+    Torch counts them in an eager forward and backward of one sequence on the job's device; the result is multiplied by
+    the batch size. GEMMs with a batch dimension belong to attention and are not counted.
     """
     settings = job.settings
     device = torch.device(settings.device)
@@ -173,14 +173,14 @@ def linear_flops(job: Job) -> int:
 
 
 def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the tokens of ``batch`` (int64 ``[batch, seq_len + 1]``), each from those before it."""
+    """Mean cross-entropy of next-token prediction on ``batch`` (int64 ``[batch, seq_len + 1]``)."""
     with torch.autocast(batch.device.type, torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 class _Meter:
-    """Notes each step as it ends, without waiting for the GPU; an interrupted step leaves no trace."""
+    """Records each finished step without waiting for the GPU; an interrupted step is not recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -188,19 +188,19 @@ class _Meter:
         self.begin: Any = None
 
     def start(self) -> None:
-        """The first step begins."""
+        """Record the begin of the first step."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.begin = self._now()
 
     def add(self, loss: torch.Tensor, flops: Counter[str]) -> None:
-        """A step has been launched, with this loss and these FLOPs."""
+        """Record a step that has been launched, with its loss and FLOPs."""
         self.steps.append((loss, self._now(), flops))
         if len(self.steps) == UNTIMED_STEPS and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def read(self, run: Run) -> None:
-        """Wait for the device and move all that was noted into ``run``."""
+        """Wait for the device, and write the records into ``run``."""
         if not self.steps or self.begin is None:
             return
         run.losses = torch.stack([loss for loss, _, _ in self.steps]).tolist()
@@ -221,18 +221,18 @@ class _Meter:
 
 
 def _train(job: Job, run: Run, observer: Observer) -> None:
-    """Train one recipe into ``run``; an error or a KeyboardInterrupt is noted there and ends it."""
+    """Train one recipe into ``run``; an error or a KeyboardInterrupt ends it and is recorded there."""
     meter = _Meter(torch.device(job.settings.device))
-    with _noted(run):
+    with _recorded(run):
         _loop(job, _converted_copy(job, run), meter, observer)
-    # After a CUDA error, reading fails as well: other recipes' figures must not be lost over it.
-    with _noted(run):
+    # After a CUDA error, reading fails too; it is caught, so that the other recipes' figures are kept.
+    with _recorded(run):
         meter.read(run)
         _release(job.settings)
 
 
 @contextlib.contextmanager
-def _noted(run: Run) -> Iterator[None]:
+def _recorded(run: Run) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
@@ -264,7 +264,7 @@ def _loop(job: Job, model: nn.Module, meter: _Meter, observer: Observer) -> None
         with count_gemms() as counts:
             loss = step(batch.to(device, non_blocking=True).long())
         meter.add(loss, counts.flops)
-        # Reading a loss waits for the GPU, so there it is not done in every step.
+        # Not in every step on a GPU: reading a loss waits for the GPU.
         if device.type == "cpu" or done % _POLL_STEPS == 0 or done == settings.steps:
             value, now = loss.item(), time.perf_counter()
             observer.stepped(done, value, (done - polled) * settings.batch_size * settings.seq_len / (now - since))
@@ -272,7 +272,7 @@ def _loop(job: Job, model: nn.Module, meter: _Meter, observer: Observer) -> None
 
 
 def _step(model: nn.Module, settings: Settings) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One optimizer step on a batch (int64 ``[batch, seq_len + 1]``); returns its loss, detached."""
+    """A function that runs one optimizer step on a batch (int64 ``[batch, seq_len + 1]``) and returns the loss."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -305,7 +305,7 @@ def lr_factor(step: int, steps: int) -> float:
 
 
 def _release(settings: Settings) -> None:
-    """Let nothing of one recipe reach the next: compiled code and what dynamo learned about shapes, memory."""
+    """Free what would affect the next recipe: memory, compiled code, and Dynamo's records of dynamic shapes."""
     if settings.compile:
         torch.compiler.reset()
     gc.collect()

@@ -21,10 +21,10 @@ from tritonfp8.training.corpus import VOCABULARY
 
 @dataclass(frozen=True)
 class Preset:
-    """A model by name: what goes into its ``transformers.LlamaConfig``, and its default learning rate.
+    """A named model: the fields of its ``transformers.LlamaConfig``, and its default learning rate.
 
-    A comparison needs a learning rate at which two runs of bf16 itself end close together (``bf16-perturbed`` shows how
-    close): a difference between runs that started almost alike grows with it.
+    The difference between two runs from almost equal weights grows with the learning rate. A comparison needs one at
+    which two runs of bf16 end close together; ``bf16-perturbed`` shows how close.
     """
 
     lr: float
@@ -48,7 +48,7 @@ MAX_SEQ_LEN = 8192
 
 
 def default_lr(model: str) -> float:
-    """The learning rate of a preset, or the one for config files.
+    """The learning rate of a preset, or :data:`CONFIG_FILE_LR` for config files.
 
     Raises:
         ValueError: neither a preset nor an existing path; the message names the nearest preset.
@@ -59,19 +59,19 @@ def default_lr(model: str) -> float:
         return CONFIG_FILE_LR
     nearest = max(MODELS, key=lambda name: difflib.SequenceMatcher(None, model.lower(), name).ratio())
     raise ValueError(
-        f"no model is named {model!r} and no file or folder is there; did you mean {nearest!r}? "
+        f"no model is named {model!r}, and no file or folder has this path; did you mean {nearest!r}? "
         f"Models: {', '.join(MODELS)}, or the path of a transformers config"
     )
 
 
 def require_train_extra() -> None:
-    """Raise ModuleNotFoundError, naming what to install, unless the packages of the ``train`` extra are there."""
+    """Raise ModuleNotFoundError unless the packages of the ``train`` extra are installed; it names the command."""
     if missing := [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]:
         raise ModuleNotFoundError(f'training needs {" and ".join(missing)}: pip install "tritonfp8[train]"')
 
 
 def perturb(model: nn.Module, seed: int) -> None:
-    """Change every parameter, in place, by a random relative 2^-9: about what rounding it to bf16 does."""
+    """Change every parameter in place by a random relative 2^-9, about the error of rounding it to bf16."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -83,7 +83,7 @@ def build_model(name: str, seq_len: int, seed: int) -> nn.Module:
     """A preset, or the model of a config file or folder, with random float32 weights from ``seed``, on the CPU.
 
     Raises:
-        ValueError: the config cannot be read, is no causal language model's, has a vocabulary below 256 or fewer
+        ValueError: the config cannot be read, is not of a causal language model, or has a vocabulary below 256 or fewer
             positions than ``seq_len``.
     """
     with _quiet_imports():
@@ -97,13 +97,13 @@ def build_model(name: str, seq_len: int, seed: int) -> nn.Module:
         )
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
-        raise ValueError(f"seq_len must be at most {positions}, the positions {name} has; got {seq_len}")
+        raise ValueError(f"seq_len must be at most {positions}, the number of positions of {name}; got {seq_len}")
     torch.manual_seed(seed)
     try:
         with _quiet_imports():
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
-        raise ValueError(f"{name} is no config of a causal language model: {error}") from error
+        raise ValueError(f"{name} is not the config of a causal language model: {error}") from error
     return model
 
 
@@ -121,12 +121,12 @@ def _config(name: str) -> Any:
             raise ValueError("a JSON object is needed")
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no transformers config: {error}") from error
+        raise ValueError(f"{path} is not a transformers config: {error}") from error
 
 
 @contextlib.contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """Hold back what transformers' imports log about optional extensions of other packages: not the user's concern."""
+    """Silence warnings about optional extensions of other packages that transformers' imports log."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

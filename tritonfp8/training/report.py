@@ -1,4 +1,4 @@
-"""What a training comparison shows: progress while it runs, then a table, a plot of the losses and a JSON file."""
+"""Output of a training comparison: progress while it runs, then a table, a plot of the losses and a JSON file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ KIND_LABELS = {"fp8": "", "emulated": " (emulated in bf16)", "reference": " (ref
 JSON_NAME, PLOT_NAME, TABLE_NAME = "training.json", "loss.png", "table.md"
 _LINES_A_RECIPE = 10
 NO_SPEED_ON_A_CPU = (
-    "no speeds: a CPU has no FP8 tensor cores, so FP8 runs as its reference in plain torch, and bf16 as fast as this "
-    "CPU happens to run it. Compare speeds on a GPU"
+    "no speeds: a CPU has no FP8 tensor cores, so FP8 recipes run the reference in plain torch, and the speed of bf16 "
+    "depends on the CPU. Compare speeds on a GPU"
 )
 
 
 class Progress(Observer):
-    """Progress on a console: bars with loss, tokens/s and ETA on a terminal, ten lines a recipe elsewhere.
+    """Progress on a console: bars with loss, tokens/s and ETA; without a terminal, ten lines a recipe.
 
     A context manager; use it around :func:`tritonfp8.training.run`.
 
@@ -55,7 +55,7 @@ class Progress(Observer):
             console=console,
             disable=not console.is_terminal,
         )
-        self.recipe, self.steps, self.begin, self.said = "", 0, 0.0, 0
+        self.recipe, self.steps, self.begin, self.lines = "", 0, 0.0, 0
         self.task: rich.progress.TaskID | None = None
 
     def __enter__(self) -> Progress:
@@ -67,7 +67,7 @@ class Progress(Observer):
 
     def started(self, recipe: str, steps: int) -> None:
         """A recipe begins."""
-        self.recipe, self.steps, self.begin, self.said = recipe, steps, time.perf_counter(), 0
+        self.recipe, self.steps, self.begin, self.lines = recipe, steps, time.perf_counter(), 0
         self.task = self.bars.add_task(recipe, total=steps, loss=MISSING, speed=MISSING)
 
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
@@ -77,8 +77,8 @@ class Progress(Observer):
             assert self.task is not None
             self.bars.update(self.task, completed=step, loss=f"{loss:.4f}", speed=speed)
             return
-        if step * _LINES_A_RECIPE // self.steps > self.said or step == self.steps:
-            self.said = step * _LINES_A_RECIPE // self.steps
+        if step * _LINES_A_RECIPE // self.steps > self.lines or step == self.steps:
+            self.lines = step * _LINES_A_RECIPE // self.steps
             eta = (time.perf_counter() - self.begin) / step * (self.steps - step)
             speed = f", {speed} tokens/s" if self.with_speed else ""
             self.console.print(
@@ -87,25 +87,25 @@ class Progress(Observer):
             )
 
     def ended(self, run: Run) -> None:
-        """A recipe is over."""
+        """A recipe has ended."""
         if run.failure:
             self.console.print(f"{run.recipe} failed: {run.failure}\n{run.details}", markup=False, style="red")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one recipe, None where there is none.
+    """The figures of one recipe; None if a figure is not available.
 
     Attributes:
-        recipe: its name.
-        steps: steps done.
-        final_loss: mean loss of the last steps, nats a byte; NaN or infinite where one of all its losses is.
+        recipe: name of the recipe.
+        steps: number of finished steps.
+        final_loss: mean loss of the last steps, nats a byte; NaN or infinite if any loss of the run is.
         first_non_finite: number of the first step with a loss that is NaN or infinite.
-        difference: of the final loss from that of bf16 over the same steps, as a share of it.
-        tokens_per_second: by the median step after the first few.
-        speed_up: tokens/s over those of bf16; None on a CPU (:data:`NO_SPEED_ON_A_CPU`).
+        difference: relative difference of the final loss from bf16's, over the same steps.
+        tokens_per_second: from the median step time, without the first steps.
+        speed_up: tokens/s divided by bf16's; None on a CPU (:data:`NO_SPEED_ON_A_CPU`).
         peak_bytes: peak of allocated GPU memory.
-        shares: share of the FLOPs of all linear layers, by the kind of product that ran them.
+        shares: share of the FLOPs of all linear layers, by kind of GEMM (:data:`tritonfp8.counting.KINDS`).
     """
 
     recipe: str
@@ -120,12 +120,12 @@ class Summary:
 
 
 def final_steps(job: Job) -> int:
-    """Number of last steps over which the final loss is the mean: a tenth of the steps, at most 50."""
+    """Number of steps at the end whose mean is the final loss: a tenth of the steps, at most 50."""
     return max(1, min(50, job.settings.steps // 10))
 
 
 def compares_speed(result: Result) -> bool:
-    """Whether the speeds of the recipes say anything about FP8."""
+    """Whether the speeds of recipes can be compared: not on a CPU, which has no FP8 tensor cores."""
     return torch.device(result.job.settings.device).type != "cpu"
 
 
@@ -151,7 +151,7 @@ def summarize(result: Result, run: Run) -> Summary:
 
 
 def _mean_loss(run: Run, first: int, last: int) -> float | None:
-    """Mean loss of steps ``first`` to ``last``, or None if not run; a NaN before them is not forgotten."""
+    """Mean loss of steps ``first`` to ``last``, None if not run; NaN or infinite if any loss up to ``last`` is."""
     if first == last or len(run.losses) < last:
         return None
     bad = [loss for loss in run.losses[:last] if not math.isfinite(loss)]
@@ -159,7 +159,7 @@ def _mean_loss(run: Run, first: int, last: int) -> float | None:
 
 
 def table(result: Result) -> tuple[list[str], list[list[str]], list[str]]:
-    """Header, rows and notes of the comparison, as text. The columns of comparison are there only if bf16 was run."""
+    """Header, rows and notes of the comparison, as text. Columns that compare with bf16 are there only if bf16 ran."""
     compared = result.run_of(BASELINE) is not None
     header = ["recipe", "final loss", "vs bf16", "tokens/s", "speed-up", "peak memory", "linear FLOPs in FP8"]
     left_out = set() if compared else {"vs bf16", "speed-up"}
@@ -205,15 +205,15 @@ def _notes(result: Result) -> list[str]:
     steps = f"the last {last} steps" if last > 1 else "the last step"
     over = "; vs bf16: over the same steps of both" if result.run_of(BASELINE) else ""
     untimed = max((run.untimed_steps for run in result.runs), default=UNTIMED_STEPS)
-    speed = f"tokens/s: median step; the first {untimed} steps (compilation, warm-up) do not count"
+    speed = f"tokens/s: from the median step, without the first {untimed} steps (compilation, warm-up)"
     notes = [
         f"final loss: nats a byte, mean of {steps}{over}",
         speed if compares_speed(result) else NO_SPEED_ON_A_CPU,
-        "linear FLOPs in FP8: counted from the products that ran, over all those of the model's linear layers",
+        "linear FLOPs in FP8: share in the FLOPs of all linear layers, counted from the GEMMs that ran",
     ]
     notes += [settings.notice] if settings.notice else []
     notes += [f"{run.recipe} failed: {run.failure}" for run in result.runs if run.failure]
-    notes += ["Interrupted: the figures are of the steps that were done."] if result.interrupted else []
+    notes += ["Interrupted: the figures cover the finished steps."] if result.interrupted else []
     return notes
 
 
@@ -224,7 +224,7 @@ def show(result: Result, console: Console) -> None:
     *figures, last = header
     for name in figures:
         out.add_column(name, justify="left" if name == "recipe" else "right", overflow="fold")
-    # Wide enough for its longest word on a narrow terminal.
+    # Wide enough for its longest word, so that a narrow terminal does not break it.
     out.add_column(last, min_width=11)
     for row in rows:
         out.add_row(*row)
@@ -242,7 +242,7 @@ def markdown(result: Result) -> str:
 
 
 def title(result: Result) -> str:
-    """What was compared, in a line."""
+    """One line that names the model, the steps and the machine."""
     settings = result.job.settings
     parameters = sum(parameter.numel() for parameter in result.job.model.parameters())
     return (
@@ -253,7 +253,7 @@ def title(result: Result) -> str:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """The whole comparison as plain data: losses that are not finite are the strings "nan", "inf" and "-inf"."""
+    """The whole comparison as plain data; losses that are not finite become the strings "nan", "inf" and "-inf"."""
     job = result.job
     text = {key: value for key, value in vars(job.text).items() if key != "data"} | {"bytes": job.text.data.numel()}
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
@@ -279,7 +279,7 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: those floats as their names."""
+    """Replace NaN and infinities, which JSON does not have, by their names."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -288,7 +288,7 @@ def _finite(value: Any) -> Any:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw the losses by step to a PNG: as they are, smoothed, and (with bf16 run) the difference of each from bf16."""
+    """Plot losses by step to a PNG: raw and smoothed, and below (if bf16 ran) each recipe's difference from bf16."""
     from matplotlib.figure import Figure
 
     runs = [run for run in result.runs if run.losses]
@@ -329,7 +329,7 @@ def _running_mean(values: list[float], width: int) -> list[float]:
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """Write JSON, table and (if a step was done) plot into ``folder``; returns their paths."""
+    """Write JSON, table and (if a step finished) plot into ``folder``; returns their paths."""
     written = [folder / JSON_NAME, folder / TABLE_NAME]
     written[0].write_text(json.dumps(to_json(result), indent=1, allow_nan=False) + "\n")
     written[1].write_text(markdown(result))
@@ -340,16 +340,16 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 
 def new_folder(given: Path | None, model: str) -> Path:
-    """Make the folder for the results: ``given``, or a new one below ``runs/`` named by model and time.
+    """Make the folder for the results: ``given``, or a new one in ``runs/`` named by model and time.
 
     Raises:
-        ValueError: ``given`` holds a result already, is no folder, or cannot be written.
+        ValueError: ``given`` has a result already, is not a folder, or cannot be written.
     """
     path = given or Path("runs") / f"{Path(model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if given is None:
         path = next(each for each in _numbered(path) if not each.exists())
     if (path / JSON_NAME).exists():
-        raise ValueError(f"{path} holds the result of another run ({JSON_NAME}); give another folder with --out")
+        raise ValueError(f"{path} has the result of another run ({JSON_NAME}); give another folder with --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".{JSON_NAME}"

@@ -1,4 +1,4 @@
-"""What is trained: the settings of a comparison with their checks, and the text and model they stand for."""
+"""The settings of a training comparison, their defaults and checks, and the text and model that they name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tritonfp8.training import corpus
 from tritonfp8.training.models import build_model, default_lr, require_train_extra
 
 BASELINE = "bf16"
-# No recipe: the baseline from slightly other weights. How far apart two bf16 runs end is the noise of a comparison.
+# Not a recipe: bf16 from slightly different weights. The difference between two bf16 runs is a comparison's noise.
 PERTURBED = "bf16-perturbed"
 DEFAULT_RECIPES = ("bf16", "rowwise", "blockwise")
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a device type runs where nothing else is asked for."""
+    """Default settings of a device type."""
 
     steps: int
     batch_size: int
@@ -51,9 +51,9 @@ class Settings:
         lr: peak learning rate.
         compile: whether the forward and backward passes go through ``torch.compile``.
         device: ``"cpu"`` or ``"cuda"``, with or without an index.
-        seed: of the weights and of the choice of text.
-        data: file or folder of text, or None for the standard library's.
-        notice: what the user should know about the device, or None.
+        seed: seed of the initial weights and of the choice of text.
+        data: file or folder of text, or None for the standard library.
+        notice: a message to the user about the device, or None.
     """
 
     model: str
@@ -83,11 +83,11 @@ class Settings:
         seed: int = 0,
         data: str | Path | None = None,
     ) -> Settings:
-        """Settings with the defaults of the device (:data:`DEFAULTS`) and of the model where None is given.
+        """Settings in which defaults of the device (:data:`DEFAULTS`) and of the model replace None.
 
         Raises:
             ValueError: a value out of its range, an unknown model or recipe (the message names the nearest), or a
-                device that is not there or has no FP8 tensor cores.
+                device that does not exist or has no FP8 tensor cores.
         """
         _check_recipes(recipes)
         chosen, notice = choose_device(device)
@@ -117,11 +117,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """Settings with everything they name read and built.
+    """Settings with their text and model.
 
     Attributes:
-        settings: what to run.
-        text: what to train on.
+        settings: the settings.
+        text: the text to train on.
         model: the model with its initial weights, float32, on the CPU; each recipe trains a copy.
     """
 
@@ -131,12 +131,12 @@ class Job:
 
 
 def choose_device(requested: str | None) -> tuple[torch.device, str | None]:
-    """The device to train on, and what the user should know about it (None: nothing).
+    """The device to train on, and a message to the user about it, or None.
 
-    Without a request: the current CUDA GPU where it has FP8 tensor cores, else the CPU.
+    The default is the current CUDA GPU if it has FP8 tensor cores, else the CPU.
 
     Raises:
-        ValueError: the requested device is not there, or is a GPU without FP8 tensor cores.
+        ValueError: the requested device does not exist, or is a GPU without FP8 tensor cores.
     """
     meaning = "the reference ops run on the CPU: losses can be compared, speeds mean nothing"
     if requested is None:
@@ -157,21 +157,21 @@ def choose_device(requested: str | None) -> tuple[torch.device, str | None]:
     if count:
         device = hardware.with_index(device)
     if (device.index or 0) >= count:
-        raise ValueError(f"device {requested!r} was asked for; torch {torch.__version__} sees {count} CUDA GPUs here")
+        raise ValueError(f"device {requested!r} does not exist: torch {torch.__version__} finds {count} CUDA GPUs here")
     if lacking := _lacks_fp8(device):
         raise ValueError(f"{lacking}; use 'cpu', which runs the reference ops")
     return device, None
 
 
 def _lacks_fp8(device: torch.device) -> str | None:
-    # Said in the notice or the error, once.
+    # No warning: the notice or the error has the same message.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         abilities = hardware.abilities(device)
     if abilities.has_fp8_mma:
         return None
     major, minor = abilities.capability or (0, 0)
-    return f"{abilities.name} (sm_{major}{minor}) has no FP8 tensor cores, which came with sm_89"
+    return f"{abilities.name} (sm_{major}{minor}) has no FP8 tensor cores (sm_89 or later is needed)"
 
 
 def _check_recipes(names: tuple[str, ...]) -> None:
@@ -181,7 +181,7 @@ def _check_recipes(names: tuple[str, ...]) -> None:
         if name != PERTURBED:
             recipes.get(name)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"a recipe can be given once; given more often: {', '.join(twice)}")
+        raise ValueError(f"each recipe can be given once; got more than once: {', '.join(twice)}")
 
 
 def _at_least_one(name: str, given: int | None, default: int) -> int:

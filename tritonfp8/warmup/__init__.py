@@ -1,4 +1,4 @@
-"""Tune and compile before a run: record what a model launches, measure configurations, share them between ranks.
+"""Tune and compile before a run: record a model's ops, measure configurations, share them between ranks.
 
 Exports the steps of ``tritonfp8 warmup``.
 """

@@ -1,6 +1,6 @@
-"""Measure which configuration is fastest for the products of a model, and keep it for :mod:`tritonfp8.tuning`.
+"""Measure which configuration is fastest for each GEMM of a model, and save it for :mod:`tritonfp8.tuning`.
 
-Nothing here runs unless asked for: a training step never measures.
+Only :func:`tune` measures; a training step never does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tritonfp8.warmup.workers import default_workers, describe, run_jobs
 
 MAX_CANDIDATES = 12
 ROUNDS = 25
-# More than any L2; so often that the GPU, while it flushes, falls behind the host, whose time would be measured else.
+# Larger than any L2. Flushed several times, so that the GPU is busy until the host has launched the function:
+# otherwise the host's time would be measured.
 FLUSH_BYTES, FLUSHES = 2**28, 8
 CHECKED_ROWS = 1024
 # Fast accumulation loses about 4 dB an octave of K, 65 dB at K = 1024 on normal data; less than this is a defect.
@@ -36,20 +37,20 @@ FAST_TOLERANCE = MatmulTolerance(overall=30.0, worst_tile=27.0)
 MATMUL = "scaled_matmul"
 
 Timer = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
-"""From functions to the seconds that each takes."""
+"""Takes functions, returns the seconds that each one takes."""
 
 
 @dataclass(frozen=True)
-class Product:
-    """A call of ``scaled_matmul`` and what its configuration is filed under."""
+class GemmCall:
+    """A call of ``scaled_matmul`` with the key of its tuned configuration."""
 
     call: Call
     key: Key
     m: int
 
     @classmethod
-    def of(cls, call: Call, device: torch.device) -> Product:
-        """The product that ``call`` runs on ``device``."""
+    def of(cls, call: Call, device: torch.device) -> GemmCall:
+        """The GEMM that ``call`` runs on ``device``."""
         given = call.named()
         m, k = given["a"].shape
         n = given["b"].shape[0]
@@ -71,7 +72,7 @@ class Product:
         return runnable[:MAX_CANDIDATES]
 
     def chosen(self, device: torch.device) -> MatmulConfig:
-        """The configuration that a launch takes now."""
+        """The configuration that a launch would use now."""
         kind = self.key.kind
         return tuning.choose(
             kind.family, kind.accumulation, (kind.a_rows, kind.b_rows), self.m, self.key.n, self.key.k,
@@ -91,22 +92,27 @@ def _launch(args: Sequence[Any], config: MatmulConfig, out: Tensor | None = None
     return launch.scaled_matmul(*args, config=config, out=out)
 
 
-def _refer(args: Sequence[Any], config: MatmulConfig, out: Tensor | None = None) -> Tensor:
+def _run_reference(args: Sequence[Any], config: MatmulConfig, out: Tensor | None = None) -> Tensor:
     return reference.scaled_matmul(*args)
 
 
-# On a CPU there is one way to multiply: the steps around it can be tried out there.
-_MULTIPLY: Mapping[str, Callable[..., Tensor]] = {"cuda": _launch, "cpu": _refer}
+# On a CPU every configuration runs the reference, so that the steps around it can be tried out there.
+_MULTIPLY: Mapping[str, Callable[..., Tensor]] = {"cuda": _launch, "cpu": _run_reference}
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make ``device`` the current one in the ``with`` block: Triton launches there."""
+    """Make ``device`` the current device in the ``with`` block: Triton launches on it."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class OpJob:
-    """Run a call once, on zeros: it compiles what it launches. A product can be run in one configuration by name."""
+    """Run a call once, on zeros, which compiles its kernels.
+
+    Attributes:
+        call: the op and its arguments.
+        config: for a GEMM, the name of the configuration to run it in; None leaves the choice to the launch.
+    """
 
     call: Call
     config: str | None = None
@@ -117,23 +123,23 @@ class OpJob:
         if self.config is None:
             self.call.overload(*args)
         else:
-            kind = Product.of(self.call, device).key.kind
+            kind = GemmCall.of(self.call, device).key.kind
             config = find(kind.family, kind.accumulation, self.config)
             assert config is not None
             _MULTIPLY[device.type](args, config)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            # Others need the memory.
+            # Other workers on this GPU need the memory.
             torch.cuda.empty_cache()
 
 
-def products(calls: Sequence[Call], device: torch.device) -> list[Product]:
-    """The products among ``calls`` that are launched in a configuration, one of each key."""
-    found: dict[Key, Product] = {}
+def distinct_gemms(calls: Sequence[Call], device: torch.device) -> list[GemmCall]:
+    """The GEMMs among ``calls``, one for each key; empty ones launch no configuration and are left out."""
+    found: dict[Key, GemmCall] = {}
     for call in calls:
         if call.op == MATMUL and math.prod((*call.named()["a"].shape, *call.named()["b"].shape)):
-            product = Product.of(call, device)
-            found.setdefault(product.key, product)
+            gemm = GemmCall.of(call, device)
+            found.setdefault(gemm.key, gemm)
     return list(found.values())
 
 
@@ -163,13 +169,13 @@ def cuda_seconds(functions: Sequence[Callable[[], object]], rounds: int = ROUNDS
 
 @dataclass(frozen=True)
 class Tuned:
-    """What :func:`tune` did.
+    """The result of :func:`tune`.
 
     Attributes:
-        entries: what was measured now, by key.
-        skipped: how many products had been tuned by these versions before.
-        failed: what went wrong, a line each.
-        interrupted: Ctrl-C ended it; the entries are saved.
+        entries: the configurations measured in this call, by key.
+        skipped: number of GEMMs that these versions had tuned before.
+        failed: errors, one line each.
+        interrupted: whether Ctrl-C ended the call; the entries are saved.
     """
 
     entries: Entries
@@ -187,19 +193,19 @@ def tune(
     timer: Timer | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tuned:
-    """Measure the products among ``calls`` and choose by the result from now on, in this process and later ones.
+    """Measure the GEMMs among ``calls``; this process and later ones then launch the fastest configurations.
 
-    Each is tried in its :data:`MAX_CANDIDATES` most promising configurations, compiled in parallel, on random normal
-    data. One whose output is not within the tolerances (:mod:`tritonfp8.testing`) is not timed. The fastest is saved
-    before the next product is begun.
+    Each GEMM runs in its :data:`MAX_CANDIDATES` most promising configurations, compiled in parallel, on random normal
+    data. A configuration whose output is not within the tolerances (:mod:`tritonfp8.testing`) is not timed. The fastest
+    is saved before the next GEMM is measured.
 
     Args:
-        calls: what a step calls: see :func:`tritonfp8.warmup.record.record_model` and ``record_linear``.
-        device: where.
-        force: measure again what these versions of triton and tritonfp8 have measured.
+        calls: the calls of a step, from :func:`tritonfp8.warmup.record.record_model` or ``record_linear``.
+        device: the device to measure on.
+        force: measure again GEMMs that these versions of triton and tritonfp8 have measured.
         workers: processes that compile; None for one a core, at most 8; 0 to compile in this process.
-        timer: in place of :func:`cuda_seconds`.
-        progress: told how many steps are done, and how many there are.
+        timer: replaces :func:`cuda_seconds`.
+        progress: called with the number of finished steps and of all steps.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
@@ -207,14 +213,14 @@ def tune(
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "tuning cannot run while a CUDA graph is captured: tune before, with tritonfp8 warmup --tune"
+            "tuning cannot run while a CUDA graph is captured: tune before it, with tritonfp8 warmup --tune"
         )
     if timer is None and torch.device(device).type != "cuda":
         raise ValueError(f"tuning times kernels and needs a CUDA GPU, or a timer; got device {str(device)!r}")
     device = hardware.with_index(device)
     machine = hardware.machine_key(hardware.abilities(device))
-    wanted = products(calls, device)
-    pending = [product for product in wanted if force or not _is_tuned(product.key, machine)]
+    wanted = distinct_gemms(calls, device)
+    pending = [gemm for gemm in wanted if force or not _is_tuned(gemm.key, machine)]
     tuning_run = _Tuning(pending, device, timer or cuda_seconds, progress)
     interrupted = False
     try:
@@ -227,16 +233,16 @@ def tune(
 
 
 class _Tuning:
-    """The products to tune, and what came of them so far."""
+    """The GEMMs to tune, and the results so far."""
 
     def __init__(
-        self, pending: Sequence[Product], device: torch.device, timer: Timer, progress: Callable[[int, int], object]
+        self, pending: Sequence[GemmCall], device: torch.device, timer: Timer, progress: Callable[[int, int], object]
     ) -> None:
         self.device, self.timer, self.progress = device, timer, progress
         self.entries: Entries = {}
         self.failed: list[str] = []
-        self.tried = [(product, config) for product in pending for config in product.candidates(device)]
-        self.compiled: dict[Product, list[MatmulConfig]] = {product: [] for product in pending}
+        self.tried = [(gemm, config) for gemm in pending for config in gemm.candidates(device)]
+        self.compiled: dict[GemmCall, list[MatmulConfig]] = {gemm: [] for gemm in pending}
         self.steps = 0
         self._step(0)
 
@@ -245,35 +251,35 @@ class _Tuning:
         self.progress(self.steps, len(self.tried) + len(self.compiled))
 
     def compile(self, workers: int) -> None:
-        """Compile every candidate; those that fail are out."""
+        """Compile every candidate; candidates that fail are not measured."""
 
         def done(index: int, error: str | None) -> None:
-            product, config = self.tried[index]
+            gemm, config = self.tried[index]
             if error is None:
-                self.compiled[product].append(config)
+                self.compiled[gemm].append(config)
             else:
-                self.failed.append(f"{product} in {config.name}: {error}")
+                self.failed.append(f"{gemm} in {config.name}: {error}")
             self._step()
 
-        run_jobs([OpJob(product.call, config.name) for product, config in self.tried], self.device, workers, done)
+        run_jobs([OpJob(gemm.call, config.name) for gemm, config in self.tried], self.device, workers, done)
 
     def measure(self, machine: str) -> None:
-        """Find the fastest of each product, and save it."""
-        for product, configs in self.compiled.items():
+        """Find the fastest configuration of each GEMM, and save it."""
+        for gemm, configs in self.compiled.items():
             try:
-                self.entries[product.key] = _fastest(product, configs, self.device, self.timer, self.failed)
+                self.entries[gemm.key] = _fastest(gemm, configs, self.device, self.timer, self.failed)
             except Exception as error:
-                # One product that cannot be measured (memory, say) must not cost the others.
-                self.failed.append(f"{product}: {describe(error)}")
+                # The others are still measured: only this GEMM may be too large for the memory, for example.
+                self.failed.append(f"{gemm}: {describe(error)}")
             else:
-                # All of them: what could not be written a moment ago may be now.
+                # All entries each time: an earlier save may have failed, and this one may succeed.
                 store.save(self.entries, machine)
                 tuning.install(self.entries, machine)
             self._step()
 
 
 def versions() -> dict[str, str]:
-    """The versions that an entry measured now carries."""
+    """The versions that are stored with an entry measured now."""
     return {"triton": triton.__version__, "tritonfp8": tritonfp8.__version__}
 
 
@@ -285,21 +291,21 @@ def _is_tuned(key: Key, machine: str) -> bool:
 
 
 def _fastest(
-    product: Product, configs: Sequence[MatmulConfig], device: torch.device, timer: Timer, failed: list[str]
+    gemm: GemmCall, configs: Sequence[MatmulConfig], device: torch.device, timer: Timer, failed: list[str]
 ) -> Entry:
-    args = _operands(product.call, device)
+    args = _operands(gemm.call, device)
     multiply = _MULTIPLY[device.type]
-    given = product.call.named()
-    # Poisoned: what a configuration leaves unwritten shows.
-    out = torch.full((product.m, product.key.n), torch.nan, dtype=given["out_dtype"], device=device)
-    expected = reference.scaled_matmul(*_with_out_dtype(args, product.call, torch.float32))
+    given = gemm.call.named()
+    # Filled with NaN, so that the check finds elements that a configuration does not write.
+    out = torch.full((gemm.m, gemm.key.n), torch.nan, dtype=given["out_dtype"], device=device)
+    expected = reference.scaled_matmul(*_with_out_dtype(args, gemm.call, torch.float32))
     right = []
     for config in configs:
         try:
-            _check(multiply(args, config, out.fill_(torch.nan)), expected, given["out_dtype"], product)
+            _check(multiply(args, config, out.fill_(torch.nan)), expected, given["out_dtype"], gemm)
             right.append(config)
         except Exception as error:
-            failed.append(f"{product} in {config.name}: {describe(error)}")
+            failed.append(f"{gemm} in {config.name}: {describe(error)}")
     seconds = timer([functools.partial(multiply, args, config, out) for config in right]) if right else []
     timed = [(s, i) for i, s in enumerate(seconds) if math.isfinite(s) and s > 0]
     if not timed:
@@ -308,10 +314,10 @@ def _fastest(
     return Entry(right[i].name, round(best * 1e6, 3), **versions())
 
 
-def _check(out: Tensor, expected: Tensor, out_dtype: torch.dtype, product: Product) -> None:
-    """Raise AssertionError where ``out`` is wrong. In bands of rows: in float64, a whole one may not fit."""
+def _check(out: Tensor, expected: Tensor, out_dtype: torch.dtype, gemm: GemmCall) -> None:
+    """Raise AssertionError if ``out`` is wrong. In bands of rows: the whole output in float64 may exceed the memory."""
     for rows in _bands(len(out)):
-        if product.key.kind.accumulation == "precise":
+        if gemm.key.kind.accumulation == "precise":
             assert_matmul_close(out[rows], expected[rows], out_dtype)
             continue
         overall, worst = sqnr(out[rows], expected[rows]), worst_tile_sqnr(out[rows], expected[rows])
@@ -324,7 +330,7 @@ def _bands(rows: int) -> Iterator[slice]:
 
 
 def _operands(call: Call, device: torch.device) -> list[Any]:
-    """The call's arguments with random normal data: zeros and ones flatter a product."""
+    """The call's arguments with random normal data: on zeros and ones a GPU draws less power and runs faster."""
     generator = torch.Generator(device).manual_seed(0)
     given = call.named()
     values = dict(given)

@@ -1,6 +1,6 @@
-"""The processes of a launcher (torchrun): who does what once a machine, once for all, and what they tell each other.
+"""The processes of a launcher such as torchrun: their ranks, and the bytes that they exchange during a warm-up.
 
-They exchange bytes over gloo, which needs no GPU and no pickle.
+They communicate over gloo, which needs no GPU and no pickle.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.distributed.rendezvous import rendezvous
 from tritonfp8.warmup.workers import describe
 
 T = TypeVar("T")
-# How often this process has joined others: the same on all ranks.
+# Number of warm-ups that this process has joined: equal on all ranks.
 _joins = itertools.count()
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all.
+    """This process and its group.
 
     Attributes:
-        rank: its number, 0 where there is one process alone.
-        local_rank: its number on this machine.
-        size: how many there are.
-        group: what they talk over, None for one alone.
+        rank: rank of this process; 0 without a group.
+        local_rank: its rank on this machine.
+        size: number of ranks.
+        group: the process group; None for a single process.
     """
 
     rank: int = 0
@@ -41,10 +41,10 @@ class Ranks:
     group: Any = None
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank gave, by rank; returns when all have.
+        """All-gather: the ``data`` of every rank, in the order of ranks. Waits for all ranks.
 
         Raises:
-            RuntimeError: a rank is gone, or did not come in time.
+            RuntimeError: a rank has ended, or did not call this in time.
         """
         if self.group is None:
             return [data]
@@ -64,10 +64,10 @@ class Ranks:
         return [each.numpy().tobytes()[: int(n)] for each, n in zip(all_data, sizes, strict=True)]
 
     def together(self, function: Callable[[], T] | None) -> T | None:
-        """Run ``function`` on the ranks that have one, the others waiting. An error on one is an error on all.
+        """Run ``function`` on the ranks that pass one, while the others wait. An error on one rank is raised on all.
 
         Raises:
-            RuntimeError: another rank failed; its error is in the message. On the failing rank its own error.
+            RuntimeError: another rank failed; the message has its error. The failing rank raises its own error.
         """
         result, error = None, None
         try:
@@ -86,23 +86,23 @@ class Ranks:
 
 @contextlib.contextmanager
 def _waiting() -> Iterator[None]:
-    """Say what an error of a collective means."""
+    """Turn the error of a collective into one that names its cause."""
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"waited in vain for the other ranks of the warm-up: one of them is gone or took too long "
+            f"the other ranks of the warm-up did not answer: one of them ended or took longer than the timeout "
             f"({describe(error)})"
         ) from error
 
 
 def rank() -> int | None:
-    """The number of this process among all, None where no launcher gave one."""
+    """The rank of this process (``RANK``), or None without a launcher."""
     return _number("RANK")
 
 
 def local_rank() -> int | None:
-    """The number of this process on its machine, None where no launcher gave one."""
+    """The rank of this process on its machine (``LOCAL_RANK``), or None without a launcher."""
     return _number("LOCAL_RANK")
 
 
@@ -113,7 +113,7 @@ def _number(name: str) -> int | None:
 
 @contextlib.contextmanager
 def joined(timeout: float) -> Iterator[Ranks]:
-    """The ranks of this program: those of an initialized process group, of the launcher's environment, or one alone.
+    """The ranks of this program: from its process group, else from the launcher's environment, else a single process.
 
     Args:
         timeout: seconds that a rank waits for the others.
@@ -126,7 +126,7 @@ def joined(timeout: float) -> Iterator[Ranks]:
     with _waiting():
         if ours:
             store, number, size = next(rendezvous("env://", timeout=wait))
-            # Keys of our own: those of a group that is gone would mislead the program's, which has yet to come.
+            # A prefix of our own: keys left by this group would confuse the one that the program initializes later.
             store = dist.PrefixStore(f"tritonfp8/warmup/{next(_joins)}", store)  # type: ignore[attr-defined]
             dist.init_process_group("gloo", timeout=wait, store=store, rank=number, world_size=size)
         group = dist.group.WORLD if ours else dist.new_group(backend="gloo", timeout=wait)

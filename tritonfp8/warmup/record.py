@@ -1,4 +1,4 @@
-"""Which ops of this package a training step calls, found by running the step on tensors without data."""
+"""Record the ops of this package that a training step calls, by running the step on tensors without data."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Layout:
         return cls(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
     def zeros(self, device: torch.device | str) -> Tensor:
-        """A tensor of this layout and zero bytes, a view of memory of its own."""
+        """A new tensor of this layout, filled with zero bytes."""
         size = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) + 1
-        # As bytes: not every device fills every 8-bit float.
+        # Filled as uint8: some devices cannot fill some 8-bit floats.
         memory = torch.zeros(max(size, 0) * self.dtype.itemsize, dtype=torch.uint8, device=device).view(self.dtype)
         return memory.as_strided(self.shape, self.stride, self.offset)
 
@@ -53,14 +53,14 @@ class Call:
 
     @classmethod
     def of(cls, op: str, args: tuple[Any, ...]) -> Call:
-        """The call of ``tritonfp8::op`` with ``args``, those at the end that are at their defaults given or not."""
+        """The call of ``tritonfp8::op`` with ``args``; trailing arguments at their defaults may be left out."""
 
         def plain(arg: object) -> object:
             if isinstance(arg, Tensor):
                 return Layout.of(arg)
             return tuple(map(plain, arg)) if isinstance(arg, list) else arg
 
-        # The dispatcher leaves defaults out. A schema has dtypes as numbers, the reference has them as they are.
+        # The dispatcher leaves defaults out. They are taken from the reference: a schema has dtypes as numbers.
         reference = ops.OPS[op].reference
         assert reference is not None
         given = inspect.signature(reference).bind(*args)
@@ -93,10 +93,10 @@ class Call:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every call of the package's ops inside the ``with`` block, backward passes included.
+    """Records every call of the package's ops inside the ``with`` block, backward passes included.
 
     Attributes:
-        calls: the distinct calls, in the order in which they first came.
+        calls: the distinct calls, in the order of their first occurrence.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[Call, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the call and let it go on."""
+        """Record the call, and run it."""
         name = func._schema.name.partition("::")[2]
         if func.namespace == ops.NAMESPACE and name in ops.OPS and ops.OPS[name].reference is not None:
             self.calls[Call.of(name, args)] = None
@@ -125,21 +125,22 @@ def training_step(model: nn.Module, tokens: Tensor, autocast: bool) -> None:
 
 
 def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str) -> list[Call]:
-    """What a training step of a model calls.
+    """The distinct calls of a training step of a model.
 
     Args:
         model: a preset or the path of a transformers config.
-        recipe: of all its linear layers.
+        recipe: the recipe of all linear layers.
         tokens: sequences a step, tokens a sequence.
-        dtype: of the weights: ``"float32"``, with bfloat16 autocast; or ``"bfloat16"`` or ``"float16"``, without.
+        dtype: dtype of the weights: ``"float32"`` (runs under bfloat16 autocast), ``"bfloat16"`` or ``"float16"``.
 
     Raises:
-        ValueError: no such model or recipe, or the step decides by what tensors hold, which these do not.
+        ValueError: an unknown model or recipe, or a model whose step depends on the values of tensors, which have no
+            data here.
     """
     from tritonfp8.training import build_model
 
     batch, length = tokens
-    # On the CPU: shapes and layouts are those of a GPU, and none is needed.
+    # On the CPU, so that no GPU is needed: shapes and layouts are the same there.
     with torch.random.fork_rng(devices=[]), _without_data(model), Recorder() as recorder:
         built = _of_dtype(build_model(model, length, seed=0).train(), DTYPES[dtype])
         convert(built, recipe)
@@ -148,7 +149,7 @@ def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str) -
 
 
 def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``model.to(dtype)``, which does not work on tensors without data, as far as parameters go."""
+    """Convert the parameters of ``model``. ``model.to`` does not work on tensors without data."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dtype != dtype:
@@ -157,13 +158,13 @@ def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def record_linear(mnk: tuple[int, ...], recipe: str | Recipe, dtype: str) -> list[Call]:
-    """What forward and backward of one linear layer call: ``[m, k]`` tokens, ``n`` out features.
+    """The distinct calls of forward and backward of one linear layer: ``[m, k]`` tokens, ``n`` out features.
 
     ``recipe`` is a name or a :class:`~tritonfp8.Recipe`; ``dtype`` as for :func:`record_model`.
     """
     m, n, k = mnk
     with torch.random.fork_rng(devices=[]), _without_data("the layer"), Recorder() as recorder:
-        # Autocast would make bfloat16 of float32.
+        # Autocast would convert float32 to bfloat16.
         compute = torch.bfloat16 if dtype == "float32" else DTYPES[dtype]
         layer = Float8Linear(k, n, bias=False, dtype=compute, recipe=recipe)
         out = layer(torch.empty(m, k, dtype=compute, requires_grad=True))
@@ -173,13 +174,13 @@ def record_linear(mnk: tuple[int, ...], recipe: str | Recipe, dtype: str) -> lis
 
 @contextlib.contextmanager
 def _without_data(what: str) -> Iterator[None]:
-    """Make every tensor in the ``with`` block one of shape, strides and dtype alone."""
+    """Create tensors in the ``with`` block with shape, strides and dtype, but without data."""
     try:
         with FakeTensorMode():
             yield
     except (RuntimeError, NotImplementedError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"a training step of {what} cannot be followed without running it ({type(error).__name__}: {first}); list "
-            "its linear layers in a file of shapes instead"
+            f"a training step of {what} cannot be recorded on tensors without data ({type(error).__name__}: {first}); "
+            "list its linear layers in a file of shapes instead"
         ) from error

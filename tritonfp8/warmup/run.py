@@ -1,9 +1,9 @@
-"""Compile, and on request tune, everything that a training step will launch, before it does.
+"""Compile, and on request tune, all kernels of a training step before training starts.
 
-After :func:`warm_up` the compiled kernels are in Triton's disk cache and the first step compiles nothing of this
-package anew. It goes on where a killed one stopped: what is compiled is found in that cache, what is tuned in the store
-of :mod:`tritonfp8.tuning.store`. Under a launcher, one process a machine compiles, one process of all tunes, and all
-end with the same choices.
+After :func:`warm_up` the compiled kernels are in Triton's disk cache: the first step compiles no kernel of this
+package. A warm-up that was killed can be repeated and continues: compiled kernels are found in that cache, tuned
+configurations in the store of :mod:`tritonfp8.tuning.store`. Under a launcher one process a machine compiles, rank 0
+tunes, and all ranks end with the same choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from tritonfp8 import hardware, recipes, training, tuning
 from tritonfp8.training import default_lr, require_train_extra
 from tritonfp8.tuning import store
-from tritonfp8.warmup.measure import MATMUL, OpJob, Product, Timer, current, tune
+from tritonfp8.warmup.measure import MATMUL, GemmCall, OpJob, Timer, current, tune
 from tritonfp8.warmup.ranks import Ranks, joined, local_rank
 from tritonfp8.warmup.record import DTYPES, Call, record_linear, record_model
 from tritonfp8.warmup.workers import default_workers, run_jobs
@@ -34,20 +34,20 @@ _SIZES = ("m", "n", "k")
 
 Mnk = tuple[int, int, int]
 Progress = Callable[[str, int, int], object]
-"""Told the stage (``"tune"``, ``"compile"``, ``"load"``), how many of its steps are done, and how many there are."""
+"""Called with the stage (``"tune"``, ``"compile"``, ``"load"``), its number of finished steps and of all steps."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a warm-up did, on this rank; failures are those of all ranks.
+    """The result of a warm-up on this rank.
 
     Attributes:
-        compiled: distinct ops that ran once, so that all they launch is compiled.
-        skipped: products that these versions had tuned before.
-        tuned: products tuned now.
-        failed: what went wrong, a line each.
+        compiled: number of distinct calls of ops that ran once, so that their kernels are compiled.
+        skipped: number of GEMMs that these versions had tuned before.
+        tuned: number of GEMMs tuned now.
+        failed: errors of all ranks, one line each.
         seconds: wall time.
-        interrupted: the user stopped it; what was done is kept.
+        interrupted: whether the user stopped it; finished work is kept.
     """
 
     compiled: int
@@ -68,7 +68,7 @@ class _Request:
     device: torch.device
 
     def record(self) -> list[Call]:
-        """The distinct calls of all that was asked for."""
+        """The distinct calls of all requested models, shapes and recipes."""
         calls: dict[Call, None] = {}
         for recipe in self.recipes:
             for mnk in self.shapes:
@@ -77,7 +77,7 @@ class _Request:
                 for tokens in self.tokens:
                     calls |= dict.fromkeys(record_model(self.model, recipe, tokens, self.dtype))
         if not calls:
-            raise ValueError(f"nothing to warm up: {', '.join(self.recipes)} calls no op of this package here")
+            raise ValueError(f"nothing to warm up: recipe {', '.join(self.recipes)} calls no op of this package here")
         return list(calls)
 
 
@@ -85,7 +85,7 @@ def read_shapes(path: str | Path) -> tuple[Mnk, ...]:
     """The linear layers listed in a JSON file: ``[{"m": tokens, "n": out features, "k": in features}, ...]``.
 
     Raises:
-        ValueError: the file cannot be read, or is no such list; the message names the entry.
+        ValueError: the file cannot be read, or is not such a list; the message names the entry.
     """
     try:
         with open(path, "rb") as file:
@@ -132,7 +132,7 @@ def _choose_device(requested: str | None) -> torch.device:
     except ValueError as error:
         raise ValueError(
             f"a warm-up compiles for the GPU it runs on and needs a CUDA GPU with FP8 tensor cores (sm_89 or later): "
-            f"{error}. --device cpu tries out the steps and compiles nothing."
+            f"{error}. --device cpu goes through the steps and compiles nothing."
         ) from error
     return device
 
@@ -147,7 +147,7 @@ def _are_sizes(rows: object, count: int) -> bool:
 
 
 def _check_types(model: object, shapes: object, names: object, tokens: object, device: object) -> None:
-    """Raise TypeError for an argument that is of no use at all; the message names it."""
+    """Raise TypeError for an argument of a wrong type; the message names it."""
     checks = {
         "model must be a str or None": (model, model is None or isinstance(model, str)),
         "shapes must be a path, None or (m, n, k) of ints of at least 1": (
@@ -173,7 +173,7 @@ def _resolve(
     device: str | None,
 ) -> _Request:
     if model is None and shapes is None:
-        raise ValueError("a model or a file of shapes is needed: what is to be warmed up?")
+        raise ValueError("a warm-up needs a model or a file of shapes; got neither")
     _check_types(model, shapes, names, tokens, device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -207,31 +207,32 @@ def warm_up(
     timer: Timer | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Report:
-    """Compile, and on request tune, what training steps launch. Call it on every rank, or on none but one process.
+    """Compile, and on request tune, the kernels of training steps. Call it on every rank, or in a single process.
 
     Args:
         model: a preset of ``tritonfp8 train`` or the path of a transformers config.
         shapes: linear layers, as ``(m, n, k)`` or as a file of them (:func:`read_shapes`): ``[m, k]`` tokens, ``n`` out
             features.
         recipes: names of built-in recipes.
-        tokens: for a model, the batches to come: (sequences, tokens a sequence).
-        dtype: of the weights: ``"float32"``, with bfloat16 autocast; or ``"bfloat16"`` or ``"float16"``, without.
-        tune: also measure the products' configurations and keep the fastest.
-        force: measure again what these versions have measured before.
+        tokens: for a model, the sizes of its batches: (sequences, tokens a sequence).
+        dtype: dtype of the weights: ``"float32"`` (runs under bfloat16 autocast), ``"bfloat16"`` or ``"float16"``.
+        tune: also measure the configurations of the GEMMs and save the fastest.
+        force: measure again GEMMs that these versions have measured before.
         workers: processes that compile; None for one a core, at most 8; 0 to compile in this process.
-        device: ``"cuda"`` or ``"cuda:N"``; by default the current GPU, under a launcher that of the local rank.
+        device: ``"cuda"`` or ``"cuda:N"``; by default the current GPU, under a launcher the GPU of the local rank.
             ``"cpu"`` goes through the same steps with the reference ops, which compile nothing.
         timeout: seconds that a rank waits for the others.
-        timer: in place of :func:`tritonfp8.warmup.measure.cuda_seconds`.
-        progress: told of every step done.
+        timer: replaces :func:`tritonfp8.warmup.measure.cuda_seconds`.
+        progress: called after every step.
 
     Returns:
-        A :class:`Report`. After Ctrl-C it says so, and what was done is kept; under a launcher Ctrl-C goes through.
+        A :class:`Report`. Ctrl-C sets its ``interrupted`` and finished work is kept; under a launcher Ctrl-C raises
+        KeyboardInterrupt.
 
     Raises:
-        ValueError, TypeError: a bad argument, a model that cannot be followed, no GPU.
+        ValueError, TypeError: a bad argument, a model that cannot be recorded, no GPU.
         ModuleNotFoundError: ``model`` without the ``train`` extra.
-        RuntimeError: another rank failed (with a bad argument, say) or is gone, or a CUDA graph is being captured.
+        RuntimeError: another rank failed (for example with a bad argument) or ended, or a CUDA graph is being captured.
     """
 
     def resolve() -> _WarmUp:
@@ -239,7 +240,7 @@ def warm_up(
         request = _resolve(model, shapes, recipes, tokens, dtype, device)
         return _WarmUp(request, _checked_workers(workers), timer, progress)
 
-    # Joined first: a rank that raised before would leave the others waiting for it.
+    # Joined before the arguments are checked: a rank that raised earlier would leave the others waiting for it.
     with joined(timeout if _can_wait(timeout) else DEFAULT_TIMEOUT) as ranks:
         job = ranks.together(resolve)
         assert job is not None
@@ -264,7 +265,7 @@ def _checked_workers(workers: object) -> int:
 
 
 class _WarmUp:
-    """The stages, and what they have done so far."""
+    """The stages of a warm-up, and their results so far."""
 
     def __init__(self, request: _Request, workers: int, timer: Timer | None, progress: Progress) -> None:
         self.request, self.workers, self.timer, self.progress = request, workers, timer, progress
@@ -277,7 +278,7 @@ class _WarmUp:
         self.failed: list[str] = []
 
     def run(self, ranks: Ranks, with_tuning: bool, force: bool) -> Report:
-        """All stages, or those before Ctrl-C."""
+        """Run all stages, or until Ctrl-C."""
         begin = time.perf_counter()
         interrupted = False
         try:
@@ -291,7 +292,7 @@ class _WarmUp:
         return Report(len(self.ready), self.skipped, len(self.entries), tuple(self.failed), seconds, interrupted)
 
     def _stages(self, ranks: Ranks, with_tuning: bool, force: bool) -> None:
-        """In step with the other ranks. Tuning comes first: it decides what is to be compiled."""
+        """Run the stages in step with the other ranks. Tuning comes first: its results decide which kernels compile."""
         calls = ranks.together(self.request.record) or []
         if with_tuning:
             ranks.together((lambda: self._tune(calls, force)) if ranks.rank == 0 else None)
@@ -320,14 +321,14 @@ class _WarmUp:
             raise KeyboardInterrupt
 
     def _user_entries(self) -> store.Entries:
-        # What was tuned now may be missing from the file, where that cannot be written.
+        # Entries tuned now may be missing from the file, if it cannot be written.
         return {**store.read_user(self.machine), **self.entries}
 
     def _take(self, shared: Sequence[bytes], save: bool) -> None:
-        """Make the entries of all machines of this kind those of each, rank 0's before others: all choose alike."""
+        """Merge the entries of all machines of this kind; rank 0's take precedence, so that all ranks choose alike."""
         merged: store.Entries = {}
         for data in reversed(shared):
-            # Of another kind of GPU: what is fast there says nothing here.
+            # Entries of another kind of GPU are dropped: other configurations are fastest there.
             with contextlib.suppress(store.UnusableError):
                 merged |= store.parse(data, self.machine)[0]
         if save and merged:
@@ -339,7 +340,7 @@ class _WarmUp:
         self._run("compile", calls, jobs, self.workers)
 
     def _load(self, calls: Sequence[Call]) -> None:
-        # What failed in a process of its own would fail here, or worse.
+        # A call that failed in a worker would fail here too, and could end this process.
         good = [call for call in calls if call not in self.broken]
         self._run("load", good, [OpJob(call) for call in good], workers=0)
 
@@ -361,7 +362,7 @@ class _WarmUp:
         run_jobs(jobs, self.device, workers, done)
 
     def _config_name(self, call: Call) -> str | None:
-        """The choice of this process, which a worker must not make anew: the files it reads may be others."""
+        """The configuration that this process chose. A worker must not choose again: it may read other files."""
         if call.op != MATMUL or not all(size for name in ("a", "b") for size in call.named()[name].shape):
             return None
-        return Product.of(call, self.device).chosen(self.device).name
+        return GemmCall.of(call, self.device).chosen(self.device).name

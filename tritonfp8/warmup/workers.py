@@ -1,4 +1,4 @@
-"""Run jobs in spawned processes: one that dies takes its own job along and no other."""
+"""Run jobs in spawned processes. A process that dies fails its own job; the other jobs still run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _JOIN_SECONDS = 5.0
 
 
 class Job(Protocol):
-    """Something to do on a device, that can be sent to another process."""
+    """Work on a device that can be sent to another process."""
 
     def run(self, device: torch.device) -> object:
-        """Do it."""
+        """Run the job on ``device``."""
 
 
 def default_workers() -> int:
-    """As many workers as there are cores for, at most :data:`MAX_WORKERS`."""
+    """One worker for each core of this process, at most :data:`MAX_WORKERS`."""
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
@@ -35,10 +35,10 @@ def run_jobs(
     """Run every job once.
 
     Args:
-        jobs: what to run, in any order.
-        device: handed to each of them; of a worker it is the current one.
-        workers: how many processes; 0 runs them in this one.
-        done: called after each job with its index, and None or what went wrong: an error, or how its process ended.
+        jobs: the jobs; they run in any order.
+        device: passed to each job; the current device of each worker.
+        workers: number of processes; 0 runs the jobs in this process.
+        done: called after each job with its index, and None or a text: its error, or how its process ended.
     """
     if not workers:
         return _run_here(jobs, device, done)
@@ -54,7 +54,7 @@ def run_jobs(
                 connection = cast(Connection, ready)
                 process, index = busy.pop(connection)
                 error = _outcome(connection, process)
-                # A worker ends after an error: one of CUDA's leaves its process unfit for more.
+                # A worker ends after an error: after a CUDA error its process cannot run further jobs.
                 if error is None and waiting:
                     _give(connection, jobs[waiting[0]])
                     busy[connection] = (process, waiting.popleft())
@@ -79,13 +79,13 @@ def _run_here(jobs: Sequence[Job], device: torch.device, done: Callable[[int, st
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Type and first line of an error."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @contextlib.contextmanager
 def _ctrl_c_later() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread. A process started meanwhile never gets it: its parent ends it."""
+    """Block SIGINT in this thread until the end. A process started in the block inherits this; its parent ends it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -105,7 +105,7 @@ def _start(device: torch.device) -> tuple[Connection, Any]:
 
 
 def _end(connection: Connection, process: Any) -> None:
-    """Let a worker go; it ends when its connection does."""
+    """Close a worker's connection, which ends it; kill it if it does not end in time."""
     connection.close()
     process.join(_JOIN_SECONDS)
     if process.is_alive():
@@ -113,13 +113,13 @@ def _end(connection: Connection, process: Any) -> None:
 
 
 def _give(connection: Connection, job: Job) -> None:
-    # If the worker is gone, reading its outcome says how it ended.
+    # A worker may have ended: `_outcome` then reports how.
     with contextlib.suppress(OSError):
         connection.send(job)
 
 
 def _outcome(connection: Connection, process: Any) -> str | None:
-    """None where the job succeeded, else what went wrong."""
+    """None if the job succeeded, else its error or how the process ended."""
     try:
         outcome: str | None = connection.recv()
     except (EOFError, OSError):
@@ -132,7 +132,7 @@ def _outcome(connection: Connection, process: Any) -> str | None:
 
 
 def _work(connection: Connection, device_name: str) -> None:
-    """What a worker runs: job after job, until its parent has no more or is gone, or one fails."""
+    """Main function of a worker: run jobs until one fails, or until the parent closes the connection or ends."""
     device = torch.device(device_name)
     torch.set_num_threads(1)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a user asks about an installation before training: does FP8 run here, how exactly, how fast.
+"""Checks of an installation before training: whether and how FP8 runs here, and how accurately.
 
 Exports the checks of ``tritonfp8 doctor``.
 """

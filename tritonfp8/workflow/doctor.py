@@ -1,4 +1,4 @@
-"""What this machine can run, and whether it runs right: versions, abilities, recipes, self-tests, accumulation."""
+"""``tritonfp8 doctor``: versions and abilities of this machine, how each recipe runs, self-tests, accumulation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Check:
-    """One self-test: what was tried, whether it is right, and the figure or the error behind that."""
+    """One self-test: its name, whether it passed, and its figure or error."""
 
     name: str
     ok: bool
@@ -47,7 +47,7 @@ class Check:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of this package and of those it works with; None for one that is not installed."""
+    """Versions of Python, this package and the packages it works with; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "tritonfp8": tritonfp8.__version__}
     for package in PACKAGES:
         found[package] = None
@@ -57,7 +57,7 @@ def versions() -> dict[str, str | None]:
 
 
 def requirements() -> dict[str, Requirement]:
-    """What the installed package requires, extras included, by package; empty for a checkout that is not installed."""
+    """Requirements of the installed package, extras included, by package name; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires("tritonfp8") or []
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +66,7 @@ def requirements() -> dict[str, Requirement]:
 
 
 def machine(device: torch.device | str) -> dict[str, Any]:
-    """The device and its host as plain data: what a measurement has to name."""
+    """The device and its host as plain data, to be stored with measurements."""
     device = torch.device(device)
     cores = len(os.sched_getaffinity(0))
     facts: dict[str, Any] = {"name": f"{_cpu_name()}, {cores} cores", "system": platform.platform()}
@@ -99,7 +99,7 @@ def _driver() -> str | None:
 
 
 def recipe_kinds(name: str, device: torch.device) -> dict[str, int]:
-    """How many of a layer's three products ran as which kind, seen by training one layer for one step on ``device``."""
+    """Kinds of the three GEMMs of a layer with their counts, found by training one layer for one step on ``device``."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 256, device=device, dtype=torch.bfloat16))
     x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     if name != "bf16":
@@ -110,9 +110,9 @@ def recipe_kinds(name: str, device: torch.device) -> dict[str, int]:
 
 
 def self_tests(device: torch.device) -> Iterator[Check]:
-    """Run every kernel on ``device``, tails and special values included, and compare with the reference on the CPU."""
+    """Compare every kernel on ``device`` with the reference on the CPU, with tails of blocks and special values."""
     x = torch.randn(SELF_TEST_SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
-    # Zeros, a subnormal amax; and in a second tensor a NaN, which must not leave its block.
+    # A row of zeros and one with a subnormal amax. The second tensor has a NaN, which must not leave its block.
     x[0], x[1] = 0, 1e-39
     with_nan = x.clone()
     with_nan[-1, -1] = torch.nan
@@ -138,7 +138,7 @@ def _check(name: str, test: Callable[..., str], *args: object) -> Check:
     try:
         return Check(name, True, test(*args))
     except Exception as error:
-        # A kernel that does not compile or launch is a finding, not the end of the examination.
+        # A kernel that does not compile or launch is reported as failed, and the other tests still run.
         return Check(name, False, f"{type(error).__name__}: {error}")
 
 
@@ -174,7 +174,7 @@ def _operand_spec(block: tuple[int, int]) -> QuantSpec:
 def _matmul_agrees(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
     figures = []
     for positive in (False, True):
-        found, exact = _product(a, b, SELF_TEST_MNK, positive, "precise", device)
+        found, exact = _random_gemm(a, b, SELF_TEST_MNK, positive, "precise", device)
         assert_matmul_close(found, exact, torch.float32)
         figures.append(sqnr(found, exact))
     return f"{min(figures):.1f} dB SQNR or more, on normal and on positive data"
@@ -187,18 +187,18 @@ def matmul_sqnr(
 
     Args:
         a, b: specs of the operands, ``[M, K]`` and ``[N, K]``.
-        mnk: the sizes.
+        mnk: M, N and K.
         positive: data uniform in [0, 1), in place of standard normal.
         accumulation: ``"precise"`` or ``"fast"``.
-        device: where it runs.
+        device: the device it runs on.
     """
-    return sqnr(*_product(a, b, mnk, positive, accumulation, device))
+    return sqnr(*_random_gemm(a, b, mnk, positive, accumulation, device))
 
 
-def _product(
+def _random_gemm(
     a: QuantSpec, b: QuantSpec, mnk: tuple[int, int, int], positive: bool, accumulation: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 product of random operands, and the float64 one of the same operands dequantized."""
+    """A float32 GEMM of random quantized operands, and the float64 GEMM of the same operands dequantized."""
     m, n, k = mnk
     generator = torch.Generator(device).manual_seed(0)
     draw = torch.rand if positive else torch.randn
@@ -211,7 +211,7 @@ def _product(
 
 
 def accumulation_figures(device: torch.device) -> Iterator[tuple[int, str, dict[str, float]]]:
-    """SQNR in dB of each accumulation by K and by sign of the data: rows of (K, data, {accumulation: dB})."""
+    """SQNR in dB of both accumulations, for each K and both kinds of data: rows of (K, data, {accumulation: dB})."""
     spec = _operand_spec((1, -1))
     for k, positive in itertools.product(ACCUMULATION_KS, (False, True)):
         figures = {
@@ -224,10 +224,10 @@ def accumulation_figures(device: torch.device) -> Iterator[tuple[int, str, dict[
 
 
 def diagnose(console: Console) -> bool:
-    """Print everything about this machine; returns whether every self-test passed."""
+    """Print all checks of this machine; returns whether all recipes ran and all self-tests passed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings():
-        # The abilities below say it.
+        # A warning would repeat the table of abilities below.
         warnings.simplefilter("ignore")
         abilities = hardware.abilities(device)
     console.print(_facts_table("machine", machine(device)))
@@ -235,13 +235,13 @@ def diagnose(console: Console) -> bool:
     console.print(_facts_table("abilities", asdict(abilities)))
     if not abilities.has_fp8_mma:
         gpu = "no CUDA GPU" if device.type == "cpu" else f"{abilities.name}, a GPU without FP8 tensor cores"
-        console.print(f"This machine has {gpu}: the ops run the reference, and the kernels are not tested here.")
+        console.print(f"This machine has {gpu}: the ops run the reference, and no kernel is tested here.")
     recipes_ok = _print_recipes(console, device)
     tests_ok = _print_self_tests(console, device)
     if abilities.has_fp8_mma:
         _print_accumulation(console, device)
     else:
-        console.print("Figures of accumulation fast and precise are measured on a GPU with FP8 tensor cores only.")
+        console.print("Fast and precise accumulation are compared on a GPU with FP8 tensor cores only.")
     return recipes_ok and tests_ok
 
 
@@ -275,7 +275,7 @@ def _print_recipes(console: Console, device: torch.device) -> bool:
             how = ", ".join(f"{count} by {KINDS[kind]}" for kind, count in kinds.items())
         except Exception as error:
             good, how = False, f"[red]FAILED: {type(error).__name__}: {escape(str(error))}"
-        table.add_row(name, how or "3 as they are: nothing is converted")
+        table.add_row(name, how or "3 in the model's own dtype: nothing is converted")
     console.print(table)
     return good
 

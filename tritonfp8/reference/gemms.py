@@ -1,6 +1,6 @@
-"""The meaning of the matrix products: float32 on dequantized operands, rounded once.
+"""GEMMs in plain torch: float32 on dequantized operands, rounded once.
 
-Kernels agree with it within the tolerances of :mod:`tritonfp8.testing`.
+Kernels agree with them within the tolerances of :mod:`tritonfp8.testing`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def scaled_matmul(
         activation: None, ``"relu"``, ``"gelu"`` (by erf) or ``"silu"``.
         residual: ``[M, N]`` or None.
         out_dtype: bfloat16, float16 or float32.
-        accumulation: of no effect here: float32 is the reference of both.
+        accumulation: no effect here: float32 is the reference for both.
 
     Returns:
         ``[M, N]`` in ``out_dtype``.
@@ -55,5 +55,5 @@ def scaled_matmul(
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a [M, K] @ b [N, K].T`` in the operands' own dtype: the products that a recipe keeps in high precision."""
+    """``a [M, K] @ b [N, K].T`` in the operands' own dtype: a GEMM that a recipe keeps in high precision."""
     return a @ b.t()
