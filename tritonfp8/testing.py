@@ -44,6 +44,25 @@ MATMUL_TOLERANCES: Mapping[torch.dtype, MatmulTolerance] = MappingProxyType(
 )
 """By output dtype, for ``accumulation="precise"`` against a float32 GEMM of the dequantized operands."""
 
+FAST_TOLERANCE = MatmulTolerance(overall=30.0, worst_tile=27.0)
+"""For ``accumulation="fast"`` with any K, when configurations are tuned. Fast accumulation has 65 dB at K = 1024 on
+normal data and loses about 4 dB an octave of K; less than this is a defect."""
+
+FAST_SQNR = 40.0
+"""dB, overall and in the worst tile, for ``accumulation="fast"`` at the sizes of the benchmarks. It has 50 dB at
+K = 16384 on normal data (bench/results/nvidia-h200/accumulation.json); a wrong or unwritten tile leaves 10 at most."""
+
+FUSED_SQNR = 53.0
+"""dB, for the high-precision results of RMSNorm and SwiGLU in fused kernels: rounding to bf16 once leaves 55.6 dB."""
+
+MODEL_SQNR = 14.0
+"""dB, for outputs and each gradient of a model of bench/models.py in FP8 against bf16: the format's noise through all
+layers, in the worst gradient. A weight that is zero, negated or another layer's leaves 0 dB at most. Every recipe is
+above with room to spare (tests/bench/test_contest.py)."""
+
+SAME_BYTES = 0.99
+"""Share of equal bytes of two casts that find a power of two in different ways."""
+
 
 def sqnr(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Signal-to-quantization-noise ratio ``10 log10(sum(expected^2) / sum((actual - expected)^2))``.

@@ -7,16 +7,15 @@ import torch
 
 from tritonfp8 import Recipe, reference
 from tritonfp8.recipes import GEMMS, OPERANDS
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, sqnr, worst_tile_sqnr
-
-# dB. Fast accumulation has no tolerance in tritonfp8.testing: its error grows with K, to 50 dB at K = 16384 on normal
-# data (bench/results/nvidia-h200/accumulation.json). With a wrong or unwritten tile at most 10 dB remain.
-FAST_SQNR = 40.0
-# Share of equal bytes of two casts that compute a power of two in different ways.
-SAME_BYTES = 0.99
-# dB of the worst gradient of a model of bench/models.py, FP8 against bf16: noise of the format through all layers. With
-# a zero, negated or exchanged weight at most 0 dB remain. There is room on both sides (tests/bench/test_contest.py).
-MODEL_SQNR = 14.0
+from tritonfp8.testing import (
+    FAST_SQNR,
+    MODEL_SQNR,
+    SAME_BYTES,
+    assert_bitwise_equal,
+    assert_matmul_close,
+    sqnr,
+    worst_tile_sqnr,
+)
 
 Check = Callable[[Any], None]
 

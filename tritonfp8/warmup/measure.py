@@ -21,7 +21,7 @@ import tritonfp8
 from tritonfp8 import hardware, launch, reference, tuning
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, matmul_family, spec_of
-from tritonfp8.testing import MatmulTolerance, assert_matmul_close, sqnr, worst_tile_sqnr
+from tritonfp8.testing import FAST_TOLERANCE, assert_matmul_close, sqnr, worst_tile_sqnr
 from tritonfp8.tuning import Entries, Entry, Key, MatmulConfig, find, store
 from tritonfp8.warmup.record import Call, Layout
 from tritonfp8.warmup.workers import default_workers, describe, run_jobs
@@ -32,8 +32,6 @@ ROUNDS = 25
 # otherwise the host's time would be measured.
 FLUSH_BYTES, FLUSHES = 2**28, 8
 CHECKED_ROWS = 1024
-# Fast accumulation loses about 4 dB an octave of K, 65 dB at K = 1024 on normal data; less than this is a defect.
-FAST_TOLERANCE = MatmulTolerance(overall=30.0, worst_tile=27.0)
 MATMUL = "scaled_matmul"
 
 Timer = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
