@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.contest.cases import Case
 from bench.contest.gates import same_every_time
 from bench.shapes import Shape
+from tritonfp8.training import timers
 
 FLUSH_BYTES = 256 * 2**20
 # Time several runs in a row: a run's time depends on the GPU's power and clocks after the previous one.
@@ -133,15 +134,8 @@ class Device:
     def _runs(self, function: Function, count: int) -> list[float]:
         if self.device.type != "cuda":
             return [_wall_seconds(function) for _ in range(count)]
-        # Drop the first run: the queue is empty, so the GPU waits for the host.
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count + 1)]
-        for start, end in events:
-            self.flush.zero_()
-            start.record()
-            function()
-            end.record()
-        self.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in events[1:]]
+        # The first run is not counted: the queue is empty, so the GPU waits for the host.
+        return timers.gpu_seconds([function] * (count + 1), self.flush.zero_)[1:]
 
     def host_seconds(self, function: Function) -> float:
         """Host seconds of a call. The host waits for the GPU before and after all calls, not between them."""

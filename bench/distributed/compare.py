@@ -8,7 +8,6 @@ import gc
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from bench.distributed.models import Contestant, Meshes, attend_causally, fsdp_c
 from bench.distributed.ranks import AllFailedError, Ranks
 from tritonfp8 import recipes
 from tritonfp8.distributed import count_collective_bytes
-from tritonfp8.training import UNTIMED_STEPS, build_model, corpus, default_lr, lr_factor, require_train_extra
+from tritonfp8.training import UNTIMED_STEPS, build_model, corpus, default_lr, lr_factor, require_train_extra, timers
 
 ORDER = "one after the other"
 Row = dict[str, Any]
@@ -186,12 +185,12 @@ class Measured:
         done = len(self.losses)
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
-        times, losses = [_now(job.device)], []
+        times, losses = [timers.now(job.device)], []
         for batch in job.batches[done : done + count]:
             losses.append(self.training.step(batch))
-            times.append(_now(job.device))
+            times.append(timers.now(job.device))
         self.losses += torch.stack(losses).tolist() if losses else []
-        self.seconds += [_seconds(a, b) for a, b in itertools.pairwise(times)]
+        self.seconds += itertools.starmap(timers.seconds_between, itertools.pairwise(times))
         if job.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(job.device)
             # Memory of compilation and tuning in the untimed steps does not count.
@@ -215,18 +214,6 @@ def _collect(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _now(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(a: Any, b: Any) -> float:
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
 
 
 def compare(

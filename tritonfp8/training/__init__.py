@@ -1,9 +1,9 @@
 """The training run of ``tritonfp8 train``: settings, loop, report, reference models and text.
 
-Exports the settings, the run, the models and the report.
+Exports the settings, the run, the models, the report and the timers.
 """
 
-from tritonfp8.training import report
+from tritonfp8.training import report, timers
 from tritonfp8.training.loop import UNTIMED_STEPS, lr_factor, run
 from tritonfp8.training.models import MODELS, build_model, default_lr, require_train_extra
 from tritonfp8.training.settings import BASELINE, DEFAULT_RECIPES, DEFAULTS, Settings, choose_device, prepare
@@ -23,4 +23,5 @@ __all__ = [
     "report",
     "require_train_extra",
     "run",
+    "timers",
 ]

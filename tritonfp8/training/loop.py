@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tritonfp8.convert import convert
 from tritonfp8.counting import count_gemms
-from tritonfp8.training import corpus
+from tritonfp8.training import corpus, timers
 from tritonfp8.training.models import perturb
 from tritonfp8.training.settings import BASELINE, PERTURBED, Job, Settings
 
@@ -191,11 +191,11 @@ class _Meter:
         """Record the begin of the first step."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.begin = self._now()
+        self.begin = timers.now(self.device)
 
     def add(self, loss: torch.Tensor, flops: Counter[str]) -> None:
         """Record a step that has been launched, with its loss and FLOPs."""
-        self.steps.append((loss, self._now(), flops))
+        self.steps.append((loss, timers.now(self.device), flops))
         if len(self.steps) == UNTIMED_STEPS and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -205,19 +205,9 @@ class _Meter:
             return
         run.losses = torch.stack([loss for loss, _, _ in self.steps]).tolist()
         times = [self.begin, *(time for _, time, _ in self.steps)]
-        run.step_seconds = [self._seconds(a, b) for a, b in itertools.pairwise(times)]
+        run.step_seconds = list(itertools.starmap(timers.seconds_between, itertools.pairwise(times)))
         run.flops = dict(sum((flops for _, _, flops in self.steps), Counter()))
         run.peak_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-
-    def _now(self) -> Any:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _seconds(self, a: Any, b: Any) -> float:
-        return float(b - a if self.device.type == "cpu" else a.elapsed_time(b) / 1e3)
 
 
 def _train(job: Job, run: Run, observer: Observer) -> None:

@@ -22,6 +22,7 @@ from tritonfp8 import hardware, launch, reference, tuning
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, matmul_family, spec_of
 from tritonfp8.testing import FAST_TOLERANCE, assert_matmul_close, sqnr, worst_tile_sqnr
+from tritonfp8.training import timers
 from tritonfp8.tuning import Entries, Entry, Key, MatmulConfig, find, store
 from tritonfp8.warmup.record import Call, Layout
 from tritonfp8.warmup.workers import default_workers, describe, run_jobs
@@ -142,27 +143,25 @@ def distinct_gemms(calls: Sequence[Call], device: torch.device) -> list[GemmCall
 
 
 def cuda_seconds(functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
-    """Median seconds of each function on the current GPU, L2 flushed before each run.
+    """Median seconds of each function on the current GPU, with L2 flushed before each run.
 
-    Of the GPU alone, as long as it takes the host less than half a millisecond to call one (on a GPU of 4 TB/s). The
-    functions take turns, each round beginning with another: a GPU slows down as it warms up.
+    This is GPU time only, if the host calls a function in less than half a millisecond (on a GPU of 4 TB/s). All
+    functions run in each round, and each round begins with another one, because a GPU slows down as it warms up.
     """
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    events: list[list[tuple[Any, Any]]] = [[] for _ in functions]
+
+    def flush() -> None:
+        for _ in range(FLUSHES):
+            flushed.zero_()
+
     for function in functions:
         function()
-    for first in range(rounds):
-        for offset in range(len(functions)):
-            i = (first + offset) % len(functions)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(FLUSHES):
-                flushed.zero_()
-            start.record()
-            functions[i]()
-            end.record()
-            events[i].append((start, end))
-    torch.cuda.synchronize()
-    return [statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3 for pairs in events]
+    count = len(functions)
+    order = [(first + offset) % count for first in range(rounds) for offset in range(count)]
+    seconds: list[list[float]] = [[] for _ in functions]
+    for i, each in zip(order, timers.gpu_seconds([functions[i] for i in order], flush), strict=True):
+        seconds[i].append(each)
+    return list(map(statistics.median, seconds))
 
 
 @dataclass(frozen=True)
