@@ -81,8 +81,8 @@ def figure() -> Any:
     }
     drawn = Figure(figsize=(9, 0.5 * len(floors)), layout="constrained")
     axes = drawn.subplots()
-    for room, below in found.items():
-        for each in below:
+    for room, below in sorted(found.items()):
+        for each in sorted(below):
             (x, y), (to_x, to_y) = places[room], places[each]
             axes.annotate(
                 "", (to_x, to_y + 0.24), (x, y - 0.24), arrowprops={"arrowstyle": "->", "color": "0.6", "lw": 0.8}

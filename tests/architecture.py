@@ -13,7 +13,7 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS
 # other; `tritonfp8` is the package's own namespace.
 LAYERS = (
     {"kernels"},
-    {"compat", "counting", "formats", "hardware"},
+    {"checks", "compat", "counting", "formats", "hardware"},
     {"specs"},
     {"quantized", "recipes", "reference", "testing"},
     {"tuning"},

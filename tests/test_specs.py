@@ -23,11 +23,9 @@ from tritonfp8.specs import (
     SPECS,
     TENSORWISE,
     QuantSpec,
-    check_floating,
     empty_scale,
     full_block,
     matmul_family,
-    require,
     scale_shape,
     spec_of,
     transposed,
@@ -270,20 +268,3 @@ def test_the_table_of_blocks_cannot_be_changed():
         BLOCKS[1, 64] = BLOCKS[BLOCK_1X32]
     with pytest.raises(dataclasses.FrozenInstanceError):
         BLOCKS[BLOCK_1X32].family = "epilogue"
-
-
-def test_require():
-    require("mode", "a", ("a", "b"))
-    with pytest.raises(ValueError, match=r"^mode must be one of 'a', 'b'; got 'c'$"):
-        require("mode", "c", ("a", "b"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_floating_tensors_pass(dtype):
-    check_floating("x", torch.zeros(1, dtype=dtype))
-
-
-@pytest.mark.parametrize("x", [torch.zeros(1, dtype=torch.int32), torch.zeros(1).to(torch.float8_e4m3fn), [1.0], None])
-def test_others_are_a_type_error(x):
-    with pytest.raises(TypeError, match=r"^x must be .*; got"):
-        check_floating("x", x)

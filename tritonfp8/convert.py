@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from tritonfp8.checks import require_flag
 from tritonfp8.functional import SharedInput
 from tritonfp8.layers import all_or_nothing, change_class, is_own_forward, rebase, swapping
 from tritonfp8.layers.linear import Float8Linear, require_module
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import require_flag
 
 MIN_FEATURES = 16
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.checks import check_floating, check_strided, require, require_flag, require_type
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear import (
     Operands,
@@ -16,20 +17,7 @@ from tritonfp8.layers.linear import (
     quantize_weight,
 )
 from tritonfp8.quantized import Quantized, unchecked
-from tritonfp8.specs import (
-    ACCUMULATIONS,
-    ACTIVATIONS,
-    BLOCKS,
-    SPECS,
-    QuantSpec,
-    check_floating,
-    check_strided,
-    matmul_family,
-    require,
-    require_flag,
-    require_type,
-    scale_shape,
-)
+from tritonfp8.specs import ACCUMULATIONS, ACTIVATIONS, BLOCKS, SPECS, QuantSpec, matmul_family, scale_shape
 
 __all__ = [
     "Operands",

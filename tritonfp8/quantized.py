@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tritonfp8.checks import check_strided, require_type
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.specs import QuantSpec, check_strided, require_type, scale_shape
+from tritonfp8.specs import QuantSpec, scale_shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,17 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonfp8.specs import (
-    ACCUMULATIONS,
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_128X128,
-    ROWWISE,
-    QuantSpec,
-    matmul_family,
-    require,
-    require_type,
-)
+from tritonfp8.checks import require, require_type
+from tritonfp8.specs import ACCUMULATIONS, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec, matmul_family
 
 GEMMS = ("output", "grad_input", "grad_weight")
 OPERANDS = {

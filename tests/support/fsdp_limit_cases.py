@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 from cases import give_up
-from fsdp_cases import Setup, build, digest, gathered_weights, tokens_of
+from fsdp_cases import Setup, build, digest, gathered_weights, tokens_of, train
 from fsdp_models import Linears, Llama, initialize
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from tritonfp8.checks import require, shown
 from tritonfp8.layers import carry
-from tritonfp8.specs import require, shown
 
 SCALES = ("global", "local")
 

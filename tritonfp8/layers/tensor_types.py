@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.specs import require_type
+from tritonfp8.checks import require_type
 
 PLAIN = (Tensor, nn.Parameter, type(None))
 """Types of operands that are their own data, or missing."""

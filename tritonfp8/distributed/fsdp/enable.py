@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from tritonfp8.checks import require
 from tritonfp8.convert import ConversionReport
 from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 from tritonfp8.distributed.torch_private import FSDP, require_names
 from tritonfp8.layers.linear import Float8Linear, require_module
-from tritonfp8.specs import require
 
 CASTS = ("param_dtype", "master")
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.checks import check_strided, require, require_flag, require_type
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.quantized import Quantized
-from tritonfp8.specs import RMS_NORM_ROUNDINGS, QuantSpec, check_strided, require, require_flag, require_type
+from tritonfp8.specs import RMS_NORM_ROUNDINGS, QuantSpec
 
 
 class Produced(NamedTuple):

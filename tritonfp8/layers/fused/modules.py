@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from tritonfp8.checks import require
 from tritonfp8.layers.fused.rms_norm import quantized_rms_norm, rms_norm
 from tritonfp8.layers.fused.swiglu import swiglu
 from tritonfp8.layers.in_place import is_bound
 from tritonfp8.layers.linear import Float8Linear, QuantizedInput, check_whole, is_distributed, is_fusable
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import RMS_NORM_ROUNDINGS, require
+from tritonfp8.specs import RMS_NORM_ROUNDINGS
 
 # Torch fills these and never puts others in their place.
 _AFTER, _BEFORE = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks

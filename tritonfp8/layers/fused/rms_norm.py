@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.checks import require_type
 from tritonfp8.layers.fused.functional import check_norm
 from tritonfp8.layers.linear import (
     QuantizedInput,
@@ -25,7 +26,7 @@ from tritonfp8.layers.linear import (
 from tritonfp8.layers.recompute import decided
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import QuantSpec, require_type
+from tritonfp8.specs import QuantSpec
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str = "output") -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.checks import check_strided, require_type, shown
 from tritonfp8.layers.linear import (
     NO_PAIR,
     LinearPlan,
@@ -37,7 +38,7 @@ from tritonfp8.layers.linear import linear as plain_linear
 from tritonfp8.layers.recompute import decided
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import QuantSpec, check_strided, require_type, shown
+from tritonfp8.specs import QuantSpec
 
 
 def _pairs(results: list[Tensor], spec: object, spec_t: object) -> tuple[Pair, Pair]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tritonfp8.checks import check_strided
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
-from tritonfp8.specs import check_strided
 
 _STRIDED = torch.strided
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.checks import require_type
 from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
 from tritonfp8.layers.linear.function import LinearPlan, apply_linear
@@ -22,7 +23,6 @@ from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, c
 from tritonfp8.layers.tensor_types import PLAIN, handler_of
 from tritonfp8.ops import graph_op, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
-from tritonfp8.specs import require_type
 
 
 def _may_cast_again(weight: Tensor, shares_input: bool) -> bool:

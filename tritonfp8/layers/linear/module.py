@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tritonfp8.checks import require_type
 from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
 from tritonfp8.layers.linear.operands import Operands
 from tritonfp8.layers.linear.quantized_input import QuantizedInput, check_whole, is_distributed, quantized_linear
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import require_type
 
 _NO_RECIPE = (
     "a Float8Linear was made without recipe= and follows 'rowwise'. A class does not carry the recipe of the layer "

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.checks import check_floating, require_flag, shown
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import QuantSpec, check_floating, require_flag, shown
+from tritonfp8.specs import QuantSpec
 
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tritonfp8.checks import check_strided, require_type
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear.checks import autocast_all, check_linear
 from tritonfp8.layers.linear.function import LinearPlan, apply_linear
@@ -21,7 +22,7 @@ from tritonfp8.layers.recompute import decided
 from tritonfp8.ops import sealed
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import QuantSpec, check_strided, require_type
+from tritonfp8.specs import QuantSpec
 
 
 def is_fusable(recipe: str | Recipe) -> bool:

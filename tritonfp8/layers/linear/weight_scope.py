@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.checks import shown
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear.module import Float8Linear, require_module
 from tritonfp8.layers.linear.operands import Operands, quantize_weight
 from tritonfp8.layers.linear.weight_cache import CachedWeight
-from tritonfp8.specs import shown
 
 
 def _bits(operands: Operands) -> list[Tensor]:

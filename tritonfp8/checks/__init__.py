@@ -1,0 +1,74 @@
+"""Checks of arguments: each raises an error that names what was required and what came.
+
+Exports the checks that several folders use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "check_floating",
+    "check_strided",
+    "is_among",
+    "require",
+    "require_flag",
+    "require_type",
+    "shown",
+]
+
+
+def require(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError unless ``value`` is one of ``allowed``; the message names ``allowed`` and ``value``."""
+    if not is_among(value, allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {shown(value)}")
+
+
+def is_among(value: object, allowed: Sequence[object]) -> bool:
+    """Whether ``value`` is one of ``allowed``, which are not arrays or tensors."""
+    # `in` compares arrays and tensors element by element and raises; they are never allowed.
+    return not hasattr(value, "__array__") and value in allowed
+
+
+def shown(value: object) -> str:
+    """``value`` as text for a message: its repr, cut to 80 characters; the dtype of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def require_type(name: str, value: object, kind: Any, what: str) -> None:
+    """Raise TypeError unless ``value`` is a ``kind`` (a type or a union); the message calls it ``what``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {what}; got {type(value).__name__}")
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    require_type(name, value, bool, "True or False")
+
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_floating(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError unless ``x`` is a tensor of bf16, fp16, fp32 or fp64."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+    if x.dtype not in _FLOATING:
+        raise TypeError(f"{name} must be bfloat16, float16, float32 or float64; got {x.dtype}. Cast it first.")
+    check_strided(name, x)
+
+
+def check_strided(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError for a sparse, nested or opaque tensor."""
+    # Skipped under Dynamo, which traces dense tensors only and must not read the layout.
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"a {x.layout} tensor"
+        raise TypeError(f"{name} must be a dense (torch.strided) tensor; got {kind}. Use its to_dense() or padding.")
