@@ -19,7 +19,7 @@ test: $(VENV)/.installed
 	$(BIN)/pytest
 
 versions: $(VENV)/.installed  ## compile the kernels with every supported triton
-	$(BIN)/python tests/support/every_triton.py
+	$(BIN)/python tests/support/kernels/every_triton.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ OTHERS = [module for folder in ("tests", "bench", "docs") for module in modules_
 
 RULES = {
     import_violations: MODULES,
-    folder_violations: MODULES,
+    folder_violations: MODULES + OTHERS,
     kernel_violations: MODULES,
     stride_violations: MODULES,
     format_violations: MODULES,

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadGroupScheduling
 # for all of its group, which one worker runs while the other compiles kernels, a file of tests/compile_only at a time.
 FIRST = (
     "distributed/fsdp/test_fsdp_tp.py",
-    "test_compile_only.py",
+    "kernels/test_compile_only.py",
     "launch/test_plan.py",
     "distributed/tensor_parallel/test_tensor_parallel.py",
     "bench/test_report.py",

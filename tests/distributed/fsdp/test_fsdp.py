@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import fsdp_cases
+import fsdp_limit_cases
 import pytest
 import torch
 from cases import QUANTIZED
@@ -168,7 +169,7 @@ def test_weights_only_loads(ranks, tmp_path):
 @pytest.mark.parametrize("shape", [(1024, 4096)])
 def test_gathered_bytes_are_half_of_those_of_bf16(ranks, shape, recipe):
     on, off = (
-        ranks.run(4, fsdp_cases.gathered_bytes, recipe=recipe, shape=shape, enabled=enabled)[0]
+        ranks.run(4, fsdp_limit_cases.gathered_bytes, recipe=recipe, shape=shape, enabled=enabled)[0]
         for enabled in (True, False)
     )
     assert off[0]["all_gather"] == 2 * 2 * shape[0] * shape[1]
@@ -198,10 +199,8 @@ def test_a_compiled_step_gathers_what_an_eager_one_does(ranks):
 def test_gathered_bytes_where_forward_is_recomputed(ranks, recipe, recompute):
     """A weight of two orientations is gathered three times in 8 bits, where bf16 is gathered twice."""
     shape, gathers = (256, 1024), 1 + len(weight_orientations(recipes.get(recipe)))
-    on, off = (
-        ranks.run(4, fsdp_cases.gathered_bytes, recipe=recipe, shape=shape, enabled=enabled, recompute=recompute)[0]
-        for enabled in (True, False)
-    )
+    options = {"recipe": recipe, "shape": shape, "recompute": recompute}
+    on, off = (ranks.run(4, fsdp_limit_cases.gathered_bytes, enabled=e, **options)[0] for e in (True, False))
     assert off[0]["all_gather"] == 2 * 2 * shape[0] * shape[1]
     assert (on[1]["all_gather"], off[1]["all_gather"]) == (gathers, 2)
     assert gathers / 4 <= on[0]["all_gather"] / off[0]["all_gather"] <= 1.04 * gathers / 4
@@ -243,5 +242,5 @@ def test_operands_on_gpus(gpus, recipe, reshard):
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_gathered_bytes_on_gpus(gpus, recipe):
     options = {"recipe": recipe, "shape": (1024, 4096)}
-    on, off = (gpus.run(gpus.size, fsdp_cases.gathered_bytes, enabled=e, **options)[0] for e in (True, False))
+    on, off = (gpus.run(gpus.size, fsdp_limit_cases.gathered_bytes, enabled=e, **options)[0] for e in (True, False))
     assert on[0]["all_gather"] <= 0.52 * off[0]["all_gather"]

@@ -51,11 +51,9 @@ def test_tp_by_fsdp2(ranks, recipe, steps):
     check_equal_to_off(ranks, TWO_BY_TWO, recipe, steps)
 
 
-# Replicas change the process groups of the collectives. Two recipes make every kind of collective: blockwise reduces
-# amaxes, also of blocks that ranks of tensor parallelism share, and gathers bytes; mxfp8 gathers scales as well.
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_tp_by_hsdp(eight, recipe):
-    check_equal_to_off(eight, HYBRID, recipe)
+    check_equal_to_off(eight, HYBRID, recipe, 2)
 
 
 OPTIONS = {

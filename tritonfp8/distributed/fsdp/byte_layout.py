@@ -210,8 +210,8 @@ class ByteLayout:
         found, done = [], 0
         for rank in range(self.shards):
             first, count = self.blocks(orientation, rank)
-            reduction = min(max(done - first, 0), count)
-            found.append((reduction, count - reduction))
+            read_before = min(max(done - first, 0), count)
+            found.append((read_before, count - read_before))
             done = max(done, first + count) if count else done
         return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Faults of one line that the tests must notice: ``python tests/mutants.py [--only N]...``.
+"""Faults of one line that the tests must notice: ``python tests/support/mutants.py [--only N]...``.
 
 Each fault is put into a copy of the tree, in which the test files that it names then run. A fault that no test notices
 means that something is no longer tested. Run it before and after tests are merged, shortened or moved.
@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMPILED = "tests/compile_only"
 
 
@@ -104,8 +104,8 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/launch/matmul.py",
-        "if misaligned or scale.stride(1) * scale.shape[1] > MAX_TMA_COORDINATE:",
-        "if misaligned:",
+        " and aligned and step * scale.shape[1] <= MAX_TMA_COORDINATE",
+        " and aligned",
         "the Hopper kernel is given scales that TMA's coordinates do not reach",
         ("tests/kernels/test_strides.py",),
     ),
@@ -146,7 +146,7 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/distributed/tensor_parallel/placements.py",
-        'adds_bias=all(way.sharded != "K" or at == 0',
+        'adds_bias=all(mode.sharded != "K" or at == 0',
         'adds_bias=all(way.sharded != "K" or at >= 0',
         "every rank of a row-parallel layer adds the bias",
         ("tests/distributed/tensor_parallel", "-k", "even_shards"),
@@ -174,8 +174,8 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/distributed/fsdp/byte_layout.py",
-        "known = min(max(done - first, 0), count)",
-        "known = 0",
+        "read_before = min(max(done - first, 0), count)",
+        "read_before = 0",
         "the scale of a block on two ranks is gathered twice",
         ("tests/distributed/fsdp/test_byte_layout.py",),
     ),
@@ -216,8 +216,8 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/layers/linear/function.py",
-        "input.neg().neg()",
-        "input",
+        "x.neg().neg()",
+        "x",
         "a compiled layer saves its quantized input though backward has the original",
         ("tests/layers/linear/test_compile_saved.py",),
     ),

@@ -14,7 +14,7 @@ import pytest
 import triton
 from compile_target import compile_kernel
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "compile_only"
 # Files that compile for longer than a process takes to start; the others share one.
 LONG = ("test_matmul.py", "test_fused.py", "test_casts.py", "test_matmul_variants.py")

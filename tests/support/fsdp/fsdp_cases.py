@@ -4,8 +4,7 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
-from fsdp_models import VOCABULARY, Linears, Llama, initialize, recomputed
-from torch import nn
+from fsdp_models import VOCABULARY, Linears, Llama, initialize
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -384,23 +383,3 @@ def saved_with_torch(mesh, path, setup):
             parameter.zero_()
     model.load_state_dict(torch.load(path, weights_only=True), strict=True)
     return before == digest(model)
-
-
-def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
-    """Bytes and number of one layer's collectives in a step, after a first forward, which registers the hooks."""
-    from tritonfp8.distributed import count_collective_bytes
-
-    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, device=mesh.device_type))
-    tritonfp8.convert(model, recipe)
-    if enabled:
-        enable_float8_all_gather(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    # In param_dtype: FSDP of torch 2.11 does not cast the input when it recomputes forward.
-    x = torch.ones(2, shape[1], dtype=policy.param_dtype, requires_grad=True)
-    with torch.no_grad():
-        model(x)
-    model.reshard()
-    with count_collective_bytes() as counted:
-        recomputed(model, x, recompute).sum().backward()
-    return dict(counted.bytes), dict(counted.calls)

@@ -1,6 +1,6 @@
 """Compile every kernel with every supported triton: runs tests/compile_only once per version (``make versions``).
 
-    python tests/support/every_triton.py [version ...] [-- arguments of pytest]
+    python tests/support/kernels/every_triton.py [version ...] [-- arguments of pytest]
 
 All versions use the same torch, because nothing runs on a GPU.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tritonfp8.compat.versions import TRITON_OF_TORCH
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".tritons"
 
 

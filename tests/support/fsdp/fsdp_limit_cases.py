@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from cases import give_up
 from fsdp_cases import Setup, build, digest, gathered_weights, tokens_of, train
-from fsdp_models import Linears, Llama, initialize
+from fsdp_models import Linears, Llama, initialize, recomputed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -339,3 +339,23 @@ def train_grouped(mesh, setup, steps):
     on_gpu = mock.patch.object(grouped, "runs_kernels", lambda shard: shard.is_contiguous())
     with on_gpu, counted("amax_of_shards"), counted("quantize_shards"):
         return train(mesh, setup, steps), called
+
+
+def gathered_bytes(mesh, recipe, shape, enabled, recompute=None):
+    """Bytes and number of one layer's collectives in a step, after a first forward, which registers the hooks."""
+    from tritonfp8.distributed import count_collective_bytes
+
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, device=mesh.device_type))
+    tritonfp8.convert(model, recipe)
+    if enabled:
+        enable_float8_all_gather(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # In param_dtype: FSDP of torch 2.11 does not cast the input when it recomputes forward.
+    x = torch.ones(2, shape[1], dtype=policy.param_dtype, requires_grad=True)
+    with torch.no_grad():
+        model(x)
+    model.reshard()
+    with count_collective_bytes() as counted:
+        recomputed(model, x, recompute).sum().backward()
+    return dict(counted.bytes), dict(counted.calls)
