@@ -175,7 +175,7 @@ STAYS = {
         lambda model: None, {"recipe": {"*.up_proj": "mxfp8", "*": "rowwise"}}, "layers.1.mlp", "different recipes"
     ),
     "high precision": (
-        lambda model: None, {"recipe": "rowwise_hp_grad_weight"}, "layers.0.mlp", "keeps a product in high precision"
+        lambda model: None, {"recipe": "rowwise_hp_grad_weight"}, "layers.0.mlp", "keeps a GEMM in high precision"
     ),
 }  # fmt: skip
 
