@@ -151,7 +151,8 @@ def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
 def known_cases() -> set[str]:
     """Names of the cases of all suites."""
     return {
-        case.name for case in (*cases.CASTS, *cases.FUSED, *cases.PRODUCTS, cases.EPILOGUE, *cases.CALLS, *cases.WHOLE)
+        case.name
+        for case in (*cases.CASTS, *cases.FUSED, *cases.GEMM_CASES, cases.EPILOGUE, *cases.CALLS, *cases.WHOLE)
     }
 
 
@@ -186,11 +187,11 @@ def _products() -> list[Bar]:
         *(
             Bar(
                 f"rowwise GEMM with an epilogue of {name}, precise, over the one without",
-                "gemm", "scaled_matmul", cases.EPILOGUE.name, name, cases.BARE_PRODUCT, EPILOGUE_SHARE,
+                "gemm", "scaled_matmul", cases.EPILOGUE.name, name, cases.NO_EPILOGUE, EPILOGUE_SHARE,
                 cases.EPILOGUE.sets, reduce=MEAN,
             )
             for name in cases.EPILOGUES
-            if name != cases.BARE_PRODUCT
+            if name != cases.NO_EPILOGUE
         ),
     ]  # fmt: skip
 

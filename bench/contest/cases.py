@@ -202,7 +202,7 @@ class Product(Case):
 
 
 BOTH = ("precise", "fast")
-PRODUCTS = (
+GEMM_CASES = (
     Product("rowwise", gemm=recipes.get("rowwise").output, accumulations=BOTH, peer=epilogue_scaled),
     Product("tensorwise", gemm=recipes.get("tensorwise").output, accumulations=BOTH, peer=epilogue_scaled),
     Product("blockwise", gemm=recipes.get("blockwise").output, peer=block_scaled),
@@ -211,9 +211,9 @@ PRODUCTS = (
 )
 
 # Name -> (has a bias, activation). Each epilogue is compared with the GEMM without one.
-BARE_PRODUCT = "no epilogue"
+NO_EPILOGUE = "no epilogue"
 EPILOGUES: dict[str, tuple[bool, str | None]] = {
-    BARE_PRODUCT: (False, None),
+    NO_EPILOGUE: (False, None),
     "bias": (True, None),
     "bias, silu": (True, "silu"),
 }
@@ -258,7 +258,7 @@ def recipe_variants(names: tuple[str, ...]) -> dict[str, Recipe]:
 _CALLED = ("rowwise", "1x128", "rowwise both", "1x128 both", "blockwise")
 CALLS = tuple(
     dataclasses.replace(case, name=f"{function} {case.name}")
-    for function, cases in (("quantize", CASTS), ("scaled_matmul", PRODUCTS))
+    for function, cases in (("quantize", CASTS), ("scaled_matmul", GEMM_CASES))
     for case in cases
     if case.name in _CALLED
 )

@@ -51,7 +51,7 @@ def same_every_time(
             raise AssertionError(f"run {run} of {runs} gave other bits than the first: {error}") from error
 
 
-def close_product(expected: torch.Tensor, accumulation: str) -> Check:
+def close_gemm(expected: torch.Tensor, accumulation: str) -> Check:
     """A check that a GEMM's result is close to ``expected`` (float32), by the tolerance of its accumulation."""
 
     def check(actual: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ def close_layer(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, grad_outp
             gemm = getattr(recipe, name)
             lhs, rhs = (operand(*pair) for pair in zip(OPERANDS[name], (gemm.lhs, gemm.rhs), strict=True))
             # GEMMs that a recipe leaves in bf16 are torch's, which may add partial sums in bf16.
-            close_product(lhs @ rhs.t(), gemm.accumulation if gemm.quantized else "fast")(actual)
+            close_gemm(lhs @ rhs.t(), gemm.accumulation if gemm.quantized else "fast")(actual)
 
     return check
 

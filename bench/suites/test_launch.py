@@ -12,7 +12,7 @@ import torch
 
 import tritonfp8
 from bench.contest import gates
-from bench.contest.cases import CALLS, FIRST_STEP, PRODUCTS, Product
+from bench.contest.cases import CALLS, FIRST_STEP, GEMM_CASES, Product
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import epilogue_scaled
 from tritonfp8 import ops
@@ -40,7 +40,7 @@ def cast_contenders(case, x):
 def product_contenders(case, a, b):
     qa, qb = case.quantized(a, b)
     args = (qa.qdata, qa.scale, *qa.spec.args, qb.qdata, qb.scale, *qb.spec.args)
-    check = gates.close_product(tritonfp8.dequantize(qa) @ tritonfp8.dequantize(qb).t(), "precise")
+    check = gates.close_gemm(tritonfp8.dequantize(qa) @ tritonfp8.dequantize(qb).t(), "precise")
     return [
         Contender("tritonfp8", lambda: lambda: tritonfp8.scaled_matmul(qa, qb), check, own=True, peer=PEER),
         Contender(
@@ -57,7 +57,7 @@ def product_contenders(case, a, b):
 def test_call(benchmark, contest, case, shape):
     m, n, k = shape.size
     a, b = (torch.randn(rows, k, device=contest.device.device, dtype=torch.bfloat16) for rows in (m, n))
-    rowwise = next(product for product in PRODUCTS if product.name == "rowwise")
+    rowwise = next(product for product in GEMM_CASES if product.name == "rowwise")
     peer = Contender(PEER, lambda: epilogue_scaled(*rowwise.quantized(a, b), "precise"))
     own = product_contenders(case, a, b) if isinstance(case, Product) else cast_contenders(case, a)
     contest(benchmark, case, shape, [*own, peer], clock=contest.device.host_seconds)

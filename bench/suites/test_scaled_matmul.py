@@ -5,13 +5,13 @@ from torch.nn.functional import silu
 
 import tritonfp8
 from bench.contest import gates
-from bench.contest.cases import BARE_PRODUCT, EPILOGUE, EPILOGUES, PRODUCTS, gemm_bytes, gemm_flops
+from bench.contest.cases import EPILOGUE, EPILOGUES, GEMM_CASES, NO_EPILOGUE, gemm_bytes, gemm_flops
 from bench.contest.compare import Contender, measures
 
 
 def contenders_of(case, accumulation, qa, qb, expected, work):
     """The package's GEMM with this accumulation, and torch's."""
-    check = gates.close_product(expected, accumulation)
+    check = gates.close_gemm(expected, accumulation)
     own = Contender(
         f"tritonfp8 {accumulation}",
         lambda: lambda: tritonfp8.scaled_matmul(qa, qb, accumulation=accumulation),
@@ -32,7 +32,7 @@ def operands(contest, shape):
     return (torch.randn(rows, k, device=contest.device.device, dtype=torch.bfloat16) for rows in (m, n))
 
 
-@measures("gemm", PRODUCTS)
+@measures("gemm", GEMM_CASES)
 def test_scaled_matmul(benchmark, contest, case, shape):
     a, b = operands(contest, shape)
     qa, qb = case.quantized(a, b)
@@ -59,9 +59,9 @@ def test_epilogues(benchmark, contest, case, shape):
         return Contender(
             name,
             lambda: lambda: tritonfp8.scaled_matmul(qa, qb, bias, activation),
-            gates.close_product(silu(expected) if activation else expected, "precise"),
+            gates.close_gemm(silu(expected) if activation else expected, "precise"),
             own=True,
-            peer=None if name == BARE_PRODUCT else BARE_PRODUCT,
+            peer=None if name == NO_EPILOGUE else NO_EPILOGUE,
             fields=fields,
         )
 

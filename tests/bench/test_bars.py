@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from bench_rows import LLAMA, product_rows
+from bench_rows import LLAMA, gemm_rows
 
 from bench import report, tables
 from bench.contest.bars import BARS, HIGHEST, LOWEST, MEAN, QUANTITIES, Bar, judge
@@ -37,20 +37,20 @@ def judged(rows, **changes):
     ],
 )
 def test_a_bar_is_met_or_not(own, changes, measured, holds):
-    verdict = judged(product_rows(LLAMA[0], own, 3.0), **changes)
+    verdict = judged(gemm_rows(LLAMA[0], own, 3.0), **changes)
     assert verdict.measured == pytest.approx(measured)
     assert verdict.holds is holds
 
 
 def test_means_are_geometric_and_the_worst_shape_decides_where_each_has_to_do():
-    rows = [*product_rows(LLAMA[0], 1.0, 4.0), *product_rows(LLAMA[1], 1.0, 1.0)]
+    rows = [*gemm_rows(LLAMA[0], 1.0, 4.0), *gemm_rows(LLAMA[1], 1.0, 1.0)]
     sets = ("square", "llama-8b")
     assert judged(rows, sets=sets, reduce=MEAN).measured == pytest.approx(2.0)
     assert judged(rows, sets=sets, reduce=LOWEST).measured == 1.0
 
 
 def test_a_bar_on_a_part_of_its_shapes_is_not_met_yet():
-    rows = product_rows(LLAMA[0], 1.0, 4.0)
+    rows = gemm_rows(LLAMA[0], 1.0, 4.0)
     partly = {"sets": ("square", "llama-8b")}
     assert judged(rows, **partly, reduce=LOWEST).holds is None
     assert judged(rows, **partly, reduce=MEAN).holds is None
@@ -61,8 +61,8 @@ def test_a_bar_on_a_part_of_its_shapes_is_not_met_yet():
 
 
 def test_a_shape_without_a_peer_is_left_out():
-    rows = product_rows(LLAMA[0], 1.0, 2.0)
-    own, peer = product_rows(LLAMA[1], 1.0, 2.0)
+    rows = gemm_rows(LLAMA[0], 1.0, 2.0)
+    own, peer = gemm_rows(LLAMA[1], 1.0, 2.0)
     peer |= {"seconds": None, "reason": "RuntimeError: not on this shape"}
     verdict = judged([*rows, own, peer], sets=("square", "llama-8b"))
     assert verdict.expected == 8
@@ -73,8 +73,8 @@ def test_a_shape_without_a_peer_is_left_out():
     ("rows", "text"),
     [
         ([], "not measured"),
-        (product_rows(LLAMA[0], None, 3.0), "not measured"),
-        ([r | {"seconds": None, "reason": "AssertionError: wrong"} for r in product_rows(LLAMA[0], 1.0, 3.0)],
+        (gemm_rows(LLAMA[0], None, 3.0), "not measured"),
+        ([r | {"seconds": None, "reason": "AssertionError: wrong"} for r in gemm_rows(LLAMA[0], 1.0, 3.0)],
          "not measured: AssertionError: wrong"),
     ],
 )  # fmt: skip

@@ -23,7 +23,7 @@ def product(m=256, n=256, k=128):
 @pytest.mark.parametrize("accumulation", ["precise", "fast"])
 def test_the_gate_of_a_product_sees_one_tile_that_was_not_written(accumulation):
     expected = product()
-    check = gates.close_product(expected, accumulation)
+    check = gates.close_gemm(expected, accumulation)
     check(expected.bfloat16())
     actual = expected.bfloat16()
     actual[128:, 128:] = 0
@@ -34,9 +34,9 @@ def test_the_gate_of_a_product_sees_one_tile_that_was_not_written(accumulation):
 def test_fast_accumulation_may_lose_more_than_precise():
     expected = product()
     noisy = (expected + expected.std() * 10 ** (-45 / 20) * torch.randn_like(expected)).bfloat16()
-    gates.close_product(expected, "fast")(noisy)
+    gates.close_gemm(expected, "fast")(noisy)
     with pytest.raises(AssertionError):
-        gates.close_product(expected, "precise")(noisy)
+        gates.close_gemm(expected, "precise")(noisy)
 
 
 def test_the_gate_of_a_cast_sees_a_bit():

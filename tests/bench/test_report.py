@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_rows import LLAMA, SQUARE, UP, product_rows, synthetic_rows
+from bench_rows import LLAMA, SQUARE, UP, gemm_rows, synthetic_rows
 from typer.testing import CliRunner
 
 from bench import report, tables
@@ -115,8 +115,8 @@ def test_nothing_committed_names_a_host_or_a_place():
 
 
 def test_a_run_that_was_cut_off_is_shown_as_far_as_it_came(tmp_path):
-    first, second = product_rows(LLAMA[0], 1.0, 2.0)
-    write(tmp_path, product_rows(LLAMA[1], 1.0, 9.0))
+    first, second = gemm_rows(LLAMA[0], 1.0, 2.0)
+    write(tmp_path, gemm_rows(LLAMA[1], 1.0, 9.0))
     report.rows_path(tmp_path, "scaled_matmul").write_text(f"{json.dumps(first)}\n{json.dumps(second)[:20]}")
     assert report.read_rows(tmp_path) == {"scaled_matmul": [first]}
 
@@ -126,7 +126,7 @@ def command(*arguments):
 
 
 def test_render_alone(tmp_path):
-    write(tmp_path, product_rows(LLAMA[0], 2.0, 3.0))
+    write(tmp_path, gemm_rows(LLAMA[0], 2.0, 3.0))
     result = command("--render", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert "rowwise GEMM, precise" in result.output
@@ -160,7 +160,7 @@ def test_without_pytest_benchmark_it_is_said_what_to_install(tmp_path, monkeypat
 
 def test_without_matplotlib_there_are_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    write(tmp_path, product_rows(LLAMA[0], 2.0, 3.0))
+    write(tmp_path, gemm_rows(LLAMA[0], 2.0, 3.0))
     assert [path.name for path in report.render(tmp_path)] == ["tables.md", "bars.md"]
     assert "matplotlib is missing" in capsys.readouterr().out
 
@@ -191,7 +191,7 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     untimed = {r["case"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None}
     assert untimed == ({cases.LAYER_KERNELS.name} if not torch.cuda.is_available() else set())
     assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
-    assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.PRODUCTS, cases.EPILOGUE)}
+    assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
     assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), "first step"}
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
     assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
@@ -217,7 +217,7 @@ def test_the_report_keeps_what_a_suite_measured(tmp_path):
     assert data["outcome"] == "complete"
     assert data["command"] == "python -m bench.report --only scaled_matmul --shapes smoke"
     assert str(tmp_path) not in json.dumps(data)
-    assert {r["case"] for r in data["rows"]} == {case.name for case in (*cases.PRODUCTS, cases.EPILOGUE)}
+    assert {r["case"] for r in data["rows"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"scaled_matmul.json", "tables.md", "bars.md", "products.png", "product_speed_ups.png"}
 

@@ -13,7 +13,7 @@ def row(suite, case, shape, contender, seconds, own=False, peer=None, **fields):
     }  # fmt: skip
 
 
-def product_rows(shape, own, peer, case="rowwise", accumulation="precise"):
+def gemm_rows(shape, own, peer, case="rowwise", accumulation="precise"):
     work = {"flops": cases.gemm_flops(*shape.size), "bytes": cases.gemm_bytes(*shape.size)}
     name = f"torch {accumulation}"
     return [
@@ -30,14 +30,14 @@ def synthetic_rows():
             work = {"bytes": case.moved_bytes(shape.size, 2)}
             rows.append(row("quantize", case.name, shape, "tritonfp8", 2.0, True, "copy", **work))
             rows.append(row("quantize", case.name, shape, "copy", 3.0, bytes=2 * work["bytes"]))
-    for case in cases.PRODUCTS:
+    for case in cases.GEMM_CASES:
         for shape in filter(lambda s: case.serves(s.set), shapes.select("gemm")):
             for accumulation in case.accumulations:
-                rows += product_rows(shape, 2.0, 3.0, case.name, accumulation)
+                rows += gemm_rows(shape, 2.0, 3.0, case.name, accumulation)
     for shape in filter(lambda s: cases.EPILOGUE.serves(s.set), shapes.select("gemm")):
         for name in cases.EPILOGUES:
-            alone = name == cases.BARE_PRODUCT
-            seconds, peer = (3.0, None) if alone else (2.0, cases.BARE_PRODUCT)
+            alone = name == cases.NO_EPILOGUE
+            seconds, peer = (3.0, None) if alone else (2.0, cases.NO_EPILOGUE)
             rows.append(row("scaled_matmul", cases.EPILOGUE.name, shape, name, seconds, True, peer))
     layers = cases.recipe_variants(cases.LAYER_RECIPES)
     for case, kind, names, fields in (
