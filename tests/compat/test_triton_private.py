@@ -55,7 +55,7 @@ def compiled(typed, launched, with_descriptor=False, **more):
 @pytest.mark.parametrize("typed", [True, False])
 def test_arguments_are_in_the_order_of_the_launcher(typed):
     launched = []
-    # A bound method is no function whose variables could be read, as the function of C is none.
+    # Neither a bound method nor a function of C has variables to read.
     kernel, _ = compiled(typed, launched)
     launch = raw_launches(3, [RawCall(kernel, 5, [Address(0, 0), None, Address(2, 8)], (3, True, None))] * 2)
     launch(11, [1000, None, 3000])
@@ -75,7 +75,7 @@ def test_tensor_maps_are_made_once_an_address(typed, monkeypatch):
     launched = []
     kernel, encoded = compiled(typed, launched, with_descriptor=True)
     launch = raw_launches(2, [RawCall(kernel, 5, [DescribedAddress(1, 0, Descriptor()), Address(0, 0)], (7,))])
-    assert encoded == [4096], "the driver may refuse an address that is none"
+    assert encoded == [4096], "the driver may refuse an invalid address"
     encoded.clear()
     for address in (64, 128, 64, 192, 64):
         launch(11, [1000, address])

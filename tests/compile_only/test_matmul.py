@@ -20,7 +20,7 @@ from tritonfp8.tuning.matmul_space import SPACES, shared_bytes, supports
 
 
 def fences_of_barriers(ptx):
-    """How often the copy engine is made to see barriers: before its first copies, and where other warps begin."""
+    """Number of fences that show barriers to TMA: before its first copies, and where other warps begin."""
     start = ptx.index("mbarrier.init")
     prologue = ptx[start : ptx.index("barrier.sync", ptx.rindex("mbarrier.init"))]
     first_copies, _, rest = prologue.partition("cp.async.bulk.tensor")

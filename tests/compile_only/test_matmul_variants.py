@@ -115,7 +115,7 @@ def test_the_specialized_kernel_takes_every_element_format(element):
 @pytest.mark.parametrize("tma", [False, True])
 def test_mx_compiles_for_every_target(cc, tma):
     if cc == 89 and tma:
-        pytest.skip("Ada has no copy engine")
+        pytest.skip("Ada has no TMA")
     shared = ADA_SHARED_BYTES if cc == 89 else HOPPER_SHARED_BYTES
     config = next(c for c in SPACES["mx"]["precise"] if supports(c, "mx", 2, True, False, shared))
     report = compile_tiles("mx", config, (1, 1), cc=cc, tma=tma)
@@ -136,7 +136,7 @@ def test_mx_is_native_where_a_report_calls_it_so(tma):
 
 @pytest.mark.parametrize("family", list(SPACES))
 def test_the_pointer_path_compiles_for_hopper(family):
-    """What runs where the copy engine cannot address an operand."""
+    """The kernels for operands that TMA cannot address."""
     for config in (c for c in compiled_once(SPACES[family]["precise"]) if not c.specialized):
         # Scales are read alike on either path: of the kinds of products the first and the last.
         for rows in ROWS[family][:1] if config.max_m else {ROWS[family][0], ROWS[family][-1]}:

@@ -72,7 +72,7 @@ def test_every_placement_on_a_line(two):
 
 def test_placements_on_a_square():
     with Ranks(4) as ranks:
-        # DTensor applies a rule to one mesh dim after the other, each of which the line above sees in full.
+        # DTensor applies a rule to one mesh dim after the other; the line above covers each of them.
         assert ranks.run(sharding_cases.check_all, [2, 2], 20, timeout=120)[0] > 300
 
 

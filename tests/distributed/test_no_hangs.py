@@ -17,7 +17,7 @@ ENDS = {"raise": "bad batch", "kill": "rank 1: the process ended", "skip": "Time
 
 
 def end(processes, how, way):
-    """The error of ranks of which one gives up, and how long it took."""
+    """The error of the ranks after one gives up, and the seconds until then."""
     begin = time.monotonic()
     with pytest.raises(RankError) as error:
         processes.run(2, WAYS[way], how=how, after_error=PATIENCE)

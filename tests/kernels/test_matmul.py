@@ -33,7 +33,7 @@ def launch_exactly(x, spec):
 
 
 def padded_rows(x):
-    """Rows 16-byte aligned, as the copy engine wants them, whatever K is; NaN between them."""
+    """Rows 16-byte aligned, as TMA requires, whatever K is; NaN between them."""
     return surrounded(x, row_padding=-x.shape[1] % 16 + 16)
 
 
@@ -144,7 +144,7 @@ def test_every_configuration(device, name, accumulation, config, tma):
     )
     ones = [(1, 1, 1)]
     if config.specialized:
-        # The copy engine stores the output: its rows must be aligned.
+        # TMA stores the output, so its rows must be aligned.
         tails, ones = ([(m, n + -n % 8, k) for m, n, k in shapes] for shapes in (tails, ones))
     if tma:
         for shape in aligned:
@@ -261,7 +261,7 @@ def test_layouts_of_operands(device, name, layout):
     expected = product.expected(None, None, residual)
     product.a_scale, product.b_scale = layout(product.a_scale), layout(product.b_scale)
     epilogue = None, None, layout(residual)
-    # With operands that the copy engine can read, and with others.
+    # With operands that TMA can read, and with others.
     best = best_and_smallest(PAIRS[name], device, bare=False)[0]
     assert_equal(product.run(epilogue=epilogue, config=best), expected)
     assert_equal(product.with_layout(layout).run(epilogue=epilogue), expected)

@@ -154,7 +154,7 @@ def plan_scaled(plan: Planner, x, y, factor):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Launches that went through Triton, and those that were repeated: (stream, addresses)."""
+    """Launches through Triton, and repeated launches: (stream, addresses)."""
     through_triton, repeated = [], []
 
     def run(kernel, programs, pointers, integers, constants, **options):

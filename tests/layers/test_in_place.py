@@ -1,4 +1,4 @@
-"""Classes are changed in place: under those that others derive, around forwards that they keep, all or nothing."""
+"""A change of class in place keeps derived classes and own forwards, and happens to all modules or to none."""
 
 import copy
 import functools

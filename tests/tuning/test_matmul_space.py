@@ -9,7 +9,7 @@ from tritonfp8.tuning import chooser
 from tritonfp8.tuning.matmul_space import COPY_BANDWIDTH, LOAD_LATENCY, SMALL_M, SPACES, MatmulConfig, predicted_time
 
 H200 = Abilities(
-    name="a GPU as an H200, of which nothing is tuned",
+    name="an H200 without tuned configurations",
     capability=(9, 0),
     has_fp8_mma=True,
     has_direct_cast=True,
@@ -44,7 +44,7 @@ def test_many_rows_are_neither_swapped_nor_split(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
 def test_few_rows_keep_most_of_the_device_reading(family, m):
-    """Tokens are the columns of the instruction, of which no more are multiplied than there are, and what all programs
+    """Tokens are the columns of the instruction, so no padding is multiplied, and what all programs
     ask for at once makes up for the memory's latency."""
     for n, k in WEIGHTS:
         config = chosen(family, m, n, k)

@@ -76,7 +76,7 @@ class TestShapes:
 
 @pytest.fixture
 def no_process_is_left():
-    """Of those that a test starts; other tests in this process may have some that serve them all."""
+    """The processes of the current test; other tests in this process may have long-lived ones."""
     before = set(multiprocessing.active_children())
     yield
     assert not set(multiprocessing.active_children()) - before

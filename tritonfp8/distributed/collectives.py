@@ -64,7 +64,7 @@ def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, gro
 
 
 def all_gather_rows(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
-    """The tensors of all ranks joined along ``dim``, of which rank i has ``sizes[i]`` positions."""
+    """The tensors of all ranks joined along ``dim``; rank i contributes ``sizes[i]`` positions."""
     widest = max(sizes)
     rows = torch.movedim(x, dim, 0)
     padded = torch.nn.functional.pad(rows, [0, 0] * (x.ndim - 1) + [0, widest - rows.shape[0]]).contiguous()

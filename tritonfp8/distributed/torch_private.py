@@ -140,7 +140,7 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 
 
 def _found(owner: Any, name: str) -> bool:
-    """Whether an object has a name; a class also has those that annotations declare for its instances."""
+    """Whether an object has a name; a class also has the annotated names of its instances."""
     declared = inspect.isclass(owner) and any(name in inspect.get_annotations(base) for base in owner.__mro__)
     return declared or hasattr(owner, name)
 

@@ -19,7 +19,7 @@ from tritonfp8.specs import spec_of, transposed
 from tritonfp8.tuning import VECTOR_BYTES, cast_tiles
 
 TILE = cast_tiles.SHARDS
-# Of the constants of a spec, those that the kernel takes.
+# The constants of a spec that the kernel takes.
 CONSTANTS = ("ROWS", "COLS", "QMAX", "MANTISSA_BITS", "EMIN", "POW2")
 
 

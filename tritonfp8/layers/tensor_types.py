@@ -1,4 +1,4 @@
-"""Which function computes a linear layer on operands of which tensor type: DTensor has one of its own."""
+"""The function that computes a linear layer, by the tensor type of its operands: DTensor has its own."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tritonfp8.compat import torch_private
 def on_cuda(
     launcher: Callable[..., Any], fallback: Callable[..., Any], kind: Callable[..., str] | None = None
 ) -> Callable[..., Any]:
-    """``launcher`` if the device converts to FP8, else the reference, of which ``hardware`` has warned.
+    """``launcher`` if the device converts to FP8, else the reference; ``hardware`` has warned about that.
 
     GEMMs, which have a ``kind``, are counted here: a function around this one would cost each eager call time.
     """

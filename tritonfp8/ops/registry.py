@@ -46,7 +46,7 @@ class Op:
 
 
 _PRODUCER = "str spec, str spec_t, str orientation, bool keep"
-# Optional tensors come last, where the dispatcher leaves out those that are None: torch.export.draft_export takes an
+# Optional tensors come last, where the dispatcher leaves out a None: torch.export.draft_export takes an
 # optional tensor that is passed as None for one that the op writes to.
 _CACHED_WEIGHT = "Tensor? qdata=None, Tensor? scale=None, Tensor? qdata_t=None, Tensor? scale_t=None"
 

@@ -16,7 +16,7 @@ FOLDER = "COMPILED_KERNELS"
 
 
 def share():
-    """Make a folder for this process and those that it starts, unless this one was started with a folder.
+    """Make a folder for this process and its children, unless this one was started with a folder.
 
     Returns:
         An object that removes the folder when it is dropped; None if another process made the folder.

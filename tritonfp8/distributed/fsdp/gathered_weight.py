@@ -48,7 +48,7 @@ class GatheredWeight(Tensor):
     _byte_layout: ByteLayout
     _gaps: tuple[int, int]
     _rounded: torch.dtype | None
-    # Set on the weights that FSDP is given, and not on those that a graph makes.
+    # Set on the weights that FSDP gets; weights that a graph makes have None.
     gather_values: Callable[[], Tensor] | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -96,7 +96,7 @@ class SharedInput:
         return [SharedInput(siblings) for _ in range(count)]
 
     def _entry(self, input: Tensor) -> _Entry | None:
-        """The entry that this layer may use, a new one if there is none; None if ``input`` cannot be shared."""
+        """The entry that this layer may use, made if needed; None if ``input`` cannot be shared."""
         state = _state(input)
         if state is None:
             _thread.entry = None

@@ -97,7 +97,7 @@ def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> O
 
 
 def pair_of(q: Quantized | None) -> Pair:
-    """``(qdata, scale)``, each None where there is none."""
+    """``(qdata, scale)`` of ``q``; ``(None, None)`` if ``q`` is None."""
     return NO_PAIR if q is None else (q.qdata, q.scale)
 
 
