@@ -38,7 +38,7 @@ def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
     dim = placement.dim % x.ndim
     if len(counts) != mesh.size() or counts[mesh.get_local_rank()] != x.shape[dim]:
         raise ValueError(
-            f"token_counts says {counts}, of which rank {mesh.get_local_rank()} of {mesh.size()} came with an input of "
+            f"token_counts says {counts}; rank {mesh.get_local_rank()} of {mesh.size()} came with an input of "
             f"{x.shape[dim]} tokens: give every rank the counts of all, in the order of the mesh"
         )
     shape = (*x.shape[:dim], sum(counts), *x.shape[dim + 1 :])
@@ -80,7 +80,7 @@ def _require_linear(style: str, module: nn.Module) -> None:
         raise TypeError(f"{style} is for linear layers that follow a recipe; got {type(module).__name__}")
 
 
-def _input_as_it_lies(style: str) -> Any:
+def _input_left_sharded(style: str) -> Any:
     """The hook of a style that makes the input a DTensor and does not redistribute it.
 
     The layer itself sends it, after it has quantized it.
@@ -97,7 +97,28 @@ def _input_as_it_lies(style: str) -> Any:
     return staticmethod(prepare)
 
 
-class Float8ColwiseParallel(ColwiseParallel):
+class _LinearStyle:
+    """Checks of both styles of linear layers; torch's style, the next base class, does the rest."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        _check_placements(input_layouts=input_layouts, output_layouts=output_layouts)
+        require_flag("use_local_output", use_local_output)
+        layouts = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        super().__init__(**layouts, use_local_output=use_local_output)  # type: ignore[call-arg]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _require_linear(type(self).__name__, module)
+        applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]
+        return applied
+
+
+class Float8ColwiseParallel(_LinearStyle, ColwiseParallel):
     """``ColwiseParallel`` of a converted linear layer; an input whose tokens are sharded is gathered in FP8.
 
     One collective carries 8-bit data and scales: M K bytes and the scales for ``output``; as much again for
@@ -115,25 +136,10 @@ class Float8ColwiseParallel(ColwiseParallel):
             it is not converted.
     """
 
-    _prepare_input_fn = _input_as_it_lies("Float8ColwiseParallel")
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        _check_placements(input_layouts=input_layouts, output_layouts=output_layouts)
-        require_flag("use_local_output", use_local_output)
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _require_linear("Float8ColwiseParallel", module)
-        return super()._apply(module, device_mesh)
+    _prepare_input_fn = _input_left_sharded("Float8ColwiseParallel")
 
 
-class Float8RowwiseParallel(RowwiseParallel):
+class Float8RowwiseParallel(_LinearStyle, RowwiseParallel):
     """``RowwiseParallel`` of a converted linear layer, whose output may be left with any number of tokens on each rank.
 
     It sends the output (reduced, or reduce-scattered to ``Shard(tokens)``) and its gradient in their own dtype, and the
@@ -149,18 +155,7 @@ class Float8RowwiseParallel(RowwiseParallel):
             it is not converted.
     """
 
-    _prepare_input_fn = _input_as_it_lies("Float8RowwiseParallel")
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        _check_placements(input_layouts=input_layouts, output_layouts=output_layouts)
-        require_flag("use_local_output", use_local_output)
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+    _prepare_input_fn = _input_left_sharded("Float8RowwiseParallel")
 
     @staticmethod
     def _prepare_output_fn(
@@ -175,10 +170,6 @@ class Float8RowwiseParallel(RowwiseParallel):
             outputs.to_local(), dim, counts, device_mesh.get_local_rank(), device_mesh.get_group().group_name
         )
         return local if use_local_output else _distributed(local, device_mesh, output_layouts)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _require_linear("Float8RowwiseParallel", module)
-        return super()._apply(module, device_mesh)
 
 
 class _ScatterTokens(torch.autograd.Function):
