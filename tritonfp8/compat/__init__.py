@@ -1,4 +1,4 @@
-"""What the package needs of particular versions of torch and triton, each in one place.
+"""Adapters for particular versions of torch and Triton: each private name has one place.
 
 Exports the versions that are supported, and the modules of private names; importing this folder checks the installed
 versions and names.

@@ -75,7 +75,7 @@ def is_traced() -> bool:
 
 
 def current_device_getter() -> Callable[[], int]:
-    """What gives the index of the current CUDA device: ``torch.cuda.current_device`` without its look at the start."""
+    """A function that returns the index of the current CUDA device, without the check that CUDA is initialized."""
     return getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 
 

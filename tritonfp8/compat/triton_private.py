@@ -52,14 +52,14 @@ def _lacks(place: str) -> bool:
 
 
 def find_missing(version: str, names: Mapping[str, str] = NAMES) -> tuple[str, ...]:
-    """What keeps this version of Triton from raw launches, as text; empty if nothing does."""
+    """The reasons why raw launches do not work with this version of Triton; empty if they work."""
     if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
         return (f"Triton {version} is none of {', '.join(KNOWN_VERSIONS)}",)
     return tuple(f"{place.replace(':', '.')} ({use})" for place, use in names.items() if _lacks(place))
 
 
 MISSING = find_missing(triton.__version__)
-"""What the installed Triton lacks for raw launches."""
+"""Names that the installed Triton lacks for raw launches."""
 
 
 class UnavailableError(Exception):
@@ -110,7 +110,7 @@ def launches_are_watched() -> bool:
 
 
 def stream_getter() -> Callable[[int], int]:
-    """What gives the current stream of a device, by its index."""
+    """A function from the index of a device to its current stream."""
     return triton.runtime.driver.active.get_current_stream
 
 

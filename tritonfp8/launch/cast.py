@@ -176,7 +176,7 @@ class _Side(NamedTuple):
         return 0 if self.amax is None else cast_tiles.step_parts(self.amax.shape[0])
 
     def numerics(self) -> Numerics:
-        """What decides the compile-time arguments of this side."""
+        """The properties that decide the compile-time arguments of this side."""
         return self.spec, self.block, self.step_parts()
 
     def t(self) -> _Side:

@@ -49,7 +49,7 @@ on_change(forget)
 
 
 def planned(function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]) -> Results | None:
-    """What a call returns, by its plan; None if it cannot be planned.
+    """Run a call by its plan and return its results; None if the call cannot be planned.
 
     Args:
         function: makes the plan.

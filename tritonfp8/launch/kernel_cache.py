@@ -25,7 +25,7 @@ _compiled: dict[tuple[object, ...], Any] = {}
 
 
 def _describe(pointer: Any) -> object:
-    """What Triton specializes a pointer or a TMA descriptor on. A descriptor's block shape is among the constants."""
+    """The properties of a pointer or TMA descriptor for which Triton specializes; block shapes are among the constants."""
     if isinstance(pointer, Tensor):
         return pointer.dtype, pointer.data_ptr() % ALIGNMENT == 0
     return None if pointer is None else pointer.base.dtype

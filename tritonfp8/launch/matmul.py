@@ -363,7 +363,7 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def product_kind(a_spec: str, device: torch.device) -> str:
-    """What a GEMM of operands with this spec runs on: a key of :data:`tritonfp8.counting.KINDS`."""
+    """The hardware path of a GEMM of operands with this spec: a key of :data:`tritonfp8.counting.KINDS`."""
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"

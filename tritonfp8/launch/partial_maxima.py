@@ -18,7 +18,7 @@ WORKSPACE_SHARE = 4
 
 
 def _magnitude_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of what the kernels call magnitudes: integers that order as the magnitudes of ``dtype``."""
+    """The integer dtype of magnitudes: its values have the order of the magnitudes of ``dtype``."""
     return torch.int16 if dtype.itemsize == 2 else torch.int32
 
 
@@ -71,7 +71,7 @@ class PartialMaxima(NamedTuple):
         return self.buffer.shape[1]
 
     def _split(self, lines: View, row_parts: int, column_parts: int) -> tuple[View, View]:
-        """Those of rows and those of columns, of ``lines [parts, rows + columns]``."""
+        """The lines of rows and the lines of columns of ``lines [parts, rows + columns]``."""
         strides = lines.strides
         return (
             lines.strided((row_parts, self.rows), strides),

@@ -57,7 +57,7 @@ class Side(NamedTuple):
         return -1 in self.block
 
     def pointers(self) -> list[View]:
-        """Of qdata, scale and amax."""
+        """The pointers of qdata, scale and amax."""
         exponent_only = SCALE_FORMATS[self.spec.scale_format].exponent_only
         scale = self.scale.retyped(torch.uint8) if exponent_only else self.scale
         return [self.qdata, scale, scale if self.amax is None else self.amax]

@@ -1,9 +1,9 @@
-"""Which configuration a matrix product is launched with. Nothing is benchmarked at call time.
+"""Choose the configuration of a GEMM. Nothing is benchmarked at call time.
 
-In this order: what was tuned for the product, what was tuned for the nearest M of the same N and K, what was tuned for
-the nearest sizes, each only so far away; else the least predicted time. The user's own tuning replaces what the package
-ships for the same product, and among others the nearer wins, whoever tuned it. Files are read once a process, when the
-first product of a machine is chosen, and never while a choice is repeated.
+The first of these that exists is taken: the configuration tuned for the GEMM; the one tuned for the nearest M of the
+same N and K; the one tuned for the nearest sizes; the configuration with the least predicted time. A tuned entry serves
+only up to a limited distance. For the same GEMM the user's entry replaces the shipped one; else the nearer entry wins.
+Files are read once a process, at the first choice for a machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tritonfp8.tuning.store import Entries, Entry, Key, Kind
 __all__ = ["candidates", "choose", "install", "key", "reload", "space", "table"]
 
 MIN_BUCKET = 8
-# In octaves (factors of two): of M where N and K are the same, and of the Euclidean distance of (M, N, K) where not.
+# In octaves (factors of two): distance in M for the same N and K, else Euclidean distance of (M, N, K).
 MAX_M_OCTAVES = 2.0
 MAX_OCTAVES = 1.0
 
@@ -32,7 +32,7 @@ _listeners: list[Callable[[], None]] = []
 
 
 def on_change(forget: Callable[[], None]) -> None:
-    """Call ``forget`` whenever choices that were made before may not hold any more."""
+    """Call ``forget`` whenever earlier choices may have become wrong."""
     _listeners.append(forget)
 
 
@@ -46,19 +46,19 @@ def bucket(m: int) -> int:
 def kind(
     family: str, accumulation: str, rows: tuple[int, int], out_itemsize: int, bare: bool, copy_engine: bool
 ) -> Kind:
-    """The kind of a product; see :func:`choose` for the arguments."""
-    # Scales that leave K whole are read by a stride, 0 or not, in the same kernel; those of MX have one shape.
+    """The kind of a GEMM; see :func:`choose` for the arguments."""
+    # One kernel reads tensorwise and rowwise scales, by a stride of 0 or more; MX scales have one shape.
     a_rows, b_rows = rows if family == "blockwise" else (0, 0)
     return Kind(family, space_accumulation(family, accumulation), a_rows, b_rows, out_itemsize, bare, copy_engine)
 
 
 def key(product: Kind, m: int, n: int, k: int) -> Key:
-    """What the configuration tuned for a product is filed under."""
+    """The key of a GEMM in the tables of tuned configurations."""
     return Key(product, n, k, bucket(m))
 
 
 def candidates(product: Kind, m: int, n: int, k: int, device: Abilities) -> list[MatmulConfig]:
-    """The configurations that can run a product, by predicted time; among equals in the order of the space.
+    """The configurations that can run a GEMM, by predicted time; equal ones in the order of the space.
 
     Raises:
         RuntimeError: the device has too little shared memory for any.
@@ -100,7 +100,7 @@ def choose(
     copy_engine: bool,
     device: Abilities,
 ) -> MatmulConfig:
-    """The configuration that a product is launched with: always one that can run it.
+    """The configuration of a GEMM, which can always run it.
 
     Args:
         family: of the product (:func:`tritonfp8.specs.matmul_family`).
@@ -121,13 +121,13 @@ def choose(
 
 
 def _nearest(entries: Mapping[Key, Entry], m: int, n: int, k: int) -> Entry | None:
-    """The entry that serves a product, or None where all are too far; of equally near ones that of the least sizes."""
+    """The nearest entry, or None if all are too far. Of equally near entries the one with the least sizes is taken."""
     found = [(rank, entry) for at, entry in entries.items() if (rank := _rank(at, m, n, k)) is not None]
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
 def _rank(at: Key, m: int, n: int, k: int) -> tuple[float, ...] | None:
-    """Level (0: the same N and K) and distance in octaves; None where that is too far."""
+    """Level (0: the same N and K) and distance in octaves; None if that is too far."""
     of_m = abs(math.log2(at.m / bucket(m)))
     if (at.n, at.k) == (n, k):
         return (0, of_m, at.m) if of_m <= MAX_M_OCTAVES else None
@@ -138,7 +138,7 @@ def _rank(at: Key, m: int, n: int, k: int) -> tuple[float, ...] | None:
 
 
 def table(machine: str) -> Mapping[Kind, Entries]:
-    """What is tuned for a machine, shipped and by the user, by kind. Reads the files at the first call."""
+    """The tuned entries of a machine by kind, shipped ones and the user's. Reads the files at the first call."""
     found = _tables.get(machine)
     if found is None:
         with _lock:
@@ -157,13 +157,13 @@ def _by_kind(entries: Entries) -> _ByKind:
 
 def _forget_choices() -> None:
     choose.cache_clear()
-    # Repeated launches repeat the choice that they were made with.
+    # Cached plans hold earlier choices.
     for forget in _listeners:
         forget()
 
 
 def install(entries: Entries, machine: str) -> None:
-    """Choose by ``entries`` from now on in this process, before what was there for the same products."""
+    """Choose by ``entries`` from now on in this process; they replace entries of the same GEMMs."""
     with _lock:
         present = {at: entry for of_kind in table(machine).values() for at, entry in of_kind.items()}
         _tables[machine] = _by_kind({**present, **entries})
@@ -171,7 +171,7 @@ def install(entries: Entries, machine: str) -> None:
 
 
 def reload() -> None:
-    """Forget what was read and chosen: the next choice reads the files anew."""
+    """Forget all entries and choices: the next choice reads the files again."""
     with _lock:
         _tables.clear()
         _forget_choices()

@@ -73,10 +73,11 @@ class MatmulConfig:
 
     @property
     def name(self) -> str:
-        """What it is stored under: stable, readable, unique in its space.
+        """The name in files: stable, readable, unique in its space.
 
-        Of what decides how it runs; a field at its default adds nothing, so a new field leaves old names alone. Not of
-        ``rate``, ``bare``, ``column_scales`` and ``max_m``, which say when to choose it.
+        It is made of the fields that decide how the kernel runs. A field at its default adds nothing, so a new field
+        keeps old names valid. ``rate``, ``bare``, ``column_scales`` and ``max_m`` decide when to choose it, and are
+        left out.
         """
         default = type(self)
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.num_warps}", f"s{self.num_stages}"]

@@ -1,9 +1,8 @@
 """Tuned configurations on disk: one JSON file a machine, in the user's cache folder or shipped with the package.
 
-A file holds names of configurations, never configurations, and nothing in it can do more than name one that this
-version has. What is in a file is not trusted: an unusable one is a miss with one warning a process, never an exception.
-A write merges with what is there under a lock and replaces the file in one step, so writers lose nothing of each other
-and a reader sees one version or the next.
+A file holds names of configurations and never configurations: it can only name one that this version has. Files are
+not trusted: an unusable file counts as empty, with one warning a process, and never raises. A write takes a lock,
+merges with the file and replaces it in one step. So no writer loses another's entries, and a reader sees a whole file.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ SHIPPED = Path(__file__).resolve().parent / "tuned"
 
 
 class Kind(NamedTuple):
-    """What distinguishes products of equal sizes.
+    """The properties of a GEMM besides its sizes.
 
-    ``a_rows`` and ``b_rows`` are the rows that share a scale where scales lie along K, else 0. dtypes of one
-    ``out_itemsize`` (in bytes) cost the same. ``bare``: neither activation nor residual. ``copy_engine``: TMA can
+    ``a_rows`` and ``b_rows`` are the rows that share a scale if scales lie along K, else 0. Output dtypes with
+    the same ``out_itemsize`` (bytes) cost the same. ``bare``: neither activation nor residual. ``copy_engine``: TMA can
     address all three matrices.
     """
 
@@ -55,7 +54,7 @@ class Kind(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A product ``[m, k] @ [n, k].T`` of a kind; ``m`` is that of its bucket."""
+    """A GEMM ``[m, k] @ [n, k].T`` of a kind; ``m`` is the M of its bucket."""
 
     kind: Kind
     n: int
@@ -65,7 +64,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured for a product.
+    """The measured configuration of a GEMM.
 
     Attributes:
         config: name of the fastest configuration.
@@ -83,7 +82,7 @@ Entries = dict[Key, Entry]
 
 
 class UnusableError(Exception):
-    """Why a file or folder is not used. Does not leave this module, but for :func:`parse`."""
+    """The reason why a file or folder is not used. Only :func:`parse` raises it to callers of this module."""
 
 
 _FIELDS: Mapping[str, type] = {
@@ -94,7 +93,7 @@ _FIELDS: Mapping[str, type] = {
 
 
 def _is_valid(value: object, expected: type) -> bool:
-    # By type() and not isinstance(): True is no number here.
+    # By type() and not isinstance(): a bool is not a number here.
     if expected is float and type(value) in (int, float):
         return 0 < value <= MAX_NUMBER  # type: ignore[operator]
     if type(value) is not expected:
@@ -151,7 +150,7 @@ def dump(entries: Mapping[Key, Entry], machine: str) -> bytes:
 
 
 def user_folder() -> Path:
-    """Where this user's tuned configurations lie: ``tritonfp8`` in ``$XDG_CACHE_HOME``, by default in ``~/.cache``.
+    """The folder of this user's tuned configurations: ``tritonfp8`` in ``$XDG_CACHE_HOME``, by default in ``~/.cache``.
 
     Raises:
         UnusableError: no home folder can be found.
@@ -170,7 +169,7 @@ _warned_lock = threading.Lock()
 
 
 def _warn(place: str, message: str) -> None:
-    """Warn of a file, once a process."""
+    """Warn about a file, once a process."""
     with _warned_lock:
         if place in _warned:
             return
@@ -195,7 +194,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _folder(create: bool) -> Iterator[int]:
-    """The user's folder as a file descriptor, so that nothing put in its place later is followed."""
+    """The user's folder as a file descriptor, so that a folder put in its place later is not followed."""
     folder = user_folder()
     if create:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +250,7 @@ def _warn_of_file(place: str, error: Exception) -> None:
 
 
 def read_user(machine: str) -> Entries:
-    """What this user tuned on this machine; empty, with one warning, where the file cannot be used."""
+    """This user's entries for a machine; empty, with one warning, if the file cannot be used."""
     try:
         with _folder(create=False) as folder:
             entries, misses = parse(_read(folder, _file_name(machine)), machine)
@@ -265,7 +264,7 @@ def read_user(machine: str) -> Entries:
 
 
 def read_shipped(machine: str) -> Entries:
-    """What came with the package for this machine. Trusted as far as the package's code: links are followed."""
+    """The shipped entries for a machine. They are trusted like the package's code: links are followed."""
     path = SHIPPED / _file_name(machine)
     try:
         entries, misses = parse(path.read_bytes(), machine)
@@ -298,7 +297,7 @@ def save(entries: Mapping[Key, Entry], machine: str) -> bool:
 
 
 def _present(folder: int, name: str, machine: str) -> Entries:
-    """What a merge starts from. Contents that cannot be used are put aside, not overwritten."""
+    """The entries that a merge starts from. An unusable file is moved aside, not overwritten."""
     try:
         data = _read(folder, name)
     except FileNotFoundError:
@@ -325,7 +324,7 @@ def _locked(folder: int, name: str) -> Iterator[bool]:
             yield alone
         finally:
             if alone:
-                # A child forked meanwhile shares the lock: closing it here would not end it.
+                # A child that was forked in between shares the lock: closing the file here would not release it.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
@@ -349,7 +348,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _remove_unfinished(folder: int, name: str) -> None:
-    """Remove what killed writers left. Only under the lock: no other writer is at work."""
+    """Remove temporary files of killed writers. Call it under the lock only, when no other writer runs."""
     for other in os.listdir(folder):
         if other.startswith(f".{name}.") and other.endswith(".tmp"):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a compiled layer saves for its backward: nothing that its graph has there anyway, or makes anew cheaply."""
+"""Tensors that a compiled layer saves for backward: none that its graph has there anyway or recomputes cheaply."""
 
 import collections
 import contextlib

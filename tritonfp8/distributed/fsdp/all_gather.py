@@ -27,7 +27,7 @@ from tritonfp8.recipes import Recipe
 
 
 class _Sent(NamedTuple):
-    """What the receiving hook must know of a gather.
+    """Facts of a gather that its receiving hook needs.
 
     Attributes:
         plan: of the weight.

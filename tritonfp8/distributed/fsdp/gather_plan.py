@@ -20,7 +20,7 @@ from tritonfp8.recipes import Recipe
 
 
 class GatherSettings(NamedTuple):
-    """What decides how a weight is gathered.
+    """The properties that decide how a weight is gathered.
 
     Attributes:
         recipe: of its layer.

@@ -1,4 +1,4 @@
-"""What a linear layer does with the placements of its operands.
+"""From the placements of a linear layer's operands to its parallelism.
 
 On each mesh dim, the placements of input and weight decide which dim of the GEMMs is sharded there (M tokens, N out
 features, K in features). All other placements follow::
@@ -32,7 +32,7 @@ from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather
 
 
 class ParallelMode(NamedTuple):
-    """What a layer does along one mesh dim."""
+    """The parallelism of a layer along one mesh dim."""
 
     input: str
     """The sharded dim of the input when the layer begins: "M" or "K", else "whole"."""

@@ -30,7 +30,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """What ``compute`` returns, as gradients that raise if they are differentiated again."""
+    """The gradients that ``compute`` returns, which raise if they are differentiated again."""
     # Grad mode is on here if the caller asked for create_graph. Compiled graphs refuse create_graph by themselves.
     differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     with torch.no_grad():

@@ -35,7 +35,7 @@ def multiply(
 
 
 class LinearPlan(NamedTuple):
-    """What a linear layer computes besides its output, and how.
+    """The gradients that a linear layer computes, and how it gets its operands.
 
     Attributes:
         recipe: of its three GEMMs.
@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Saved(NamedTuple):
-    """What backward reads. A field is None where no GEMM of the plan reads it.
+    """Tensors that backward reads. A field is None where no GEMM of the plan reads it.
 
     Attributes:
         weight: ``[N, K]``.
@@ -179,7 +179,7 @@ def weight_t(
 
 
 def cached_for_backward(plan: LinearPlan, weight_pair: Pair, cached: Pair) -> Pair:
-    """What to save for :func:`weight_t` of a weight that the caller keeps quantized; of others, nothing."""
+    """The pair to save for :func:`weight_t` of a weight that the caller keeps quantized; else no pair."""
     if not plan.weight_is_cached:
         return NO_PAIR
     return weight_pair if serves_both(plan.recipe) else cached
