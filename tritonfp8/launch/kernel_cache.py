@@ -25,7 +25,7 @@ _compiled: dict[tuple[object, ...], Any] = {}
 
 
 def _describe(pointer: Any) -> object:
-    """The properties of a pointer or TMA descriptor for which Triton specializes; block shapes are among the constants."""
+    """The properties of a pointer or TMA descriptor that Triton specializes for; block shapes are constants."""
     if isinstance(pointer, Tensor):
         return pointer.dtype, pointer.data_ptr() % ALIGNMENT == 0
     return None if pointer is None else pointer.base.dtype
