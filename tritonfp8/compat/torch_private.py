@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils._python_dispatch as _python_dispatch
+from packaging.version import Version
 
 from tritonfp8.compat.versions import supported
 
@@ -72,6 +73,18 @@ _is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", _jit.is_tracing
 def is_traced() -> bool:
     """Whether operations are recorded into a graph just now, by other means than Dynamo."""
     return _mode(_PROXY) is not None or _is_included(_PRE_DISPATCH) or _is_jit_tracing()
+
+
+def _exporting_flag() -> bool:
+    return bool(torch.compiler._is_exporting_flag)
+
+
+# Dynamo of torch 2.11 takes torch.compiler.is_exporting() for True in all that it traces; the flag behind it is right.
+# Later versions answer without following a call.
+is_exporting: Callable[[], bool] = (
+    _exporting_flag if Version(torch.__version__) < Version("2.13") else torch.compiler.is_exporting
+)
+"""Whether Dynamo traces for ``torch.export``, not for ``torch.compile``; to be called while Dynamo traces."""
 
 
 def current_device_getter() -> Callable[[], int]:

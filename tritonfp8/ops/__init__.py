@@ -32,7 +32,7 @@ from tritonfp8.ops.registry import (
 )
 from tritonfp8.ops.sharding import Operand, Rule
 from tritonfp8.ops.shards import GridPlace, casts_shards, places_to_read, places_to_write
-from tritonfp8.ops.tracing import is_traced, sealed
+from tritonfp8.ops.tracing import is_exporting, is_traced, sealed
 
 __all__ = [
     "ALIGNMENT",
@@ -51,6 +51,7 @@ __all__ = [
     "gathered_operand",
     "graph_op",
     "implement",
+    "is_exporting",
     "is_traced",
     "matmul",
     "quantize",

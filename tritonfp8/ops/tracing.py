@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonfp8.compat.torch_private import is_exporting as is_exporting
 from tritonfp8.compat.torch_private import is_traced as is_traced
 from tritonfp8.ops.registry import implement, without_backward
 

@@ -21,7 +21,7 @@ from tritonfp8.layers.linear.function import LinearPlan, apply_linear
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_cached, pair_of, provider_of
 from tritonfp8.layers.tensor_types import PLAIN, handler_of
-from tritonfp8.ops import graph_op, is_traced
+from tritonfp8.ops import graph_op, is_exporting, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
 
 
@@ -194,11 +194,11 @@ def linear(
         ValueError: shapes that do not fit, an unknown recipe, or a ``quantized_weight`` of another recipe.
         RuntimeError: in a second derivative.
     """
-    recipe = get(recipe)
+    recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
     compiling = torch.compiler.is_dynamo_compiling()
     if not compiling:
         recipe = recompute.decided(weight, recipe)
-    traced = torch.compiler.is_exporting() if compiling else is_traced()
+    traced = is_exporting() if compiling else is_traced()
     in_graph = compiling and not traced and quantized_weight is None
     if in_graph and type(input) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN:
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
