@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test versions lint format clean
+.PHONY: demo test versions reports lint format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,6 +20,9 @@ test: $(VENV)/.installed
 
 versions: $(VENV)/.installed  ## compile the kernels with every supported triton
 	$(BIN)/python tests/support/kernels/every_triton.py
+
+reports: $(VENV)/.installed  ## compile the kernels and write the reports that the tests read
+	PYTHONPATH=tests/support/kernels $(BIN)/python tests/support/kernels/write_reports.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

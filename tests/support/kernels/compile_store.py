@@ -1,18 +1,29 @@
-"""Reports of compiled kernels, on disk: a kernel whose report several tests read is compiled once.
+"""Reports of compiled kernels: those of one run on disk, and those that are committed beside the tests.
 
-The processes of one run share a folder, so it does not matter which test asks first, nor in which process. Nothing
-outlives the run: no report can be that of older source.
+The processes of one run share a folder, so a kernel whose report several tests read is compiled once, whichever test
+asks first. ``REPORTS`` is committed: a kernel is not compiled again while its source, arguments, target, options and
+Triton are the same. A sample is compiled anyway, another every day, and must give the committed reports.
+
+``make reports`` compiles everything and writes ``REPORTS``; a change in ``kernels/`` needs it. Without it the tests
+are as strict, and take minutes more.
 """
 
+import datetime
+import functools
 import hashlib
 import json
+import lzma
 import os
 import tempfile
-import zlib
 from pathlib import Path
 
 FOLDER = "COMPILED_KERNELS"
 """Names the environment variable that holds the folder, for processes inside the one that made it."""
+FRESH = "COMPILE_ALL_KERNELS"
+"""Names the environment variable that has every kernel compiled."""
+REPORTS = Path(__file__).resolve().parents[2] / "compile_only" / "reports.json.xz"
+# Of so many committed reports one is made again in a run.
+SAMPLE = 20
 
 
 def share():
@@ -28,20 +39,53 @@ def share():
     return folder
 
 
+@functools.cache
+def committed():
+    """The committed reports by the digest of their key; none if every kernel is to be compiled."""
+    if os.environ.get(FRESH) or not REPORTS.exists():
+        return {}
+    return json.loads(lzma.decompress(REPORTS.read_bytes()))
+
+
+def _day():
+    return datetime.datetime.now(datetime.UTC).toordinal()
+
+
+def is_sampled(digest):
+    """Whether the kernel of this digest is compiled today although its report is committed."""
+    return (int(digest, 16) + _day()) % SAMPLE == 0
+
+
 def stored(key, compile):
-    """``compile()``, plain data as JSON holds it, or what it returned before for the same key in this run.
+    """``compile()``, plain data as JSON holds it, or what it returned before for the same key.
 
     Args:
         key: a text that names everything on which the result depends.
         compile: a function without arguments. What it raises is not stored.
+
+    Raises:
+        AssertionError: the committed report of a sampled kernel is another than that of the kernel.
     """
-    path = Path(os.environ[FOLDER]) / hashlib.sha256(key.encode()).hexdigest()
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    known = committed().get(digest)
+    if known is not None and not is_sampled(digest):
+        return known
+    path = Path(os.environ[FOLDER]) / digest
     if path.exists():
-        return json.loads(zlib.decompress(path.read_bytes()))
-    result = compile()
+        return json.loads(path.read_text())
+    # In the form in which JSON gives it back.
+    result = json.loads(json.dumps(compile()))
+    assert known in (None, result), f"{REPORTS.name} holds {known}, but compiled: {result}. Run: make reports"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may read at any time: a file appears whole or not at all.
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(zlib.compress(json.dumps(result).encode(), 1))
+    partial.write_text(json.dumps(result))
     partial.replace(path)
     return result
+
+
+def write(folder, path=REPORTS):
+    """Write the reports in the folder of a run to ``path``, the file that is committed; returns how many there are."""
+    found = {each.name: json.loads(each.read_text()) for each in sorted(Path(folder).iterdir())}
+    path.write_bytes(lzma.compress(json.dumps(found).encode(), preset=9))
+    return len(found)

@@ -28,6 +28,11 @@ POINTERS = {
     torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 WAIT = "griddepcontrol.wait"
+# Instructions that tests read: products, memory, barriers, casts to FP8, and products with sums in fp32.
+INSTRUCTION = re.compile(
+    r"(?<![\w.%$])(wgmma|mma|tcgen05|cp|ld|st|red|atom|prefetch|mbarrier|barrier|bar|fence|griddepcontrol)\.[\w:.]+"
+    r"|cvt\.rn\.satfinite[\w.]+|(mul|fma)\.rn\.f32\w*|\.target \w+"
+)
 WAIT_OR_ACCESS = re.compile(rf"{re.escape(WAIT)}|\b(ld|st|red|atom|prefetch)(\.\w+)*?\.global|\bcp\.(async|reduce)")
 
 
@@ -36,11 +41,11 @@ class CompiledReport:
     """A compiled kernel.
 
     Attributes:
-        ptx: the PTX text.
+        ptx: the instructions of the PTX text that :data:`INSTRUCTION` matches, without operands, a line each.
         registers: registers per thread, of the function that takes most.
         spill_bytes: spilled bytes per thread, stores and loads together.
         shared_bytes: shared memory of a block, as the launcher requests it.
-        log: output of ``ptxas -v`` with performance warnings.
+        log: the warnings of ``ptxas -v``.
     """
 
     ptx: str
@@ -108,21 +113,20 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
     target = GPUTarget("cuda", cc, WARP_SIZE)
     default_fusion = triton.knobs.language.default_fp_fusion
     key = (triton.__version__, fn.__name__, source.hash(), target, sorted(options.items()), default_fusion)
-    ptx, shared_bytes, log = stored(repr(key), lambda: _compile(source, target, options))
-    if constexprs.get("DEPENDENT") and not waits_first(ptx):
+    report = CompiledReport(**stored(repr(key), lambda: dataclasses.asdict(_compile(source, target, options))))
+    if constexprs.get("DEPENDENT") and not waits_first(report.ptx):
         raise RuntimeError(f"{fn.__name__} reads or writes memory before it waits for the kernel before it")
-    return read_report(ptx, shared_bytes, log)
+    return report
 
 
 def _compile(source, target, options):
-    """PTX, shared memory in bytes, and what ``ptxas -v`` wrote."""
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
         # A cached kernel is not assembled again, so it writes no log.
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(io.StringIO()) as captured:
             kernel = triton.compile(source, target=target, options=options)
-    return kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue()
+    return read_report(kernel.asm["ptx"], kernel.metadata.shared, captured.getvalue())
 
 
 def waits_first(ptx):
@@ -176,9 +180,15 @@ def compile_launch(cc, kernel, pointers, integers, constants, **options):
 
 
 def read_report(ptx, shared_bytes, log):
-    """Parse the log of ``ptxas -v``. Raises RuntimeError if it has no figures, as after a change of its format."""
+    """The report of a kernel by its PTX and the log of ``ptxas -v``.
+
+    Raises:
+        RuntimeError: the log has no figures, as after a change of its format.
+    """
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     if not registers or not spills:
         raise RuntimeError(f"no registers or spills in the output of ptxas:\n{log}")
-    return CompiledReport(ptx, max(registers), sum(spills), shared_bytes, log)
+    instructions = "\n".join(found[0] for found in INSTRUCTION.finditer(ptx))
+    warnings = "\n".join(line for line in log.splitlines() if "info" not in line and line.strip())
+    return CompiledReport(instructions, max(registers), sum(spills), shared_bytes, warnings)
