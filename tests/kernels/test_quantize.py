@@ -175,8 +175,8 @@ def test_both_orientations_by_different_specs(device, spec):
 @pytest.mark.parametrize("shape", [(2, 3, 130, 40), (3, 130, 40), (3, 128, 40), (2, 1, 1), (1, 200)], ids=str)
 def test_leading_dims(device, spec, shape):
     x = banded(*shape, dtype=torch.bfloat16).to(device)
-    # Under autocast too: torch's own ops between the launches are cast there.
-    for autocast in (False, True):
+    # Under autocast too: torch's own ops between the launches are cast there. They are the same for each shape.
+    for autocast in (False, True) if len(shape) == 4 else (False,):
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             check_quantize(x, spec)
             if x.ndim > 2:

@@ -1,7 +1,6 @@
 """Tensors that a compiled layer saves for backward: none that its graph has there anyway or recomputes cheaply."""
 
 import collections
-import contextlib
 
 import pytest
 import torch
@@ -53,16 +52,30 @@ each_partitioner = pytest.mark.parametrize(
 )
 
 
+each_size = pytest.mark.parametrize(
+    ("sizes", "is_saved"), [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)]
+)
+
+
 @cpu_and_cuda
 @each_partitioner
-@pytest.mark.parametrize(("sizes", "is_saved"), [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)])
-# Dynamo follows what computes with held weights, and takes the rest as ops.
-@pytest.mark.parametrize("hold", [contextlib.nullcontext, tritonfp8.quantize_weights_once])
-def test_what_a_compiler_has_or_makes_anew_is_not_saved_in_8_bits(device, backend, name, sizes, is_saved, hold):
-    model, width = Between(*sizes).to(device, torch.bfloat16), sizes[0]
+@each_size
+def test_an_input_that_backward_has_or_recomputes_is_not_saved_in_8_bits(device, backend, name, sizes, is_saved):
+    model = Between(*sizes).to(device, torch.bfloat16)
     convert(model, name)
-    with hold(model):
-        check_saved(model, width, device, backend, is_saved)
+    check_saved(model, sizes[0], device, backend, is_saved)
+
+
+# Dynamo follows the code of cached weights, and takes the rest as ops. That code depends on whether a recipe reads one
+# cast of the weight in both orientations (blockwise) or two.
+@cpu_and_cuda
+@each_size
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_nor_is_it_with_cached_weights(device, name, sizes, is_saved):
+    model = Between(*sizes).to(device, torch.bfloat16)
+    convert(model, name)
+    with tritonfp8.quantize_weights_once(model):
+        check_saved(model, sizes[0], device, "aot_eager_decomp_partition", is_saved)
 
 
 def check_saved(model, width, device, backend, is_saved):

@@ -210,6 +210,22 @@ def _elementwise(op):
     return lambda self, lhs, rhs: self.binary_op(lhs, rhs, op)
 
 
+_NUMPY_DTYPES = {
+    kind.name: interpreter._get_np_dtype(kind)
+    for kind in (
+        tl.int1, tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64,
+        tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5, tl.float8e4nv,
+    )
+}  # fmt: skip
+_ADDRESS = np.dtype(np.uint64)
+
+
+def _get_np_dtype(kind):
+    """As the stock function, which makes its table in each call."""
+    scalar = kind.scalar
+    return _ADDRESS if isinstance(scalar, tl.pointer_type) else _NUMPY_DTYPES[scalar.name]
+
+
 def repair():
     """Apply all repairs. Call it once, before the first launch."""
     builder = interpreter.InterpreterBuilder
@@ -217,6 +233,7 @@ def repair():
     # The check asserts only in debug mode, which the interpreter lacks.
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._convert_float = _convert_float
+    interpreter._get_np_dtype = _get_np_dtype
     interpreter._patch_lang = _patch_lang
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter.ReduceOps.min_max = _min_max
