@@ -28,7 +28,7 @@ NAMES = {
     "tritonfp8.hardware": ("abilities", "machine_key"),
     "tritonfp8.modules": ("Float8Linear", "require_module"),
     "tritonfp8.quantized": ("Quantized",),
-    "tritonfp8.recipes": ("Gemm", "Recipe", "describe", "get", "names"),
+    "tritonfp8.recipes": ("Gemm", "Recipe", "describe", "get", "load", "names", "save", "summary"),
     "tritonfp8.reference": ("amax", "dequantize", "matmul", "quantize", "quantize_both", "scaled_matmul", "transpose"),
     "tritonfp8.specs": ("QuantSpec",),
     "tritonfp8.testing": ("assert_bitwise_equal", "assert_matmul_close", "sqnr", "worst_tile_sqnr"),

@@ -18,7 +18,8 @@ import functools
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tritonfp8.checks import require, require_type
@@ -89,8 +90,8 @@ class Recipe:
         grad_input: ``grad_output @ weight``.
         grad_weight: ``grad_output.T @ input``.
 
-    Use :func:`dataclasses.replace` for a variant; :meth:`to_dict`, :meth:`to_json`, :meth:`to_toml` and their inverses
-    to store one.
+    Use :func:`dataclasses.replace` for a variant; :func:`save` and :func:`load` for a file; :meth:`to_dict`,
+    :meth:`to_json`, :meth:`to_toml` and their inverses for data and text.
     """
 
     name: str
@@ -309,21 +310,82 @@ def names() -> list[str]:
     return list(_RECIPES)
 
 
-def get(recipe: str | Recipe) -> Recipe:
-    """The built-in recipe of this name; a :class:`Recipe` is returned unchanged.
+def get(recipe: str | Recipe, *, accumulation: str | None = None) -> Recipe:
+    """The built-in recipe of this name, or that of a TOML file; a :class:`Recipe` is returned unchanged.
+
+    Args:
+        recipe: a name, the path of a file that ends in ``.toml`` (:func:`load`), or a Recipe.
+        accumulation: ``"fast"`` or ``"precise"`` for all quantized GEMMs of the recipe; None leaves them as they are.
+            The name of a recipe that this changes ends in the value: ``"rowwise_fast"``.
 
     Raises:
-        ValueError: no recipe has this name; the message names the nearest one.
+        ValueError: no recipe has this name, and the message names the nearest one; an unusable file; an unknown
+            accumulation.
         TypeError: neither a str nor a Recipe.
     """
+    found = _found(recipe)
+    if accumulation is None:
+        return found
+    require("accumulation", accumulation, ACCUMULATIONS)
+    gemms = {gemm: getattr(found, gemm) for gemm in GEMMS}
+    changed = {gemm: replace(how, accumulation=accumulation) for gemm, how in gemms.items() if how.quantized}
+    return found if changed.items() <= gemms.items() else replace(found, name=f"{found.name}_{accumulation}", **changed)
+
+
+def _found(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"a recipe must be a name or a tritonfp8.Recipe; got {type(recipe).__name__}")
+    if recipe.endswith(".toml"):
+        return load(recipe)
     if recipe not in _RECIPES:
         nearest = max(_RECIPES, key=lambda name: difflib.SequenceMatcher(None, recipe.lower(), name).ratio())
-        raise ValueError(f"no recipe is named {recipe!r}; did you mean {nearest!r}? Recipes: {', '.join(_RECIPES)}")
+        raise ValueError(
+            f"no recipe is named {recipe!r}; did you mean {nearest!r}? Recipes: {', '.join(_RECIPES)}, or the path of "
+            "a .toml file"
+        )
     return _RECIPES[recipe]
+
+
+def load(path: str | Path) -> Recipe:
+    """The recipe in a TOML file, as :func:`save` writes it.
+
+    The file has a ``name`` and a table for each GEMM (``output``, ``grad_input``, ``grad_weight``). A table has the
+    specs ``lhs`` and ``rhs``, with the fields of :class:`~tritonfp8.QuantSpec`, and ``accumulation``. A GEMM without
+    specs runs in high precision, as does one whose table is left out.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no recipe; the message names the file.
+        TypeError: ``path`` is neither a str nor a Path.
+    """
+    require_type("path", path, str | Path, "a str or a Path")
+    try:
+        return Recipe.from_toml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the file of a recipe: {error}") from error
+
+
+def save(recipe: str | Recipe, path: str | Path) -> None:
+    """Write a recipe to a TOML file, which :func:`load` and :func:`tritonfp8.convert` read. Replaces the file.
+
+    Raises:
+        ValueError: an unknown recipe.
+        TypeError: an argument of another type.
+        OSError: the file cannot be written.
+    """
+    require_type("path", path, str | Path, "a str or a Path")
+    Path(path).write_text(get(recipe).to_toml(), encoding="utf-8")
+
+
+def summary() -> str:
+    """The built-in recipes as text: a line each, with the first sentence of the recipe's description."""
+    width = max(map(len, _RECIPES))
+    return "\n".join(f"  {name:<{width}}  {_description(name).partition(chr(10))[0]}" for name in _RECIPES)
+
+
+def _description(name: str) -> str:
+    return (_FACTORIES[name].__doc__ or "").strip()
 
 
 def describe(recipe: str | Recipe) -> str:
@@ -331,6 +393,5 @@ def describe(recipe: str | Recipe) -> str:
     found = get(recipe)
     text = str(found)
     if _RECIPES.get(found.name) == found:
-        doc = _FACTORIES[found.name].__doc__ or ""
-        text += "\n\n" + "\n".join(line.removeprefix("    ") for line in doc.strip().splitlines())
+        text += "\n\n" + "\n".join(line.removeprefix("    ") for line in _description(found.name).splitlines())
     return text

@@ -90,7 +90,9 @@ def test_compiled_graphs_consist_of_the_ops_of_the_layer():
         return make_boxed_func(module.forward)
 
     x = normal(33, 70).requires_grad_()
-    torch.compile(Float8Linear(70, 20), backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(x).sum().backward()
+    torch.compile(Float8Linear(70, 20, recipe="rowwise"), backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(
+        x
+    ).sum().backward()
     assert graph_op.call not in seen
     assert seen.count(ops.scaled_matmul) == 3
 
@@ -105,7 +107,7 @@ def test_a_graph_says_by_what_its_layers_compute(dtype):
         return module.forward
 
     with torch.autocast("cpu", dtype):
-        torch.compile(Float8Linear(70, 20), backend=backend)(normal(33, 70))
+        torch.compile(Float8Linear(70, 20, recipe="rowwise"), backend=backend)(normal(33, 70))
     assert texts == {(dtype, graph_op.CODE)}
 
 

@@ -4,7 +4,7 @@ Exports the ops as functions, the table of their rows (:data:`OPS`), and what co
 """
 
 from tritonfp8.launch import ALIGNMENT
-from tritonfp8.ops import graph_op
+from tritonfp8.ops import flops, graph_op  # noqa: F401  flops registers the FLOPs of the ops
 from tritonfp8.ops.registry import (
     NAMESPACE,
     OPS,

@@ -244,7 +244,7 @@ def test_swapping_to_an_equal_recipe_compiles_nothing():
 
 
 def test_autocast_inside_the_graph():
-    layer = Float8Linear(70, 20)
+    layer = Float8Linear(70, 20, recipe="rowwise")
     x = normal(33, 70).requires_grad_()
 
     def run(x):
@@ -296,7 +296,7 @@ def test_weights_quantized_once_take_one_more_graph(device, name):
 
 
 def test_a_change_inside_the_block_does_not_pass_in_a_graph():
-    layer = Float8Linear(70, 20)
+    layer = Float8Linear(70, 20, recipe="rowwise")
     call, _ = compiled(layer, "aot_eager")
 
     def change_inside():
@@ -341,7 +341,7 @@ def test_layers_that_are_alike_compile_once():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_operands_that_do_not_go_together_raise_as_in_eager(autocast):
-    layer = Float8Linear(70, 20)
+    layer = Float8Linear(70, 20, recipe="rowwise")
     call = torch.compile(layer, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         with pytest.raises(ValueError, match=r"linear needs input \[..., K\] and weight \[N, K\]; got \(33, 40\)"):

@@ -168,7 +168,9 @@ TARGETS = {
         input=X, gate_weight=W, up_weight=W, down_weight=torch.ones(32, 16), recipe="rowwise",
         quantized_weights=(None,) * 3,
     ),
-    "Float8Linear.forward": target(lambda x: Float8Linear(32, 16)(x), *options("x", "1-D", "3-D"), x=X),
+    "Float8Linear.forward": target(
+        lambda x: Float8Linear(32, 16, recipe="rowwise")(x), *options("x", "1-D", "3-D"), x=X
+    ),
     "convert": target(
         tritonfp8.convert, ("model", "module"), ("recipe", "recipe"), *options("filter", "None", "function", "module"),
         ("fuse", "True"),

@@ -49,13 +49,12 @@ def test_recipe_by_name_or_object():
         make(recipe="blokwise")
 
 
-def test_a_layer_without_a_recipe_says_that_it_is_rowwise():
+def test_a_layer_without_a_recipe_is_an_error():
     """A class does not carry the recipe of the layer that somebody took it from."""
     layer = make(recipe="mxfp8")
-    with pytest.warns(FutureWarning, match=r"without recipe= and follows 'rowwise'.*recipe=layer\.recipe") as caught:
-        twin = type(layer)(layer.in_features, layer.out_features)
-    assert caught[0].filename == __file__
-    assert twin.recipe is recipes.get("rowwise")
+    with pytest.raises(TypeError, match=r"needs recipe=.*type\(layer\).*recipe=layer\.recipe"):
+        type(layer)(layer.in_features, layer.out_features)
+    assert copy.copy(layer).recipe is layer.recipe
 
 
 def test_repr_names_the_recipe():

@@ -221,7 +221,9 @@ def order_errors(mesh):
     told, tell = _teller()
 
     def twice():
-        model = nn.Sequential(tritonfp8.Float8Linear(64, 32), tritonfp8.Float8Linear(32, 32))
+        model = nn.Sequential(
+            tritonfp8.Float8Linear(64, 32, recipe="rowwise"), tritonfp8.Float8Linear(32, 32, recipe="rowwise")
+        )
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
         enable_float8_all_gather(model[0])
         enable_float8_all_gather(model)
@@ -254,7 +256,7 @@ def errors(mesh):
     tell("autocast", autocast)
 
     def columns():
-        model = tritonfp8.Float8Linear(64, 32)
+        model = tritonfp8.Float8Linear(64, 32, recipe="rowwise")
         enable_float8_all_gather(model)
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
         model(torch.ones(1, 64))
@@ -262,7 +264,7 @@ def errors(mesh):
     tell("columns", columns)
 
     def above():
-        model = nn.Sequential(nn.Sequential(tritonfp8.Float8Linear(64, 32)))
+        model = nn.Sequential(nn.Sequential(tritonfp8.Float8Linear(64, 32, recipe="rowwise")))
         enable_float8_all_gather(model[0])
         fully_shard(model, mesh=mesh)
         model(torch.ones(1, 64))

@@ -34,7 +34,15 @@ from tritonfp8.layers.linear.function import (
     weight_t,
 )
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
-from tritonfp8.layers.linear.module import Float8Linear, require_module
+from tritonfp8.layers.linear.module import (
+    Float8Conv1D,
+    Float8Linear,
+    check_not_torchao,
+    conv1d_class,
+    is_conv1d,
+    is_converted,
+    require_module,
+)
 from tritonfp8.layers.linear.operands import (
     LOCAL,
     NO_PAIR,
@@ -70,6 +78,7 @@ __all__ = [
     "LOCAL",
     "NO_PAIR",
     "Amaxes",
+    "Float8Conv1D",
     "Float8Linear",
     "LinearPlan",
     "OperandProvider",
@@ -82,15 +91,19 @@ __all__ = [
     "autocast_all",
     "check_input",
     "check_linear",
+    "check_not_torchao",
     "check_reader",
     "check_tensors",
     "check_whole",
+    "conv1d_class",
     "first_order",
     "folded",
     "forget",
     "handle_of",
     "cached_for_backward",
     "input_specs",
+    "is_conv1d",
+    "is_converted",
     "is_distributed",
     "is_fusable",
     "linear",

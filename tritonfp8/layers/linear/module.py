@@ -1,10 +1,9 @@
-"""Float8Linear: nn.Linear with a recipe."""
+"""Layers with a recipe: Float8Linear for nn.Linear, and a class for each Conv1D, whose weight is transposed."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -17,8 +16,9 @@ from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.recipes import Recipe, get
 
 _NO_RECIPE = (
-    "a Float8Linear was made without recipe= and follows 'rowwise'. A class does not carry the recipe of the layer "
-    "that it was taken from: give recipe=layer.recipe, or recipe='rowwise' if that is meant"
+    "a Float8Linear needs recipe=. Its class does not carry the recipe of a layer, so code that copies a layer as "
+    "type(layer)(in_features, out_features) would change it: give recipe=layer.recipe, or a name such as "
+    "recipe='rowwise'"
 )
 
 
@@ -32,8 +32,8 @@ class Float8Linear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as ``nn.Linear``.
-        recipe: a name or a :class:`~tritonfp8.Recipe`. The default is ``"rowwise"``, with a FutureWarning: code that
-            copies a layer by ``type(layer)(in_features, out_features)`` loses the recipe of that layer.
+        recipe: a name or a :class:`~tritonfp8.Recipe`. It has no default: code that copies a layer by
+            ``type(layer)(in_features, out_features)`` would lose the recipe of that layer.
 
     Input ``[..., in_features]``, a tensor or what a fused norm of the same recipe returns; output
     ``[..., out_features]``. Saved for backward, for M rows of input and K in_features: ``input.T`` in 8 bits, M K bytes
@@ -59,17 +59,18 @@ class Float8Linear(nn.Linear):
         *,
         recipe: str | Recipe | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         if recipe is None:
-            warnings.warn(_NO_RECIPE, FutureWarning, stacklevel=2)
-        self.recipe = get("rowwise" if recipe is None else recipe)
+            raise TypeError(_NO_RECIPE)
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = get(recipe)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As ``nn.Module``. A parallel style shards a layer by this; a fused layer refuses that.
 
         Raises:
-            TypeError: a DTensor for a fused layer whose parameter was a plain tensor.
+            TypeError: a DTensor for a fused layer whose parameter was a plain tensor, or a tensor of torchao's.
         """
+        check_not_torchao(f"the {name} of a converted layer", param)
         # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
@@ -86,13 +87,104 @@ class Float8Linear(nn.Linear):
 
     def cached_operands(self) -> Operands | None:
         """The cached operands of the weight, inside :func:`tritonfp8.quantize_weights_once`; else None."""
-        cached = self.cached_weight
-        # A shallow copy of the layer may outlive the scope.
-        if cached is None or not cached.open:
-            return None
-        cached.check(self)
-        return cached.operands
+        return _cached_operands(self)
 
     def extra_repr(self) -> str:
         """The fields of ``nn.Linear`` and the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
+
+
+def _cached_operands(layer: Float8Linear | Float8Conv1D) -> Operands | None:
+    cached = layer.cached_weight
+    # A shallow copy of the layer may outlive the scope.
+    if cached is None or not cached.open:
+        return None
+    cached.check(layer)
+    return cached.operands
+
+
+def check_not_torchao(what: str, x: object) -> None:
+    """Raise TypeError for a tensor subclass of torchao, which only torchao's own layers can read."""
+    if type(x).__module__.partition(".")[0] == "torchao":
+        raise TypeError(
+            f"{what} must be a plain or a sharded tensor; got {type(x).__name__} of torchao. torchao's quantize_ and "
+            "tritonfp8 cannot both compute one layer: leave the layer out of one of them by its filter"
+        )
+
+
+class Float8Conv1D(nn.Module):
+    """The part of a converted ``Conv1D`` of transformers that computes: a linear layer of weight ``[K, N]``.
+
+    :func:`conv1d_class` joins it with the class of the layer. The weight stays the same Parameter with the same key.
+    """
+
+    recipe: Recipe
+    weight: Tensor
+    bias: Tensor
+    shared_input: SharedInput | None = None
+    cached_weight: CachedWeight | None = None
+    on_revert: Callable[[Any], object] | None = None
+    # The class that the layer had.
+    conv1d: type[nn.Module]
+
+    def __init__(self, *args: object, **options: object) -> None:
+        raise TypeError(
+            f"{type(self).__name__} is the class of a converted layer and makes none: make a {self.conv1d.__name__} "
+            "and convert it by the recipe of the layer that is copied"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The joined class has no module in which pickle could look it up.
+        return _empty_conv1d, (self.conv1d,), self.__dict__
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight + bias`` by the recipe; ``x [..., K]``, result ``[..., N]``."""
+        cached = _cached_operands(self)
+        return linear(
+            x, self.weight.t(), self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input
+        )
+
+    @property
+    def in_features(self) -> int:
+        """K, as of nn.Linear."""
+        return int(self.weight.shape[0])
+
+    @property
+    def out_features(self) -> int:
+        """N, as of nn.Linear."""
+        return int(self.weight.shape[1])
+
+    def __repr__(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{type(self).__name__}({sizes}, recipe={self.recipe.name!r})"
+
+
+_joined: dict[type[nn.Module], type[Float8Conv1D]] = {}
+
+
+def conv1d_class(cls: type[nn.Module]) -> type[Float8Conv1D]:
+    """The class of a converted ``cls``, a ``Conv1D`` of transformers; it is a subclass of both."""
+    if cls not in _joined:
+        _joined[cls] = type("Float8Conv1D", (Float8Conv1D, cls), {"__doc__": Float8Conv1D.__doc__, "conv1d": cls})
+    return _joined[cls]
+
+
+def _empty_conv1d(cls: type[nn.Module]) -> Float8Conv1D:
+    found = conv1d_class(cls)
+    return found.__new__(found)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is a ``Conv1D`` of transformers, by the name of its class: transformers need not be imported."""
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def is_converted(module: nn.Module) -> TypeGuard[Float8Linear | Float8Conv1D]:
+    """Whether a layer follows a recipe."""
+    return isinstance(module, Float8Linear | Float8Conv1D)
+
+
+def as_matrix(layer: Float8Linear | Float8Conv1D, weight: Tensor) -> Tensor:
+    """The weight of ``layer`` as ``[N, K]``."""
+    return weight.t() if isinstance(layer, Float8Conv1D) else weight

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tritonfp8.checks import shown
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
-from tritonfp8.layers.linear.module import Float8Linear, require_module
+from tritonfp8.layers.linear.module import Float8Conv1D, Float8Linear, as_matrix, is_converted, require_module
 from tritonfp8.layers.linear.operands import Operands, quantize_weight
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 
@@ -32,7 +32,10 @@ def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return weight.dtype if dtype is None else dtype
 
 
-def _cache(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> CachedWeight:
+_Layer = Float8Linear | Float8Conv1D
+
+
+def _cache(name: str, layer: _Layer, dtype: torch.dtype | None) -> CachedWeight:
     if "weight" not in layer._parameters:
         raise TypeError(
             f"the weight of {name} must be a Parameter; it is computed for each use (parametrized, pruned or "
@@ -45,22 +48,24 @@ def _cache(name: str, layer: Float8Linear, dtype: torch.dtype | None) -> CachedW
             f"{weight.device}. Sharded and meta weights are quantized in each pass."
         )
     computed = _dtype_of(weight, dtype)
-    operands = quantize_weight(weight.to(computed), layer.recipe, torch.is_grad_enabled())
+    operands = quantize_weight(as_matrix(layer, weight.to(computed)), layer.recipe, torch.is_grad_enabled())
     return CachedWeight(weight, computed, layer.recipe, operands)
 
 
-def _changed(layer: Float8Linear, cached: CachedWeight) -> Tensor:
+def _changed(layer: _Layer, cached: CachedWeight) -> Tensor:
     """Whether the layer's weight quantizes to other bits than the cached ones."""
     if not _bits(cached.operands):
         return torch.zeros((), dtype=torch.bool, device=cached.weight.device)
     if layer.weight is not cached.weight:
         return torch.ones((), dtype=torch.bool, device=cached.weight.device)
     both = cached.operands[1] is not None
-    now = _differ(cached.operands, quantize_weight(cached.weight.to(cached.dtype), cached.recipe, both))
+    now = _differ(
+        cached.operands, quantize_weight(as_matrix(layer, cached.weight.to(cached.dtype)), cached.recipe, both)
+    )
     return now | cached.differences.any()
 
 
-def _check_unchanged(layers: Mapping[str, Float8Linear], of_layer: Mapping[str, CachedWeight]) -> None:
+def _check_unchanged(layers: Mapping[str, _Layer], of_layer: Mapping[str, CachedWeight]) -> None:
     changed = [_changed(layer, of_layer[name]) for name, layer in layers.items()]
     names = [name for name, flag in zip(layers, changed, strict=True) if flag.item()]
     if names:
@@ -107,7 +112,7 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     require_module(model)
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"dtype must be torch.bfloat16, torch.float16, torch.float32 or None; got {shown(dtype)}")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    layers = {name: module for name, module in model.named_modules() if is_converted(module)}
     if not layers:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
     if open_already := [name for name, layer in layers.items() if layer.cached_weight is not None]:
