@@ -23,6 +23,7 @@ LAYERS = (
     {"layers.linear"},
     {"layers.fused"},
     {"functional", "modules"},
+    {"conversion"},
     {"convert"},
     {"tritonfp8"},
     {"distributed"},

@@ -6,10 +6,20 @@ Exports the choice of a GEMM's configuration, the tiles of the casts and fused k
 from tritonfp8.tuning import cast_tiles, fused_tiles, store
 from tritonfp8.tuning.cast_tiles import VECTOR_BYTES, BlockShape, CastTile
 from tritonfp8.tuning.chooser import candidates, choose, install, key, kind, on_change, reload, table
-from tritonfp8.tuning.matmul_space import PARTIAL_BYTES, REDUCE_TILE, REDUCE_WARPS, MatmulConfig, find, space
+from tritonfp8.tuning.matmul_space import (
+    COPY_BANDWIDTH,
+    PARTIAL_BYTES,
+    REDUCE_TILE,
+    REDUCE_WARPS,
+    MatmulConfig,
+    find,
+    predicted_time,
+    space,
+)
 from tritonfp8.tuning.store import Entries, Entry, Key
 
 __all__ = [
+    "COPY_BANDWIDTH",
     "PARTIAL_BYTES",
     "REDUCE_TILE",
     "REDUCE_WARPS",
@@ -29,6 +39,7 @@ __all__ = [
     "key",
     "kind",
     "on_change",
+    "predicted_time",
     "reload",
     "space",
     "store",

@@ -47,7 +47,7 @@ class Float8Linear(nn.Linear):
     # Whether a fused norm makes the input, or a fused MLP reads the weight.
     is_fused: bool = False
     # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
-    on_revert: Callable[[Float8Linear], object] | None = None
+    on_revert: Callable[[Any], object] | None = None
 
     def __init__(
         self,

@@ -1,0 +1,31 @@
+"""What ``convert`` decides and reports: the recipe of each layer, the layers that stay as they are, and their FLOPs.
+
+choice     recipes by patterns of names
+roles      output heads, routers and adapters, which stay in high precision unless a pattern names them
+filters    the argument ``filter``: a function, patterns, or "auto"
+cost       whether a layer would get slower, for "auto"
+select     all of this together: the layers to convert, and the reasons for the others
+coverage   the parameters that no converted layer has, with their share of the FLOPs
+report     ConversionReport
+counters   FLOP counters of others
+"""
+
+from tritonfp8.conversion.choice import Choice, Recipes
+from tritonfp8.conversion.counters import teach_counters
+from tritonfp8.conversion.coverage import coverage
+from tritonfp8.conversion.filters import Filter
+from tritonfp8.conversion.report import ConversionReport, HighPrecision
+from tritonfp8.conversion.select import Selected, converted_layers, select
+
+__all__ = [
+    "Choice",
+    "ConversionReport",
+    "Filter",
+    "HighPrecision",
+    "Recipes",
+    "Selected",
+    "converted_layers",
+    "coverage",
+    "select",
+    "teach_counters",
+]

@@ -1,0 +1,97 @@
+"""Whether a converted layer would be slower than the layer in bf16, for ``convert(..., filter="auto")``.
+
+The times of FP8 GEMMs are those of the tuned table, or predicted as the launch predicts them. The other figures are of
+an H200, from ``bench/results/nvidia-h200/linear.json`` (rows "layer kernels", 2026): a bf16 GEMM reaches 0.71 PFLOP/s,
+casts in both orientations move 2.4 TB/s. A launch takes at least as long as a short kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritonfp8.hardware import Abilities, abilities, machine_key
+from tritonfp8.recipes import GEMMS, Gemm, Recipe
+from tritonfp8.specs import QuantSpec, matmul_family
+from tritonfp8.tuning import COPY_BANDWIDTH, choose, key, kind, predicted_time, table
+
+BF16_RATE = 7.1e14
+CAST_BANDWIDTH = 2.4e12
+LAUNCH_SECONDS = 5e-6
+ITEMSIZE = 2
+# A model on the CPU or on the meta device, where no GPU is: the machine of the shipped table.
+H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
+
+
+def why_slower(recipe: Recipe, tokens: int, sizes: tuple[int, int], device: torch.device) -> str | None:
+    """The reason why a training step of a layer gets slower by ``recipe``, or None if it does not.
+
+    Args:
+        recipe: of the layer.
+        tokens: rows of its input, M.
+        sizes: its in features, K, and out features, N.
+        device: of its weight; a GPU is assumed for weights elsewhere.
+    """
+    machine = _machine(device)
+    plain, quantized = layer_seconds(None, tokens, sizes, machine), layer_seconds(recipe, tokens, sizes, machine)
+    if quantized <= plain:
+        return None
+    return (
+        f"it would take {quantized * 1e6:.0f} us a step and {plain * 1e6:.0f} us in bf16, with {tokens} tokens on "
+        f"{machine.name}"
+    )
+
+
+def layer_seconds(recipe: Recipe | None, tokens: int, sizes: tuple[int, int], machine: Abilities) -> float:
+    """Predicted seconds of forward and backward of a layer; None stands for bf16."""
+    k, n = sizes
+    shapes = {"output": (tokens, n, k), "grad_input": (tokens, k, n), "grad_weight": (n, k, tokens)}
+    gemms = {gemm: Gemm() if recipe is None else getattr(recipe, gemm) for gemm in GEMMS}
+    seconds = sum(_gemm_seconds(gemms[gemm], shapes[gemm], machine) for gemm in GEMMS)
+    operands = {"input": (tokens, k), "weight": (n, k), "grad_output": (tokens, n)}
+    return seconds + sum(_cast_seconds(casts, *operands[operand]) for operand, casts in _casts(gemms).items())
+
+
+def _casts(gemms: dict[str, Gemm]) -> dict[str, int]:
+    """How many orientations of each tensor are cast."""
+    readers = {
+        "input": (gemms["output"], gemms["grad_weight"]),
+        "weight": (gemms["output"], gemms["grad_input"]),
+        "grad_output": (gemms["grad_input"], gemms["grad_weight"]),
+    }
+    return {operand: sum(gemm.quantized for gemm in of) for operand, of in readers.items()}
+
+
+def _cast_seconds(orientations: int, rows: int, columns: int) -> float:
+    if not orientations:
+        return 0.0
+    # Read once, and a byte an element written for each orientation.
+    return max(LAUNCH_SECONDS, rows * columns * (ITEMSIZE + orientations) / CAST_BANDWIDTH)
+
+
+def _gemm_seconds(gemm: Gemm, mnk: tuple[int, int, int], machine: Abilities) -> float:
+    m, n, k = mnk
+    if gemm.lhs is None or gemm.rhs is None:
+        moved = ITEMSIZE * (m * k + n * k + m * n)
+        return max(LAUNCH_SECONDS, 2 * m * n * k / BF16_RATE, moved / COPY_BANDWIDTH)
+    return max(LAUNCH_SECONDS, _fp8_seconds(gemm.lhs, gemm.rhs, gemm.accumulation, mnk, machine))
+
+
+def _fp8_seconds(
+    lhs: QuantSpec, rhs: QuantSpec, accumulation: str, mnk: tuple[int, int, int], machine: Abilities
+) -> float:
+    family = matmul_family(lhs.block, rhs.block)
+    rows = (lhs.block[0], rhs.block[0])
+    # TMA addresses rows of whole 16 bytes.
+    tma = machine.has_tma and all(size % 16 == 0 for size in mnk)
+    product = kind(family, accumulation, rows, ITEMSIZE, True, tma)
+    tuned = table(machine_key(machine)).get(product, {}).get(key(product, *mnk))
+    if tuned is not None:
+        return tuned.microseconds * 1e-6 * mnk[0] / key(product, *mnk).m
+    config = choose(family, accumulation, rows, *mnk, ITEMSIZE, True, tma, machine)
+    return predicted_time(config, *mnk, ITEMSIZE, machine.num_sms)
+
+
+def _machine(device: torch.device) -> Abilities:
+    if device.type == "cuda":
+        return abilities(device)
+    return abilities("cuda") if torch.cuda.is_available() else H200

@@ -1,0 +1,107 @@
+"""The argument ``filter`` of ``convert``: which layers it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from tritonfp8.checks import shown
+from tritonfp8.conversion.choice import check_patterns, names_part
+from tritonfp8.conversion.cost import why_slower
+from tritonfp8.conversion.roles import Roles
+from tritonfp8.recipes import Recipe
+
+MIN_FEATURES = 16
+AUTO = "auto"
+
+Filter = Callable[[nn.Module, str], bool] | Collection[str] | str
+
+
+class Selection:
+    """Whether a layer is converted, by the argument ``filter``.
+
+    A function decides by itself. Otherwise small layers, output heads, routers and adapters are left out, unless a
+    pattern names them (small layers always); patterns of ``filter`` leave out what none of them matches, and ``"auto"``
+    what would get slower.
+
+    Raises:
+        ValueError: another str than ``"auto"``, a pattern list without patterns, or ``tokens`` below 1.
+        TypeError: an argument of another type.
+    """
+
+    def __init__(self, model: nn.Module, filter: Filter | None, tokens: int) -> None:
+        _check(filter, tokens)
+        self.function = filter if callable(filter) else None
+        self.is_auto = isinstance(filter, str)
+        self.patterns = None if filter is None or callable(filter) or self.is_auto else tuple(filter)
+        self.used: set[str] = set()
+        self.tokens = tokens
+        self.roles = Roles(model)
+
+    def reason(self, name: str, layer: Any, sizes: tuple[int, int], found: tuple[str, Recipe] | None) -> str | None:
+        """The reason why a layer is not converted, or None.
+
+        Args:
+            name: its fully qualified name.
+            layer: the module.
+            sizes: its in and out features.
+            found: the pattern and the recipe that match its name.
+        """
+        if self.function is not None:
+            return None if self.function(layer, name) else "the filter returned False"
+        matching = [pattern for pattern in self.patterns or () if fnmatchcase(name, pattern)]
+        self.used.update(matching)
+        if self.patterns is not None and not matching:
+            return "no pattern of the filter matches it"
+        if small := _small(sizes):
+            return small
+        role = self.roles.of(name, layer, *sizes)
+        naming = [*matching, *([found[0]] if found else [])]
+        if role is not None and not any(names_part(pattern, role.part) for pattern in naming):
+            return role.reason(name)
+        if self.is_auto and found is not None:
+            return why_slower(found[1], self.tokens, sizes, layer.weight.device)
+        return None
+
+    def keeps(self, name: str, layer: Any, sizes: tuple[int, int]) -> bool:
+        """Whether the layer has a role for which it stays in high precision by default."""
+        return self.function is None and self.roles.of(name, layer, *sizes) is not None
+
+    def note(self, name: str) -> None:
+        """Count the patterns that match a layer that is converted already as used."""
+        self.used.update(pattern for pattern in self.patterns or () if fnmatchcase(name, pattern))
+
+    def check_all_used(self) -> None:
+        """Raise ValueError if a pattern of the filter matches no layer."""
+        if unused := [pattern for pattern in self.patterns or () if pattern not in self.used]:
+            raise ValueError(f"the patterns {', '.join(map(repr, unused))} of the filter match no linear layer")
+
+
+def _small(sizes: tuple[int, int]) -> str | None:
+    names = zip(("in_features", "out_features"), sizes, strict=True)
+    small = [f"{name}={size}" for name, size in names if size < MIN_FEATURES]
+    return f"{' and '.join(small)} below {MIN_FEATURES}" if small else None
+
+
+def _check(filter: object, tokens: object) -> None:
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise TypeError(f"tokens must be an int; got {type(tokens).__name__}")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1; got {tokens}")
+    if filter is None or callable(filter):
+        return
+    if isinstance(filter, str):
+        if filter != AUTO:
+            raise ValueError(f'filter must be "auto" if it is a str; got {shown(filter)}. For a pattern give a list')
+    elif isinstance(filter, list | tuple | set | frozenset):
+        check_patterns(filter)
+        if not filter:
+            raise ValueError("the filter has no patterns: name at least one")
+    else:
+        raise TypeError(
+            'filter must be a function of a module and its name, a list of patterns, "auto" or None; got '
+            f"{type(filter).__name__}"
+        )

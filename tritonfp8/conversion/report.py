@@ -1,0 +1,86 @@
+"""The result of a conversion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tritonfp8.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class HighPrecision:
+    """A parameter that no converted layer has.
+
+    Attributes:
+        flops: of a forward a token: 2 for each element that is multiplied; 0 for an embedding that is looked up.
+        share: ``flops`` over those of all linear layers of the model, converted or not; 0 to 1.
+        reason: why it stays in high precision.
+        layer: the name of its linear layer in ``skipped``, or None if no linear layer has it.
+    """
+
+    flops: int
+    share: float
+    reason: str
+    layer: str | None = None
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of a conversion; ``str(report)`` is a table.
+
+    Attributes:
+        converted: the recipe of each layer that this call converted, by fully qualified name.
+        skipped: for each other linear layer, the reason why it was not converted.
+        fused: for each fused norm and MLP, a description of the fused module.
+        not_fused: for each other norm and MLP, the reason why it was not fused; empty without ``fuse=True``.
+        already: the recipe of each layer that was converted before and keeps its recipe.
+        high_precision: each parameter with two dims or more that no converted layer has, by fully qualified name, with
+            its FLOPs and the reason; empty in the report of ``swap_recipe``.
+        fp8_share: share of the linear FLOPs of a training step that run in FP8, 0 to 1; None in the report of
+            ``swap_recipe``. GEMMs that a recipe keeps in high precision do not count.
+    """
+
+    converted: dict[str, Recipe]
+    skipped: dict[str, str]
+    fused: dict[str, str] = field(default_factory=dict)
+    not_fused: dict[str, str] = field(default_factory=dict)
+    already: dict[str, Recipe] = field(default_factory=dict)
+    high_precision: dict[str, HighPrecision] = field(default_factory=dict)
+    fp8_share: float | None = None
+
+    def __str__(self) -> str:
+        rows = [(name, recipe.name) for name, recipe in self.converted.items()]
+        rows += [(name, f"{recipe.name}, converted before") for name, recipe in self.already.items()]
+        rows += [(name, f"skipped{self._share_of(name)}: {reason}") for name, reason in self.skipped.items()]
+        rows += [(name, f"fused: {what}") for name, what in self.fused.items()]
+        rows += [(name, f"not fused: {reason}") for name, reason in self.not_fused.items()]
+        total = f"{len(self.converted)} converted, {len(self.skipped)} skipped"
+        if self.already:
+            total += f", {len(self.already)} converted before"
+        if self.fused or self.not_fused:
+            total += f", {len(self.fused)} fused, {len(self.not_fused)} not fused"
+        lines = [*_columns(rows), total]
+        if others := [(name, _of(each)) for name, each in self.high_precision.items() if each.layer is None]:
+            lines += ["parameters of no linear layer, with their share of the linear FLOPs:", *_columns(others)]
+        if self.fp8_share is not None:
+            lines.append(f"{_percent(self.fp8_share)} of the linear FLOPs run in FP8")
+        return "\n".join(lines)
+
+    def _share_of(self, layer: str) -> str:
+        shares = [each.share for each in self.high_precision.values() if each.layer == layer]
+        return f" ({_percent(sum(shares))} of the FLOPs)" if shares else ""
+
+
+def _columns(rows: list[tuple[str, str]]) -> list[str]:
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {what}" for name, what in rows]
+
+
+def _of(parameter: HighPrecision) -> str:
+    return f"{_percent(parameter.share):>6}  {parameter.reason}"
+
+
+def _percent(share: float) -> str:
+    """Whole percents, but for shares that these would hide: 0.3 %, 99.7 %."""
+    digits = 1 if 0 < share < 0.01 or 0.99 < share < 1 else 0
+    return f"{100 * share:.{digits}f} %"

@@ -1,0 +1,118 @@
+"""Which layers of a model a call of ``convert`` takes, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tritonfp8.conversion.choice import Choice, Recipes
+from tritonfp8.conversion.filters import Filter, Selection
+from tritonfp8.layers import is_own_forward
+from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, check_not_torchao, is_conv1d, is_converted
+from tritonfp8.recipes import Recipe
+
+NO_PATTERN = "no pattern matched"
+
+
+class Selected(NamedTuple):
+    """What a conversion is about to do.
+
+    Attributes:
+        modules: the layers to convert, by fully qualified name.
+        recipes: the recipe of each.
+        skipped: for each other linear layer, the reason.
+        already: the layers that are converted already.
+    """
+
+    modules: dict[str, nn.Module]
+    recipes: dict[str, Recipe]
+    skipped: dict[str, str]
+    already: dict[str, Float8Linear | Float8Conv1D]
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of a model, converted or not: ``nn.Linear`` and ``Conv1D`` of transformers."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or is_conv1d(module) or is_converted(module):
+            yield name, module
+
+
+def converted_layers(model: nn.Module) -> dict[str, Float8Linear | Float8Conv1D]:
+    """The converted layers of a model by fully qualified name."""
+    return {name: module for name, module in model.named_modules() if is_converted(module)}
+
+
+def sizes_of(layer: Any) -> tuple[int, int]:
+    """In and out features of a linear layer."""
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
+
+
+def select(model: nn.Module, recipe: Recipes | None, filter: Filter | None, tokens: int) -> Selected:
+    """The layers that ``convert`` takes; see there for the arguments.
+
+    Raises:
+        ValueError: a pattern decides no layer, or an unusable argument.
+        TypeError: a chosen layer is torchao's, or an argument of another type.
+    """
+    choice, selection = Choice(recipe), Selection(model, filter, tokens)
+    found = Selected({}, {}, {}, converted_layers(model))
+    for name, module in linears(model):
+        if name in found.already:
+            # Its patterns are of use: the layer may follow them since an earlier call.
+            choice.of(name)
+            selection.note(name)
+        elif reason := _why_not(name, module, choice, selection):
+            found.skipped[name] = reason
+        else:
+            chosen = choice.of(name)
+            assert chosen is not None
+            found.modules[name], found.recipes[name] = module, chosen
+    choice.check_all_used([*found.already, *found.modules, *(n for n, r in found.skipped.items() if r == NO_PATTERN)])
+    selection.check_all_used()
+    return found
+
+
+def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection) -> str | None:
+    """The reason why a layer is not converted, or None."""
+    of_torchao = _is_of_torchao(module)
+    if (unfit := _why_unfit(module)) and not of_torchao:
+        return unfit
+    found, sizes = choice.find(name), sizes_of(module)
+    if reason := selection.reason(name, module, sizes, found):
+        if found is not None and selection.keeps(name, module, sizes):
+            # "*" is of use even if all that it matches stays in high precision by default.
+            choice.of(name)
+        return reason
+    if found is None:
+        return NO_PATTERN
+    if of_torchao:
+        _refuse_torchao(name, module)
+    return None
+
+
+def _why_unfit(module: nn.Module) -> str | None:
+    if type(module) is nn.Linear or is_conv1d(module):
+        return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "parametrized: its weight is computed and not a parameter"
+    return f"a subclass of nn.Linear ({type(module).__name__}), which may compute something else"
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def _is_of_torchao(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return "torchao" in (_package(type(module)), _package(type(weight)))
+
+
+def _refuse_torchao(name: str, module: nn.Module) -> None:
+    check_not_torchao(f"the weight of {name or 'the model'}", module._parameters.get("weight"))
+    raise TypeError(
+        f"{name or 'the model'} must be a plain nn.Linear; got {type(module).__name__} of torchao. torchao's "
+        "convert_to_float8_training and tritonfp8 cannot both compute one layer: leave the layer out of one of them by "
+        "its filter"
+    )
