@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import triton
 
 import tritonfp8
+from bench.models import with_head
 from tritonfp8.training import MODELS
 
 VOCABULARY = 256
@@ -41,7 +42,7 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
     with torch.device(options.device):
         model = LlamaForCausalLM(config)
     if options.recipe != "bf16":
-        tritonfp8.convert(model, options.recipe)
+        tritonfp8.convert(model, with_head(options.recipe))
     return model
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import safetensors.torch
 import torch
-from cases import llama, normal, tokens
+from cases import llama, normal, tokens, with_head
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -26,8 +26,7 @@ LAYERS = [
 ]
 
 
-# A head stays in high precision unless a pattern names it.
-ALL = {"lm_head": "rowwise", "*": "rowwise"}
+ALL = with_head("rowwise")
 
 
 def mlp(*sizes, bias=True):

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import tritonfp8
 from bench.contest.peers import COMPILED_VERSIONS, torchao_layers
+from bench.models import with_head
 from tritonfp8 import recipes as known_recipes
 from tritonfp8.distributed import (
     Float8ColwiseParallel,
@@ -97,7 +98,7 @@ def _leave(model: nn.Module) -> None:
 
 def _converter(recipe: str, gather: bool = False) -> Callable[[nn.Module], None]:
     def convert(model: nn.Module) -> None:
-        tritonfp8.convert(model, recipe)
+        tritonfp8.convert(model, with_head(recipe))
         if gather:
             enable_float8_all_gather(model)
 

@@ -31,6 +31,7 @@ import tritonfp8
 from bench.contest.machine import command_line, write_results
 from bench.distributed.compare import make_deterministic
 from bench.distributed.run import DETERMINISTIC_CUBLAS
+from bench.models import with_head
 from tritonfp8 import recipes
 from tritonfp8.distributed import enable_float8_all_gather
 
@@ -173,7 +174,7 @@ def train(program: Program) -> dict[str, Any]:
         model = model_of(program)
         before = {name: _full(p) for name, p in _named(model)}
         if program.recipe != "bf16":
-            tritonfp8.convert(model, program.recipe)
+            tritonfp8.convert(model, with_head(program.recipe))
         gathered = len(enable_float8_all_gather(model).converted) if program.gather else 0
         called: Any = model
         if program.compiled in ("before", "both"):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from cases import llama, normal, tokens
+from cases import llama, normal, tokens, with_head
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
@@ -29,7 +29,7 @@ def fresh_compiler():
 
 def converted_llama(name, device="cpu", dtype=torch.bfloat16, layers=1):
     model = llama(num_hidden_layers=layers).to(device, dtype)
-    convert(model, name)
+    convert(model, with_head(name))
     return model
 
 
@@ -51,7 +51,7 @@ def test_dynamo_traces_as_much_as_without_conversion(name):
     """The first step takes as long as Dynamo traces, and that is one call a layer."""
     model = llama(num_hidden_layers=2)
     plain = nodes_of_dynamo(model)
-    converted = len(convert(model, name).converted)
+    converted = len(convert(model, with_head(name)).converted)
     nodes = nodes_of_dynamo(model)
     assert converted == 2 * 7 + 1
     assert nodes.count(graph_op.call) == converted

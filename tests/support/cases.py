@@ -136,6 +136,11 @@ def llama(**config):
     )
 
 
+def with_head(recipe):
+    """A recipe for every layer of a model with an lm_head, which is converted only by a pattern that names it."""
+    return {"lm_head": recipe, "*": recipe}
+
+
 def tokens(batch=2, length=9, seed=0, device="cpu"):
     return torch.randint(0, 128, (batch, length), generator=generator(seed)).to(device)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SPECS, banded, cpu_and_cuda, llama, normal, recorded_casts, tokens
+from cases import SPECS, banded, cpu_and_cuda, llama, normal, recorded_casts, tokens, with_head
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -36,7 +36,7 @@ def compiled(function, backend):
 
 def converted_llama(name, device="cpu", dtype=torch.bfloat16, layers=1):
     model = llama(num_hidden_layers=layers).to(device, dtype)
-    convert(model, name)
+    convert(model, with_head(name))
     return model
 
 

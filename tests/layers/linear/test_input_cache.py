@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cases import QUANTIZED, llama, normal, tokens
+from cases import QUANTIZED, llama, normal, tokens, with_head
 from cast_counts import casts_of
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -343,7 +343,7 @@ def test_selective_checkpointing_inside_the_parent(name, policy):
 
 def test_llama_shares_where_inputs_are_one():
     model, ids = llama(), tokens()
-    convert(model, "rowwise")
+    convert(model, with_head("rowwise"))
     hidden = (ids.numel(), 64)
     with torch.no_grad():
         before, expected = casts_of(lambda: separate(model)(ids).logits, hidden)

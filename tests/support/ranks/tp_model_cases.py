@@ -1,7 +1,7 @@
 """Functions of each rank in the tests of sharded modules and models. Each returns plain data or raises."""
 
 import torch
-from cases import give_up, llama, normal, tokens
+from cases import give_up, llama, normal, tokens, with_head
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -248,7 +248,7 @@ def losses_alone(name, heads, layers, steps):
 def converted_llama(name, heads, layers):
     sizes = {"hidden_size": 96, "intermediate_size": 171, "num_attention_heads": 6} if heads == 3 else {}
     model = llama(**{"num_key_value_heads": heads, "num_hidden_layers": layers, **sizes}).to(device())
-    tritonfp8.convert(model, name)
+    tritonfp8.convert(model, with_head(name))
     return model
 
 
