@@ -91,8 +91,8 @@ def test_train_compares_recipes_and_writes_everything(invoke, small, tmp_path):
     cell = f"{100 * share:.1f} % (reference)"
     assert f"| {cell} |" in table
     assert "mean of the last 2 steps" in table
-    for cell in (f"{rowwise['final_loss']:.4f}", cell):
-        assert cell in done.output
+    for text in (f"{rowwise['final_loss']:.4f}", cell):
+        assert text in done.output
     for text in (table, done.output):
         assert "tokens/s" not in text
         assert "speed-up" not in text

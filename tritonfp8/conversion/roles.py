@@ -86,7 +86,10 @@ class Roles:
         siblings = self._parent(path, name)._modules
         if any("expert" in sibling for sibling in siblings):
             return True
-        return out_features * ROUTER_RATIO <= in_features
+        # The gate of a SwiGLU is as large as the layer that it gates.
+        linears = [layer for layer in siblings.values() if isinstance(layer, nn.Linear)]
+        alike = sum((layer.in_features, layer.out_features) == (in_features, out_features) for layer in linears)
+        return alike < 2 and out_features * ROUTER_RATIO <= in_features
 
 
 def _unwrapped(name: str) -> list[str]:

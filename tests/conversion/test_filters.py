@@ -1,0 +1,119 @@
+"""The argument ``filter``: patterns, "auto", and what is neither; and a call without a recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cases import llama
+from torch import nn
+
+from tritonfp8 import convert, recipes, swap_recipe
+from tritonfp8.conversion import cost
+
+MEASURED = Path(__file__).resolve().parents[2] / "bench" / "results" / "nvidia-h200" / "linear.json"
+UP = [f"model.layers.{i}.mlp.{name}_proj" for i in range(2) for name in ("gate", "up")]
+
+
+class TestPatterns:
+    def test_layers_that_one_of_them_matches(self):
+        report = convert(llama(), "rowwise", filter=["*.gate_proj", "*.mlp.up_*"])
+        assert sorted(report.converted) == sorted(UP)
+        assert set(report.skipped.values()) == {"no pattern of the filter matches it"}
+
+    def test_exact_names(self):
+        assert list(convert(llama(), "rowwise", filter={UP[0]}).converted) == [UP[0]]
+
+    def test_with_recipes_by_patterns(self):
+        report = convert(llama(), {"*gate_proj": "blockwise", "*": "rowwise"}, filter=("*gate_proj", "*up_proj"))
+        assert {name: recipe.name for name, recipe in report.converted.items()} == {
+            name: "blockwise" if "gate" in name else "rowwise" for name in UP
+        }
+
+    def test_small_layers_stay_out(self):
+        model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 32))
+        assert convert(model, "rowwise", filter=["0", "1"]).skipped == {"0": "in_features=8 below 16"}
+
+    def test_a_pattern_of_no_use(self):
+        model = llama()
+        with pytest.raises(ValueError, match=r"'\*\.mpl\.\*' of the filter match no linear layer"):
+            convert(model, "rowwise", filter=["*.mlp.*", "*.mpl.*"])
+        assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("filter", "error", "message"),
+    [
+        ("*.mlp.*", ValueError, 'must be "auto" if it is a str.*give a list'),
+        ([], ValueError, "no patterns"),
+        ([3], TypeError, "must be a str; got int"),
+        (3, TypeError, 'a list of patterns, "auto" or None; got int'),
+        ({"*": True}, TypeError, "got dict"),
+    ],
+)
+def test_what_is_no_filter(filter, error, message):
+    with pytest.raises(error, match=message):
+        convert(llama(), "rowwise", filter=filter)
+
+
+@pytest.mark.parametrize("function", [convert, swap_recipe])
+def test_a_call_without_a_recipe_lists_the_recipes(function):
+    with pytest.raises(TypeError, match="a recipe is needed") as caught:
+        function(llama())
+    for name in recipes.names():
+        assert f"\n  {name} " in str(caught.value)
+
+
+def test_a_recipe_in_a_file(tmp_path):
+    mine = recipes.get("rowwise", accumulation="fast")
+    recipes.save(mine, tmp_path / "mine.toml")
+    model = nn.Sequential(nn.Linear(32, 32))
+    assert convert(model, str(tmp_path / "mine.toml")).converted == {"0": mine}
+    swap_recipe(model, {"0": str(tmp_path / "mine.toml")})
+    assert model[0].recipe == mine
+
+
+class TestAuto:
+    def layers(self):
+        with torch.device("meta"):
+            return nn.ModuleDict(
+                {"large": nn.Linear(4096, 14336), "thin": nn.Linear(4096, 64), "lm_head": nn.Linear(4096, 256)}
+            )
+
+    def test_layers_that_would_get_slower_stay(self):
+        report = convert(self.layers(), "rowwise", filter="auto", tokens=16384)
+        assert list(report.converted) == ["large"]
+        assert "it would take" in report.skipped["thin"]
+        assert "with 16384 tokens on" in report.skipped["thin"]
+        assert "an output head" in report.skipped["lm_head"]
+
+    def test_few_tokens_are_not_worth_it(self):
+        with pytest.raises(ValueError, match="nothing was converted.*us in bf16, with 16 tokens"):
+            convert(self.layers(), "rowwise", filter="auto", tokens=16)
+
+    def test_an_emulated_recipe_is_slower(self):
+        with pytest.raises(ValueError, match="nothing was converted"):
+            convert(self.layers(), "mxfp8", filter="auto", tokens=16384)
+
+    @pytest.mark.parametrize(("tokens", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+    def test_tokens(self, tokens, error):
+        with pytest.raises(error, match="tokens must be"):
+            convert(self.layers(), "rowwise", filter="auto", tokens=tokens)
+
+    def test_predictions_are_near_what_was_measured(self):
+        """Of an H200, for each shape and recipe: seconds of the kernels over those of bf16."""
+        rows = [row for row in json.loads(MEASURED.read_text())["rows"] if row["case"] == "layer kernels"]
+        plain = {tuple(row["shape"]): row["seconds"] for row in rows if row["contender"] == "bf16"}
+        ours = [row for row in rows if row["own"] and row["contender"].endswith(" precise")]
+        assert len(ours) >= 20
+        for row in ours:
+            tokens, *sizes = row["shape"]
+            recipe = recipes.get(row["contender"].removesuffix(" precise"))
+            both = (cost.layer_seconds(each, tokens, tuple(sizes), cost.H200) for each in (recipe, None))
+            measured = row["seconds"] / plain[tuple(row["shape"])]
+            assert next(both) / next(both) == pytest.approx(measured, rel=0.2), row
+
+    def test_bf16_takes_as_long_as_it_did(self):
+        assert cost.layer_seconds(recipes.get("bf16"), 512, (96, 64), cost.H200) == cost.layer_seconds(
+            None, 512, (96, 64), cost.H200
+        )

@@ -1,0 +1,166 @@
+"""Output heads, routers and adapters stay in high precision until a pattern names them; look-alikes are converted."""
+
+import peft
+import pytest
+import torch
+import transformers
+from cases import llama
+from torch import nn
+
+from tritonfp8 import convert, recipes
+from tritonfp8.conversion.choice import names_part
+
+
+def modules(**layers):
+    """A module of linear layers ``name=(in, out)`` and of other modules."""
+    model = nn.Module()
+    for name, layer in layers.items():
+        model.add_module(name, nn.Linear(*layer) if isinstance(layer, tuple) else layer)
+    return model
+
+
+def roles(model, recipe="rowwise", **options):
+    """The layers that stay in high precision for their role, with the first words of the reason."""
+    skipped = convert(model, recipe, **options).skipped
+    return {name: reason.split(",")[0].split(" (")[0] for name, reason in skipped.items()}
+
+
+HEAD, ROUTER, ADAPTER = "an output head", "a router", "an adapter"
+
+
+class LikeForCausalLM(nn.Module):
+    def __init__(self, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+class TestHeads:
+    @pytest.mark.parametrize("name", ["lm_head", "output", "embed_out", "score"])
+    def test_at_the_top(self, name):
+        assert roles(modules(layer=(32, 32), **{name: (32, 40)})) == {name: HEAD}
+
+    @pytest.mark.parametrize("name", ["lm_head", "embed_out"])
+    def test_inside(self, name):
+        assert roles(modules(layer=(32, 32), inner=modules(**{name: (32, 40)}))) == {f"inner.{name}": HEAD}
+
+    def test_names_of_ordinary_layers_inside(self):
+        inner = modules(output=(32, 40), score=(32, 40), output_proj=(32, 32), head=(32, 40))
+        assert roles(modules(attention=inner)) == {}
+
+    def test_beside_an_embedding_of_as_many_rows(self):
+        """As torchtitan's Llama in a wrapper."""
+        inner = modules(tok_embeddings=nn.Embedding(40, 32), layer=(32, 32), output=(32, 40))
+        assert roles(modules(stage=inner)) == {"stage.output": HEAD}
+        inner = modules(positions=nn.Embedding(41, 32), layer=(32, 32), output=(32, 40))
+        assert roles(modules(stage=inner)) == {}
+
+    def test_of_a_class_with_a_head(self):
+        inner = LikeForCausalLM(layer=nn.Linear(32, 32), score=nn.Linear(32, 40))
+        assert roles(modules(wrapped=inner)) == {"wrapped.score": HEAD}
+
+    def test_in_a_compiled_model_and_a_compiled_head(self):
+        model = modules(layer=(32, 32), output=(32, 40))
+        assert roles(torch.compile(model)) == {"_orig_mod.output": HEAD}
+        model = modules(layer=(32, 32), output=torch.compile(nn.Linear(32, 40)))
+        assert roles(model) == {"output._orig_mod": HEAD}
+
+    def test_tied_to_an_embedding_by_any_name(self):
+        inner = modules(tokens=nn.Embedding(40, 32), decoder=(32, 40), layer=(32, 40))
+        inner.decoder.weight = inner.tokens.weight
+        report = convert(modules(inner=inner), "rowwise")
+        assert list(report.skipped) == ["inner.decoder"]
+        assert "its weight is inner.tokens.weight" in report.skipped["inner.decoder"]
+
+    def test_on_the_meta_device(self):
+        with torch.device("meta"):
+            assert roles(llama()) == {"lm_head": HEAD}
+
+    def test_a_head_by_itself_is_the_model(self):
+        assert list(convert(nn.Linear(32, 40), "rowwise").converted) == [""]
+
+    def test_bert_has_layers_with_such_names(self):
+        sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+        config = transformers.BertConfig(num_hidden_layers=1, max_position_embeddings=16, **sizes)
+        report = convert(transformers.BertForMaskedLM(config), "rowwise")
+        assert {"bert.encoder.layer.0.attention.output.dense", "bert.encoder.layer.0.output.dense"} <= set(
+            report.converted
+        )
+        assert list(report.skipped) == ["cls.predictions.decoder"]
+
+
+class TestRouters:
+    @pytest.mark.parametrize("name", ["gate", "router"])
+    def test_of_few_experts(self, name):
+        assert roles(modules(up=(128, 256), **{name: (128, 32)})) == {name: ROUTER}
+        assert roles(modules(experts=nn.ModuleList(), up=(64, 64), **{name: (64, 64)})) == {name: ROUTER}
+
+    def test_a_layer_of_a_router(self):
+        assert roles(modules(up=(128, 256), router=modules(layer=(128, 32)))) == {"router.layer": ROUTER}
+
+    def test_the_gate_of_an_mlp(self):
+        assert roles(modules(gate=(128, 256), up=(128, 256), down=(256, 128))) == {}
+        assert roles(modules(gate_proj=(128, 32), up_proj=(128, 32), gated=(128, 32))) == {}
+        # As wide as its sibling: however narrow both are.
+        assert roles(modules(gate=(256, 32), up=(256, 32))) == {}
+
+    def test_mixtral_of_linear_layers(self):
+        expert = modules(w1=(64, 32), w2=(32, 64), w3=(64, 32))
+        model = modules(block_sparse_moe=modules(gate=(64, 16), experts=nn.ModuleList([expert])))
+        assert roles(model) == {"block_sparse_moe.gate": ROUTER}
+
+
+class TestAdapters:
+    def test_of_peft(self):
+        config = peft.LoraConfig(r=16, target_modules=["q_proj", "lm_head"])
+        model = peft.get_peft_model(llama(num_hidden_layers=1), config)
+        report = convert(model, "rowwise")
+        assert sum(name.endswith("q_proj.base_layer") for name in report.converted) == 1
+        kept = {name.removeprefix("base_model.model."): reason for name, reason in report.skipped.items()}
+        assert list(kept) == [
+            "model.layers.0.self_attn.q_proj.lora_A.default", "model.layers.0.self_attn.q_proj.lora_B.default",
+            "lm_head.base_layer", "lm_head.lora_A.default", "lm_head.lora_B.default",
+        ]  # fmt: skip
+        assert kept["lm_head.base_layer"].startswith(HEAD)
+        assert kept["lm_head.lora_A.default"] == (
+            "an adapter, in high precision unless a pattern names it, such as '*.lora_A.*'"
+        )
+
+    def test_a_pattern_of_their_name(self):
+        config = peft.LoraConfig(r=16, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = peft.get_peft_model(llama(num_hidden_layers=1), config)
+        report = convert(model, {"*.lora_A.*": "blockwise", "*": "rowwise"})
+        assert [name for name, recipe in report.converted.items() if recipe.name == "blockwise"] == [
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
+        ]
+        assert "base_model.model.lm_head.modules_to_save.default" in report.skipped
+
+
+class TestNamed:
+    @pytest.mark.parametrize("pattern", ["lm_head", "*lm_head", "*head", "lm_*"])
+    def test_a_pattern_that_names_a_head(self, pattern):
+        report = convert(llama(), {pattern: "blockwise", "*": "rowwise"})
+        assert report.converted["lm_head"] is recipes.get("blockwise")
+        assert roles(llama(), filter=[pattern, "*.mlp.*"]).get("lm_head") is None
+
+    def test_a_pattern_that_matches_everything_is_of_use_and_names_nothing(self):
+        assert roles(llama(), {"*.layers.*": "rowwise", "*": "blockwise"}) == {"lm_head": HEAD}
+
+    def test_a_filter_that_is_a_function_decides(self):
+        assert roles(llama(), filter=lambda module, name: True) == {}
+
+    @pytest.mark.parametrize(
+        ("pattern", "part", "named"),
+        [
+            ("*", "gate", False),
+            ("*.mlp.*", "gate", False),
+            ("*.gate", "gate", True),
+            ("model.layers.0.mlp.gate", "gate", True),
+            ("*gate*", "gate", True),
+            ("**", "gate", False),
+            ("*.[g]ate", "gate", True),
+            ("*mlp*", "gate", False),
+        ],
+    )
+    def test_which_patterns_name_a_part(self, pattern, part, named):
+        assert names_part(pattern, part) == named
