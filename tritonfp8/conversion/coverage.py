@@ -18,6 +18,9 @@ from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, is_converted
 ACTIVE = ("top_k", "num_experts_per_tok", "moe_top_k", "experts_per_token", "num_experts_per_token")
 # Parameters with these in their names are added or looked up.
 NO_MATRIX = ("embed", "position", "token", "bias")
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 LOOKED_UP = "an embedding: its rows are looked up"
 
 
@@ -97,15 +100,19 @@ def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, st
     share, note = _active(modules, use)
     if layer is not None:
         return _Count(flops * share, skipped[layer] + note, layer)
-    if use.parameter.ndim == 3 and use.parameter.shape[0] > 1:
-        return _Count(flops * share, f"experts in one tensor of {type(module).__name__}, which is no nn.Linear{note}")
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, _CONVOLUTIONS):
         return _Count(flops, f"a {type(module).__name__}, counted for one position")
+    if _has_experts(module, use.parameter):
+        return _Count(flops * share, f"3-D, as of experts, in {type(module).__name__}, which is no nn.Linear{note}")
     if isinstance(module, nn.MultiheadAttention):
         return _Count(flops, f"{use.key} of MultiheadAttention, which no layer multiplies by")
     if any(word in use.key.lower() for word in NO_MATRIX) or use.parameter.shape[0] == 1:
         return _Count(0, f"of {type(module).__name__}: added or looked up, by its name and shape")
     return _Count(flops, f"of {type(module).__name__}, which is no nn.Linear")
+
+
+def _has_experts(module: nn.Module, parameter: Tensor) -> bool:
+    return parameter.ndim == 3 and parameter.shape[0] > 1 and not isinstance(module, (nn.Bilinear, *_CONVOLUTIONS))
 
 
 def _active(modules: Mapping[str, nn.Module], use: _Use) -> tuple[float, str]:
@@ -114,7 +121,7 @@ def _active(modules: Mapping[str, nn.Module], use: _Use) -> tuple[float, str]:
     A token takes a few experts: of a 3-D parameter ``[experts, ...]``, or of a list of modules named ``experts``.
     """
     parts = use.path.split(".")
-    if use.parameter.ndim == 3 and use.parameter.shape[0] > 1:
+    if _has_experts(modules[use.path], use.parameter):
         experts, around = use.parameter.shape[0], use.path
     elif "experts" in parts[:-1] and parts[parts.index("experts") + 1].isdigit():
         around = ".".join(parts[: parts.index("experts") + 1])
