@@ -1,5 +1,8 @@
 """Recipes in files, and variants of a recipe by one argument."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +60,14 @@ def test_accumulation_of_all_quantized_gemms(name):
         assert getattr(fast, gemm).lhs == getattr(plain, gemm).lhs
     assert fast.name == (f"{name}_fast" if plain.output.quantized else name)
     assert recipes.get(fast, accumulation="fast") is fast
+
+
+def test_the_file_in_the_docs():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "convert.md").read_text()
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    recipe = recipes.Recipe.from_toml(text)
+    assert recipe.output == recipes.get("rowwise").output
+    assert (recipe.grad_input, recipe.grad_weight) == (recipes.get("tensorwise").grad_input, recipes.Gemm())
 
 
 @given(st.one_of(st.none(), st.text(), st.integers()).filter(lambda value: value not in ("fast", "precise", None)))

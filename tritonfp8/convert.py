@@ -18,6 +18,7 @@ from tritonfp8.conversion import (
     ConversionReport,
     Filter,
     Recipes,
+    Selected,
     converted_layers,
     coverage,
     select,
@@ -121,7 +122,14 @@ def convert(
     if not selected.modules and not selected.already:
         report = ConversionReport({}, selected.skipped)
         raise ValueError(f"nothing was converted: {report if selected.skipped else 'the model has no nn.Linear'}")
+    fused, left = _apply(model, selected, fuse)
     already = {name: layer.recipe for name, layer in selected.already.items()}
+    parameters, share = coverage(model, selected.skipped)
+    return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share)
+
+
+def _apply(model: nn.Module, selected: Selected, fuse: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Change the classes of the selected layers, all or none. Returns what :func:`fuse_model` returns."""
     with all_or_nothing(model):
         for name, module in selected.modules.items():
             change_class(module, conv1d_class(type(module)) if is_conv1d(module) else Float8Linear)
@@ -130,8 +138,7 @@ def convert(
         new = set(selected.modules.values())
         _share_inputs(model, new | set(selected.already.values()), new)
     teach_counters()
-    parameters, share = coverage(model, selected.skipped)
-    return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share)
+    return fused, left
 
 
 def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionReport:

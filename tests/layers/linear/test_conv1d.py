@@ -6,13 +6,17 @@ import pickle
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from cases import normal
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.pytorch_utils import Conv1D
 
 from tritonfp8 import convert, functional, quantize_weights_once, recipes, revert, swap_recipe
 from tritonfp8.counting import count_gemms
+from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.layers.linear import is_converted
 from tritonfp8.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
@@ -124,6 +128,25 @@ def test_an_adapter_on_a_converted_layer():
         adapted(input_ids=ids, labels=ids).loss.backward()
     assert counts.calls["reference"] > 8
     assert revert(adapted)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_sharded(tmp_path):
+    """FSDP2 derives a class, and its weights are gathered in their own dtype."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        found, plain, x = layer("blockwise"), layer("blockwise"), normal(5, 70)
+        with pytest.raises(ValueError, match="no weight can be gathered in 8 bits: 0 .*a Conv1D: its weight is stored"):
+            enable_float8_all_gather(found)
+        fully_shard(found[0])
+        assert_bitwise_equal(found(x), plain(x))
+        assert revert(found) == ["0"]
+        assert isinstance(found[0], Conv1D)
+        assert isinstance(found[0], FSDPModule)
+        assert not is_converted(found[0])
+        assert_bitwise_equal(found(x), layer()(x))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_another_class_of_this_name_is_left_alone():

@@ -108,7 +108,9 @@ TARGETS = {
     "Recipe.from_dict": target(Recipe.from_dict, data=RECIPE.to_dict()),
     "Recipe.from_json": target(Recipe.from_json, text=RECIPE.to_json()),
     "Recipe.from_toml": target(Recipe.from_toml, text=RECIPE.to_toml()),
-    "recipes.get": target(recipes.get, ("recipe", "recipe"), recipe="rowwise"),
+    "recipes.get": target(
+        recipes.get, ("recipe", "recipe"), ("accumulation", "None"), recipe="rowwise", accumulation="fast"
+    ),
     "recipes.describe": target(recipes.describe, ("recipe", "recipe"), recipe="rowwise"),
     "quantize": target(
         tritonfp8.quantize, ("spec", "spec"), ("amax", "None"), ("transpose", "True"),
@@ -173,8 +175,8 @@ TARGETS = {
     ),
     "convert": target(
         tritonfp8.convert, ("model", "module"), ("recipe", "recipe"), *options("filter", "None", "function", "module"),
-        ("fuse", "True"),
-        model=fresh(), recipe="rowwise", filter=None, fuse=False,
+        ("fuse", "True"), ("tokens", "3"),
+        model=fresh(), recipe="rowwise", filter=None, fuse=False, tokens=8192,
     ),
     "swap_recipe": target(tritonfp8.swap_recipe, ("recipe", "recipe"), model=fresh("rowwise"), recipe="blockwise"),
     "revert": target(tritonfp8.revert, model=fresh("rowwise")),

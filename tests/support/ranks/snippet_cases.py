@@ -1,5 +1,7 @@
 """Given names and checks of the snippets of README and docs."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +61,26 @@ def converted(model):
 def check_reverted(names):
     assert list(names["report"].converted) == ["gate", "up", "down"]
     assert recipes_of(names["model"]) == set()
+
+
+def with_lm_head():
+    return nn.ModuleDict({"mlp": Mlp(), "lm_head": nn.Linear(HIDDEN, 64)})
+
+
+def check_head(names):
+    assert recipes_of(names["model"]["lm_head"]) == {"rowwise_hp_grad_weight"}
+    assert recipes_of(names["model"]["mlp"]) == {"rowwise"}
+
+
+def in_an_empty_folder(mesh):
+    before = os.getcwd()
+    os.chdir(tempfile.mkdtemp())
+    return {"tritonfp8": tritonfp8, "model": Mlp(), "before": before}
+
+
+def check_file(names):
+    os.chdir(names["before"])
+    assert recipes_of(names["model"]) == {"rowwise_fast"}
 
 
 def accumulation(mesh):
@@ -218,6 +240,8 @@ CASES = {
     "README.md-3": Case(
         lambda mesh: {"x": torch.randn(5, 200), "weight": torch.randn(7, 200)}, check_product, ranks=False
     ),
+    "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
+    "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
     "distributed.md-0": Case(parallel, check_parallel),
     "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
     "distributed.md-2": Case(tokens_of_their_own, check_tokens),

@@ -27,9 +27,10 @@ from tritonfp8.convert import ConversionReport
 from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 from tritonfp8.distributed.torch_private import FSDP, require_names
-from tritonfp8.layers.linear import Float8Linear, require_module
+from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, require_module
 
 CASTS = ("param_dtype", "master")
+CONV1D = "a Conv1D: its weight is stored transposed, and is gathered in its own dtype"
 
 
 def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
@@ -65,6 +66,8 @@ def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, 
     for found in owners.values():
         mine = [name for name, module, key in found if isinstance(module, Float8Linear) and key == "weight"]
         if not mine:
+            conv1ds = [name for name, module, key in found if isinstance(module, Float8Conv1D) and key == "weight"]
+            skipped.update(dict.fromkeys(conv1ds, CONV1D))
             continue
         if reason := _reason_to_skip(found):
             skipped.update(dict.fromkeys(mine, reason))
