@@ -145,6 +145,20 @@ def test_a_subclass_is_named():
     check_shares(report, model)
 
 
+class Packed(nn.Linear):
+    """As bitsandbytes' Linear4bit: two codes a byte, in one column."""
+
+    def __init__(self):
+        super().__init__(32, 32)
+        self.weight = nn.Parameter(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def test_lazy_and_packed_layers():
+    report = convert(nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(32), Packed()), "rowwise")
+    assert {name: each.flops for name, each in report.high_precision.items()} == {"2.weight": 2 * 32 * 32}
+    assert list(report.skipped) == ["1", "2"]
+
+
 def test_parametrized_layers():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     parametrizations.orthogonal(model[0])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tritonfp8.conversion.report import HighPrecision
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, is_converted
@@ -73,7 +74,8 @@ def _uses(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, list[_Use]]]:
     found: dict[int, list[_Use]] = {}
     for path, module in modules.items():
         for key, parameter in module._parameters.items():
-            if parameter is not None:
+            # A lazy layer has no shape before its first forward.
+            if parameter is not None and not is_lazy(parameter):
                 found.setdefault(id(parameter), []).append(_Use(path, key, parameter))
     for uses in found.values():
         yield f"{uses[0].path}.{uses[0].key}".lstrip("."), uses
@@ -99,6 +101,9 @@ def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, st
     layer = next((path for path in _ancestors(use.path) if path in skipped), None)
     share, note = _active(modules, use)
     if layer is not None:
+        if isinstance(module, nn.Linear) and use.key == "weight":
+            # The weights of quantized layers, as of bitsandbytes, are packed.
+            flops = 2 * module.in_features * module.out_features
         return _Count(flops * share, skipped[layer] + note, layer)
     if isinstance(module, _CONVOLUTIONS):
         return _Count(flops, f"a {type(module).__name__}, counted for one position")

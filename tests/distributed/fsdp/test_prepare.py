@@ -46,7 +46,7 @@ def test_layers_that_read_the_values_are_skipped():
 def test_a_weight_shared_with_an_embedding_is_skipped():
     model = nn.ModuleDict({"embed": nn.Embedding(40, 32), "head": nn.Linear(32, 40), "other": nn.Linear(32, 32)})
     model["head"].weight = model["embed"].weight
-    tritonfp8.convert(model, "rowwise")
+    tritonfp8.convert(model, {"head": "rowwise", "*": "rowwise"})
     report = enable_float8_all_gather(model)
     assert report.skipped == {"head": "shared with embed.weight, which needs it in high precision"}
     assert model["head"].weight is model["embed"].weight

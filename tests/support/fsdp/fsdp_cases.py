@@ -53,8 +53,10 @@ def build(mesh, setup):
         initialize(model).to(setup.dtype)
         if not setup.offload:
             model.to(mesh.device_type)
+    # A tied head is converted only by a pattern that names it.
+    recipe = {"head": setup.recipe, "*": setup.recipe}
     if not setup.last:
-        tritonfp8.convert(model, setup.recipe)
+        tritonfp8.convert(model, recipe)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not setup.frozen or setup.frozen not in name)
     for layer in model.layers:
@@ -73,7 +75,7 @@ def build(mesh, setup):
         fully_shard(layer, reshard_after_forward=setup.reshard, **options)
     fully_shard(model, reshard_after_forward=setup.root_reshard, **options)
     if setup.last:
-        tritonfp8.convert(model, setup.recipe)
+        tritonfp8.convert(model, recipe)
     if setup.enable_last and setup.enabled:
         report = enable_float8_all_gather(model, setup.cast)
     if setup.meta:
