@@ -184,7 +184,16 @@ def test_a_swap_reports_recipes_alone():
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0, "0 %"), (1, "100 %"), (0.003, "0.3 %"), (0.997, "99.7 %"), (0.9142, "91 %")]
+    ("share", "text"),
+    [
+        (0, "0 %"),
+        (1, "100 %"),
+        (0.003, "0.3 %"),
+        (0.997, "99.7 %"),
+        (1e-4, "< 0.1 %"),
+        (0.9999, "> 99.9 %"),
+        (0.9142, "91 %"),
+    ],
 )
 def test_shares_are_whole_percents_where_that_hides_nothing(share, text):
     report = dataclasses.replace(convert(nn.Sequential(nn.Linear(32, 32)), "rowwise"), fp8_share=share)

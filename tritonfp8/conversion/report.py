@@ -77,10 +77,12 @@ def _columns(rows: list[tuple[str, str]]) -> list[str]:
 
 
 def _of(parameter: HighPrecision) -> str:
-    return f"{_percent(parameter.share):>6}  {parameter.reason}"
+    return f"{_percent(parameter.share):>8}  {parameter.reason}"
 
 
 def _percent(share: float) -> str:
     """Whole percents, but for shares that these would hide: 0.3 %, 99.7 %."""
+    if 0 < share < 0.0005 or 0.9995 < share < 1:
+        return "< 0.1 %" if share < 0.5 else "> 99.9 %"
     digits = 1 if 0 < share < 0.01 or 0.99 < share < 1 else 0
     return f"{100 * share:.{digits}f} %"
