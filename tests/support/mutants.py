@@ -194,6 +194,20 @@ MUTANTS = (
         ("tests/layers/linear/test_input_cache.py",),
     ),
     Mutant(
+        "tritonfp8/conversion/roles.py",
+        "return is_top or out_features in rows",
+        "return True",
+        "an ordinary layer named output stays in high precision",
+        ("tests/conversion/test_roles.py",),
+    ),
+    Mutant(
+        "tritonfp8/ops/flops.py",
+        "whole_linear(input, weight) * (needs_input + needs_weight)",
+        "whole_linear(input, weight)",
+        "the backward of an exported layer counts as one GEMM",
+        ("tests/ops/test_flops.py",),
+    ),
+    Mutant(
         "tritonfp8/recipes.py",
         'tensor = QuantSpec("e4m3", scale_rounding="pow2")',
         'tensor = QuantSpec("e4m3")',
