@@ -10,9 +10,9 @@ import tritonfp8
 
 NAMES = {
     "tritonfp8": (
-        "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "__version__", "convert", "dequantize",
-        "distributed", "quantize", "quantize_both", "quantize_weights_once", "recipes", "revert", "scaled_matmul",
-        "swap_recipe",
+        "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "RecipeSchedule", "__version__",
+        "convert", "dequantize", "distributed", "quantize", "quantize_both", "quantize_weights_once", "recipes",
+        "revert", "scaled_matmul", "swap_recipe",
     ),
     "tritonfp8.convert": ("ConversionReport", "convert", "revert", "swap_recipe"),
     "tritonfp8.counting": ("count_gemms",),

@@ -29,6 +29,7 @@ __all__ = [
     "QuantSpec",
     "Quantized",
     "Recipe",
+    "RecipeSchedule",
     "convert",
     "dequantize",
     "quantize",
@@ -41,8 +42,13 @@ __all__ = [
 ]
 
 
+# Imported on first use: the core needs neither.
+_LAZY = {"RecipeSchedule": "tritonfp8.workflow"}
+
+
 def __getattr__(name: str) -> Any:
-    # Imported on first use: it imports torch.distributed, which the core does not need.
     if name == "distributed":
         return importlib.import_module("tritonfp8.distributed")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'tritonfp8' has no attribute {name!r}")

@@ -1,13 +1,15 @@
-"""Checks of an installation before training: whether and how FP8 runs here, and how accurately.
+"""What surrounds training: checks of an installation before it, and recipes that change during it.
 
-Exports the checks of ``tritonfp8 doctor``.
+Exports the checks of ``tritonfp8 doctor`` and :class:`RecipeSchedule`.
 """
 
 from tritonfp8.workflow import doctor
 from tritonfp8.workflow.doctor import MISSING, accumulation_figures
+from tritonfp8.workflow.schedule import RecipeSchedule
 
 __all__ = [
     "MISSING",
+    "RecipeSchedule",
     "accumulation_figures",
     "doctor",
 ]

@@ -1,0 +1,159 @@
+"""Recipes that change while a model trains."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tritonfp8
+from tritonfp8 import RecipeSchedule, recipes
+from tritonfp8.testing import assert_bitwise_equal
+
+STAGES = [(0, "bf16"), (2, "rowwise"), (4, "bf16"), (6, "rowwise")]
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 32, bias=False)).bfloat16()
+
+
+def batch(step):
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+
+
+def train(model, optimizer, steps, before_step, call=None):
+    losses = []
+    for step in steps:
+        before_step(step)
+        loss = (call or model)(batch(step)).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def scheduled(stages=STAGES, **options):
+    model, schedule = mlp(), RecipeSchedule(stages, **options)
+    schedule.convert(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), schedule
+
+
+def test_stages_begin_at_steps_and_shares():
+    schedule = RecipeSchedule([(0, "bf16"), (10, "rowwise"), ("90%", "bf16"), ("97.5 %", "mxfp8")], total_steps=200)
+    assert [stage.start for stage in schedule.stages] == [0, 10, 180, 195]
+    found = [schedule.recipe_at(step).name for step in (0, 9, 10, 179, 180, 194, 195, 10_000)]
+    assert found == ["bf16", "bf16", "rowwise", "rowwise", "bf16", "bf16", "mxfp8", "mxfp8"]
+
+
+def test_each_step_computes_by_its_recipe():
+    model, optimizer, schedule = scheduled()
+    losses = train(model, optimizer, range(8), lambda step: schedule.step())
+
+    def by_hand(step):
+        tritonfp8.swap_recipe(other, schedule.recipe_at(step))
+
+    other = mlp()
+    tritonfp8.convert(other, "rowwise")
+    assert_bitwise_equal(losses, train(other, torch.optim.AdamW(other.parameters(), lr=1e-2), range(8), by_hand))
+    plain = mlp()
+    bf16 = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), range(8), lambda step: None)
+    assert_bitwise_equal(losses[:2], bf16[:2])
+    assert not torch.equal(losses[2:4], bf16[2:4])
+
+
+def test_parameters_optimizer_and_random_numbers_stay():
+    model, optimizer, schedule = scheduled()
+    parameters, state = list(model.parameters()), torch.get_rng_state()
+    for _ in range(8):
+        schedule.step()
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert {id(p) for p in parameters} == {id(p) for p in optimizer.param_groups[0]["params"]}
+
+
+def test_a_recipe_seen_before_compiles_nothing():
+    torch._dynamo.reset()
+    model, optimizer, schedule = scheduled()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, frames = torch.compile(model, backend=counter, fullgraph=True), []
+
+    def before_step(step):
+        frames.append(counter.frame_count)
+        schedule.step()
+
+    train(model, optimizer, range(8), before_step, compiled)
+    # After steps of bf16, of rowwise, and of each again.
+    assert [frames[2], frames[4], frames[6], counter.frame_count] == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(at):
+    model, optimizer, schedule = scheduled()
+    whole = train(model, optimizer, range(8), lambda step: schedule.step())
+    model, optimizer, schedule = scheduled()
+    first = train(model, optimizer, range(at), lambda step: schedule.step())
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
+    model, optimizer, schedule = scheduled()
+    for each, state in zip((model, optimizer, schedule), saved, strict=True):
+        each.load_state_dict(state)
+    rest = train(model, optimizer, range(at, 8), lambda step: schedule.step())
+    assert_bitwise_equal(torch.cat([first, rest]), whole)
+
+
+def test_a_schedule_may_be_given_the_step():
+    _, _, schedule = scheduled()
+    assert schedule.step(5).name == "bf16"
+    assert schedule.step().name == "rowwise"
+    assert schedule.state_dict() == {"next_step": 7}
+
+
+def test_a_model_may_be_converted_before():
+    model = mlp()
+    tritonfp8.convert(model, {"0": "mxfp8"})
+    schedule = RecipeSchedule([(0, "bf16"), (1, "mxfp8")])
+    schedule.attach(model)
+    assert model[0].recipe == recipes.get("bf16")
+    schedule.step(1)
+    assert model[0].recipe == recipes.get("mxfp8")
+    assert type(model[2]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "message"),
+    [
+        ([], {}, "first stage must start at step 0"),
+        ([(1, "rowwise")], {}, "first stage must start at step 0"),
+        ([(0, "bf16"), (5, "rowwise"), (5, "bf16")], {}, "later than the one before"),
+        ([(0, "bf16"), ("50%", "rowwise"), (10, "bf16")], {"total_steps": 100}, "later than the one before"),
+        ([(0, "bf16"), ("90%", "rowwise")], {}, "needs total_steps"),
+        ([(0, "bf16"), ("190%", "rowwise")], {"total_steps": 10}, "between 0% and 100%"),
+        ([(0, "bf16"), ("x%", "rowwise")], {"total_steps": 10}, "number before the percent sign"),
+        ([(0, "bf16")], {}, "no stage quantizes"),
+        ([(0, "bf16"), (1, "rowise")], {}, "did you mean 'rowwise'"),
+    ],
+)
+def test_impossible_schedules_are_errors(stages, options, message):
+    with pytest.raises(ValueError, match=message):
+        RecipeSchedule(stages, **options)
+
+
+def test_more_recipes_than_dynamo_compiles_are_an_error():
+    rowwise = recipes.get("rowwise")
+    several = [recipes.Recipe(f"recipe {i}", output=rowwise.output) for i in range(8)]
+    with pytest.raises(ValueError, match="7 different recipes"):
+        RecipeSchedule(list(enumerate(several)))
+
+
+def test_a_start_of_another_type_is_an_error():
+    with pytest.raises(TypeError, match="a step \\(an int\\) or at a share"):
+        RecipeSchedule([(0.5, "rowwise")])
+
+
+def test_a_schedule_without_a_model_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"RecipeSchedule.convert\(model\)"):
+        RecipeSchedule(STAGES).step()
+    with pytest.raises(ValueError, match="no converted layer"):
+        RecipeSchedule(STAGES).attach(mlp())
