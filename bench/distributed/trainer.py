@@ -32,7 +32,7 @@ from bench.contest.machine import command_line, write_results
 from bench.distributed.compare import make_deterministic
 from bench.distributed.run import DETERMINISTIC_CUBLAS
 from bench.models import with_head
-from tritonfp8 import recipes
+from tritonfp8 import Float8Linear, recipes
 from tritonfp8.distributed import enable_float8_all_gather
 
 VOCABULARY = 512
@@ -49,6 +49,8 @@ class Program:
         compiled: ``"before"`` (``torch.compile(model)``), ``"argument"`` (``torch_compile=True``), or ``"both"``.
         backend: backend of ``torch.compile``.
         resume: save after half of the steps, and continue from the checkpoint in a new Trainer.
+        callback: convert by ``Float8Callback``, instead of before the Trainer.
+        schedule: whether the first step trains in bf16.
     """
 
     recipe: str = "rowwise"
@@ -60,6 +62,8 @@ class Program:
     checkpointing: bool = False
     tied: bool = False
     resume: bool = False
+    callback: bool = False
+    schedule: bool = False
     layers: int = 8
     hidden: int = 512
     tokens: int = 128
@@ -112,7 +116,9 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), parameter
 
 
-def _trainer(program: Program, model: nn.Module, folder: str, steps: int, losses: list[float]) -> Any:
+def _trainer(
+    program: Program, model: nn.Module, folder: str, steps: int, losses: list[float], callbacks: list[Any]
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     def loss_of(outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
@@ -152,7 +158,33 @@ def _trainer(program: Program, model: nn.Module, folder: str, steps: int, losses
         seed=0,
     )
     count = program.batch * program.steps * dist.get_world_size()
-    return Trainer(model=model, args=args, train_dataset=Tokens(count, program.tokens), compute_loss_func=loss_of)
+    return Trainer(
+        model=model,
+        args=args,
+        train_dataset=Tokens(count, program.tokens),
+        compute_loss_func=loss_of,
+        callbacks=callbacks,
+    )
+
+
+def _converters(program: Program, model: nn.Module) -> list[Any]:
+    """Convert the model, or return the callback that will."""
+    if program.callback:
+        from tritonfp8.integrations.transformers import Float8Callback, Float8Config
+
+        stages = [(0, "bf16"), (1, program.recipe)] if program.schedule else None
+        # All linear layers, also the head, as without the callback.
+        return [Float8Callback(Float8Config(program.recipe, all_gather=program.gather, schedule=stages))]
+    if program.recipe != "bf16":
+        tritonfp8.convert(model, program.recipe)
+    if program.gather:
+        enable_float8_all_gather(model)
+    return []
+
+
+def gathered_layers(model: nn.Module) -> list[Float8Linear]:
+    """The layers whose weight FSDP gathers in 8 bits."""
+    return [m for m in model.modules() if isinstance(m, Float8Linear) and m.on_revert is not None]
 
 
 def reset() -> None:
@@ -173,14 +205,13 @@ def train(program: Program) -> dict[str, Any]:
     for index, steps in enumerate(halves):
         model = model_of(program)
         before = {name: _full(p) for name, p in _named(model)}
-        if program.recipe != "bf16":
-            tritonfp8.convert(model, with_head(program.recipe))
-        gathered = len(enable_float8_all_gather(model).converted) if program.gather else 0
+        callbacks = _converters(program, model)
         called: Any = model
         if program.compiled in ("before", "both"):
             called = torch.compile(model, backend=program.backend)
-        trainer = _trainer(program, called, folder[0], steps, losses)
+        trainer = _trainer(program, called, folder[0], steps, losses, callbacks)
         trainer.train(resume_from_checkpoint=index > 0 or None)
+        gathered = len(gathered_layers(model))
         reset()
     digest, stuck = hashlib.sha256(), []
     for name, parameter in _named(model):

@@ -1,0 +1,191 @@
+"""Float8Callback in Hugging Face's Trainer, in one process."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import tritonfp8
+from tritonfp8 import Float8Linear, recipes
+from tritonfp8.integrations.transformers import Float8Callback, Float8Config, restore, write_config
+from tritonfp8.testing import assert_bitwise_equal
+
+VOCABULARY = 96
+
+
+class Tokens(Dataset):
+    """Random tokens, the same for each index."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        row = torch.randint(VOCABULARY, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": row, "labels": row}
+
+
+class Steps(TrainerCallback):
+    """Notes the recipe of a layer in each step, and poisons a weight before one."""
+
+    def __init__(self, poison=None):
+        self.recipes, self.poison = [], poison
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        pass
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.recipes.append(model.model.layers[0].mlp.up_proj.recipe.name)
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == self.poison:
+            model.model.norm.weight.data.fill_(float("nan"))
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def trainer(model, folder, *callbacks, **options):
+    settings = {"max_steps": 4, "learning_rate": 1e-2, "save_strategy": "no", **options}
+    args = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, lr_scheduler_type="constant", logging_steps=1,
+        report_to=[], disable_tqdm=True, use_cpu=True, seed=0, **settings,
+    )  # fmt: skip
+    return Trainer(model=model, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=list(callbacks))
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def recipes_of(model):
+    return {name: m.recipe for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_the_callback_trains_as_convert_before_the_trainer(tmp_path, recipe):
+    by_hand = llama()
+    before = weights(by_hand)
+    tritonfp8.convert(by_hand, recipe)
+    expected = trainer(by_hand, tmp_path)
+    expected.train()
+    model, callback = llama(), Float8Callback(recipe)
+    run = trainer(model, tmp_path, callback)
+    run.train()
+    assert recipes_of(model) == callback.report.converted == recipes_of(by_hand)
+    assert callback.gathered is None
+    assert losses(run) == losses(expected)
+    for name, value in weights(model).items():
+        assert not torch.equal(value, before[name]), name
+        assert_bitwise_equal(value, weights(by_hand)[name])
+
+
+def test_a_saved_model_is_restored_with_its_recipes(tmp_path):
+    model = llama()
+    config = Float8Config({"*.mlp.*": "mxfp8", "*q_proj": recipes.get("blockwise"), "*.1.*": "rowwise"})
+    run = trainer(model, tmp_path, Float8Callback(config))
+    run.train()
+    run.save_model(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert not recipes_of(loaded)
+    restore(loaded)
+    assert recipes_of(loaded) == recipes_of(model)
+    assert len({recipe.name for recipe in recipes_of(loaded).values()}) == 3
+    tokens = Tokens()[0]["input_ids"][None]
+    model.eval(), loaded.eval()
+    assert_bitwise_equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_a_model_that_was_saved_without_recipes_says_what_to_do():
+    with pytest.raises(ValueError, match=r"tritonfp8.convert\(model, recipe\)"):
+        restore(llama())
+    with pytest.raises(TypeError, match="Linear"):
+        write_config(nn.Linear(2, 2))
+
+
+def test_the_schedule_follows_the_steps_of_the_trainer(tmp_path):
+    model, steps = llama(), Steps()
+    schedule = [(0, "bf16"), (1, "rowwise"), ("75%", "bf16")]
+    run = trainer(model, tmp_path, Float8Callback(Float8Config(schedule=schedule)), steps)
+    run.train()
+    assert steps.recipes == ["bf16", "rowwise", "rowwise", "bf16"]
+    assert {entry["recipe"]["name"] for entry in model.config.tritonfp8} == {"bf16"}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scheduled_run_is_resumed_to_the_same_bits(tmp_path, accumulate):
+    def make(**options):
+        callback = Float8Callback(Float8Config(schedule=[(0, "bf16"), (1, "rowwise"), (3, "bf16")]))
+        steps = Steps()
+        options = {"gradient_accumulation_steps": accumulate, **options}
+        return trainer(llama(), tmp_path, callback, steps, **options), steps
+
+    whole, _ = make(save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed, steps = make()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert steps.recipes == ["rowwise", "bf16"]
+    for name, value in weights(resumed.model).items():
+        assert_bitwise_equal(value, weights(whole.model)[name])
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 2, "eval_steps": 2}
+    # The loss grows with such a learning rate, so the first checkpoint is the best.
+    run = trainer(
+        llama(), tmp_path, Float8Callback(), load_best_model_at_end=True, learning_rate=1.0,
+        **{key: value for key, value in options.items()},
+    )  # fmt: skip
+    run.train()
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float32)
+    for name, value in weights(run.model).items():
+        assert_bitwise_equal(value, weights(best)[name])
+    assert recipes_of(run.model)
+
+
+def test_a_loss_that_the_trainer_leaves_out_is_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "tritonfp8"):
+        run = trainer(llama(), tmp_path, Float8Callback(), Steps(poison=2))
+        run.train()
+    messages = [record.message for record in caplog.records]
+    assert [message.split(" had ")[0] for message in messages] == [
+        "1 of the last steps before step 3", "1 of the last steps before step 4",
+    ]  # fmt: skip
+    # The Trainer's own log hides it.
+    assert all(loss == loss for loss in losses(run))
+
+
+def test_a_sound_run_reports_nothing(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "tritonfp8"):
+        trainer(llama(), tmp_path, Float8Callback()).train()
+    assert not caplog.records
+
+
+def test_a_compiled_model_is_converted_inside(tmp_path):
+    model = llama()
+    compiled = torch.compile(model, backend="aot_eager")
+    run = trainer(compiled, tmp_path, Float8Callback("rowwise"), remove_unused_columns=False, max_steps=2)
+    before = weights(model)
+    run.train()
+    assert len(recipes_of(model)) >= 14
+    assert all(not torch.equal(value, before[name]) for name, value in weights(model).items())

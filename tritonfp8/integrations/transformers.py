@@ -1,0 +1,219 @@
+"""Hugging Face's Trainer and accelerate: a callback that trains a model in FP8, and ``restore`` for saved models.
+
+    from tritonfp8.integrations.transformers import Float8Callback
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[Float8Callback("rowwise")])
+
+It also serves trainers that derive from Trainer, such as those of TRL.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+try:
+    from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "tritonfp8.integrations.transformers needs transformers and accelerate: pip install 'tritonfp8[integrations]'"
+    ) from error
+
+from tritonfp8.convert import ConversionReport, convert
+from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.layers.linear import Float8Linear
+from tritonfp8.recipes import Recipe
+from tritonfp8.workflow import RecipeSchedule
+
+CONFIG_KEY = "tritonfp8"
+"""The entry of ``config.json`` that holds the recipes of a model."""
+
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+
+log = logging.getLogger("tritonfp8")
+Stages = Sequence[tuple[int | str, str | Recipe]]
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """How a Trainer's model is converted.
+
+    Attributes:
+        recipe: as for :func:`tritonfp8.convert`.
+        filter: as for :func:`tritonfp8.convert`.
+        all_gather: whether FSDP2 gathers weights in 8 bits. None: where accelerate shards the model by FSDP2.
+        schedule: stages of a :class:`~tritonfp8.RecipeSchedule` over the steps of the training, instead of ``recipe``.
+    """
+
+    recipe: Any = "rowwise"
+    filter: Any = None
+    all_gather: bool | None = None
+    schedule: Stages | None = None
+
+
+def uses_fsdp2() -> bool:
+    """Whether accelerate shards models by FSDP2 in this process."""
+    from accelerate.state import AcceleratorState
+
+    return bool(AcceleratorState._shared_state) and bool(AcceleratorState().is_fsdp2)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of ``torch.compile`` and of ``DistributedDataParallel``."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or (
+            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        )
+        if inner is None:
+            return model
+        model = inner
+
+
+def write_config(model: nn.Module) -> None:
+    """Write the recipe of each converted layer into ``model.config``, which ``save_pretrained`` saves.
+
+    Raises:
+        TypeError: the model has no config.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise TypeError(f"a model of transformers is needed, which has a config; got {type(model).__name__}")
+    layers: dict[Recipe, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            # Activation checkpointing puts a module around each layer, which is not saved.
+            layers.setdefault(module.recipe, []).append(name.replace(_CHECKPOINT_PREFIX, ""))
+    setattr(config, CONFIG_KEY, [{"recipe": r.to_dict(), "layers": names} for r, names in layers.items()])
+
+
+def restore(model: nn.Module) -> ConversionReport:
+    """Convert a model as it was converted when it was saved::
+
+        model = restore(AutoModelForCausalLM.from_pretrained(path))
+
+    Args:
+        model: loaded by ``from_pretrained``. Its config has the recipe of each layer.
+
+    Returns:
+        The report of :func:`tritonfp8.convert`.
+
+    Raises:
+        ValueError: the config has no recipes, or names layers that the model does not have.
+    """
+    entries = getattr(getattr(model, "config", None), CONFIG_KEY, None)
+    if not entries:
+        raise ValueError(
+            f"the model's config has no entry {CONFIG_KEY!r}: it was saved without Float8Callback. "
+            "Use tritonfp8.convert(model, recipe)"
+        )
+    return convert(model, {name: Recipe.from_dict(e["recipe"]) for e in entries for name in e["layers"]})
+
+
+class Float8Callback(TrainerCallback):
+    """Trains a Trainer's model in FP8.
+
+    When the Trainer is made, before it shards or compiles the model, the callback converts the model, enables the FP8
+    all-gather where accelerate shards by FSDP2, and writes the recipes into ``model.config``. While it trains, the
+    callback follows the schedule, if there is one, and warns of gradients that are NaN or infinite. A loss that is NaN
+    has such gradients, and the Trainer leaves it out of its log.
+
+    Args:
+        config: a :class:`Float8Config`, or its ``recipe``.
+
+    Attributes:
+        report: the report of :func:`tritonfp8.convert`; None before the Trainer is made.
+        gathered: the report of :func:`tritonfp8.distributed.enable_float8_all_gather`; None without it.
+    """
+
+    def __init__(self, config: Float8Config | Any = "rowwise") -> None:
+        self.config = config if isinstance(config, Float8Config) else Float8Config(recipe=config)
+        self.report: ConversionReport | None = None
+        self.gathered: ConversionReport | None = None
+        self.schedule: RecipeSchedule | None = None
+        self._gradients = _Gradients()
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Convert the model."""
+        inner = unwrapped(model)
+        recipe = self.config.recipe
+        if self.config.schedule is not None:
+            # Shares of the training are resolved when it begins: only then its length is known.
+            recipe = RecipeSchedule(self.config.schedule, total_steps=2**31).first_quantized
+        if not any(isinstance(module, Float8Linear) for module in inner.modules()):
+            self.report = convert(inner, recipe, self.config.filter)
+            log.info("%s", self.report)
+        gather = uses_fsdp2() if self.config.all_gather is None else self.config.all_gather
+        if gather:
+            self.gathered = enable_float8_all_gather(inner)
+        if isinstance(inner, PreTrainedModel):
+            write_config(inner)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Begin the schedule, at the step at which the training begins or goes on."""
+        if self.config.schedule is not None:
+            self.schedule = RecipeSchedule(self.config.schedule, total_steps=state.max_steps)
+            self.schedule.load_state_dict({"next_step": state.global_step})
+            self.schedule.attach(unwrapped(model))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Give the model the recipe of this step."""
+        if self.schedule is None:
+            return
+        inner = unwrapped(model)
+        before = self.schedule.recipe_at(max(0, state.global_step - 1))
+        if self.schedule.step(state.global_step) != before and isinstance(inner, PreTrainedModel):
+            write_config(inner)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Look at the gradients of this step."""
+        self._gradients.see(model)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Warn of steps whose gradients were not finite."""
+        if steps := self._gradients.take():
+            log.warning(
+                "%d of the last steps before step %d had gradients that are NaN or infinite. The Trainer leaves the "
+                "losses of such steps out of its log.",
+                steps, state.global_step,
+            )  # fmt: skip
+
+
+class _Gradients:
+    """Counts the steps whose gradients are not finite, on the device: nothing waits for it before :meth:`take`."""
+
+    def __init__(self) -> None:
+        self._count: Tensor | None = None
+
+    def see(self, model: nn.Module) -> None:
+        """Count this step.
+
+        Vectors are enough, and take little time: a NaN in the loss reaches the gradient of every norm and bias.
+        """
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        vectors = [grad for grad in found if grad.ndim <= 1] or found[:1]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in vectors]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in local:
+            by_device.setdefault(grad.device, []).append(grad)
+        for grads in by_device.values():
+            wrong = (~torch.stack(torch._foreach_norm(grads)).isfinite()).any().long()
+            self._count = wrong if self._count is None else self._count.to(wrong.device) + wrong
+
+    def take(self) -> int:
+        """The number of steps since the last call."""
+        count, self._count = self._count, None
+        return 0 if count is None else int(count)
