@@ -50,7 +50,8 @@ class Program:
         backend: backend of ``torch.compile``.
         resume: save after half of the steps, and continue from the checkpoint in a new Trainer.
         callback: convert by ``Float8Callback``, instead of before the Trainer.
-        schedule: whether the first step trains in bf16.
+        schedule: whether the first step trains in bf16. The head then stays in high precision.
+        sharded: by FSDP2; else the processes train copies by DistributedDataParallel.
     """
 
     recipe: str = "rowwise"
@@ -64,6 +65,7 @@ class Program:
     resume: bool = False
     callback: bool = False
     schedule: bool = False
+    sharded: bool = True
     layers: int = 8
     hidden: int = 512
     tokens: int = 128
@@ -129,6 +131,16 @@ def _trainer(
         losses.append(loss.item())
         return loss
 
+    sharding = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+            "cpu_ram_efficient_loading": program.ram_efficient,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            **({"activation_checkpointing": True} if program.checkpointing else {}),
+        },
+    }
     args = TrainingArguments(
         output_dir=folder,
         max_steps=steps,
@@ -136,14 +148,7 @@ def _trainer(
         learning_rate=program.learning_rate,
         lr_scheduler_type="constant",
         bf16=program.dtype == "bfloat16",
-        fsdp=True,
-        fsdp_config={
-            "version": 2,
-            "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
-            "cpu_ram_efficient_loading": program.ram_efficient,
-            "state_dict_type": "SHARDED_STATE_DICT",
-            **({"activation_checkpointing": True} if program.checkpointing else {}),
-        },
+        **(sharding if program.sharded else {}),
         torch_compile=program.compiled in ("argument", "both"),
         torch_compile_backend=program.backend if program.compiled in ("argument", "both") else None,
         save_strategy="steps" if program.resume else "no",
@@ -173,10 +178,10 @@ def _converters(program: Program, model: nn.Module) -> list[Any]:
         from tritonfp8.integrations.transformers import Float8Callback, Float8Config
 
         stages = [(0, "bf16"), (1, program.recipe)] if program.schedule else None
-        # All linear layers, also the head, as without the callback.
-        return [Float8Callback(Float8Config(program.recipe, all_gather=program.gather, schedule=stages))]
+        gather = program.gather if program.sharded else None
+        return [Float8Callback(Float8Config(with_head(program.recipe), all_gather=gather, schedule=stages))]
     if program.recipe != "bf16":
-        tritonfp8.convert(model, program.recipe)
+        tritonfp8.convert(model, with_head(program.recipe))
     if program.gather:
         enable_float8_all_gather(model)
     return []
@@ -193,6 +198,9 @@ def reset() -> None:
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    # The Trainer hands its options for FSDP to accelerate by these.
+    for name in [name for name in os.environ if name == "ACCELERATE_USE_FSDP" or name.startswith("FSDP_")]:
+        del os.environ[name]
     torch.compiler.reset()
 
 

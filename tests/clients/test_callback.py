@@ -40,9 +40,6 @@ class Steps(TrainerCallback):
     def __init__(self, poison=None):
         self.recipes, self.poison = [], poison
 
-    def on_substep_end(self, args, state, control, **kwargs):
-        pass
-
     def on_step_end(self, args, state, control, model, **kwargs):
         self.recipes.append(model.model.layers[0].mlp.up_proj.recipe.name)
 
@@ -151,10 +148,7 @@ def test_a_scheduled_run_is_resumed_to_the_same_bits(tmp_path, accumulate):
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     options = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 2, "eval_steps": 2}
     # The loss grows with such a learning rate, so the first checkpoint is the best.
-    run = trainer(
-        llama(), tmp_path, Float8Callback(), load_best_model_at_end=True, learning_rate=1.0,
-        **{key: value for key, value in options.items()},
-    )  # fmt: skip
+    run = trainer(llama(), tmp_path, Float8Callback(), load_best_model_at_end=True, learning_rate=1.0, **options)
     run.train()
     assert run.state.best_model_checkpoint.endswith("checkpoint-2")
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float32)

@@ -8,18 +8,19 @@ pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
 
 # Each program is a combination of options in which weights once did not train.
 PROGRAMS = {
-    "plain": {"recipe": "rowwise", "dtype": "float32"},
+    "callback_float32": {"recipe": "rowwise", "dtype": "float32", "callback": True},
     "ram_efficient": {"recipe": "tensorwise", "ram_efficient": True},
     "ram_efficient_float32_recomputed": {
         "recipe": "blockwise", "dtype": "float32", "ram_efficient": True, "checkpointing": True,
     },
     "compiled_before": {"recipe": "blockwise", "compiled": "before"},
     "compiled_by_argument_float32": {"recipe": "tensorwise", "dtype": "float32", "compiled": "argument"},
-    "compiled_both_ram_efficient": {"recipe": "rowwise", "compiled": "both", "ram_efficient": True},
-    "recomputed": {"recipe": "mxfp8", "checkpointing": True},
+    "compiled_both_ram_efficient": {"recipe": "rowwise", "compiled": "both", "ram_efficient": True, "callback": True},
+    "recomputed": {"recipe": "mxfp8", "checkpointing": True, "callback": True},
     "tied_float32": {"recipe": "rowwise_hp_grad_weight", "dtype": "float32", "tied": True},
-    "tied_ram_efficient": {"recipe": "mxfp8", "tied": True, "ram_efficient": True},
-    "resumed": {"recipe": "rowwise_hp_grad_weight", "resume": True},
+    "tied_compiled_ram_efficient": {"recipe": "mxfp8", "tied": True, "ram_efficient": True, "compiled": "before"},
+    "scheduled_resumed": {"recipe": "rowwise_hp_grad_weight", "resume": True, "callback": True, "schedule": True},
+    "scheduled_float32": {"recipe": "tensorwise", "dtype": "float32", "callback": True, "schedule": True},
     "resumed_float32": {"recipe": "rowwise", "dtype": "float32", "resume": True, "ram_efficient": True},
 }  # fmt: skip
 
@@ -40,12 +41,22 @@ def test_trainer(ranks, name):
     program = PROGRAMS[name]
     program = {**trainer_cases.SMALL, **(COMPILED if "compiled" in program else {}), **program}
     for row in ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, **program):
-        # All linear layers, but for a head that shares the embedding's weight.
-        assert row["on"]["gathered"] == 7 * program["layers"] + (not program.get("tied", False))
+        # All linear layers, but for a head that shares the embedding's weight, or that no pattern names.
+        head = not (program.get("tied") or program.get("schedule"))
+        assert row["on"]["gathered"] == 7 * program["layers"] + head
         assert row["on"]["stuck"] == row["off"]["stuck"] == []
         assert row["on"]["losses"] == row["off"]["losses"]
         assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"]
         assert row["ok"]
+
+
+def test_trainer_with_distributed_data_parallel(ranks):
+    """Every process has all weights, which must stay the same on all of them."""
+    found = ranks.run(2, trainer_cases.train_on_cpus, timeout=300, sharded=False, callback=True, dtype="float32")
+    assert found[0]["gathered"] == 0
+    assert found[0]["stuck"] == []
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["losses"] != found[1]["losses"]
 
 
 @pytest.mark.parametrize("order", ["optimizer first", "optimizer last"])

@@ -206,12 +206,9 @@ class _Gradients:
         found = [p.grad for p in model.parameters() if p.grad is not None]
         vectors = [grad for grad in found if grad.ndim <= 1] or found[:1]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in vectors]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in local:
-            by_device.setdefault(grad.device, []).append(grad)
-        for grads in by_device.values():
-            wrong = (~torch.stack(torch._foreach_norm(grads)).isfinite()).any().long()
-            self._count = wrong if self._count is None else self._count.to(wrong.device) + wrong
+        if local:
+            wrong = (~torch.nn.utils.get_total_norm(local).isfinite()).long()
+            self._count = wrong if self._count is None else self._count + wrong
 
     def take(self) -> int:
         """The number of steps since the last call."""

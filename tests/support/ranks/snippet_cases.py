@@ -228,6 +228,40 @@ def check_context(names):
     assert out.shape == (1, 5, HIDDEN)
 
 
+def trainer(mesh):
+    from transformers import Trainer, TrainingArguments
+
+    names = tiny_llama(mesh)
+    rows = torch.randint(64, (8, 6))
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    return {**names, "Trainer": Trainer, "args": args, "data": data, "before": before}
+
+
+def check_trainer(names):
+    check_all_moved(names)
+    assert recipes_of(names["model"]) == {"rowwise"}
+
+
+def accelerated(mesh):
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from trainer_cases import act_as_launched
+
+    act_as_launched()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    names = tiny_llama(mesh)
+    optimizer = torch.optim.AdamW(names["model"].parameters(), lr=1e-3)
+    return {**names, "optimizer": optimizer, "accelerator": Accelerator(cpu=True, fsdp_plugin=plugin)}
+
+
 def check_fsdp(names):
     assert isinstance(names["model"], FSDPModule)
     check_trains(names)
@@ -242,6 +276,8 @@ CASES = {
     ),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
+    "transformers.md-0": Case(trainer, check_trainer, ranks=False),
+    "transformers.md-1": Case(accelerated, check_fsdp),
     "distributed.md-0": Case(parallel, check_parallel),
     "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
     "distributed.md-2": Case(tokens_of_their_own, check_tokens),

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tritonfp8
-from bench.distributed.trainer import Program, Tokens, compare, model_of, reset
+from bench.distributed.trainer import Program, Tokens, compare, model_of, reset, train
 from tritonfp8.distributed import enable_float8_all_gather
 
 SMALL = {"layers": 2, "hidden": 64, "tokens": 16, "steps": 3, "backend": "aot_eager", "use_cpu": True}
@@ -34,7 +34,7 @@ def _shard_on_cpus():
     AcceleratorState.__init__ = init
 
 
-def _act_as_launched():
+def act_as_launched():
     """Set the environment variables of torchrun."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, OMP_NUM_THREADS="1")
@@ -45,8 +45,14 @@ def _act_as_launched():
 
 def compare_on_cpus(mesh, **options):
     """:func:`bench.distributed.trainer.compare` on CPUs."""
-    _act_as_launched()
+    act_as_launched()
     return compare(Program(**{**SMALL, **options}))
+
+
+def train_on_cpus(mesh, **options):
+    """:func:`bench.distributed.trainer.train` on CPUs."""
+    act_as_launched()
+    return train(Program(**{**SMALL, **options}))
 
 
 def accelerate_loop(mesh, gather, order):
@@ -54,7 +60,7 @@ def accelerate_loop(mesh, gather, order):
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    _act_as_launched()
+    act_as_launched()
     program = Program(**SMALL, dtype="float32")
     model = model_of(program)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

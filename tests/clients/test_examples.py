@@ -1,0 +1,25 @@
+"""The examples run, word for word, and do what their pages say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(name, *arguments, folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_transformers_trainer(tmp_path):
+    shown = run("transformers_trainer.py", "--steps", "10", folder=tmp_path)
+    found = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", shown)]
+    assert len(found) == 5
+    assert found[-1] < found[0]
+    assert re.search(r"restored: 14 layers", shown)
