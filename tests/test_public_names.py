@@ -10,9 +10,10 @@ import tritonfp8
 
 NAMES = {
     "tritonfp8": (
-        "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "RecipeSchedule", "__version__",
-        "convert", "dequantize", "distributed", "quantize", "quantize_both", "quantize_weights_once", "recipes",
-        "revert", "scaled_matmul", "swap_recipe",
+        "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "RecipeSchedule",
+        "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "distributed", "quantize",
+        "quantize_both", "quantize_weights_once", "recipes", "revert", "scaled_matmul", "swap_recipe", "verify",
+        "verify_training",
     ),
     "tritonfp8.convert": ("ConversionReport", "convert", "revert", "swap_recipe"),
     "tritonfp8.counting": ("count_gemms",),
@@ -57,7 +58,7 @@ tritonfp8.convert(model, "rowwise")
 model(torch.ones(2, 64)).sum().backward()
 tritonfp8.swap_recipe(model, "blockwise")
 tritonfp8.revert(model)
-unasked = ("tritonfp8.distributed", "tritonfp8.layers.fused")
+unasked = ("tritonfp8.distributed", "tritonfp8.layers.fused", "tritonfp8.workflow")
 print(sorted(m for m in set(sys.modules) - before if m.startswith(unasked)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,8 +4,8 @@
     report = tritonfp8.convert(model, "rowwise")
 
 A :class:`QuantSpec` defines how one tensor is quantized. A :class:`Recipe` gives the specs of both operands of each of
-the three GEMMs of a linear layer. :func:`convert` makes a model follow a recipe. The ops are in :mod:`tritonfp8.ops`,
-their definitions in plain torch in :mod:`tritonfp8.reference`.
+the three GEMMs of a linear layer. :func:`convert` makes a model follow a recipe, and :func:`verify` shows what ran. The
+ops are in :mod:`tritonfp8.ops`, their definitions in plain torch in :mod:`tritonfp8.reference`.
 """
 
 import importlib
@@ -30,6 +30,8 @@ __all__ = [
     "Quantized",
     "Recipe",
     "RecipeSchedule",
+    "VerificationError",
+    "VerificationReport",
     "convert",
     "dequantize",
     "quantize",
@@ -39,11 +41,14 @@ __all__ = [
     "revert",
     "scaled_matmul",
     "swap_recipe",
+    "verify",
+    "verify_training",
 ]
 
-
-# Imported on first use: the core needs neither.
-_LAZY = {"RecipeSchedule": "tritonfp8.workflow"}
+# Imported on first use: a plain training run needs none of them.
+_LAZY = dict.fromkeys(
+    ("RecipeSchedule", "VerificationError", "VerificationReport", "verify", "verify_training"), "tritonfp8.workflow"
+)
 
 
 def __getattr__(name: str) -> Any:

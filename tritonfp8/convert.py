@@ -25,7 +25,7 @@ from tritonfp8.conversion import (
     teach_counters,
 )
 from tritonfp8.functional import SharedInput
-from tritonfp8.layers import all_or_nothing, change_class, rebase, swapping
+from tritonfp8.layers import all_or_nothing, change_class, forget_names, rebase, record_names, swapping
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, conv1d_class, is_conv1d, require_module
 from tritonfp8.recipes import Recipe
 
@@ -137,6 +137,7 @@ def _apply(model: nn.Module, selected: Selected, fuse: bool) -> tuple[dict[str, 
         fused, left = _fusing().fuse_model(model) if fuse else ({}, {})
         new = set(selected.modules.values())
         _share_inputs(model, new | set(selected.already.values()), new)
+        record_names(model, {**selected.already, **selected.modules})
     teach_counters()
     return fused, left
 
@@ -231,4 +232,5 @@ def revert(model: nn.Module) -> list[str]:
             for name in ("recipe", "on_revert"):
                 module.__dict__.pop(name, None)
         _unshare_inputs(model)
+        forget_names(model, layers.values())
         return [*layers, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]

@@ -1,4 +1,4 @@
-"""The ``tritonfp8`` command: ``train``, ``doctor``, ``recipes`` and ``warmup``."""
+"""The ``tritonfp8`` command: ``train``, ``doctor``, ``recipes``, ``verify`` and ``warmup``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.cli.console import console_of, fail
 from tritonfp8.cli.train import train
+from tritonfp8.cli.verify import verify
 from tritonfp8.cli.warmup import warmup
 from tritonfp8.workflow import doctor
 
@@ -68,4 +69,5 @@ def list_recipes(
     console_of().print(table)
 
 
+app.command()(verify)
 app.command()(warmup)

@@ -27,7 +27,7 @@ except ImportError as error:
 
 from tritonfp8.convert import ConversionReport, convert
 from tritonfp8.distributed import enable_float8_all_gather
-from tritonfp8.layers.linear import Float8Linear
+from tritonfp8.layers.linear import is_converted
 from tritonfp8.recipes import Recipe
 from tritonfp8.workflow import RecipeSchedule
 
@@ -86,7 +86,7 @@ def write_config(model: nn.Module) -> None:
         raise TypeError(f"a model of transformers is needed, which has a config; got {type(model).__name__}")
     layers: dict[Recipe, list[str]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear):
+        if is_converted(module):
             # Activation checkpointing puts a module around each layer, which is not saved.
             layers.setdefault(module.recipe, []).append(name.replace(_CHECKPOINT_PREFIX, ""))
     setattr(config, CONFIG_KEY, [{"recipe": r.to_dict(), "layers": names} for r, names in layers.items()])
@@ -147,7 +147,7 @@ class Float8Callback(TrainerCallback):
         if self.config.schedule is not None:
             # Shares of the training are resolved when it begins: only then its length is known.
             recipe = RecipeSchedule(self.config.schedule, total_steps=2**31).first_quantized
-        if not any(isinstance(module, Float8Linear) for module in inner.modules()):
+        if not any(is_converted(module) for module in inner.modules()):
             self.report = convert(inner, recipe, self.config.filter)
             log.info("%s", self.report)
         gather = uses_fsdp2() if self.config.all_gather is None else self.config.all_gather

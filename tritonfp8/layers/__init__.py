@@ -1,9 +1,10 @@
 """Layers that compute by a recipe: linear layers, and layers fused with their producers, in a folder each.
 
-Exports what both kinds share: changing modules in place, decisions that a recompute repeats, and the table of functions
-by tensor type.
+Exports what both kinds share: changing modules in place, decisions that a recompute repeats, the table of functions
+by tensor type, and the names of converted layers.
 """
 
+from tritonfp8.layers.converted import forget_names, record_names, recorded_modules
 from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase
 from tritonfp8.layers.recompute import carry, decided, swapping
 from tritonfp8.layers.tensor_types import PLAIN, handler_of, register_linear
@@ -14,10 +15,13 @@ __all__ = [
     "carry",
     "change_class",
     "decided",
+    "forget_names",
     "handler_of",
     "is_bound",
     "is_own_forward",
     "rebase",
+    "record_names",
+    "recorded_modules",
     "register_linear",
     "swapping",
 ]

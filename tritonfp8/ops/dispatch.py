@@ -54,7 +54,10 @@ def counted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[
 
 
 def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None:
-    counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1])
+    # The operands of `scaled_matmul` have specs; both of `matmul` have one dtype.
+    dtype = str(a.dtype).removeprefix("torch.")
+    operands = (args[1], args[4]) if len(args) > 1 else (dtype, dtype)
+    counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1], operands, a.device)
 
 
 def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:

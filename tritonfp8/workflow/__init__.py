@@ -1,15 +1,35 @@
-"""What surrounds training: checks of an installation before it, and recipes that change during it.
+"""What surrounds training: checks of a machine, of a model and of a training step, and recipes that change.
 
-Exports the checks of ``tritonfp8 doctor`` and :class:`RecipeSchedule`.
+Exports the checks of ``tritonfp8 doctor``, ``tritonfp8.verify``, ``tritonfp8.verify_training`` and
+:class:`RecipeSchedule`.
 """
 
 from tritonfp8.workflow import doctor
 from tritonfp8.workflow.doctor import MISSING, accumulation_figures
 from tritonfp8.workflow.schedule import RecipeSchedule
+from tritonfp8.workflow.training_check import TrainingCheck, verify_training
+from tritonfp8.workflow.verification import verify
+from tritonfp8.workflow.verification_report import (
+    Failure,
+    GemmReport,
+    LayerReport,
+    OtherGemms,
+    VerificationError,
+    VerificationReport,
+)
 
 __all__ = [
     "MISSING",
+    "Failure",
+    "GemmReport",
+    "LayerReport",
+    "OtherGemms",
     "RecipeSchedule",
+    "TrainingCheck",
+    "VerificationError",
+    "VerificationReport",
     "accumulation_figures",
     "doctor",
+    "verify",
+    "verify_training",
 ]

@@ -109,6 +109,22 @@ def check_product(names):
     assert F.mse_loss(names["out"].float(), expected) < 1e-2 * expected.square().mean()
 
 
+def verified(mesh):
+    model = converted(Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"tritonfp8": tritonfp8, "model": model, "x": torch.randn(3, HIDDEN), "optimizer": optimizer}
+
+
+def check_verified(names):
+    assert list(names["report"].layers) == ["gate", "up", "down"]
+    assert names["report"].fp8_share == 1
+    assert all(p.grad is None for p in names["model"].parameters())
+
+
+def check_step(names):
+    assert all(p.grad is None for p in names["model"].parameters())
+
+
 # Snippets for two ranks.
 
 
@@ -268,7 +284,7 @@ def check_fsdp(names):
 
 
 CASES = {
-    "README.md-0": Case(lambda mesh: {"model": Mlp()}, check_reverted, ranks=False),
+    "README.md-0": Case(lambda mesh: {"model": Mlp(), "x": torch.randn(3, HIDDEN)}, check_reverted, ranks=False),
     "README.md-1": Case(accumulation, check_all_moved, ranks=False),
     "README.md-2": Case(tiny_llama, check_fsdp),
     "README.md-3": Case(
@@ -278,6 +294,8 @@ CASES = {
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),
     "transformers.md-1": Case(accelerated, check_fsdp),
+    "verify.md-0": Case(verified, check_verified, ranks=False),
+    "verify.md-1": Case(verified, check_step, ranks=False),
     "distributed.md-0": Case(parallel, check_parallel),
     "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
     "distributed.md-2": Case(tokens_of_their_own, check_tokens),

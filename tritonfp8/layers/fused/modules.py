@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from tritonfp8 import counting
 from tritonfp8.checks import require
 from tritonfp8.layers.fused.rms_norm import quantized_rms_norm, rms_norm
 from tritonfp8.layers.fused.swiglu import swiglu
@@ -207,6 +208,8 @@ class Float8SwiGLU(nn.Module):
         if any(linear.recipe != recipe for linear in linears[1:]):
             names = ", ".join(repr(linear.recipe.name) for linear in linears)
             raise ValueError(f"the three linears of a fused MLP must follow one recipe; got {names}")
+        if counting.is_logging:
+            counting.calling(*linears)
         gate, up, down = (linear.weight for linear in linears)
         return swiglu(x, gate, up, down, recipe, quantized_weights=[linear.cached_operands() for linear in linears])
 

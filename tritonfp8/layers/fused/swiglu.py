@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritonfp8 import ops
+from tritonfp8 import counting, ops
 from tritonfp8.checks import check_strided, require_type, shown
 from tritonfp8.layers.linear import (
     NO_PAIR,
@@ -57,6 +57,15 @@ def _fused_args(spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Any, 
     return *(spec or either).args, *(spec_t or either).args, orientation, False
 
 
+def _product(
+    plan: LinearPlan, gemm: str, lhs: Pair, rhs: Pair, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """The GEMM of this name of one of the three linears."""
+    if plan.layer is not None:
+        counting.announce(plan.layer, gemm)
+    return multiply(getattr(plan.recipe, gemm), lhs, rhs, None, dtype, residual)
+
+
 class _SwiGLU(torch.autograd.Function):
     """``(silu(x gate.T) * (x up.T)) down.T`` of a quantized input.
 
@@ -74,12 +83,15 @@ class _SwiGLU(torch.autograd.Function):
         input_pair, kept, *pairs = ((quantized[i], quantized[i + 1]) for i in range(0, len(quantized), 2))
         weights, cached = pairs[::2], pairs[1::2]
         recipe, dtype = plans[0].recipe, handle.dtype
-        gate, up = (multiply(recipe.output, input_pair, weight, None, dtype) for weight in weights[:2])
+        gate, up = (
+            _product(plan, "output", input_pair, weight, dtype)
+            for plan, weight in zip(plans[:2], weights[:2], strict=True)
+        )
         spec, spec_t = input_specs(recipe)
         inner = plans[2].needs_grad_input
         keep = spec_t if plans[2].needs_grad_weight and not inner else None
         hidden, hidden_t = _pairs(ops.silu_mul_quantize(gate, up, *_fused_args(spec, keep)), spec, keep)
-        out = multiply(recipe.output, hidden, weights[2], None, dtype)
+        out = _product(plans[2], "output", hidden, weights[2], dtype)
         cached = [cached_for_backward(*each) for each in zip(plans, weights, cached, strict=True)]
         read = [
             weight if plan.needs_grad_input and pair[0] is None else None
@@ -116,11 +128,11 @@ class _SwiGLU(torch.autograd.Function):
             if gate is not None:
                 again = ops.silu_mul_quantize(gate, up, *_fused_args(None, recipe.grad_weight.rhs))
                 hidden_t = (again[0], again[1])
-            grad_down = multiply(recipe.grad_weight, pair_t, hidden_t, None, weight_dtype)
+            grad_down = _product(down, "grad_weight", pair_t, hidden_t, weight_dtype)
         if left is None:
             return grad_input, *grads, grad_down
         rhs = weight_t(down, grad_output, weights[2], cached[2])
-        grad_hidden = multiply(recipe.grad_input, pair, rhs, None, dtype)
+        grad_hidden = _product(down, "grad_input", pair, rhs, dtype)
         spec = left if inner[0].needs_grad_input else None
         spec_t = recipe.grad_weight.lhs if any(plan.needs_grad_weight for plan in inner) else None
         stacked = ops.silu_mul_backward_quantize(grad_hidden, gate, up, *_fused_args(spec, spec_t))
@@ -128,17 +140,23 @@ class _SwiGLU(torch.autograd.Function):
             side, side_t = _pairs([t[i] for t in stacked], spec, spec_t)
             if plan.needs_grad_input:
                 rhs = weight_t(plan, grad_output, weights[i], cached[i])
-                grad_input = multiply(recipe.grad_input, side, rhs, None, dtype, grad_input)
+                grad_input = _product(plan, "grad_input", side, rhs, dtype, grad_input)
             if plan.needs_grad_weight:
-                grads[i] = multiply(recipe.grad_weight, side_t, kept, None, weight_dtype)
+                grads[i] = _product(plan, "grad_weight", side_t, kept, weight_dtype)
         return grad_input, *grads, grad_down
 
 
 def _swiglu_by_linears(
     x: Tensor, weights: Sequence[Tensor], recipe: Recipe, cached: Sequence[Operands | None]
 ) -> Tensor:
-    gate, up = (plain_linear(x, weights[i], None, recipe, quantized_weight=cached[i]) for i in (0, 1))
-    return plain_linear(F.silu(gate) * up, weights[2], None, recipe, quantized_weight=cached[2])
+    layers = counting.take_callers(3) if counting.is_logging else ()
+
+    def one(x: Tensor, i: int) -> Tensor:
+        if layers and layers[i] is not None:
+            counting.resume(layers[i])
+        return plain_linear(x, weights[i], None, recipe, quantized_weight=cached[i])
+
+    return one(F.silu(one(x, 0)) * one(x, 1), 2)
 
 
 def _check_mlp(weights: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -199,10 +217,11 @@ def swiglu(
     needs_input, *needs = (grad and t.requires_grad for t in (input.handle, *weights))
     check_reader(input, recipe, needs[0] or needs[1])
     needs_inputs = (needs_input, needs_input, needs_input or needs[0] or needs[1])
+    layers = counting.take_callers(3) if counting.is_logging else (None, None, None)
     plans = tuple(
-        LinearPlan(recipe, needs_input, needs_weight, cached is not None, provider_of(weight))
-        for weight, needs_input, needs_weight, cached in zip(
-            weights, needs_inputs, needs, quantized_weights, strict=True
+        LinearPlan(recipe, needs_input, needs_weight, cached is not None, provider_of(weight), layer=layer)
+        for weight, needs_input, needs_weight, cached, layer in zip(
+            weights, needs_inputs, needs, quantized_weights, layers, strict=True
         )
     )
     pairs = [weight_pairs(*each) for each in zip(weights, plans, quantized_weights, strict=True)]

@@ -35,6 +35,7 @@ from tritonfp8.layers.linear.function import (
 )
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.module import (
+    ConvertedLayer,
     Float8Conv1D,
     Float8Linear,
     check_not_torchao,
@@ -78,6 +79,7 @@ __all__ = [
     "LOCAL",
     "NO_PAIR",
     "Amaxes",
+    "ConvertedLayer",
     "Float8Conv1D",
     "Float8Linear",
     "LinearPlan",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritonfp8 import ops
+from tritonfp8 import counting, ops
 from tritonfp8.checks import require_type
 from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
@@ -104,7 +104,13 @@ def computed_linear(
     needs = (grad and input.requires_grad, grad and weight.requires_grad)
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
     plan = LinearPlan(
-        recipe, *needs, quantized_weight is not None, provider, again, no_op_has_gradient=provider is not LOCAL
+        recipe,
+        *needs,
+        quantized_weight is not None,
+        provider,
+        again,
+        provider is not LOCAL,
+        counting.take_callers()[0] if counting.is_logging else None,
     )
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
     data = (rows if own_rows is None else own_rows).detach()

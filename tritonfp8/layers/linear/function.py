@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8 import ops
+from tritonfp8 import counting, ops
 from tritonfp8.layers.linear.first_order import first_order
 from tritonfp8.layers.linear.operands import (
     NO_PAIR,
@@ -46,6 +46,8 @@ class LinearPlan(NamedTuple):
             compiler has the input in backward, or recomputes it.
         no_op_has_gradient: whether no op carries the gradients of this layer into a traced graph; see
             :func:`tritonfp8.ops.sealed`.
+        layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None. Backward and a
+            recompute of the forward have plans of the same call, so their GEMMs are logged under the right layer.
     """
 
     recipe: Recipe
@@ -55,6 +57,7 @@ class LinearPlan(NamedTuple):
     provider: OperandProvider
     casts_input_again: bool = False
     no_op_has_gradient: bool = False
+    layer: Any = None
 
 
 class _Linear(torch.autograd.Function):
@@ -78,6 +81,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         input_pair, kept, weight_pair, cached = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
         recipe = plan.recipe
+        if plan.layer is not None:
+            counting.announce(plan.layer, "output")
         if recipe.output.rhs is not None:
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
@@ -137,6 +142,8 @@ def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tens
         recipe.grad_weight.lhs if plan.needs_grad_weight else None,
     )
     if plan.needs_grad_input:
+        if plan.layer is not None:
+            counting.announce(plan.layer, "grad_input")
         if recipe.grad_input.rhs is not None:
             weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t)
             grad_input = multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
@@ -144,6 +151,8 @@ def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tens
             assert saved.weight is not None
             grad_input = ops.matmul(grad_output, saved.weight.t())
     if plan.needs_grad_weight:
+        if plan.layer is not None:
+            counting.announce(plan.layer, "grad_weight")
         if recipe.grad_weight.rhs is not None:
             input_pair = saved.input_pair
             if plan.casts_input_again:

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+from tritonfp8 import counting
 from tritonfp8.checks import require_type
 from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
@@ -78,6 +79,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """``input @ weight.T + bias`` by the recipe."""
+        if counting.is_logging:
+            counting.calling(self)
         cached = self.cached_operands()
         if isinstance(input, QuantizedInput):
             return quantized_linear(input, self.weight, self.bias, self.recipe, quantized_weight=cached)
@@ -139,6 +142,8 @@ class Float8Conv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight + bias`` by the recipe; ``x [..., K]``, result ``[..., N]``."""
+        if counting.is_logging:
+            counting.calling(self)
         cached = _cached_operands(self)
         return linear(
             x, self.weight.t(), self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input
@@ -180,7 +185,11 @@ def is_conv1d(module: nn.Module) -> bool:
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
-def is_converted(module: nn.Module) -> TypeGuard[Float8Linear | Float8Conv1D]:
+ConvertedLayer = Float8Linear | Float8Conv1D
+"""The classes of layers that follow a recipe."""
+
+
+def is_converted(module: nn.Module) -> TypeGuard[ConvertedLayer]:
     """Whether a layer follows a recipe."""
     return isinstance(module, Float8Linear | Float8Conv1D)
 

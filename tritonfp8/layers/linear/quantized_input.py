@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tritonfp8 import counting
 from tritonfp8.checks import check_strided, require_type
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear.checks import autocast_all, check_linear
@@ -225,6 +226,8 @@ def quantized_linear(
     needs = (grad and input.handle.requires_grad, grad and cast.requires_grad)
     check_reader(input, recipe, needs[1])
     plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider_of(cast), no_op_has_gradient=True)
+    if counting.is_logging:
+        plan = plan._replace(layer=counting.take_callers()[0])
     pairs = pair_of(input.normal), pair_of(input.transposed) if needs[1] else NO_PAIR
     out = apply_linear(folded(input.handle), pairs, cast, cast_bias, plan, quantized_weight)
     return out.reshape(*input.shape[:-1], cast.shape[0])

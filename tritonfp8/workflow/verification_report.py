@@ -1,0 +1,223 @@
+"""What :func:`tritonfp8.verify` found, as data, as a table and as the text of an error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tritonfp8.counting import KINDS
+from tritonfp8.recipes import GEMMS
+
+ON_FAILURE = ("raise", "warn")
+# In place of a recipe: GEMMs of a layer that was not converted, and of a converted layer's weight outside of the layer.
+_NOT_CONVERTED, _READ_ELSEWHERE = "not converted", "read elsewhere"
+
+
+class VerificationError(RuntimeError):
+    """A converted model does not do what its conversion promised.
+
+    Attributes:
+        report: the :class:`VerificationReport` of :func:`verify`, or the :class:`TrainingCheck` of
+            :func:`verify_training`.
+    """
+
+    def __init__(self, message: str, report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+def deliver(message: str, report: Any, on_failure: str, stacklevel: int) -> None:
+    """Raise :class:`VerificationError`, or warn."""
+    if on_failure == "raise":
+        raise VerificationError(message, report)
+    warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+@dataclass(frozen=True)
+class GemmReport:
+    """One of the GEMMs of a layer, over all calls of the layer.
+
+    Attributes:
+        op: the op that ran, such as ``"tritonfp8.scaled_matmul"``.
+        dtype: the formats of both operands, ``"e4m3 x e5m2"``; of a GEMM in high precision its dtype.
+        kind: how the device computed it, a key of :data:`tritonfp8.counting.KINDS`.
+        device: the type of the device, such as ``"cuda"``.
+        calls: how often it ran; a recompute counts, too.
+        flops: 2 M N K of each call, on this rank.
+        share: of the FLOPs of all GEMMs that read a weight, 0 to 1.
+    """
+
+    op: str
+    dtype: str
+    kind: str
+    device: str
+    calls: int
+    flops: int
+    share: float
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether both operands have 8 bits, on hardware that computes with them or by the reference on a CPU."""
+        return self.kind in ("fp8", "emulated") or (self.kind == "reference" and self.device == "cpu")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """A converted layer.
+
+    Attributes:
+        recipe: the name of its recipe.
+        calls: how often it was called, recomputes included.
+        gemms: by name, ``"output"``, ``"grad_input"`` and ``"grad_weight"``; one that did not run is missing. Nobody
+            needs the ``grad_input`` of a first layer or the ``grad_weight`` of a frozen one.
+    """
+
+    recipe: str
+    calls: int
+    gemms: Mapping[str, GemmReport]
+
+    @property
+    def share(self) -> float:
+        """Of the FLOPs of all GEMMs that read a weight, 0 to 1."""
+        return sum(gemm.share for gemm in self.gemms.values())
+
+
+@dataclass(frozen=True)
+class OtherGemms:
+    """The GEMMs of a parameter of two or more dims that no converted layer ran.
+
+    Attributes:
+        ops: what ran, with its dtype, such as ``("aten.addmm in bfloat16",)``.
+        flops: 2 M N K of each GEMM, all passes together.
+        share: of the FLOPs of all GEMMs that read a weight, 0 to 1.
+    """
+
+    ops: tuple[str, ...]
+    flops: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A layer that does not do what its conversion promised.
+
+    Attributes:
+        layer: its name in the model.
+        cause: what is wrong.
+        remedy: what to do.
+    """
+
+    layer: str
+    cause: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """What ran in one forward and backward of a converted model; ``str(report)`` is a table.
+
+    Attributes:
+        layers: each converted layer by name.
+        others: the GEMMs of other parameters by name: layers that were not converted, and weights that code around a
+            converted layer read.
+        failures: converted layers that do not run in FP8, with causes; empty if all is well.
+        backward: whether a backward ran.
+    """
+
+    layers: Mapping[str, LayerReport]
+    others: Mapping[str, OtherGemms]
+    failures: tuple[Failure, ...]
+    backward: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no failure."""
+        return not self.failures
+
+    def share(self, *kinds: str) -> float:
+        """Share of these kinds (:data:`tritonfp8.counting.KINDS`) in the FLOPs of all GEMMs that read a weight."""
+        return self._share_of(gemm for gemm in self._gemms() if gemm.kind in kinds)
+
+    @property
+    def fp8_share(self) -> float:
+        """Share of GEMMs on 8-bit operands in the FLOPs of all GEMMs that read a weight, 0 to 1."""
+        return self._share_of(gemm for gemm in self._gemms() if gemm.in_8_bits)
+
+    def _share_of(self, gemms: Iterable[GemmReport]) -> float:
+        # A sum of shares would not be exactly 1 where everything runs in FP8.
+        total = sum(gemm.flops for gemm in self._gemms()) + sum(other.flops for other in self.others.values())
+        return sum(gemm.flops for gemm in gemms) / total if total else 0.0
+
+    def _gemms(self) -> Iterable[GemmReport]:
+        return (gemm for layer in self.layers.values() for gemm in layer.gemms.values())
+
+    @property
+    def summary(self) -> str:
+        """One line, such as ``91 % of the linear FLOPs run in FP8``."""
+        line = f"{_percent(self.fp8_share)} of the linear FLOPs run in FP8"
+        # Operands have 8 bits in each of these, but only FP8 tensor cores make that quick.
+        kinds = {gemm.kind for gemm in self._gemms() if gemm.in_8_bits}
+        slow = [kind for kind in ("emulated", "reference") if kind in kinds]
+        shares = [f"{_percent(self.share(kind))} " if len(kinds) > 1 else "" for kind in slow]
+        notes = [f"{share}by {KINDS[kind]}" for share, kind in zip(shares, slow, strict=True)]
+        line += f" ({', '.join(notes)})" if notes else ""
+        return f"{line}; {len(self.failures)} of {len(self._names())} converted layers fail" if self.failures else line
+
+    def _names(self) -> set[str]:
+        return {*self.layers, *(failure.layer for failure in self.failures)}
+
+    def message(self) -> str:
+        """The failures: a line for each layer, its cause and its remedy."""
+        lines = [
+            f"{failure.layer or 'the model'}: {failure.cause}. To mend it, {failure.remedy}."
+            for failure in self.failures
+        ]
+        return "\n  ".join([f"{len(lines)} of {len(self._names())} converted layers do not run in FP8:", *lines])
+
+    def __str__(self) -> str:
+        rows: list[Sequence[str]] = [("layer", "recipe", "calls", *GEMMS, "FLOPs")]
+        for name, layer in self.layers.items():
+            cells = [_cell(layer.gemms.get(gemm)) for gemm in GEMMS]
+            rows.append((name or "(the model)", layer.recipe, str(layer.calls), *cells, _percent(layer.share)))
+        for name, other in self.others.items():
+            own = name.rpartition(".")[0] in self.layers
+            rows.append(
+                (
+                    name,
+                    _READ_ELSEWHERE if own else _NOT_CONVERTED,
+                    "",
+                    ", ".join(other.ops),
+                    "",
+                    "",
+                    _percent(other.share),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        if self.others:
+            # The ops of other layers may run over the columns of the gradients.
+            longest = max(len(", ".join(other.ops)) for other in self.others.values())
+            outputs = [_cell(layer.gemms.get(GEMMS[0])) for layer in self.layers.values()]
+            widths[3] = max(map(len, [*outputs, GEMMS[0]]))
+            widths[5] += max(0, longest + 1 - sum(widths[3:6]) - 4)
+        lines = [_line(row, widths) for row in rows]
+        return "\n".join([*lines, self.summary, *([self.message()] if self.failures else [])])
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    if row[1] in (_NOT_CONVERTED, _READ_ELSEWHERE):
+        span = sum(widths[3:6]) + 4
+        row, widths = (*row[:4], row[6]), (*widths[:3], span, widths[6])
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _cell(gemm: GemmReport | None) -> str:
+    if gemm is None:
+        return "-"
+    return f"{gemm.dtype} ({gemm.kind.replace('_', ' ')})"
+
+
+def _percent(share: float) -> str:
+    text = f"{100 * share:.1f}" if 0 < share < 0.1 else f"{100 * share:.0f}"
+    return f"{text} %"
