@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
-import re
 import io
 import logging
 import random
+import re
 
 import numpy as np
 import pytest
