@@ -29,7 +29,7 @@ from tritonfp8.convert import ConversionReport, convert
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.linear import is_converted
 from tritonfp8.recipes import Recipe
-from tritonfp8.workflow import RecipeSchedule
+from tritonfp8.workflow import RecipeSchedule, TrainingCheck, verify_training
 
 CONFIG_KEY = "tritonfp8"
 """The entry of ``config.json`` that holds the recipes of a model."""
@@ -49,12 +49,15 @@ class Float8Config:
         filter: as for :func:`tritonfp8.convert`.
         all_gather: whether FSDP2 gathers weights in 8 bits. None: where accelerate shards the model by FSDP2.
         schedule: stages of a :class:`~tritonfp8.RecipeSchedule` over the steps of the training, instead of ``recipe``.
+        verify: whether the first step with a learning rate above zero is checked by :func:`tritonfp8.verify_training`,
+            which warns of weights that it does not move.
     """
 
     recipe: Any = "rowwise"
     filter: Any = None
     all_gather: bool | None = None
     schedule: Stages | None = None
+    verify: bool = True
 
 
 def uses_fsdp2() -> bool:
@@ -120,8 +123,8 @@ class Float8Callback(TrainerCallback):
 
     When the Trainer is made, before it shards or compiles the model, the callback converts the model, enables the FP8
     all-gather where accelerate shards by FSDP2, and writes the recipes into ``model.config``. While it trains, the
-    callback follows the schedule, if there is one, and warns of gradients that are NaN or infinite. A loss that is NaN
-    has such gradients, and the Trainer leaves it out of its log.
+    callback follows the schedule, if there is one, and checks that the first step moves every weight. It warns of
+    gradients that are NaN or infinite: a loss that is NaN has such gradients, and the Trainer leaves it out of its log.
 
     Args:
         config: a :class:`Float8Config`, or its ``recipe``.
@@ -137,6 +140,8 @@ class Float8Callback(TrainerCallback):
         self.gathered: ConversionReport | None = None
         self.schedule: RecipeSchedule | None = None
         self._gradients = _Gradients()
+        self._check: TrainingCheck | None = None
+        self._is_checked = not self.config.verify
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -177,10 +182,28 @@ class Float8Callback(TrainerCallback):
             write_config(inner)
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
-        """Look at the gradients of this step."""
+        """Look at the gradients of this step, and begin the check of the first."""
         self._gradients.see(model)
+        if not self._is_checked and _moves_weights(optimizer):
+            self._is_checked = True
+            self._check = verify_training(unwrapped(model), optimizer, on_failure="warn")
+            self._check.__enter__()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End the check of the first step."""
+        if self._check is not None:
+            self._check.__exit__(None, None, None)
+            self._check = None
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Warn of steps whose gradients were not finite."""
@@ -190,6 +213,16 @@ class Float8Callback(TrainerCallback):
                 "losses of such steps out of its log.",
                 steps, state.global_step,
             )  # fmt: skip
+
+
+def _moves_weights(optimizer: Any) -> bool:
+    """Whether a step of this optimizer should move every weight: not while the learning rate warms up from zero, and
+    not with a scaler of gradients, which leaves out steps.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if not groups or getattr(optimizer, "scaler", None) is not None:
+        return False
+    return all(float(group.get("lr", 1.0)) > 0 for group in groups)
 
 
 class _Gradients:
