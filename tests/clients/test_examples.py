@@ -23,3 +23,10 @@ def test_transformers_trainer(tmp_path):
     assert len(found) == 5
     assert found[-1] < found[0]
     assert re.search(r"restored: 14 layers", shown)
+
+
+def test_lightning_trainer(tmp_path):
+    shown = run("lightning_trainer.py", "--steps", "10", folder=tmp_path)
+    first, last = map(float, re.search(r"loss: ([\d.]+) at the first step, ([\d.]+) at the last", shown).groups())
+    assert last < first
+    assert "14 converted, 1 skipped" in shown

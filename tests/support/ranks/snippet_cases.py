@@ -278,6 +278,43 @@ def accelerated(mesh):
     return {**names, "optimizer": optimizer, "accelerator": Accelerator(cpu=True, fsdp_plugin=plugin)}
 
 
+def lightning_trainer(mesh):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Mlp()
+
+        def training_step(self, batch, index):
+            return self.model(batch).float().square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module = Module()
+    before = [p.detach().clone() for p in module.parameters()]
+    options = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    data = torch.utils.data.DataLoader(torch.randn(4, HIDDEN), batch_size=2)
+    names = {"lightning": lightning, "module": module, "model": module, "before": before}
+    return {**names, "options": {**options, "enable_progress_bar": False}, "data": data}
+
+
+def fabric(mesh):
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from lightning_cases import launched, shard
+
+    launched()
+    names = {"Fabric": Fabric, "ModelParallelStrategy": ModelParallelStrategy, "shard": shard, "model": Mlp()}
+    return {**names, "options": {"accelerator": "cpu", "devices": 2}}
+
+
+def check_fabric(names):
+    assert len(names["plugin"].gathered.converted) == 3
+    assert names["model"](torch.ones(2, HIDDEN)).shape == (2, HIDDEN)
+
+
 def check_fsdp(names):
     assert isinstance(names["model"], FSDPModule)
     check_trains(names)
@@ -296,6 +333,8 @@ CASES = {
     "transformers.md-1": Case(accelerated, check_fsdp),
     "verify.md-0": Case(verified, check_verified, ranks=False),
     "verify.md-1": Case(verified, check_step, ranks=False),
+    "lightning.md-0": Case(lightning_trainer, check_trainer, ranks=False),
+    "lightning.md-1": Case(fabric, check_fabric),
     "distributed.md-0": Case(parallel, check_parallel),
     "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
     "distributed.md-2": Case(tokens_of_their_own, check_tokens),

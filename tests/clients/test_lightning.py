@@ -1,0 +1,90 @@
+"""The precision plugins in Lightning's Trainer and in Fabric."""
+
+import lightning
+import lightning_cases
+import pytest
+import torch
+from process_group import Processes
+from torch.utils.data import DataLoader
+
+import tritonfp8
+from tritonfp8.integrations.lightning import fabric_plugin, trainer_plugin
+from tritonfp8.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = Processes(2)
+    yield processes
+    processes.stop()
+
+
+class Module(lightning.LightningModule):
+    """``prepare(model)`` runs before the Trainer is there."""
+
+    def __init__(self, prepare=None):
+        super().__init__()
+        self.model = lightning_cases.model()
+        if prepare is not None:
+            prepare(self.model)
+
+    def training_step(self, batch, index):
+        return self.model(batch).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(module, folder, **options):
+    rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(rows, batch_size=8))
+    return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_the_trainer_trains_as_after_convert(tmp_path, recipe):
+    plugin, module = trainer_plugin(recipe, precision="32-true"), Module()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    found = fit(module, tmp_path, plugins=[plugin])
+    assert list(plugin.report.converted) == ["model.0", "model.2", "model.4"]
+    expected = fit(Module(lambda model: tritonfp8.convert(model, recipe)), tmp_path)
+    for name, value in found.items():
+        assert not torch.equal(value, before[name]), name
+        assert_bitwise_equal(value.detach(), expected[name].detach())
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
+def test_the_trainer_converts_in_other_precisions(tmp_path, precision, dtype):
+    plugin, module = trainer_plugin("blockwise", precision=precision), Module()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    found = fit(module, tmp_path, plugins=[plugin])
+    assert {p.dtype for p in found.values()} == {dtype}
+    assert len(plugin.report.converted) == 3
+    assert all(not torch.equal(value.float(), before[name]) for name, value in found.items())
+
+
+def test_patterns_choose_layers(tmp_path):
+    plugin = trainer_plugin({"*.2": "rowwise"}, precision="32-true")
+    fit(Module(), tmp_path, plugins=[plugin])
+    assert list(plugin.report.converted) == ["model.2"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, recipe):
+    on, off = (ranks.run(2, lightning_cases.fabric_losses, recipe=recipe, gather=gather) for gather in (True, False))
+    for (losses, stuck, gathered), (expected, others, none) in zip(on, off, strict=True):
+        assert stuck == others == []
+        assert (gathered, none) == (3, 0)
+        assert losses == expected
+        assert len(set(losses)) == 3
+
+
+def test_another_precision_is_an_error():
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        fabric_plugin("rowwise", precision="16-mixed")

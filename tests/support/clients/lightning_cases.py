@@ -1,0 +1,56 @@
+"""Functions of each rank in the tests of Lightning."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def batch(step):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def shard(module, mesh):
+    fully_shard(module, mesh=mesh["data_parallel"])
+    return module
+
+
+def launched():
+    """Set the environment variables of torchrun."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, GROUP_RANK="0")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", TORCHELASTIC_RUN_ID="test")
+
+
+def fabric_losses(mesh, recipe, gather, steps=3):
+    """Losses of Fabric with FSDP2, the parameters that did not change, and how many weights FSDP gathers in 8 bits."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    from tritonfp8.integrations.lightning import fabric_plugin
+
+    launched()
+    plugin = fabric_plugin(recipe, precision="32-true", all_gather=gather)
+    strategy = ModelParallelStrategy(shard, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[plugin])
+    fabric.launch()
+    module = model()
+    before = [p.detach().clone() for p in module.parameters()]
+    module = fabric.setup_module(module)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    losses = []
+    for step in range(steps):
+        loss = module(batch(step)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    stuck = [i for i, p in enumerate(module.parameters()) if torch.equal(p.full_tensor(), before[i])]
+    return losses, stuck, 0 if plugin.gathered is None else len(plugin.gathered.converted)

@@ -1,0 +1,98 @@
+"""Lightning: precision plugins for the Trainer and for Fabric that convert a model to FP8.
+
+    from tritonfp8.integrations.lightning import fabric_plugin, trainer_plugin
+
+    trainer = lightning.Trainer(plugins=[trainer_plugin("rowwise", precision="bf16-mixed")])
+    fabric = lightning.Fabric(plugins=[fabric_plugin("rowwise", precision="bf16-true")])
+
+The model is converted when the Trainer sets it up, after ``configure_model``, or in ``fabric.setup``. Parameters stay
+the same objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
+    from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
+    from lightning.fabric.plugins.precision import Precision as FabricPrecision
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+except ImportError as error:
+    raise ImportError(
+        "tritonfp8.integrations.lightning needs lightning: pip install 'tritonfp8[integrations]'"
+    ) from error
+
+from tritonfp8.checks import require
+from tritonfp8.convert import ConversionReport, convert
+from tritonfp8.distributed import enable_float8_all_gather
+
+FABRIC = {"32-true": FabricPrecision, "bf16-true": FabricHalf, "bf16-mixed": FabricMixed}
+TRAINER = {"32-true": Precision, "bf16-true": HalfPrecision, "bf16-mixed": MixedPrecision}
+"""Lightning's plugin of each precision, which the model is converted on top of."""
+
+log = logging.getLogger("tritonfp8")
+
+
+class _Float8:
+    """The part of a plugin that converts.
+
+    Attributes:
+        report: the report of :func:`tritonfp8.convert`; None before a model is set up.
+        gathered: the report of :func:`tritonfp8.distributed.enable_float8_all_gather`; None without it.
+    """
+
+    recipe: Any
+    filter: Any
+    all_gather: bool
+    report: ConversionReport | None = None
+    gathered: ConversionReport | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Called by Lightning with the model, in place."""
+        module = super().convert_module(module)  # type: ignore[misc]
+        self.report = convert(module, self.recipe, self.filter)
+        log.info("%s", self.report)
+        if self.all_gather:
+            self.gathered = enable_float8_all_gather(module)
+        return module
+
+
+def _plugin(plugins: dict[str, type[Any]], recipe: Any, precision: str, filter: Any, all_gather: bool) -> Any:
+    require("precision", precision, tuple(plugins))
+    base = plugins[precision]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments = {"32-true": (), "bf16-true": (precision,), "bf16-mixed": (precision, device)}[precision]
+    plugin = type(f"Float8{base.__name__}", (_Float8, base), {})(*arguments)
+    plugin.recipe, plugin.filter, plugin.all_gather = recipe, filter, all_gather
+    return plugin
+
+
+def trainer_plugin(
+    recipe: Any = "rowwise", precision: str = "bf16-mixed", filter: Any = None, all_gather: bool = False
+) -> Any:
+    """A plugin for ``lightning.Trainer(plugins=[...])``.
+
+    Args:
+        recipe, filter: as for :func:`tritonfp8.convert`. Names begin with those of the LightningModule's attributes.
+        precision: of everything else: ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"``.
+        all_gather: whether FSDP2 (``ModelParallelStrategy``) gathers weights in 8 bits.
+
+    Returns:
+        The plugin. After the set-up its ``report`` and ``gathered`` say what was converted.
+
+    Raises:
+        ValueError: another precision.
+    """
+    return _plugin(TRAINER, recipe, precision, filter, all_gather)
+
+
+def fabric_plugin(
+    recipe: Any = "rowwise", precision: str = "bf16-mixed", filter: Any = None, all_gather: bool = False
+) -> Any:
+    """A plugin for ``lightning.Fabric(plugins=[...])``; see :func:`trainer_plugin`."""
+    return _plugin(FABRIC, recipe, precision, filter, all_gather)
