@@ -1,7 +1,7 @@
 """Train a small Llama on text in FP8 with Hugging Face's Trainer, save it, and restore it with its recipes.
 
     python examples/transformers_trainer.py
-    torchrun --nproc-per-node 2 examples/transformers_trainer.py --fsdp
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py --fsdp  # on GPUs
 
 The text is the source of Python's standard library, a token a byte, so nothing is downloaded. Without a GPU the
 reference implementation runs, which has the same numerics and no speed.

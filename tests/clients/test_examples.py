@@ -25,8 +25,19 @@ def test_transformers_trainer(tmp_path):
     assert re.search(r"restored: 14 layers", shown)
 
 
+def first_and_last_loss(shown):
+    return map(float, re.search(r"loss: ([\d.]+) at the first step, ([\d.]+) at the last", shown).groups())
+
+
 def test_lightning_trainer(tmp_path):
     shown = run("lightning_trainer.py", "--steps", "10", folder=tmp_path)
-    first, last = map(float, re.search(r"loss: ([\d.]+) at the first step, ([\d.]+) at the last", shown).groups())
+    first, last = first_and_last_loss(shown)
     assert last < first
     assert "14 converted, 1 skipped" in shown
+
+
+def test_peft_lora(tmp_path):
+    shown = run("peft_lora.py", "--steps", "8", folder=tmp_path)
+    first, last = first_and_last_loss(shown)
+    assert last < first
+    assert "of the linear FLOPs run in FP8" in shown

@@ -278,6 +278,18 @@ def accelerated(mesh):
     return {**names, "optimizer": optimizer, "accelerator": Accelerator(cpu=True, fsdp_plugin=plugin)}
 
 
+def with_lora(mesh):
+    import peft
+
+    tokens = torch.randint(64, (2, 6))
+    return {**tiny_llama(mesh), "peft": peft, "batch": {"input_ids": tokens, "labels": tokens}}
+
+
+def check_lora(names):
+    assert len(names["report"].converted) == 2 * 7
+    assert not [name for name in names["report"].converted if "lora" in name]
+
+
 def lightning_trainer(mesh):
     import lightning
 
@@ -335,6 +347,7 @@ CASES = {
     "verify.md-1": Case(verified, check_step, ranks=False),
     "lightning.md-0": Case(lightning_trainer, check_trainer, ranks=False),
     "lightning.md-1": Case(fabric, check_fabric),
+    "peft.md-0": Case(with_lora, check_lora, ranks=False),
     "distributed.md-0": Case(parallel, check_parallel),
     "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
     "distributed.md-2": Case(tokens_of_their_own, check_tokens),

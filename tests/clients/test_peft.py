@@ -1,0 +1,95 @@
+"""LoRA of peft on a converted base: adapters train in high precision, the frozen base computes in FP8."""
+
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tritonfp8
+from tritonfp8 import Float8Linear
+from tritonfp8.testing import assert_bitwise_equal
+
+LORA = {"r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
+TOKENS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def adapted(order, recipe):
+    """The model and the report of convert, which comes before the adapters or after them."""
+    model, lora = llama(), peft.LoraConfig(**LORA)
+    if order == "convert first":
+        report = tritonfp8.convert(model, recipe)
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, lora), report
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, lora)
+    return model, tritonfp8.convert(model, recipe)
+
+
+def train(model, steps=3):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        if step == 0:
+            with tritonfp8.verify_training(model, optimizer, on_failure="warn"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("order", ["convert first", "convert last"])
+def test_adapters_train_and_the_base_stays(order, recipe):
+    model, report = adapted(order, recipe)
+    assert not [name for name in report.converted if "lora" in name]
+    # The adapters of three projections a layer.
+    assert len([n for n, m in model.named_modules() if "lora_" in n and type(m) is torch.nn.Linear]) == 2 * 3 * 2
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != ("lora_" in name), name
+    assert len([m for m in model.modules() if isinstance(m, Float8Linear)]) == 2 * 7
+
+
+def test_the_order_of_convert_and_adapters_leaves_the_bits():
+    results = [train(adapted(order, "rowwise")[0]) for order in ("convert first", "convert last")]
+    assert_bitwise_equal(*results)
+
+
+def test_every_layer_of_the_base_is_verified():
+    model, report = adapted("convert last", "rowwise")
+    found = tritonfp8.verify(model, input_ids=TOKENS, labels=TOKENS)
+    assert found.layers.keys() == report.converted.keys()
+    # A frozen weight has no gradient to compute.
+    assert all("grad_weight" not in layer.gemms for layer in found.layers.values())
+
+
+def test_adapters_follow_a_recipe_if_a_pattern_names_them():
+    model, lora = llama(), peft.LoraConfig(**LORA)
+    model = peft.get_peft_model(model, lora)
+    report = tritonfp8.convert(model, {"*lora_*": "rowwise", "*": "rowwise"})
+    assert [name for name in report.converted if "lora_A" in name]
+
+
+def test_merged_adapters_are_in_the_converted_weights():
+    model, _ = adapted("convert first", "rowwise")
+    train(model)
+    model.eval()
+    merged = model.merge_and_unload()
+    assert len([m for m in merged.modules() if isinstance(m, Float8Linear)]) == 2 * 7
+    # All weights of a merged model are frozen.
+    assert tritonfp8.verify(merged, backward=False, input_ids=TOKENS).ok
