@@ -11,8 +11,9 @@ import tritonfp8
 NAMES = {
     "tritonfp8": (
         "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "RecipeSchedule",
-        "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "distributed", "quantize",
-        "quantize_both", "quantize_weights_once", "recipes", "revert", "scaled_matmul", "swap_recipe", "verify",
+        "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "distributed", "inspect",
+        "quantize", "quantize_both", "quantize_weights_once", "recipes", "revert", "scaled_matmul", "sensitivity",
+        "swap_recipe", "verify",
         "verify_training",
     ),
     "tritonfp8.convert": ("ConversionReport", "convert", "revert", "swap_recipe"),

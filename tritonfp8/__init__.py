@@ -34,12 +34,14 @@ __all__ = [
     "VerificationReport",
     "convert",
     "dequantize",
+    "inspect",
     "quantize",
     "quantize_both",
     "quantize_weights_once",
     "recipes",
     "revert",
     "scaled_matmul",
+    "sensitivity",
     "swap_recipe",
     "verify",
     "verify_training",
@@ -47,8 +49,12 @@ __all__ = [
 
 # Imported on first use: a plain training run needs none of them.
 _LAZY = dict.fromkeys(
-    ("RecipeSchedule", "VerificationError", "VerificationReport", "verify", "verify_training"), "tritonfp8.workflow"
-)
+    (
+        "RecipeSchedule", "VerificationError", "VerificationReport", "inspect", "sensitivity", "verify",
+        "verify_training",
+    ),
+    "tritonfp8.workflow",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

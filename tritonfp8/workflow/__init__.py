@@ -1,11 +1,12 @@
-"""What surrounds training: checks of a machine, of a model and of a training step, and recipes that change.
+"""What surrounds training: checks of a machine, a model and a step, recipes that change, and layers that are watched.
 
-Exports the checks of ``tritonfp8 doctor``, ``tritonfp8.verify``, ``tritonfp8.verify_training`` and
-:class:`RecipeSchedule`.
+Exports the checks of ``tritonfp8 doctor``, ``tritonfp8.verify``, ``tritonfp8.verify_training``, :class:`RecipeSchedule`,
+:func:`inspect` and :func:`sensitivity`.
 """
 
 from tritonfp8.workflow import doctor
 from tritonfp8.workflow.doctor import MISSING, accumulation_figures
+from tritonfp8.workflow.health import inspect, sensitivity
 from tritonfp8.workflow.schedule import RecipeSchedule
 from tritonfp8.workflow.training_check import TrainingCheck, verify_training
 from tritonfp8.workflow.verification import verify
@@ -32,4 +33,6 @@ __all__ = [
     "doctor",
     "verify",
     "verify_training",
+    "inspect",
+    "sensitivity",
 ]

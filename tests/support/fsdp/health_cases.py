@@ -1,0 +1,83 @@
+"""What inspect() and sensitivity() see on ranks: functions of each rank."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import tritonfp8
+from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, enable_float8_all_gather
+from tritonfp8.recipes import get
+from tritonfp8.workflow.health.statistics import FIELDS, measure
+
+
+def _model(recipe="rowwise"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False))
+    tritonfp8.convert(model, recipe)
+    return model
+
+
+def _figures(x, spec):
+    return dict(zip(FIELDS, measure(x, spec, 1024).tolist(), strict=True))
+
+
+def inspect_fsdp(mesh, gather, compiled):
+    """Two of four steps are sampled: the figures are of the local shard and batch, and every parameter changes."""
+    model, spec = _model(), get("rowwise").output.lhs
+    if gather:
+        enable_float8_all_gather(model)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(mesh.get_rank()))
+    weights = [layer.weight.to_local().clone() for layer in (model[0], model[2])]
+    before = [p.full_tensor() for p in model.parameters()]
+    # FSDP2 has hooks of its own.
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    with tritonfp8.inspect(model, every=2) as stats:
+        for _ in range(4):
+            call(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stats.step()
+    found = stats.to_dict()
+    assert list(found) == [0, 2]
+    assert all(set(layers) == {"0", "2"} for layers in found.values())
+    assert all(set(each) == {"input", "weight", "grad_output"} for layers in found.values() for each in layers.values())
+    assert found[0]["0"]["input"] == _figures(x, spec)
+    assert [found[0][name]["weight"] for name in ("0", "2")] == [_figures(weight, spec) for weight in weights]
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    return [torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)]
+
+
+def inspect_tensor_parallel(mesh):
+    """The figures of a sharded layer are those of the shards of this rank."""
+    model = _model("tensorwise")
+    full = [layer.weight.detach().clone() for layer in (model[0], model[2])]
+    parallelize_module(model, mesh, {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()})
+    with tritonfp8.inspect(model) as stats:
+        model(torch.ones(16, 64)).square().mean().backward()
+    found, rank, world = stats.to_dict()[0], mesh.get_local_rank(), mesh.size()
+    spec = get("tensorwise").output.rhs
+    assert isinstance(model[0].weight, DTensor)
+    assert found["0"]["weight"] == _figures(full[0].chunk(world, 0)[rank], spec)
+    assert found["2"]["weight"] == _figures(full[1].chunk(world, 1)[rank], spec)
+    assert found["0"]["input"]["amax"] == 1.0
+
+
+def sensitivity_fsdp(mesh, gather):
+    """The errors are those of one process: in high precision FSDP2 gathers weights in high precision."""
+    whole, sharded = _model(), _model()
+    if gather:
+        enable_float8_all_gather(sharded)
+    fully_shard(sharded, mesh=mesh)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    found = tritonfp8.sensitivity(sharded, x, ["rowwise", "tensorwise"])
+    assert found.errors == tritonfp8.sensitivity(whole, x, ["rowwise", "tensorwise"]).errors
+    assert all(p.grad is None for p in sharded.parameters())
+    assert {layer.recipe.name for layer in (sharded[0], sharded[2])} == {"rowwise"}
+    sharded(x).square().mean().backward()

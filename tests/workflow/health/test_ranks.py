@@ -1,0 +1,30 @@
+"""inspect() and sensitivity() on sharded models."""
+
+import health_cases
+import pytest
+from process_group import Processes
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = Processes(2)
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shards_of_fsdp2_are_inspected(ranks, gather, compiled):
+    unchanged = ranks.run(2, health_cases.inspect_fsdp, gather=gather, compiled=compiled)
+    assert unchanged == [[False, False]] * 2
+
+
+def test_shards_of_tensor_parallelism_are_inspected(ranks):
+    ranks.run(2, health_cases.inspect_tensor_parallel)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_sensitivity_of_sharded_weights(ranks, gather):
+    ranks.run(2, health_cases.sensitivity_fsdp, gather=gather)

@@ -1,0 +1,27 @@
+"""The numerical health of a model in training: what FP8 does to each layer's operands, and which layers it hurts.
+
+statistics    the figures of one operand, on its device
+observer      hooks that measure the operands of a step, and nothing in other steps
+thresholds    figures that deserve a warning, with advice, as data
+inspection    inspect(): measure every N steps, keep the figures, warn
+export        the figures as CSV, for TensorBoard, and as a heat map
+sensitivity   sensitivity(): the error that each recipe causes in each layer
+
+Exports :func:`inspect` and :func:`sensitivity`, and their results.
+"""
+
+from tritonfp8.workflow.health.inspection import Inspection, inspect
+from tritonfp8.workflow.health.sensitivity import Sensitivity, sensitivity
+from tritonfp8.workflow.health.statistics import FIELDS
+from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold
+
+__all__ = [
+    "FIELDS",
+    "THRESHOLDS",
+    "Finding",
+    "Inspection",
+    "Sensitivity",
+    "Threshold",
+    "inspect",
+    "sensitivity",
+]

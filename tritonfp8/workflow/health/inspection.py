@@ -1,0 +1,261 @@
+"""inspect(): measure the operands of a model every N steps, keep the figures, and warn of those that are unhealthy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.checks import require_type
+from tritonfp8.layers.linear import require_module
+from tritonfp8.workflow.health import export
+from tritonfp8.workflow.health.observer import Key, Observer, layer_names
+from tritonfp8.workflow.health.statistics import FIELDS
+from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold, findings
+
+log = logging.getLogger("tritonfp8")
+
+
+class Sample(NamedTuple):
+    """The figures of one operand in one step.
+
+    Attributes:
+        step: the training step, counted from 0.
+        layer: fully qualified name.
+        operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        figures: by field; see :func:`tritonfp8.workflow.health.statistics.measure`.
+    """
+
+    step: int
+    layer: str
+    operand: str
+    figures: Mapping[str, float]
+
+
+class _Pending:
+    """The figures of a step on their way to the host, which does not wait for them."""
+
+    def __init__(self, step: int, measured: Mapping[Key, Tensor]) -> None:
+        self.step = step
+        self._parts: list[tuple[list[Key], Tensor]] = []
+        self._events: list[torch.cuda.Event] = []
+        by_device: dict[torch.device, list[Key]] = {}
+        for key, figures in measured.items():
+            by_device.setdefault(figures.device, []).append(key)
+        for device, keys in by_device.items():
+            self._parts.append((keys, self._sent(torch.stack([measured[key] for key in keys]), device)))
+
+    def _sent(self, figures: Tensor, device: torch.device) -> Tensor:
+        if device.type != "cuda":
+            return figures.cpu()
+        # Only a copy to pinned memory leaves the host free.
+        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+        with torch.cuda.device(device):
+            host.copy_(figures, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._events.append(event)
+        return host
+
+    @property
+    def is_here(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def samples(self) -> Iterable[Sample]:
+        """Wait for the figures."""
+        for event in self._events:
+            event.synchronize()
+        for keys, part in self._parts:
+            for (layer, operand), figures in zip(keys, part.tolist(), strict=True):
+                yield Sample(self.step, layer, operand, dict(zip(FIELDS, figures, strict=True)))
+
+
+class Inspection:
+    """What :func:`inspect` returns: the figures of the sampled steps, and a context in which steps are sampled."""
+
+    def __init__(
+        self, model: nn.Module, every: int, rows: int, thresholds: Sequence[Threshold], first_step: int
+    ) -> None:
+        self.every = every
+        self.next_step = first_step
+        self._model = model
+        self._thresholds = tuple(thresholds)
+        self._observer = Observer(model, rows)
+        self._samples: list[Sample] = []
+        self._findings: list[Finding] = []
+        self._pending: list[_Pending] = []
+        self._warned: set[str] = set()
+        self._open = self._is_sampling = self._has_run = False
+
+    def __enter__(self) -> Inspection:
+        if self._open:
+            raise RuntimeError("this block of inspect is open already: call inspect again for another one")
+        self._open = True
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        self._end()
+        if kind is None:
+            self._collect(wait=True)
+
+    def step(self) -> None:
+        """End a training step, as ``lr_scheduler.step()`` does. Calls before the first forward do not count.
+
+        Raises:
+            RuntimeError: outside of the ``with`` block.
+        """
+        if not self._open:
+            raise RuntimeError("stats.step() belongs into the block: with tritonfp8.inspect(model) as stats")
+        self._has_run = self._has_run or not self._is_sampling or self._observer.has_run
+        if self._has_run:
+            self._end()
+            self.next_step += 1
+            self._begin()
+        self._collect(wait=False)
+
+    def _begin(self) -> None:
+        if self.next_step % self.every == 0:
+            self._observer.start()
+            self._is_sampling = True
+
+    def _end(self) -> None:
+        if not self._is_sampling:
+            return
+        self._is_sampling = False
+        has_run = self._observer.has_run
+        measured = self._observer.stop()
+        if has_run:
+            self._pending.append(_Pending(self.next_step, measured))
+
+    def _collect(self, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0].is_here):
+            samples = list(self._pending.pop(0).samples())
+            self._samples += samples
+            found = [
+                each
+                for sample in samples
+                for each in findings(sample.step, sample.layer, sample.operand, sample.figures, self._thresholds)
+            ]
+            self._findings += found
+            self._warn(found)
+
+    def _warn(self, found: Sequence[Finding]) -> None:
+        by_layer: dict[str, list[Finding]] = {}
+        for each in found:
+            by_layer.setdefault(each.layer, []).append(each)
+        for layer, its in by_layer.items():
+            if layer not in self._warned:
+                self._warned.add(layer)
+                more = f" ({len(its) - 1} more of this layer: see findings)" if len(its) > 1 else ""
+                log.warning("%s%s", _worst(its, self._thresholds), more)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The figures so far, in the order of steps. Waits for the device."""
+        self._collect(wait=True)
+        return list(self._samples)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Each threshold that an operand met, in each sampled step. Waits for the device."""
+        self._collect(wait=True)
+        return list(self._findings)
+
+    def to_dict(self) -> dict[int, dict[str, dict[str, dict[str, float]]]]:
+        """The figures by step, layer, operand and field."""
+        found: dict[int, dict[str, dict[str, dict[str, float]]]] = {}
+        for step, layer, operand, figures in self.samples:
+            found.setdefault(step, {}).setdefault(layer, {})[operand] = dict(figures)
+        return found
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write a line for each step, layer and operand. Replaces the file. In a distributed run, a path a rank."""
+        export.write_csv(path, self.samples)
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Write the figures by ``writer.add_scalar``, as ``health/LAYER/OPERAND/FIELD``; once, after the run."""
+        export.write_scalars(writer, self.samples)
+
+    def plot(self, path: str | Path, value: str = "sqnr", operand: str | None = None) -> None:
+        """Draw a heat map of layers and steps into an image file.
+
+        Args:
+            path: its suffix is the format, such as ``.png``.
+            value: one of ``tritonfp8.workflow.health.FIELDS``.
+            operand: ``"input"``, ``"weight"`` or ``"grad_output"``. Default: a map of each.
+
+        Raises:
+            ValueError: another value or operand, or no figures yet.
+            ImportError: matplotlib is missing.
+        """
+        export.plot(path, self.samples, value, operand)
+
+    def __str__(self) -> str:
+        steps = {sample.step for sample in self.samples}
+        lines = [f"{len(steps)} steps sampled, {len(self._findings)} findings"]
+        return "\n".join(lines + [str(each) for each in self._findings])
+
+
+def _worst(found: Sequence[Finding], thresholds: Sequence[Threshold]) -> Finding:
+    """The finding of the earliest threshold: they are ordered from cause to effect."""
+    order = [each.name for each in thresholds]
+    return min(found, key=lambda each: order.index(each.problem))
+
+
+def inspect(
+    model: nn.Module,
+    every: int = 50,
+    *,
+    rows: int = 1024,
+    thresholds: Sequence[Threshold] = THRESHOLDS,
+    first_step: int = 0,
+) -> Inspection:
+    """Measure what quantization does to the operands of each converted layer, every N training steps::
+
+        with tritonfp8.inspect(model, every=50) as stats:
+            for batch in batches:
+                loss = model(batch)
+                ...
+                stats.step()
+        stats.plot("health.png")
+
+    A sampled step measures the input, the weight and the gradient of the output of each layer. Other steps have no
+    hooks, and no statistics run in them. The steps whose number is a multiple of ``every`` are sampled. A figure beyond
+    a threshold is logged as a warning by the logger ``tritonfp8``, once a layer.
+
+    A compiled model runs eagerly in sampled steps, by ``torch.compiler.set_stance("force_eager")``. Nothing is compiled
+    for that, and what is compiled stays. A sampled step then takes the time and the memory of an eager one.
+
+    Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Of fused layers the input
+    is not seen, which comes quantized. A replayed CUDA graph that the caller captured is not seen at all.
+
+    Args:
+        model: a converted model; it may be compiled or sharded.
+        every: steps from one sample to the next, at least 1.
+        rows: rows of an operand that are measured; amax is that of all rows.
+        thresholds: when to warn, from cause to effect; ``()`` never warns.
+        first_step: the number of the first step of the block, for a run that was resumed.
+
+    Raises:
+        ValueError: the model has no converted layer, or a number is out of range.
+        TypeError: an argument of another type.
+    """
+    require_module(model)
+    for name, number, least in (("every", every, 1), ("rows", rows, 1), ("first_step", first_step, 0)):
+        require_type(name, number, int, "an int")
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}; got {number}")
+    for each in thresholds:
+        require_type("a threshold", each, Threshold, "a tritonfp8.workflow.health.Threshold")
+    if not layer_names(model):
+        raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+    return Inspection(model, every, rows, thresholds, first_step)

@@ -1,0 +1,104 @@
+"""Hooks that measure the operands of one step. Between sampled steps a model has no hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tritonfp8.conversion import converted_layers
+from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
+from tritonfp8.workflow.health.statistics import local_matrix, measure
+
+Key = tuple[str, str]
+"""A layer and an operand."""
+
+# What torch.compile and activation checkpointing put into the names of modules.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def layer_names(model: nn.Module) -> dict[str, Float8Linear | Float8Conv1D]:
+    """The converted layers by the names that ``convert`` gave them."""
+    found = {}
+    for name, layer in converted_layers(model).items():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[name] = layer
+    return found
+
+
+def spec_of_operand(recipe: Recipe, operand: str) -> QuantSpec | None:
+    """How an operand is quantized, untransposed: for ``output``, or for ``grad_input`` if it is a gradient."""
+    return {"input": recipe.output.lhs, "weight": recipe.output.rhs, "grad_output": recipe.grad_input.lhs}[operand]
+
+
+def eager() -> Any:
+    """A context in which compiled code runs eagerly, so that hooks see it. Nothing is compiled, or compiled again."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def input_of(layer_input: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:
+    """The input in the arguments of a layer's forward; None if it is no tensor, such as the codes of a fused norm."""
+    x = layer_input[0] if layer_input else next(iter(options.values()), None)
+    return x if isinstance(x, Tensor) else None
+
+
+class Observer:
+    """Measures the operands of the converted layers of a model, from :meth:`start` to :meth:`stop`.
+
+    Weights are measured at the start, when FSDP2 has them in shards and in high precision. Of the other operands, the
+    first one that a layer sees is measured: gradient accumulation and checkpointing call layers more than once.
+    """
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self._model, self._rows = model, rows
+        self._stack = ExitStack()
+        self.measured: dict[Key, Tensor] = {}
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a layer has run since the start."""
+        return any(operand == "input" for _, operand in self.measured)
+
+    def start(self) -> None:
+        """Register the hooks, and measure the weights."""
+        self.measured = {}
+        with ExitStack() as stack:
+            stack.enter_context(eager())
+            for name, layer in layer_names(self._model).items():
+                stack.callback(self._hook(name, layer).remove)
+                weight = local_matrix(layer.weight)
+                self._note(name, "weight", weight.t() if isinstance(layer, Float8Conv1D) else weight, layer.recipe)
+            self._stack = stack.pop_all()
+
+    def stop(self) -> dict[Key, Tensor]:
+        """Remove the hooks. Returns the figures by layer and operand, on their devices."""
+        self._stack.close()
+        measured, self.measured = self.measured, {}
+        return measured
+
+    def _note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> None:
+        # An expert without tokens has an empty input; weights on the meta device have no values.
+        if (name, operand) not in self.measured and x.numel() and not x.is_meta:
+            self.measured[name, operand] = measure(x, spec_of_operand(recipe, operand), self._rows)
+
+    def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
+        def after_forward(module: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            recipe, x, measured = module.recipe, input_of(args, options), self.measured
+            if x is not None:
+                self._note(name, "input", local_matrix(x), recipe)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: after_backward(grad, recipe, measured))
+
+        def after_backward(grad: Tensor, recipe: Recipe, measured: dict[Key, Tensor]) -> None:
+            # A backward after the end of its step belongs to no sample.
+            if measured is self.measured:
+                self._note(name, "grad_output", local_matrix(grad), recipe)
+
+        return layer.register_forward_hook(after_forward, with_kwargs=True)

@@ -1,0 +1,266 @@
+"""sensitivity(): the error that each recipe causes in the GEMMs of each layer, and a recipe for each layer."""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.checks import require_type
+from tritonfp8.conversion import converted_layers, select
+from tritonfp8.convert import swap_recipe
+from tritonfp8.functional import quantize, scaled_matmul
+from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
+from tritonfp8.recipes import OPERANDS, Gemm, Recipe, get
+from tritonfp8.workflow.health.observer import eager, input_of
+from tritonfp8.workflow.health.statistics import local_matrix
+
+MAX_ERROR_DB = -20.0
+"""The error that :meth:`Sensitivity.mapping` allows by default: noise of a tenth of the result's amplitude. Of normal
+data the built-in recipes have about -28 dB, and GEMMs with an e5m2 operand about -24 dB."""
+
+Errors = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What :func:`sensitivity` returns; ``str()`` is a table of the layers, the most sensitive first.
+
+    Attributes:
+        recipes: in the order that was given.
+        errors: by layer, name of a recipe, and GEMM: noise over signal in dB. -30 is better than -20.
+    """
+
+    recipes: tuple[Recipe, ...]
+    errors: Errors
+
+    def error(self, layer: str, recipe: str | Recipe) -> float:
+        """The largest error of the layer's GEMMs by a recipe, in dB."""
+        return max(self.errors[layer][recipe if isinstance(recipe, str) else recipe.name].values())
+
+    def ranking(self, recipe: str | Recipe | None = None) -> list[str]:
+        """The layers, the largest error first: that of a recipe, or by default of the recipe that hurts each most."""
+        asked = self.recipes if recipe is None else (recipe,)
+        return sorted(self.errors, key=lambda layer: max(self.error(layer, each) for each in asked), reverse=True)
+
+    def mapping(self, max_error_db: float = MAX_ERROR_DB, budget: int | None = None) -> dict[str, Recipe]:
+        """A recipe for each layer, as :func:`tritonfp8.convert` and :func:`tritonfp8.swap_recipe` take them.
+
+        A layer gets the first recipe, in the order that was given, whose error is within ``max_error_db``. Give the
+        fastest recipe first. A layer that no recipe serves gets ``bf16``.
+
+        Args:
+            max_error_db: the largest error of a GEMM, in dB.
+            budget: how many layers may get another recipe than the first: those of the largest error. Default: all.
+
+        Raises:
+            ValueError: a negative budget.
+        """
+        first = self.recipes[0]
+        order = self.ranking(first)
+        if budget is not None and budget < 0:
+            raise ValueError(f"budget must be at least 0; got {budget}")
+        free = order if budget is None else order[:budget]
+        found = {}
+        for layer in self.errors:
+            within = (each for each in self.recipes if self.error(layer, each) <= max_error_db)
+            # A name is a pattern in a mapping.
+            found[glob.escape(layer)] = next(within, get("bf16")) if layer in free else first
+        return found
+
+    def __str__(self) -> str:
+        columns = [each.name for each in self.recipes]
+        width = max(map(len, ["layer", *self.errors]))
+        lines = ["error of the worst GEMM, in dB", f"{'layer':<{width}}  " + "  ".join(columns)]
+        for layer in self.ranking():
+            cells = (f"{self.error(layer, name):>{len(name)}.1f}" for name in columns)
+            lines.append(f"{layer:<{width}}  " + "  ".join(cells))
+        return "\n".join(lines)
+
+
+def sensitivity(
+    model: nn.Module,
+    batch: Any,
+    recipes: Sequence[str | Recipe] = ("rowwise", "blockwise", "mxfp8"),
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> Sensitivity:
+    """Rank the linear layers of a model by the error that each recipe causes in them, by one forward and backward.
+
+    The model runs in high precision. From the operands of each layer its three GEMMs are computed once more by each
+    recipe, and compared with float32. So the error of a layer is its own, without that of the layers before it. The
+    error is the mean of noise over signal of the rows of a result, or of its columns if that is worse, so one large row
+    hides no other. Of a layer that runs more than once, the first call counts.
+
+    Parameters, gradients, buffers, recipes, training flags and torch's random numbers are afterwards as they were.
+
+    Args:
+        model: converted or not. Of a model that is not, the layers are those that ``convert`` would take.
+        batch: what the model takes: a mapping of keywords, a tuple or list of arguments, or one argument.
+        recipes: names or :class:`~tritonfp8.Recipe`, the fastest first.
+        loss: ``loss(model, batch)`` returns a scalar. Default: the ``loss`` of the model's output, or the mean square
+            of an output that is a tensor.
+
+    Raises:
+        ValueError: no recipe, two of one name, no layer, no layer that ran, or a weight of an unknown type.
+        TypeError: an argument of another type, or an output without a loss.
+    """
+    require_module(model)
+    found = tuple(get(recipe) for recipe in recipes)
+    if not found or len({recipe.name for recipe in found}) < len(found):
+        raise ValueError(f"recipes must be one or more of different names; got {[recipe.name for recipe in found]}")
+    selected = select(model, "bf16", None, 8192)
+    layers: dict[str, nn.Module] = {**selected.already, **selected.modules}
+    if not layers:
+        raise ValueError("the model has no linear layer that convert takes")
+    trial = _Trial(found)
+    with _as_it_was(model), ExitStack() as stack:
+        stack.enter_context(eager())
+        for name, module in model.named_modules():
+            if name in layers:
+                stack.callback(module.register_forward_hook(trial.hook(name), with_kwargs=True).remove)
+        with torch.enable_grad():
+            scalar = (loss or _default_loss)(model, batch)
+            # A frozen model has an error of its output only.
+            if scalar.requires_grad:
+                scalar.backward()
+    if not trial.errors:
+        raise ValueError(f"no layer ran on plain tensors: {', '.join(layers)}")
+    return Sensitivity(found, {name: trial.figures(name) for name in layers if name in trial.errors})
+
+
+class _Trial:
+    """Computes the GEMMs of layers by each recipe, while the model runs."""
+
+    def __init__(self, recipes: tuple[Recipe, ...]) -> None:
+        self._recipes = recipes
+        self.errors: dict[str, dict[str, dict[str, Tensor]]] = {}
+
+    def figures(self, name: str) -> dict[str, dict[str, float]]:
+        """The errors of a layer by recipe and GEMM. Waits for the device."""
+        return {
+            recipe: {gemm: error.item() for gemm, error in gemms.items()} for recipe, gemms in self.errors[name].items()
+        }
+
+    def hook(self, name: str) -> Callable[..., None]:
+        def after_forward(module: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            x = input_of(args, options)
+            if x is None or not x.numel() or name in self.errors:
+                return
+            self.errors[name] = {recipe.name: {} for recipe in self._recipes}
+            x = local_matrix(x)
+            self._try(name, ("output",), {"input": x, "weight": _weight(name, module)})
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: after_backward(module, x, local_matrix(grad)))
+
+        def after_backward(module: Any, x: Tensor, grad: Tensor) -> None:
+            if "grad_input" not in next(iter(self.errors[name].values())):
+                # FSDP2 gathers the weight once more for backward.
+                operands = {"input": x, "weight": _weight(name, module), "grad_output": grad}
+                self._try(name, ("grad_input", "grad_weight"), operands)
+
+        return after_forward
+
+    @torch.no_grad()
+    def _try(self, name: str, gemms: Sequence[str], operands: Mapping[str, Tensor]) -> None:
+        device = operands["input"].device.type
+        for gemm in gemms:
+            lhs, rhs = (_operand(each, operands) for each in OPERANDS[gemm])
+            with torch.autocast(device, enabled=False):
+                expected = lhs.float() @ rhs.float().t()
+                for recipe in self._recipes:
+                    actual = _product(getattr(recipe, gemm), lhs, rhs)
+                    self.errors[name][recipe.name][gemm] = relative_noise(actual - expected, lhs, rhs)
+
+
+def _weight(name: str, module: Any) -> Tensor:
+    weight = module.weight
+    if type(weight) not in (Tensor, nn.Parameter) and not hasattr(weight, "to_local"):
+        raise ValueError(
+            f"the weight of {name!r} must be a plain or a sharded tensor; got {type(weight).__name__}: call "
+            "sensitivity before the weights become such tensors"
+        )
+    weight = local_matrix(weight)
+    return weight.t() if is_conv1d(module) or (is_converted(module) and hasattr(module, "conv1d")) else weight
+
+
+def _operand(name: str, operands: Mapping[str, Tensor]) -> Tensor:
+    found = operands[name.removesuffix(".T")]
+    return found.t() if name.endswith(".T") else found
+
+
+def _product(gemm: Gemm, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """``lhs @ rhs.T`` as a recipe computes it, in float32."""
+    if gemm.lhs is None or gemm.rhs is None:
+        dtype = torch.promote_types(lhs.dtype, rhs.dtype)
+        return (lhs.to(dtype) @ rhs.to(dtype).t()).float()
+    a, b = quantize(lhs.contiguous(), gemm.lhs), quantize(rhs.contiguous(), gemm.rhs)
+    return scaled_matmul(a, b, out_dtype=torch.float32, accumulation=gemm.accumulation)
+
+
+def relative_noise(error: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
+    """The noise over the signal of ``lhs @ rhs.T``: the mean of its rows, or of its columns if that is larger.
+
+    The signal of a row is the sum of the squares of its products ``lhs[m, k] rhs[n, k]``. That is what the squares of
+    the result add up to if the signs are random. The result itself may be next to nothing, where large terms cancel,
+    and one such row would outweigh all others.
+
+    Args:
+        error: the result minus the exact one, ``[M, N]``.
+        lhs: ``[M, K]``.
+        rhs: ``[N, K]``.
+
+    Returns:
+        dB, as a scalar on the device; minus infinity without noise, infinity if a value is not finite. Rows and columns
+        that are zero do not count.
+    """
+    noise, a, b = (x.double().square() for x in (error, lhs, rhs))
+    means = []
+    for lost, signal in ((noise.sum(1), a @ b.sum(0)), (noise.sum(0), b @ a.sum(0))):
+        means.append((lost / signal).where(signal != 0, math.nan).nanmean())
+    worst = torch.stack(means).amax().where(noise.isfinite().all(), math.inf)
+    return (10 * torch.log10(worst)).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    found = getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    require_type("the model's output", output, Tensor, "a tensor, or have a loss; else give loss=")
+    return output.float().square().mean()
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Run the block in high precision; then parameters, gradients, buffers, flags and random numbers are as before."""
+    recipes = {glob.escape(name): layer.recipe for name, layer in converted_layers(model).items()}
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    training = [(module, module.training) for module in model.modules()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(device.index for device in devices)):
+        try:
+            if recipes:
+                swap_recipe(model, "bf16")
+            for parameter, _ in grads:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, grad in grads:
+                parameter.grad = grad
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for module, flag in training:
+                module.training = flag
+            if recipes:
+                swap_recipe(model, recipes)

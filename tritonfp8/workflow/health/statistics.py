@@ -1,0 +1,121 @@
+"""The figures of one operand: how large it is, and what its quantization loses. Computed on its device, unread."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tritonfp8.formats import FORMATS
+from tritonfp8.functional import amax, dequantize, quantize
+from tritonfp8.specs import TENSORWISE, QuantSpec
+
+FIELDS = (
+    "amax",
+    "scale_min",
+    "scale_max",
+    "saturated_share",
+    "flushed_share",
+    "zero_share",
+    "nonfinite_share",
+    "sqnr",
+    "outlier_ratio",
+    "outlier_channel",
+)
+"""The figures of an operand; :func:`measure` describes them."""
+
+RUN = 128
+"""Consecutive rows that are measured together: the rows of the largest block, so that no block is cut."""
+
+# Scaling rounds in float32: an amax may come out a little above the format's largest value without being clipped.
+_ROUNDING = 1 + 2.0**-20
+
+
+def local_matrix(x: Tensor) -> Tensor:
+    """``x [..., K]`` as ``[M, K]``, without a gradient; of a sharded tensor, the shard of this rank."""
+    x = x.detach()
+    to_local = getattr(x, "to_local", None)
+    x = x if to_local is None else to_local()
+    return torch.atleast_2d(x).flatten(0, -2)
+
+
+def some_rows(x: Tensor, rows: int) -> Tensor:
+    """At most ``rows`` rows of ``x [M, K]``, or 128 if that is more: runs of 128, spread evenly over ``x``."""
+    runs, all_runs = max(rows // RUN, 1), x.shape[0] // RUN
+    if x.shape[0] <= max(rows, RUN):
+        return x
+    # Slices, not an index: the host need not send one to the device.
+    starts = [RUN * (i * all_runs // runs) for i in range(runs)]
+    return torch.cat([x[start : start + RUN] for start in starts])
+
+
+@torch.no_grad()
+def measure(x: Tensor, spec: QuantSpec | None, rows: int) -> Tensor:
+    """The figures of an operand.
+
+    ``amax`` is that of all elements. The other figures are of ``rows`` rows, and exact if there are no more.
+
+    ======================  ===========================================================================================
+    ``amax``                largest magnitude; infinite or NaN if the operand has such a value
+    ``scale_min, _max``     range of the scales; NaN without quantization, and if a block has a NaN or an infinity
+    ``saturated_share``     share of elements that lie beyond the largest value of the format, and are clipped
+    ``flushed_share``       share of elements that are not zero, but become zero
+    ``zero_share``          share of elements that are zero
+    ``nonfinite_share``     share of elements that are NaN or infinite
+    ``sqnr``                dB, ``10 log10(sum(x^2) / sum((dequantized - x)^2))`` over the finite elements; infinite
+                            without an error, and minus infinity where a NaN spoils finite elements of its block
+    ``outlier_ratio``       largest amax of a column, over the median of the amaxes of the columns that are not zero
+    ``outlier_channel``     that column
+    ======================  ===========================================================================================
+
+    Args:
+        x: ``[M, K]`` with elements; bfloat16, float16, float32 or float64.
+        spec: how it is quantized, along K; None for high precision.
+        rows: how many rows to measure.
+
+    Returns:
+        float64 ``[len(FIELDS)]`` on the device of ``x``. The host does not wait for it.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        whole = amax(x, TENSORWISE).reshape(())
+        part = some_rows(x, rows)
+        values = part.float()
+        finite = values.isfinite()
+        lost = _nonfinite_share(finite, whole, x.numel())
+        values = values.where(finite, 0)
+        zero = ((values == 0) & finite).double().mean()
+        columns = values.abs().amax(0)
+        median = columns.where(columns > 0, math.nan).nanmedian()
+        ratio = (columns.max() / median).nan_to_num(1.0)
+        low, high, saturated, flushed, sqnr = _loss(part, values, finite, whole, spec)
+        found = (whole, low, high, saturated, flushed, zero, lost, sqnr, ratio, columns.argmax())
+        return torch.stack([figure.double() for figure in found])
+
+
+def _nonfinite_share(finite: Tensor, whole: Tensor, elements: int) -> Tensor:
+    share = 1 - finite.double().mean()
+    # A row that was not measured may have the only one.
+    return share.where(whole.isfinite(), share.clamp(min=1 / elements))
+
+
+def _loss(
+    part: Tensor, values: Tensor, finite: Tensor, whole: Tensor, spec: QuantSpec | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(scale_min, scale_max, saturated_share, flushed_share, sqnr)``; ``values`` are the finite ones, others 0."""
+    if spec is None:
+        nan, none = whole.new_full((), math.nan), whole.new_zeros(())
+        return nan, nan, none, none, whole.new_full((), math.inf)
+    # One scale for the whole tensor is that of all rows, not of those measured.
+    given = whole.reshape(spec.scale_shape(part.shape)) if spec.block == TENSORWISE else None
+    q = quantize(part, spec, amax=given)
+    result = dequantize(q)
+    low, high = q.scale.float().aminmax()
+    at_end = q.qdata.float().abs() == FORMATS[spec.format].qmax
+    saturated = (at_end & (values.abs() > result.abs() * _ROUNDING)).double().mean()
+    flushed = ((result == 0) & (values != 0)).double().mean()
+    # As norms in float64: squares of large float32 values are infinite.
+    signal = torch.linalg.vector_norm(values, dtype=torch.float64)
+    noise = torch.linalg.vector_norm((result - values).where(finite, 0), dtype=torch.float64)
+    sqnr = (20 * torch.log10(signal / noise)).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    return low, high, saturated, flushed, sqnr.where(noise != 0, math.inf)
