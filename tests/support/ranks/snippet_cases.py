@@ -125,6 +125,23 @@ def check_step(names):
     assert all(p.grad is None for p in names["model"].parameters())
 
 
+def watched(mesh):
+    names = {**accumulation(mesh), **in_an_empty_folder(mesh)}
+    return {**names, "model": converted(names["model"]), "batches": [torch.randn(3, HIDDEN) for _ in range(2)]}
+
+
+def check_watched(names):
+    files = os.listdir()
+    os.chdir(names["before"])
+    assert sorted(files) == ["health.csv", "health.png"]
+    assert len(names["stats"].samples) == 9
+
+
+def check_mapping(names):
+    assert set(names["found"].errors) == {"gate", "up", "down"}
+    assert recipes_of(names["model"]) == {"tensorwise"}
+
+
 # Snippets for two ranks.
 
 
@@ -341,6 +358,10 @@ CASES = {
     ),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
+    "health.md-0": Case(watched, check_watched, ranks=False),
+    "health.md-1": Case(
+        lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp(), "x": torch.randn(64, HIDDEN)}, check_mapping, ranks=False
+    ),
     "transformers.md-0": Case(trainer, check_trainer, ranks=False),
     "transformers.md-1": Case(accelerated, check_fsdp),
     "verify.md-0": Case(verified, check_verified, ranks=False),
