@@ -245,10 +245,43 @@ def test_checkpointing_and_accumulation_measure_the_first_call():
 
 def test_a_layer_without_elements_or_calls_is_left_out():
     model = model_of()
-    assert set(one_step(model, torch.zeros(0, 64)).to_dict()) == set()
+    assert set(one_step(model, torch.zeros(0, 64)).to_dict()[0]["blocks.0"]) == {"weight"}
     with tritonfp8.inspect(model) as stats:
         model.blocks[0](batch())
     assert set(stats.to_dict()[0]["blocks.0"]) == {"input", "weight"}
+
+
+def test_a_block_without_a_sample_is_a_warning(warnings):
+    with tritonfp8.inspect(model_of()) as stats:
+        stats.step()
+    assert stats.samples == []
+    assert "saw no layer run" in warnings.records[0].getMessage()
+
+
+def test_fused_layers_run_unfused_and_are_measured():
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64))
+    assert "0" in tritonfp8.convert(model, "rowwise", fuse=True).fused
+    with tritonfp8.inspect(model, every=2) as stats:
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            stats.step()
+    assert list(stats.to_dict()) == [0, 2]
+    assert set(stats.to_dict()[2]["1"]) == {"input", "weight", "grad_output"}
+
+
+def test_a_conv1d_of_transformers_is_measured_by_its_output_features():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model, plain = nn.Sequential(conv1d(96, 64)), nn.Sequential(nn.Linear(64, 96))
+    with torch.no_grad():
+        plain[0].weight.copy_(model[0].weight.t())
+        plain[0].bias.zero_()
+    for each in (model, plain):
+        tritonfp8.convert(each, "rowwise")
+    found, expected = (one_step(each, batch()).to_dict()[0]["0"] for each in (model, plain))
+    for operand in ("input", "weight", "grad_output"):
+        # Sums over other strides have another order.
+        assert found[operand] == pytest.approx(expected[operand], rel=1e-9)
 
 
 def test_a_layer_is_warned_of_once_and_findings_are_kept(warnings):

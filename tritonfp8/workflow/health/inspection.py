@@ -106,6 +106,12 @@ class Inspection:
         self._end()
         if kind is None:
             self._collect(wait=True)
+            if not self._samples:
+                log.warning(
+                    "inspect saw no layer run in a sampled step: the model was not called, or ran as a CUDA graph, or "
+                    "no step of the block was a multiple of every=%d",
+                    self.every,
+                )
 
     def step(self) -> None:
         """End a training step, as ``lr_scheduler.step()`` does. Calls before the first forward do not count.
@@ -235,8 +241,8 @@ def inspect(
     A compiled model runs eagerly in sampled steps, by ``torch.compiler.set_stance("force_eager")``. Nothing is compiled
     for that, and what is compiled stays. A sampled step then takes the time and the memory of an eager one.
 
-    Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Of fused layers the input
-    is not seen, which comes quantized. A replayed CUDA graph that the caller captured is not seen at all.
+    Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Fused norms and MLPs run
+    unfused in sampled steps. A CUDA graph that the caller captured has no hooks when it is replayed: nothing is seen.
 
     Args:
         model: a converted model; it may be compiled or sharded.

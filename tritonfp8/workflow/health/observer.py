@@ -54,21 +54,21 @@ class Observer:
 
     Weights are measured at the start, when FSDP2 has them in shards and in high precision. Of the other operands, the
     first one that a layer sees is measured: gradient accumulation and checkpointing call layers more than once.
+
+    Attributes:
+        measured: the figures so far.
+        has_run: whether a layer has run since the start.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         self._model, self._rows = model, rows
         self._stack = ExitStack()
         self.measured: dict[Key, Tensor] = {}
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a layer has run since the start."""
-        return any(operand == "input" for _, operand in self.measured)
+        self.has_run = False
 
     def start(self) -> None:
         """Register the hooks, and measure the weights."""
-        self.measured = {}
+        self.measured, self.has_run = {}, False
         with ExitStack() as stack:
             stack.enter_context(eager())
             for name, layer in layer_names(self._model).items():
@@ -90,6 +90,7 @@ class Observer:
 
     def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
         def after_forward(module: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            self.has_run = True
             recipe, x, measured = module.recipe, input_of(args, options), self.measured
             if x is not None:
                 self._note(name, "input", local_matrix(x), recipe)

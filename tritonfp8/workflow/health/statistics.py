@@ -84,7 +84,7 @@ def measure(x: Tensor, spec: QuantSpec | None, rows: int) -> Tensor:
         finite = values.isfinite()
         lost = _nonfinite_share(finite, whole, x.numel())
         values = values.where(finite, 0)
-        zero = ((values == 0) & finite).double().mean()
+        zero = _share((values == 0) & finite)
         columns = values.abs().amax(0)
         median = columns.where(columns > 0, math.nan).nanmedian()
         ratio = (columns.max() / median).nan_to_num(1.0)
@@ -93,8 +93,12 @@ def measure(x: Tensor, spec: QuantSpec | None, rows: int) -> Tensor:
         return torch.stack([figure.double() for figure in found])
 
 
+def _share(mask: Tensor) -> Tensor:
+    return mask.sum().double() / mask.numel()
+
+
 def _nonfinite_share(finite: Tensor, whole: Tensor, elements: int) -> Tensor:
-    share = 1 - finite.double().mean()
+    share = _share(~finite)
     # A row that was not measured may have the only one.
     return share.where(whole.isfinite(), share.clamp(min=1 / elements))
 
@@ -112,8 +116,8 @@ def _loss(
     result = dequantize(q)
     low, high = q.scale.float().aminmax()
     at_end = q.qdata.float().abs() == FORMATS[spec.format].qmax
-    saturated = (at_end & (values.abs() > result.abs() * _ROUNDING)).double().mean()
-    flushed = ((result == 0) & (values != 0)).double().mean()
+    saturated = _share(at_end & (values.abs() > result.abs() * _ROUNDING))
+    flushed = _share((result == 0) & (values != 0))
     # As norms in float64: squares of large float32 values are infinite.
     signal = torch.linalg.vector_norm(values, dtype=torch.float64)
     noise = torch.linalg.vector_norm((result - values).where(finite, 0), dtype=torch.float64)
