@@ -1,7 +1,7 @@
 """What surrounds training: checks of a machine, a model and a step, recipes that change, and layers that are watched.
 
-Exports the checks of ``tritonfp8 doctor``, :class:`RecipeSchedule`, and ``verify``, ``verify_training``, ``inspect`` and
-``sensitivity`` of :mod:`tritonfp8`.
+Exports the checks of ``tritonfp8 doctor``, :class:`RecipeSchedule`, and the functions ``verify``, ``verify_training``,
+``inspect`` and ``sensitivity`` of :mod:`tritonfp8`.
 """
 
 from tritonfp8.workflow import doctor
