@@ -91,6 +91,11 @@ PARAM, GROUP = f"{_FSDP}._fsdp_param:FSDPParam", f"{_FSDP}._fsdp_param_group:FSD
 _INFO = f"{_FSDP}._fsdp_param:ParamModuleInfo"
 FSDP = (
     PrivateName("torch.nn:Module", "_forward_pre_hooks", "the hook of the model must run before that of FSDP"),
+    PrivateName("torch.utils.checkpoint:", "_CachingTorchDispatchMode", "selective checkpointing of a forward"),
+    PrivateName("torch.utils.checkpoint:", "_CachedTorchDispatchMode", "selective checkpointing of its recompute"),
+    PrivateName("torch.utils._python_dispatch:", "_get_current_dispatch_mode_stack", "finds these two"),
+    PrivateName("torch.utils._python_dispatch:", "_pop_mode", "hides reads of gathered weights from them"),
+    PrivateName("torch.utils._python_dispatch:", "_push_mode", "restores them"),
     PrivateName("torch.nn:Module", "_parameters", "finds the owners of each parameter, tied ones too"),
     PrivateName("torch.distributed._composable_state:", "_module_state_mapping", "finds fully_shard above the model"),
     PrivateName("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "leads to the parameter groups"),

@@ -59,6 +59,8 @@ OPTIONS = {
     "recompute": Setup(recompute="yes"),
     "recompute_reentrant": Setup(recompute="reentrant"),
     "recompute_mxfp8": Setup("mxfp8", recompute="yes"),
+    "recompute_selective": Setup(recompute="selective"),
+    "recompute_selective_mxfp8": Setup("mxfp8", recompute="selective"),
     # Around the hooks of FSDP, as transformers does: they run again, too.
     "recompute_with_hooks": Setup(recompute_with_hooks="yes"),
     "recompute_with_hooks_reentrant": Setup(recompute_with_hooks="reentrant"),

@@ -1,15 +1,21 @@
 """The models of the tests of FSDP2, of sizes that nothing divides."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 VOCABULARY = 67
 
 
 def recomputed(call, x, how):
-    """``call(x)``, once more in backward: ``"yes"``, ``"reentrant"`` or None."""
+    """``call(x)``, once more in backward: ``"yes"``, ``"reentrant"``, ``"selective"`` (without its GEMMs) or None."""
+    if how == "selective":
+        gemms = [torch.ops.tritonfp8.scaled_matmul.default, torch.ops.tritonfp8.matmul.default]
+        contexts = functools.partial(create_selective_checkpoint_contexts, gemms)
+        return checkpoint(call, x, use_reentrant=False, context_fn=contexts)
     return call(x) if how is None else checkpoint(call, x, use_reentrant=how == "reentrant")
 
 

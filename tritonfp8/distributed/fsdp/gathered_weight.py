@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, read_rank_segments
+from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
 from tritonfp8.layers.linear import LOCAL, OperandProvider, Pair, register_weight_type
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
@@ -232,7 +233,8 @@ def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | 
         # A graph does not look into subclasses. This op dispatches to _operand when the graph is made.
         qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
         return qdata, scale
-    found: tuple[Tensor, Tensor] = weight._operand(spec, transposed)
+    with hidden_from_selective_checkpointing():
+        found: tuple[Tensor, Tensor] = weight._operand(spec, transposed)
     return found
 
 
