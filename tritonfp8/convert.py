@@ -25,8 +25,8 @@ from tritonfp8.conversion import (
     teach_counters,
 )
 from tritonfp8.functional import SharedInput
-from tritonfp8.layers import all_or_nothing, change_class, forget_names, rebase, record_names, swapping
-from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, conv1d_class, is_conv1d, require_module
+from tritonfp8.layers import all_or_nothing, change_class, forget_names, is_own_forward, rebase, record_names, swapping
+from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, conv1d_class, is_conv1d, linear_class, require_module
 from tritonfp8.recipes import Recipe
 
 __all__ = ["ConversionReport", "convert", "revert", "swap_recipe"]
@@ -90,10 +90,10 @@ def convert(
     a function.
 
     Args:
-        model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear`` and the ``Conv1D`` of transformers are
-            converted. Subclasses of ``nn.Linear`` never are: their forward may differ, or the module around them may
-            bypass it. Layers whose forward was replaced on the instance are not either, unless the hooks of accelerate
-            replaced it.
+        model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, the ``Linear`` of torchtitan and the
+            ``Conv1D`` of transformers are converted. Other subclasses of ``nn.Linear`` never are: their forward may
+            differ, or the module around them may bypass it. Layers whose forward was replaced on the instance are not
+            either, unless the hooks of accelerate replaced it.
         recipe: a name, the path of a TOML file (:func:`tritonfp8.recipes.load`), a :class:`~tritonfp8.Recipe`, or a
             mapping of shell-style patterns of fully qualified names (``"*.mlp.*"``) to these; the first pattern that
             matches decides, and layers that none matches are skipped.
@@ -128,11 +128,15 @@ def convert(
     return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share)
 
 
+def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
+    return conv1d_class(cls) if is_conv1d(layer) else linear_class(cls)
+
+
 def _apply(model: nn.Module, selected: Selected, fuse: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Change the classes of the selected layers, all or none. Returns what :func:`fuse_model` returns."""
     with all_or_nothing(model):
         for name, module in selected.modules.items():
-            change_class(module, conv1d_class(type(module)) if is_conv1d(module) else Float8Linear)
+            change_class(module, _converted_class(type(module), module))
             module.recipe = selected.recipes[name]  # type: ignore[assignment]
         fused, left = _fusing().fuse_model(model) if fuse else ({}, {})
         new = set(selected.modules.values())
@@ -202,7 +206,12 @@ def _released(layers: Iterable[_Layer]) -> Iterator[None]:
 def _class_before(layer: _Layer) -> type:
     if isinstance(layer, Float8Conv1D):
         return rebase(type(layer), conv1d_class(layer.conv1d), layer.conv1d)
-    return rebase(type(layer), Float8Linear, nn.Linear)
+    return rebase(type(layer), linear_class(layer.linear), layer.linear)
+
+
+def _is_wrapped(layer: _Layer) -> bool:
+    """Whether code that ran after ``convert`` keeps the forward of a layer of torchtitan inside a function."""
+    return isinstance(layer, Float8Linear) and layer.linear is not nn.Linear and not is_own_forward(layer)
 
 
 def revert(model: nn.Module) -> list[str]:
@@ -216,7 +225,8 @@ def revert(model: nn.Module) -> list[str]:
         The names of the reverted layers, then of the fused modules.
 
     Raises:
-        ValueError: the model has no converted layer, or a block of ``quantize_weights_once`` is open on one.
+        ValueError: the model has no converted layer, a block of ``quantize_weights_once`` is open on one, or torchtitan
+            sharded one.
         TypeError: ``model`` is not a module, or a layer's class was written as a subclass of :class:`Float8Linear`.
     """
     require_module(model)
@@ -225,6 +235,8 @@ def revert(model: nn.Module) -> list[str]:
         raise ValueError("the model has no converted layer: there is nothing to revert")
     if cached := [name for name, module in layers.items() if module.cached_weight is not None]:
         raise ValueError(f"quantize_weights_once is open on {', '.join(cached)}: revert after the block")
+    if wrapped := [name for name, module in layers.items() if _is_wrapped(module)]:
+        raise ValueError(f"torchtitan wrapped the forward of {', '.join(wrapped)} to shard it: revert before that")
     classes = {module: _class_before(module) for module in layers.values()}
     with all_or_nothing(model), _released(layers.values()):
         for module, cls in classes.items():

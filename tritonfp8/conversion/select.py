@@ -10,7 +10,14 @@ from torch import nn
 from tritonfp8.conversion.choice import Choice, Recipes
 from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.layers import is_own_forward
-from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, check_not_torchao, is_conv1d, is_converted
+from tritonfp8.layers.linear import (
+    Float8Conv1D,
+    Float8Linear,
+    check_not_torchao,
+    computes_linear,
+    is_conv1d,
+    is_converted,
+)
 from tritonfp8.recipes import Recipe
 
 NO_PATTERN = "no pattern matched"
@@ -33,7 +40,7 @@ class Selected(NamedTuple):
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of a model, converted or not: ``nn.Linear`` and ``Conv1D`` of transformers."""
+    """The linear layers of a model, converted or not: ``nn.Linear``, its subclasses and ``Conv1D`` of transformers."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or is_conv1d(module) or is_converted(module):
             yield name, module
@@ -93,7 +100,7 @@ def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection)
 
 
 def _why_unfit(module: nn.Module) -> str | None:
-    if type(module) is nn.Linear or is_conv1d(module):
+    if computes_linear(type(module)) or is_conv1d(module):
         return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized: its weight is computed and not a parameter"

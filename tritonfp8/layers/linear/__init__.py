@@ -39,9 +39,11 @@ from tritonfp8.layers.linear.module import (
     Float8Conv1D,
     Float8Linear,
     check_not_torchao,
+    computes_linear,
     conv1d_class,
     is_conv1d,
     is_converted,
+    linear_class,
     require_module,
 )
 from tritonfp8.layers.linear.operands import (
@@ -97,6 +99,7 @@ __all__ = [
     "check_reader",
     "check_tensors",
     "check_whole",
+    "computes_linear",
     "conv1d_class",
     "first_order",
     "folded",
@@ -106,6 +109,7 @@ __all__ = [
     "input_specs",
     "is_conv1d",
     "is_converted",
+    "linear_class",
     "is_distributed",
     "is_fusable",
     "linear",

@@ -49,6 +49,8 @@ class Float8Linear(nn.Linear):
     is_fused: bool = False
     # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
     on_revert: Callable[[Any], object] | None = None
+    # The class that a converted layer had.
+    linear: type[nn.Linear] = nn.Linear
 
     def __init__(
         self,
@@ -95,6 +97,38 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """The fields of ``nn.Linear`` and the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
+
+
+# Subclasses of nn.Linear that only add methods, by module and name, so that their libraries need not be imported.
+_SAME_FORWARD = {("torchtitan.models.common.linear", "Linear")}
+_joined_linear: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Float8Linear}
+
+
+def computes_linear(cls: type[nn.Module]) -> TypeGuard[type[nn.Linear]]:
+    """Whether layers of this class compute what ``nn.Linear`` does: ``nn.Linear`` and ``Linear`` of torchtitan."""
+    if cls is nn.Linear:
+        return True
+    return (cls.__module__, cls.__name__) in _SAME_FORWARD and getattr(cls, "forward", None) is nn.Linear.forward
+
+
+def linear_class(cls: type[nn.Linear]) -> type[Float8Linear]:
+    """The class of a converted ``cls``, for which :func:`computes_linear` holds; it is a subclass of both."""
+    if cls not in _joined_linear:
+        members = {"__doc__": Float8Linear.__doc__, "linear": cls, "__reduce_ex__": _reduce_joined}
+        _joined_linear[cls] = type("Float8Linear", (Float8Linear, cls), members)
+    return _joined_linear[cls]
+
+
+def _reduce_joined(layer: Float8Linear, protocol: Any) -> Any:
+    # The joined class has no module in which pickle could look it up. Classes that others derive from it do as they do.
+    if type(layer) is not linear_class(layer.linear):
+        return nn.Linear.__reduce_ex__(layer, protocol)
+    return _empty_linear, (layer.linear,), layer.__dict__
+
+
+def _empty_linear(cls: type[nn.Linear]) -> Float8Linear:
+    found = linear_class(cls)
+    return found.__new__(found)
 
 
 def _cached_operands(layer: Float8Linear | Float8Conv1D) -> Operands | None:

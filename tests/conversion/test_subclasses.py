@@ -1,0 +1,88 @@
+"""convert takes the linear layer of torchtitan, by its module and name, because its forward is that of nn.Linear."""
+
+import copy
+
+import pytest
+import torch
+from cases import normal
+from torch import nn
+
+from tritonfp8 import convert, revert
+from tritonfp8.layers.linear import Float8Linear, computes_linear
+from tritonfp8.testing import assert_bitwise_equal
+
+TORCHTITAN = "torchtitan.models.common.linear"
+
+
+class Protocol:
+    """What torchtitan requires of every module."""
+
+    def init_states(self):
+        self.reset_parameters()
+
+
+class Linear(nn.Linear, Protocol):
+    pass
+
+
+class Scaled(Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+Linear.__module__ = Scaled.__module__ = TORCHTITAN
+
+
+def layer():
+    torch.manual_seed(0)
+    return nn.Sequential(Linear(32, 48))
+
+
+def test_converted_layer_stays_what_it_was_and_computes_by_the_recipe():
+    model, plain = layer(), nn.Sequential(nn.Linear(32, 48))
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        assert list(convert(each, "rowwise").converted) == ["0"]
+    assert isinstance(model[0], Float8Linear)
+    assert isinstance(model[0], Linear)
+    assert type(layer()[0]) is Linear
+    x = normal(3, 32)
+    assert_bitwise_equal(model(x), plain(x))
+    assert "recipe='rowwise'" in repr(model)
+    model[0].init_states()
+
+
+def test_revert_gives_the_class_back():
+    model = layer()
+    convert(model, "rowwise")
+    assert revert(model) == ["0"]
+    assert type(model[0]) is Linear
+    assert "recipe" not in model[0].__dict__
+
+
+def test_revert_refuses_a_forward_that_was_wrapped():
+    model = layer()
+    convert(model, "rowwise")
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x)
+    with pytest.raises(ValueError, match="torchtitan wrapped the forward of 0"):
+        revert(model)
+    assert isinstance(model[0], Float8Linear)
+
+
+def test_copies():
+    model = layer()
+    convert(model, "rowwise")
+    x = normal(3, 32)
+    copied = copy.deepcopy(model)
+    assert type(copied[0]) is type(model[0])
+    assert copied[0].recipe == model[0].recipe
+    assert_bitwise_equal(copied(x), model(x))
+
+
+def test_classes_that_compute_otherwise_are_skipped():
+    model = nn.Sequential(Scaled(32, 32), nn.Linear(32, 32))
+    assert list(convert(model, "rowwise").skipped) == ["0"]
+    assert computes_linear(Linear)
+    assert not computes_linear(type("Linear", (Scaled,), {"__module__": TORCHTITAN}))
+    assert not computes_linear(type("Linear", (Linear,), {"__module__": "elsewhere"}))
