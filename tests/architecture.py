@@ -47,6 +47,8 @@ KERNEL_DATA = "tritonfp8.kernels.matmul.sizes"
 
 MUTABLE_DATACLASSES = {
     "tritonfp8.counting.GemmCounts": "counts",
+    "tritonfp8.integrations.torchtitan.Config": "torchtitan fills and replaces fields of a tree of configs",
+    "tritonfp8.integrations.torchtitan.Float8ModelConfig": "likewise",
     "tritonfp8.training.loop.Result": "filled while training, so that Ctrl-C keeps what was measured",
     "tritonfp8.training.loop.Run": "likewise",
 }

@@ -279,6 +279,12 @@ def check_trainer(names):
     assert recipes_of(names["model"]) == {"rowwise"}
 
 
+def check_torchtitan(names):
+    config = names["qwen3_fp8"]()
+    assert config.model_spec.model.float8.recipe == "rowwise"
+    assert config.parallelism.spmd_backend == "partial_dtensor"
+
+
 def accelerated(mesh):
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -369,6 +375,7 @@ CASES = {
     "lightning.md-0": Case(lightning_trainer, check_trainer, ranks=False),
     "lightning.md-1": Case(fabric, check_fabric),
     "peft.md-0": Case(with_lora, check_lora, ranks=False),
+    "torchtitan.md-0": Case(lambda mesh: {}, check_torchtitan, ranks=False),
     "distributed.md-0": Case(parallel, check_parallel),
     "distributed.md-1": Case(sequence_parallel, check_sequence_parallel),
     "distributed.md-2": Case(tokens_of_their_own, check_tokens),

@@ -1,0 +1,146 @@
+"""torchtitan's models with its own parallelism and the FP8 all-gather: all weights train, to the same bits.
+
+torchtitan is not installed with the other packages of the tests, because it brings data sets, dashboards and a logger
+to the cloud. ``pip install torchtitan==0.3.0`` lets these tests run.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torchtitan_cases
+from process_group import Processes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+try:
+    importlib.import_module("torchtitan.trainer")
+    REASON = None
+except ImportError as error:
+    REASON = f"torchtitan 0.3 and its dependencies are not installed: {error}"
+
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.timeout(600),
+]
+
+TP = {"tensor_parallel_degree": 2}
+TP_FSDP_EP = {**TP, "data_parallel_shard_degree": 2, "expert_parallel_degree": 4}
+# A block has wqkv, wo and, without experts, w1, w2, w3.
+DENSE, ATTENTION = 5, 2
+
+PROGRAMS = {
+    "fsdp": (2, {}),
+    "fsdp_llama3": (2, {"family": "llama3"}),
+    "fsdp_bfloat16_selective": (2, {"dtype": "bfloat16", "checkpointing": "selective"}),
+    "fsdp_full_mxfp8": (2, {"recipe": "mxfp8", "checkpointing": "full"}),
+    "fsdp_compiled": (2, {"compiled": True, "checkpointing": "selective"}),
+    "hsdp": (4, {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}}),
+    "tp": (2, {"parallelism": TP, "recipe": torchtitan_cases.HEAD}),
+    "tp_fsdp_selective": (4, {"parallelism": {**TP, "data_parallel_shard_degree": 2}, "checkpointing": "selective"}),
+    "moe_tp_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "recipe": torchtitan_cases.HEAD}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    processes = Processes(4)
+    yield processes
+    processes.stop()
+
+
+def run(ranks, world, parallelism=(), **options):
+    return ranks.run(world, torchtitan_cases.train, timeout=300, parallelism=dict(parallelism), **options)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_parameters_train_and_the_gather_changes_no_bit(ranks, name):
+    world, program = PROGRAMS[name]
+    on, off = (run(ranks, world, gather=gather, **program) for gather in (True, False))
+    layers = torchtitan_cases.LAYERS * (ATTENTION if "moe" in name else DENSE)
+    has_head = program.get("recipe") == torchtitan_cases.HEAD
+    for row in on + off:
+        assert row["stuck"] == row["wrong"] == []
+        assert row["converted"] == layers + has_head
+        assert len(set(row["losses"])) == 3
+    assert [row["losses"] for row in on] == [row["losses"] for row in off]
+    if "fsdp" in name:
+        assert on[0]["gathered"] < off[0]["gathered"]
+    if has_head:
+        assert on[0]["placements"] == "(Shard(dim=2),)"
+
+
+def test_selective_checkpointing_saves_the_results_of_gemms(ranks):
+    """A layer has three GEMMs; full checkpointing repeats one, and so would torchtitan's own list of ops."""
+    rows = {policy: run(ranks, 1, checkpointing=policy)[0] for policy in (None, "selective", "full")}
+    layers = torchtitan_cases.LAYERS * DENSE
+    assert [row["gemms"] for row in rows.values()] == [3 * layers, 3 * layers, 4 * layers]
+    assert rows["selective"]["saving"] == "Float8SelectiveAC.Config"
+    assert rows[None]["losses"] == rows["selective"]["losses"] == rows["full"]["losses"]
+
+
+def test_the_losses_are_near_those_of_bf16(ranks):
+    fp8, plain = (run(ranks, 2, recipe=recipe)[0]["losses"] for recipe in ("rowwise", None))
+    assert fp8 != plain
+    assert fp8 == pytest.approx(plain, rel=0.01)
+
+
+def test_a_parameter_that_does_not_move_fails_the_comparison(ranks):
+    """Shows that the tests above can fail: with a learning rate of zero every parameter is reported."""
+    assert len(run(ranks, 2, rate=0.0)[0]["stuck"]) > 10
+
+
+def test_example(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / "torchtitan_train.py"), "--steps", "6"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0]
+    assert "10 converted, 0 skipped" in done.stderr
+
+
+class TestConfigs:
+    def configured(self, **parallelism):
+        from tritonfp8.integrations.torchtitan import Float8Converter
+
+        spec = torchtitan_cases.spec_of("debugmodel", [Float8Converter.Config()])
+        config = torchtitan_cases.config_of(spec, parallelism)
+        spec.model.update_from_config(config=config)
+        return spec.model
+
+    def test_a_backend_that_hides_shards_is_an_error(self):
+        with pytest.raises(ValueError, match="spmd_backend must be 'partial_dtensor'; got 'spmd_types'"):
+            self.configured(spmd_backend="spmd_types")
+
+    def test_the_config_is_that_of_the_model_and_is_not_changed(self):
+        from tritonfp8.integrations.torchtitan import Float8Converter
+
+        plain = torchtitan_cases.spec_of("debugmodel", None).model
+        fields = plain.to_dict()
+        converted = Float8Converter.Config(recipe="mxfp8").build().convert(plain)
+        assert isinstance(converted, type(plain))
+        assert converted.to_dict() == {**fields, "float8": converted.float8.to_dict()}
+        assert plain.to_dict() == fields
+
+    def test_two_conversions_are_an_error(self):
+        from tritonfp8.integrations.torchtitan import Float8Converter
+
+        config = Float8Converter.Config()
+        with pytest.raises(ValueError, match="converted already"):
+            torchtitan_cases.spec_of("debugmodel", [config, config])
+
+    def test_another_config_is_an_error(self):
+        from tritonfp8.integrations.torchtitan import Float8Converter
+
+        with pytest.raises(TypeError, match="the config of a model of torchtitan"):
+            Float8Converter.Config().build().convert({})
