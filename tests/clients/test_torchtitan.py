@@ -1,7 +1,7 @@
 """torchtitan's models with its own parallelism and the FP8 all-gather: all weights train, to the same bits.
 
-torchtitan is not installed with the other packages of the tests, because it brings data sets, dashboards and a logger
-to the cloud. ``pip install torchtitan==0.3.0`` lets these tests run.
+torchtitan is not among the packages of constraints.txt: its datasets<4.8 needs an older fsspec than the one there.
+These tests run where torchtitan 0.3.0 and what it imports are installed.
 """
 
 import importlib
