@@ -29,23 +29,26 @@ driver = ctypes.CDLL("libcuda.so.1")
 driver.stub_word.restype = ctypes.c_uint64
 
 
-def param_bytes(kernel):
-    """Size of each parameter of a compiled kernel, as the driver gets them."""
-    sizes = []
+def parameters(kernel):
+    """Of each parameter of a compiled kernel: its size in bytes as the driver gets it, and whether it is an address.
+
+    A tensor map begins with an address.
+    """
+    found = []
     for kind in kernel.src.signature.values():
         if kind.startswith("tensordesc"):
             rank = re.search(r"\[([\d, ]+)\]", kind)[1].count(",") + 1
-            sizes += [128, *[4] * rank, *[8] * rank]
+            found += [(128, True), *[(4, False)] * rank, *[(8, False)] * rank]
         elif kind != "constexpr":
-            sizes.append(8 if kind.startswith("*") else BYTES[kind])
-    return [*sizes, *[8] * SCRATCH]
+            found.append((8, True) if kind.startswith("*") else (BYTES[kind], False))
+    return [*found, *[(8, True)] * SCRATCH]
 
 
 def described():
     for kernel in kernel_cache._compiled.values():
-        sizes = param_bytes(kernel)
+        sizes = [size for size, _ in parameters(kernel)]
         driver.stub_describe(kernel.function, len(sizes), (ctypes.c_int * len(sizes))(*sizes))
-    return {kernel.function: param_bytes(kernel) for kernel in kernel_cache._compiled.values()}
+    return {kernel.function: parameters(kernel) for kernel in kernel_cache._compiled.values()}
 
 
 def launched(call, names):
@@ -55,14 +58,14 @@ def launched(call, names):
     results = out if isinstance(out, tuple | list) else (out,)
     known = {t.data_ptr(): name for name, t in names.items() if t is not None}
     known |= {t.data_ptr(): f"result {i}" for i, t in enumerate(results)}
-    sizes, log = described(), []
+    kinds, log = described(), []
     for i in range(driver.stub_launches()):
         function = driver.stub_function(i)
         words = [
-            [driver.stub_word(i, p, w) for w in range(max(1, size // 8))] for p, size in enumerate(sizes[function])
+            [driver.stub_word(i, p, w) for w in range(max(1, size // 8))] for p, (size, _) in enumerate(kinds[function])
         ]
-        for word, size in zip(words, sizes[function], strict=True):
-            if size >= 8 and word[0] > 2**32:
+        for word, (_, is_address) in zip(words, kinds[function], strict=True):
+            if is_address and word[0]:
                 word[0] = known.setdefault(word[0], f"temporary {len(known)}")
         log.append((function, driver.stub_grid(i), driver.stub_threads(i), driver.stub_shared(i), words))
     return log, [(t.shape, t.stride(), t.dtype) for t in results]

@@ -1,7 +1,6 @@
 """Rank processes that run functions of tests. They start once, because a start takes longer than most tests."""
 
 import contextlib
-import gc
 import os
 import tempfile
 import time
@@ -35,9 +34,6 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.set_num_threads(1)
-    # As in the test process (tests/conftest.py).
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(BACKENDS[device], init_method=f"file://{rendezvous}", rank=rank, world_size=size)
