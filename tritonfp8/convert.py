@@ -37,7 +37,7 @@ _Layer = Float8Linear | Float8Conv1D
 def _share_inputs(model: nn.Module, layers: Collection[nn.Module], new: Collection[nn.Module]) -> None:
     """Let sibling layers (one parent, equal ``in_features``) quantize an input once that all of them read.
 
-    Siblings of which none is new share already.
+    Siblings that were all converted before share already.
     """
     for parent in model.modules():
         groups: dict[int, list[nn.Module]] = {}
@@ -99,7 +99,7 @@ def convert(
             matches decides, and layers that none matches are skipped.
         filter: which layers to convert: a list of patterns or names; a function ``filter(module, fqn) -> bool``, which
             replaces the defaults; or ``"auto"``, which leaves out layers that would get slower, by the tuned table or
-            the cost model of the GPU (of an H200 if there is none).
+            the cost model of the GPU (without a GPU, of an H200).
         fuse: also fuse quantization into SwiGLU MLPs, and into norms that only linear layers of one recipe read, where
             :func:`tritonfp8.layers.fused.fuse_model` recognizes them. The report lists the others with reasons. Sharded
             weights (tensor parallel) need ``fuse=False``.

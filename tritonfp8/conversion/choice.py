@@ -51,7 +51,7 @@ class Choice:
         return found[1]
 
     def check_all_used(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a pattern decided nothing; ``names`` are those that a pattern can match."""
+        """Raise ValueError if a pattern decided nothing; ``names`` are all names that a pattern can match."""
         unused = [pattern for pattern in self.recipes if pattern not in self.used]
         if unused and self.is_mapping:
             raise ValueError(

@@ -46,7 +46,7 @@ class RecipeSchedule:
 
     Args:
         stages: ``(start, recipe)`` in ascending order of start.
-        total_steps: steps of the whole training; needed for shares only.
+        total_steps: number of steps in the training; needed for shares only.
 
     Raises:
         ValueError: no stage, a first stage that does not start at 0, starts that do not ascend, a share without

@@ -179,7 +179,7 @@ def _report(
 
 
 def _gemm(ran: Sequence[counting.RanGemm], total: int) -> GemmReport:
-    """The GEMMs of one kind of a layer as one; those that ran otherwise than the first are named, too."""
+    """The GEMMs of one kind of a layer as one row; it also names GEMMs that ran in another way than the first."""
 
     def joined(texts: Iterator[str]) -> str:
         return ", ".join(dict.fromkeys(texts))

@@ -18,7 +18,7 @@ HEAD = {"*lm_head": "rowwise", "*": "rowwise"}
 
 
 def _use_cpus():
-    """torchtitan asks torch for the accelerator when it is imported, and takes CUDA if there is none."""
+    """torchtitan asks torch for the accelerator when it is imported, and takes CUDA on a machine without any."""
     torch._utils._get_available_device_type = lambda: "cpu"
 
 

@@ -1,4 +1,4 @@
-"""Reports of compiled kernels: those of one run on disk, and those that are committed beside the tests.
+"""Reports of compiled kernels: reports of one run, in a folder, and committed reports, beside the tests.
 
 The processes of one run share a folder, so a kernel whose report several tests read is compiled once, whichever test
 asks first. ``REPORTS`` is committed: a kernel is not compiled again while its source, arguments, target, options and

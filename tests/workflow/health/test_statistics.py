@@ -78,7 +78,7 @@ def test_amax_and_values_that_are_not_finite_are_found_in_rows_that_are_not_meas
     x[200, 3] = 1000.0
     found = figures(x, QuantSpec("e4m3"), rows=128)
     assert (found["amax"], found["outlier_ratio"] < 10) == (1000.0, True)
-    # The scale is that of the whole tensor.
+    # One scale covers all rows, also the ones that are not sampled.
     assert found["scale_max"] == figures(x, QuantSpec("e4m3"))["scale_max"]
     x[200, 3] = math.inf
     assert figures(x, QuantSpec("e4m3"), rows=128)["nonfinite_share"] == 1 / x.numel()

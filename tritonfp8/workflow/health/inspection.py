@@ -1,4 +1,4 @@
-"""inspect(): measure the operands of a model every N steps, keep the figures, and warn of those that are unhealthy."""
+"""inspect(): measure the operands of a model every N steps, keep the figures, and warn of unhealthy ones."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def inspect(
     a threshold is logged as a warning by the logger ``tritonfp8``, once a layer.
 
     A compiled model runs eagerly in sampled steps, by ``torch.compiler.set_stance("force_eager")``. Nothing is compiled
-    for that, and what is compiled stays. A sampled step then takes the time and the memory of an eager one.
+    for that, and the compiled code is kept. A sampled step then takes the time and the memory of an eager one.
 
     Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Fused norms and MLPs run
     unfused in sampled steps. A CUDA graph that the caller captured has no hooks when it is replayed: nothing is seen.

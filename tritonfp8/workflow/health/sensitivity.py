@@ -100,7 +100,7 @@ def sensitivity(
     Parameters, gradients, buffers, recipes, training flags and torch's random numbers are afterwards as they were.
 
     Args:
-        model: converted or not. Of a model that is not, the layers are those that ``convert`` would take.
+        model: converted or not. In an unconverted model, the layers that ``convert`` would take are measured.
         batch: what the model takes: a mapping of keywords, a tuple or list of arguments, or one argument.
         recipes: names or :class:`~tritonfp8.Recipe`, the fastest first.
         loss: ``loss(model, batch)`` returns a scalar. Default: the ``loss`` of the model's output, or the mean square
