@@ -77,14 +77,14 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    """Up to four processes on gloo, for the test files that do not start their own; ended with each file.
+def ranks(request):
+    """Processes on gloo, ended with each file: four, or as many as a file says by ``PROCESSES``.
 
-    Torch names groups by their number, so a function that makes a mesh must run on all four.
+    Torch names groups by their number, so a function that makes a mesh must run on all of them.
     """
     from process_group import Processes
 
-    processes = Processes(4)
+    processes = Processes(getattr(request.module, "PROCESSES", 4))
     yield processes
     processes.stop()
 

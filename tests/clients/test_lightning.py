@@ -4,21 +4,15 @@ import lightning
 import lightning_cases
 import pytest
 import torch
-from process_group import Processes
 from torch.utils.data import DataLoader
 
 import tritonfp8
 from tritonfp8.integrations.lightning import fabric_plugin, trainer_plugin
 from tritonfp8.testing import assert_bitwise_equal
 
+PROCESSES = 2
+
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(2)
-    yield processes
-    processes.stop()
 
 
 class Module(lightning.LightningModule):

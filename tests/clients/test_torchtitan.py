@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torchtitan_cases
-from process_group import Processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,13 +44,6 @@ PROGRAMS = {
     "tp_fsdp_selective": (4, {"parallelism": {**TP, "data_parallel_shard_degree": 2}, "checkpointing": "selective"}),
     "moe_tp_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "recipe": torchtitan_cases.HEAD}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(4)
-    yield processes
-    processes.stop()
 
 
 def run(ranks, world, parallelism=(), **options):

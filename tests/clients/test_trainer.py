@@ -2,7 +2,8 @@
 
 import pytest
 import trainer_cases
-from process_group import Processes
+
+PROCESSES = 2
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
 
@@ -27,13 +28,6 @@ PROGRAMS = {
 
 # Compiled layers are alike: a second one takes as long to compile as the first, and FSDP's own tests compile two.
 COMPILED = {"layers": 1}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(2)
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

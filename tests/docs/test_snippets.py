@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import snippet_cases
-from process_group import Processes
+
+PROCESSES = 2
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -14,13 +15,6 @@ BLOCKS = {
     for page in PAGES
     for number, source in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(2)
-    yield processes
-    processes.stop()
 
 
 def test_every_snippet_has_a_case():

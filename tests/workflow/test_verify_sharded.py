@@ -3,18 +3,12 @@
 import pytest
 import verify_cases
 from fsdp_cases import Setup
-from process_group import Processes
 
 from tritonfp8.recipes import GEMMS
 
+PROCESSES = 2
+
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(2)
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,11 @@ import pytest
 import torch
 from cases import QUANTIZED
 from fsdp_cases import Setup
-from process_group import Processes
 
 from tritonfp8 import recipes
 from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(4)
-    yield processes
-    processes.stop()
 
 
 def check_equal_to_off(ranks, world, setup, steps=3):

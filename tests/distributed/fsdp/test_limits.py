@@ -5,16 +5,8 @@ import fsdp_limit_cases
 import pytest
 from cases import QUANTIZED
 from fsdp_cases import Setup
-from process_group import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(4)
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

@@ -2,10 +2,11 @@
 
 import fused_cases
 import pytest
-from process_group import Processes
 
 from tritonfp8 import recipes
 from tritonfp8.layers.linear import is_fusable
+
+PROCESSES = 3
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -13,13 +14,6 @@ FUSABLE = [name for name in recipes.names() if is_fusable(recipes.get(name))]
 # Two layers: in each both norms and the MLP.
 FUSED = 6
 ORDER = "Call parallelize_module before tritonfp8.convert(model, recipe, fuse=True)"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(3)
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.parametrize("recipe", FUSABLE)

@@ -2,16 +2,10 @@
 
 import health_cases
 import pytest
-from process_group import Processes
+
+PROCESSES = 2
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    processes = Processes(2)
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.parametrize("gather", [False, True])
