@@ -1,6 +1,6 @@
 """Train a small Qwen3 of torchtitan on text in FP8, sharded by torchtitan's FSDP2 and tensor parallelism.
 
-    pip install torchtitan==0.3.0
+    pip install -c constraints.txt -e ".[torchtitan]"
     torchrun --nproc-per-node 2 examples/torchtitan_train.py
     torchrun --nproc-per-node 2 examples/torchtitan_train.py --tp 2
 

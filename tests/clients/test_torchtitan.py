@@ -1,10 +1,5 @@
-"""torchtitan's models with its own parallelism and the FP8 all-gather: all weights train, to the same bits.
+"""torchtitan's models with its own parallelism and the FP8 all-gather: all weights train, to the same bits."""
 
-torchtitan is not among the packages of constraints.txt: its datasets<4.8 needs an older fsspec than the one there.
-These tests run where torchtitan 0.3.0 and what it imports are installed.
-"""
-
-import importlib
 import os
 import re
 import subprocess
@@ -16,17 +11,7 @@ import torchtitan_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
-try:
-    importlib.import_module("torchtitan.trainer")
-    REASON = None
-except ImportError as error:
-    REASON = f"torchtitan 0.3 and its dependencies are not installed: {error}"
-
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.xdist_group("ranks"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
 
 TP = {"tensor_parallel_degree": 2}
 TP_FSDP_EP = {**TP, "data_parallel_shard_degree": 2, "expert_parallel_degree": 4}
