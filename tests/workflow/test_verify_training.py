@@ -203,6 +203,40 @@ def test_a_wrapped_optimizer_and_one_that_is_not_torchs():
     assert failures(model, Own(model.parameters()), lambda m, o: step(m, o, clear=False)).keys() == {"a.weight"}
 
 
+def engine_step(model, lost=()):
+    """An engine keeps copies of the parameters, steps those, and clears the gradients."""
+    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(torch.randn(8, 32)).sum().backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None and name not in lost:
+            p.data.copy_(copies[name] - 0.1 * p.grad)
+        p.grad = None
+
+
+def test_an_engine_that_steps_copies():
+    model = converted()
+    with tritonfp8.verify_training(model, None) as check:
+        engine_step(model)
+    assert check.moved == ("a.weight", "a.bias", "b.weight")
+    assert check.without_gradient == ("unused.weight",)
+
+    check = tritonfp8.verify_training(model, None)
+    with pytest.raises(tritonfp8.VerificationError, match="it got a gradient and did not change"), check:
+        engine_step(model, lost=("b.weight",))
+    assert [each.layer for each in check.failures] == ["b.weight"]
+
+
+def test_the_optimizer_of_an_engine_is_an_error():
+    class EngineOptimizer(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.optimizer = inner
+
+        param_groups = ()
+
+    with pytest.raises(TypeError, match="EngineOptimizer wraps object, .* give optimizer=None"):
+        tritonfp8.verify_training(converted(), EngineOptimizer(object()))
+
+
 def test_closures_and_sparse_gradients():
     model = nn.Embedding(8, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

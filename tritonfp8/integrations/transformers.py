@@ -67,6 +67,26 @@ def uses_fsdp2() -> bool:
     return bool(AcceleratorState._shared_state) and bool(AcceleratorState().is_fsdp2)
 
 
+def uses_deepspeed() -> bool:
+    """Whether accelerate trains by DeepSpeed in this process."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    state = AcceleratorState._shared_state
+    return state.get("distributed_type") == DistributedType.DEEPSPEED
+
+
+def _require_whole_weights(model: nn.Module) -> None:
+    """Refuse ZeRO-3 before the training: it leaves empty weights between the calls of a layer."""
+    from accelerate.state import AcceleratorState
+
+    if uses_deepspeed() and AcceleratorState().deepspeed_plugin.zero_stage == 3:
+        raise ValueError(
+            f"{type(model).__name__} would be sharded by DeepSpeed ZeRO-3, which is not supported: use ZeRO-1 or "
+            "ZeRO-2, or FSDP2, which shards weights and gathers them in 8 bits"
+        )
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of ``torch.compile`` and of ``DistributedDataParallel``."""
     while True:
@@ -148,6 +168,7 @@ class Float8Callback(TrainerCallback):
     ) -> None:
         """Convert the model."""
         inner = unwrapped(model)
+        _require_whole_weights(inner)
         recipe = self.config.recipe
         if self.config.schedule is not None:
             # Shares of the training are resolved when it begins: only then its length is known.
@@ -171,9 +192,17 @@ class Float8Callback(TrainerCallback):
             self.schedule.attach(unwrapped(model))
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
-        """Give the model the recipe of this step."""
+        """Give the model the recipe of this step. DeepSpeed steps inside of the backward pass: check its step."""
+        if uses_deepspeed() and not self._is_checked and _moves_weights(optimizer):
+            self._begin_check(model, None)
         if self.schedule is None:
             return
         inner = unwrapped(model)
@@ -191,11 +220,17 @@ class Float8Callback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Look at the gradients of this step, and begin the check of the first."""
+        if uses_deepspeed():
+            self._gradients.add(getattr(optimizer.optimizer, "_global_grad_norm", None))
+            return
         self._gradients.see(model)
         if not self._is_checked and _moves_weights(optimizer):
-            self._is_checked = True
-            self._check = verify_training(unwrapped(model), optimizer, on_failure="warn")
-            self._check.__enter__()
+            self._begin_check(model, optimizer)
+
+    def _begin_check(self, model: nn.Module, optimizer: Any) -> None:
+        self._is_checked = True
+        self._check = verify_training(unwrapped(model), optimizer, on_failure="warn")
+        self._check.__enter__()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -240,7 +275,12 @@ class _Gradients:
         vectors = [grad for grad in found if grad.ndim <= 1] or found[:1]
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in vectors]
         if local:
-            wrong = (~torch.nn.utils.get_total_norm(local).isfinite()).long()
+            self.add(torch.nn.utils.get_total_norm(local))
+
+    def add(self, norm: Tensor | float | None) -> None:
+        """Count a step by the norm of its gradients; None is no step."""
+        if norm is not None:
+            wrong = (~torch.as_tensor(norm).isfinite()).long()
             self._count = wrong if self._count is None else self._count + wrong
 
     def take(self) -> int:

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -68,7 +69,15 @@ class TrainingCheck:
         for optimizer in self._optimizers:
             if isinstance(optimizer, Optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(self._note_step))
+        if not self._optimizers:
+            # An engine clears the gradients before the block ends.
+            self._handles += [
+                held.parameter.register_hook(partial(self._note, held.parameter)) for held in self._before
+            ]
         return self
+
+    def _note(self, parameter: Tensor, grad: Tensor) -> None:
+        self._gradients[id(parameter)].append(_has_nonzero(grad))
 
     def _note_step(self, optimizer: Any, *args: Any) -> None:
         """Note the gradients and learning rates of a step that begins: the block may clear the gradients after it."""
@@ -85,7 +94,7 @@ class TrainingCheck:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._gradients[id(parameter)].append(_has_nonzero(parameter.grad))
+                    self._note(parameter, parameter.grad)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,7 +139,9 @@ class TrainingCheck:
 
     def _of_optimizers(self) -> Iterator[Failure]:
         """No step, and parameters that only the optimizers have or that they lack."""
-        if not self.steps and all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers):
+        if not self._optimizers:
+            return
+        if self._no_step_ran():
             yield Failure(
                 "optimizer",
                 "no step ran inside the block",
@@ -157,19 +168,23 @@ class TrainingCheck:
                     "give the optimizer model.parameters(), or freeze it: requires_grad_(False)",
                 )
 
+    def _no_step_ran(self) -> bool:
+        return not self.steps and all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers)
+
     def _stuck(self, flags: Mapping[str, Sequence[bool]], rates: Mapping[str, float]) -> Iterator[Failure]:
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        if self._optimizers and self._no_step_ran():
+            return
         for each in self._before:
             changed, has_gradient, nonzero = flags[each.name]
-            if changed or not has_gradient or id(each.parameter) not in held:
+            if changed or not has_gradient or (self._optimizers and id(each.parameter) not in held):
                 continue
-            if not self.steps and all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers):
-                continue
-            yield Failure(each.name, *_why_stuck(each.parameter, nonzero, rates[each.name]))
+            rate = rates[each.name] if self._optimizers else None
+            yield Failure(each.name, *_why_stuck(each.parameter, nonzero, rate))
 
 
-def _why_stuck(parameter: Tensor, nonzero: bool, rate: float) -> tuple[str, str]:
-    """The cause and the remedy of a weight that a step did not change."""
+def _why_stuck(parameter: Tensor, nonzero: bool, rate: float | None) -> tuple[str, str]:
+    """The cause and the remedy of a weight that a step did not change. ``rate``: None if it is not known."""
     if rate == 0:
         return (
             "it got a gradient and did not change: its learning rate is 0",
@@ -180,8 +195,9 @@ def _why_stuck(parameter: Tensor, nonzero: bool, rate: float) -> tuple[str, str]
             "it did not change: its gradient is all zeros",
             "look for what stops gradients: a dead activation, a gate at 0, inputs that do not reach it",
         )
+    at = "" if rate is None else f", at a learning rate of {rate:g}"
     return (
-        f"it got a gradient and did not change, at a learning rate of {rate:g}",
+        f"it got a gradient and did not change{at}",
         f"look whether the update is below the rounding of {parameter.dtype} (keep master weights in float32), and "
         "whether the optimizer steps on copies",
     )
@@ -222,10 +238,17 @@ def _unwrapped(optimizer: Any) -> Any:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or have param_groups; got {type(optimizer).__name__}"
         )
+    if isinstance(optimizer, Optimizer) and inner is not None:
+        raise TypeError(
+            f"{type(optimizer).__name__} wraps {type(inner).__name__}, which is no torch.optim.Optimizer and steps "
+            "copies of the parameters: give optimizer=None, with the engine's backward and step inside the block"
+        )
     return optimizer
 
 
-def verify_training(model: nn.Module, optimizer: Any | Iterable[Any], on_failure: str = "raise") -> TrainingCheck:
+def verify_training(
+    model: nn.Module, optimizer: Any | Iterable[Any] | None, on_failure: str = "raise"
+) -> TrainingCheck:
     """Check one step of an optimizer: every trainable weight that gets a gradient must change, to the bit.
 
         with tritonfp8.verify_training(model, optimizer):
@@ -240,7 +263,8 @@ def verify_training(model: nn.Module, optimizer: Any | Iterable[Any], on_failure
     Args:
         model: any module.
         optimizer: the optimizer of ``model``, or several. One that wraps a torch.optim.Optimizer as its ``optimizer``
-            serves, too.
+            serves, too. None for an engine that steps copies of the parameters, as DeepSpeed's: the backward pass and
+            the step are both in the block, and what the optimizer holds is not checked.
         on_failure: ``"raise"`` or ``"warn"``, at the end of the block.
 
     Returns:
@@ -256,4 +280,5 @@ def verify_training(model: nn.Module, optimizer: Any | Iterable[Any], on_failure
     require_module(model)
     require("on_failure", on_failure, ON_FAILURE)
     several = isinstance(optimizer, Iterable) and not hasattr(optimizer, "param_groups")
-    return TrainingCheck(model, [_unwrapped(each) for each in (optimizer if several else [optimizer])], on_failure)
+    given: Iterable[Any] = () if optimizer is None else optimizer if several else [optimizer]
+    return TrainingCheck(model, [_unwrapped(each) for each in given], on_failure)

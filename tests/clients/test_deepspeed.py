@@ -1,0 +1,44 @@
+"""DeepSpeed's ZeRO in Hugging Face's Trainer, with Float8Callback, on two processes of gloo."""
+
+import deepspeed_cases
+import pytest
+from process_group import RankError
+
+PROCESSES = 2
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_weight_moves_and_the_losses_are_those_of_ddp(ranks, stage, tmp_path):
+    expected = ranks.run(2, deepspeed_cases.train, folder=tmp_path)
+    found = ranks.run(2, deepspeed_cases.train, folder=tmp_path, stage=stage)
+    for row, reference in zip(found, expected, strict=True):
+        assert row["wrapped"] == "DeepSpeedEngine"
+        assert row["converted"] == 14
+        assert row["stuck"] == []
+        assert any("21 of 21 trainable weights moved, 0 failures" in each for each in row["messages"])
+        assert row["losses"] == reference["losses"]
+
+
+def test_bfloat16_with_masters_of_the_engine(ranks, tmp_path):
+    expected = ranks.run(2, deepspeed_cases.train, folder=tmp_path)
+    found = ranks.run(2, deepspeed_cases.train, folder=tmp_path, stage=2, bfloat16=True)
+    for row, reference in zip(found, expected, strict=True):
+        assert row["stuck"] == []
+        assert row["losses"] == pytest.approx(reference["losses"], rel=1e-2)
+
+
+def test_a_weight_that_the_engine_does_not_move_is_named(ranks, tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    for row in ranks.run(2, deepspeed_cases.train, folder=tmp_path, stage=1, frozen=name):
+        assert any("20 of 21 trainable weights moved, 1 failures" in each for each in row["messages"])
+
+
+def test_gradients_that_are_nan_are_reported(ranks, tmp_path):
+    for row in ranks.run(2, deepspeed_cases.train, folder=tmp_path, stage=1, poison="model.norm.weight"):
+        assert any("gradients that are NaN or infinite" in each for each in row["messages"])
+
+
+def test_stage_three_is_an_error_before_the_training(ranks, tmp_path):
+    with pytest.raises(RankError, match="ZeRO-3, which is not supported: use ZeRO-1 or ZeRO-2, or FSDP2"):
+        ranks.run(2, deepspeed_cases.train, folder=tmp_path, stage=3)

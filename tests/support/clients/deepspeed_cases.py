@@ -1,0 +1,109 @@
+"""Functions of each rank in the tests of DeepSpeed."""
+
+import functools
+import logging
+import os
+
+import torch
+from trainer_cases import act_as_launched
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from bench.distributed.trainer import VOCABULARY, Tokens, reset
+from tritonfp8.integrations.transformers import Float8Callback
+from tritonfp8.layers.linear import is_converted
+
+
+def _train_on_cpus():
+    """Make accelerate use DeepSpeed on CPUs. It requires a GPU and would use DDP, but DeepSpeed itself needs no GPU."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    original = AcceleratorState.__init__
+    if getattr(original, "trains_on_cpus", False):
+        return
+
+    @functools.wraps(original)
+    def init(self, *args, deepspeed_plugin=None, **kwargs):
+        original(self, *args, deepspeed_plugin=deepspeed_plugin, **kwargs)
+        if deepspeed_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+            precision, self._mixed_precision = self._mixed_precision, "no"
+            deepspeed_plugin.set_mixed_precision(precision)
+            deepspeed_plugin.select(_from_accelerator_state=True)
+            self.deepspeed_plugins = deepspeed_plugin
+
+    init.trains_on_cpus = True
+    AcceleratorState.__init__ = init
+
+
+class Records(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def train(mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None):
+    """What a Trainer with the callback did in four steps: with DeepSpeed ZeRO of a stage, or by DDP.
+
+    ``frozen``: a parameter that every step gives back its old value. ``poison``: one that becomes NaN.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    act_as_launched()
+    _train_on_cpus()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    engine = {
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": bfloat16},
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"),
+    }
+    args = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True,
+        use_cpu=True, seed=0, max_steps=4, learning_rate=1e-2, save_strategy="no", lr_scheduler_type="constant",
+        bf16=bfloat16, deepspeed=None if stage is None else engine,
+    )  # fmt: skip
+    named = dict(model.named_parameters())
+    before = {name: p.detach().clone() for name, p in named.items()}
+    if poison:
+        named[poison].data.fill_(float("nan"))
+    if frozen:
+        # The end of a step is too late: the engine has stepped in the backward pass before.
+        class Restore(Float8Callback):
+            def on_pre_optimizer_step(self, *args, **kwargs):
+                named[frozen].data.copy_(before[frozen])
+                super().on_pre_optimizer_step(*args, **kwargs)
+
+        callback = Restore("rowwise")
+    else:
+        callback = Float8Callback("rowwise")
+    records = Records()
+    logger = logging.getLogger("tritonfp8")
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    try:
+        run = Trainer(model=model, args=args, train_dataset=Tokens(64, 12), callbacks=[callback])
+        run.train()
+        now = dict(model.named_parameters())
+        return {
+            "wrapped": type(run.model_wrapped).__name__,
+            "converted": sum(is_converted(module) for module in model.modules()),
+            "stuck": [
+                name for name in before if torch.equal(now[name].float(), before[name].to(now[name].dtype).float())
+            ],
+            "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
+            "messages": records.messages,
+        }
+    finally:
+        logger.removeHandler(records)
+        reset()
