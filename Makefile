@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test versions reports lint format clean
+.PHONY: demo test docs versions reports lint format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -17,6 +17,9 @@ demo: $(VENV)/.installed  ## train the smallest model in bf16 and with two recip
 
 test: $(VENV)/.installed
 	$(BIN)/pytest
+
+docs: $(VENV)/.installed  ## build the site of the pages: build/site/index.html
+	$(BIN)/sphinx-build -W --keep-going -q -c docs . build/site
 
 versions: $(VENV)/.installed  ## compile the kernels with every supported triton
 	$(BIN)/python tests/support/kernels/every_triton.py

@@ -1,13 +1,14 @@
 """Make the tables and figures of the pages from code and data: ``python -m docs.build``, in the root of a checkout.
 
 The text between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` is generated: results from the data in
-bench/results (:mod:`docs.results`), the map of the package from its imports (:mod:`docs.house`), and the recipes by
-parallelism mode from the collected tests (:mod:`docs.coverage`). The figure of collectives comes from a training step
-(:mod:`docs.traffic`).
+bench/results (:mod:`docs.results`), the map of the package from its imports (:mod:`docs.house`), the recipes by
+parallelism mode from the collected tests (:mod:`docs.coverage`), and the list of notebooks from their folder. The
+figure of collectives comes from a training step (:mod:`docs.traffic`).
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,9 +47,19 @@ def tests_of_recipes() -> str:
     return coverage.table(coverage.COLUMNS, collected)
 
 
+def notebooks() -> str:
+    """A link to each notebook, by the heading of its first cell."""
+    links = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        links.append(f"- [{first.splitlines()[0].lstrip('# ')}](../notebooks/{path.name})")
+    return "\n".join(links) or "This version has no notebooks."
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "coverage": tests_of_recipes,
     "house": house.rooms_table,
+    "notebooks": notebooks,
     **{f"results {name}": make for name, make in results.TABLES.items()},
 }
 """The function that makes each block, by the block's name."""

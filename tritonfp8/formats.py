@@ -62,6 +62,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 15, 0x600000, 2, -14, 0x7F),
     }
 )
+"""Element formats by name."""
 
 SCALE_FORMATS: Mapping[str, ScaleFormat] = MappingProxyType(
     {
@@ -69,6 +70,7 @@ SCALE_FORMATS: Mapping[str, ScaleFormat] = MappingProxyType(
         "e8m0": ScaleFormat("e8m0", torch.float8_e8m0fnu, ("pow2", "floor"), True),
     }
 )
+"""Formats of scales by name."""
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that a GEMM may return and in which a linear layer may compute."""

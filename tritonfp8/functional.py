@@ -55,7 +55,7 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
             dims.
 
     Returns:
-        float32, one value a block: 0 for an empty block, infinite or NaN if the block has such a value.
+        float32, one value a block. 0 for an empty block, infinite or NaN if the block has such a value.
 
     Raises:
         TypeError: ``x`` is not a tensor of one of these dtypes.
@@ -80,7 +80,7 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
             ignored, also that of zero, infinity and NaN.
 
     Returns:
-        A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It has no gradient: gradients flow through
+        A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It has no gradient; gradients flow through
         :func:`linear`.
 
     Raises:

@@ -126,7 +126,7 @@ class Recipe:
 
     @property
     def args(self) -> tuple[str]:
-        """The three GEMMs as an op takes them: one text, without the name; :func:`recipe_of` reads it."""
+        """The three GEMMs as an op takes them, one text without the name; :func:`recipe_of` reads it."""
         return self._args  # type: ignore[attr-defined]
 
     @property

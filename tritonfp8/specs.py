@@ -125,7 +125,7 @@ class QuantSpec:
 
     @property
     def args(self) -> tuple[str]:
-        """The spec as the ops take it: one text, such as ``"e4m3:1x128:fp32:pow2"``; :func:`spec_of` reads it."""
+        """The spec as the ops take it, one text such as ``"e4m3:1x128:fp32:pow2"``; :func:`spec_of` reads it."""
         return self._args  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, object]:

@@ -1,11 +1,11 @@
 """The numerical health of a model in training: what FP8 does to each layer's operands, and which layers it hurts.
 
-statistics    the figures of one operand, on its device
-observer      hooks that measure the operands of a step, and nothing in other steps
-thresholds    figures that deserve a warning, with advice, as data
-inspection    inspect(): measure every N steps, keep the figures, warn
-export        the figures as CSV, for TensorBoard, and as a heat map
-sensitivity   sensitivity(): the error that each recipe causes in each layer
+    statistics   the figures of one operand, on its device
+    observer     hooks that measure the operands of a step, and nothing in other steps
+    thresholds   figures that deserve a warning, with advice, as data
+    inspection   inspect(): measure every N steps, keep the figures, warn
+    export       the figures as CSV, for TensorBoard, and as a heat map
+    sensitivity  sensitivity(): the error that each recipe causes in each layer
 
 Exports :func:`inspect` and :func:`sensitivity`, and their results.
 """
