@@ -1,9 +1,9 @@
 """Make the tables and figures of the pages from code and data: ``python -m docs.build``, in the root of a checkout.
 
 The text between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` is generated: results from the data in
-bench/results (:mod:`docs.results`), the map of the package from its imports (:mod:`docs.house`), the recipes by
-parallelism mode from the collected tests (:mod:`docs.coverage`), and the list of notebooks from their folder. The
-figure of collectives comes from a training step (:mod:`docs.traffic`).
+bench/results (:mod:`docs.results`, :mod:`docs.decision`), the map of the package from its imports (:mod:`docs.house`),
+the recipes by parallelism mode from the collected tests (:mod:`docs.coverage`), and the list of notebooks from their
+folder. The figure of collectives comes from a training step (:mod:`docs.traffic`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from docs import coverage, house, results, traffic
+from docs import coverage, decision, house, results, traffic
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -60,6 +60,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "coverage": tests_of_recipes,
     "house": house.rooms_table,
     "notebooks": notebooks,
+    **decision.TABLES,
     **{f"results {name}": make for name, make in results.TABLES.items()},
 }
 """The function that makes each block, by the block's name."""

@@ -65,7 +65,8 @@ def _mean(name: str, case: str, contender: str, sets: Sequence[str]) -> float | 
     return statistics.geometric_mean(found) if found else None
 
 
-def _text(value: float | None, digits: int = 2) -> str:
+def text(value: float | None, digits: int = 2) -> str:
+    """A figure with that many digits; empty if it was not measured."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -84,7 +85,7 @@ def gemms() -> str:
         (
             name,
             f"{rates[key]:.0f}",
-            *(_text(_mean("scaled_matmul", *key, sets), 3) for sets in (LARGE, SMALL_M)),
+            *(text(_mean("scaled_matmul", *key, sets), 3) for sets in (LARGE, SMALL_M)),
         )
         for key, name in GEMMS.items()
     ]
@@ -92,7 +93,7 @@ def gemms() -> str:
         (
             f"rowwise, precise, with {epilogue}, over one without",
             "",
-            _text(_mean("scaled_matmul", EPILOGUE, epilogue, LARGE), 3),
+            text(_mean("scaled_matmul", EPILOGUE, epilogue, LARGE), 3),
             "",
         )
         for epilogue in ("bias", "bias, silu")
@@ -110,7 +111,7 @@ def casts() -> str:
 
     def cell(case: str, width: int) -> str:
         ours, copy = (speeds.get((case, (CAST_ROWS, width), contender)) for contender in ("tritonfp8", ALIKE))
-        return _text(ours / copy if ours and copy else None)
+        return text(ours / copy if ours and copy else None)
 
     header = ("cast", *(f"{CAST_ROWS} x {width}" for width in CAST_WIDTHS))
     return table(header, [(case, *(cell(case, width) for width in CAST_WIDTHS)) for case in CASTS])
@@ -138,8 +139,8 @@ def layers() -> str:
     lines = [
         (
             name,
-            *(_text(of_layers[contender].get(shape)) for shape in LAYER_SHAPES),
-            *(_text(of_models[contender].get(shape)) for shape in MODELS.values()),
+            *(text(of_layers[contender].get(shape)) for shape in LAYER_SHAPES),
+            *(text(of_models[contender].get(shape)) for shape in MODELS.values()),
         )
         for contender, name in CONTENDERS.items()
     ]
@@ -147,15 +148,17 @@ def layers() -> str:
     return table(("recipe", *(f"linear {shape}" for shape in shapes), *MODELS), lines)
 
 
+def peaks() -> dict[tuple[str, tuple[int, ...]], int]:
+    """Peak memory of models in bytes, by contender and shape."""
+    rows = data("model.json")["rows"]
+    return {(row["contender"], tuple(row["shape"])): row["peak_bytes"] for row in rows if row["seconds"]}
+
+
 def memory() -> str:
     """Peak memory of models over bf16's."""
-    peaks = {
-        (row["contender"], tuple(row["shape"])): row["peak_bytes"]
-        for row in data("model.json")["rows"]
-        if row["seconds"]
-    }
+    found = peaks()
     lines = [
-        (name, *(_text(peaks[contender, shape] / peaks["bf16", shape]) for shape in MODELS.values()))
+        (name, *(text(found[contender, shape] / found["bf16", shape]) for shape in MODELS.values()))
         for contender, name in CONTENDERS.items()
     ]
     return table(("recipe", *MODELS), lines)
@@ -166,7 +169,7 @@ def gathered_bytes() -> str:
     rows = {row["contender"]: row for row in data("distributed-160m-x4-losses/distributed.json")["rows"]}
     sent = {name: row["bytes"]["all_gather"] for name, row in rows.items()}
     with_gather = [name for name in sent if name.endswith(", FP8 all-gather") and rows[name]["own"]]
-    lines = [(name.partition(",")[0], _text(sent[name] / sent["bf16"], 3)) for name in with_gather]
+    lines = [(name.partition(",")[0], text(sent[name] / sent["bf16"], 3)) for name in with_gather]
     return table(("recipe", "bytes of all-gathers over bf16's"), lines)
 
 
@@ -183,8 +186,8 @@ def accumulation() -> str:
 
 def training() -> str:
     """The table written by `tritonfp8 train`."""
-    text = (DATA / "train-160m" / "table.md").read_text()
-    return "\n".join(line for line in text.splitlines() if line.startswith("|")) + "\n"
+    lines = (DATA / "train-160m" / "table.md").read_text().splitlines()
+    return "\n".join(line for line in lines if line.startswith("|")) + "\n"
 
 
 def host_times() -> str:
@@ -207,7 +210,7 @@ def gathers() -> str:
         found = [next((row for row in rows if row["contender"] == contender), None) for rows in runs]
         steps = [f"{1e3 * row['seconds']:.0f} ms" if row and row["seconds"] else "" for row in found]
         share = found[0]["bytes"]["all_gather"] / bf16[0]["bytes"]["all_gather"] if found[0] else None
-        return contender, *steps, _text(share, 3)
+        return contender, *steps, text(share, 3)
 
     names = [row["contender"] for row in runs[0]]
     return table(("contestant", "step, two GPUs", "four GPUs", "bytes of all-gathers over bf16's"), map(line, names))
@@ -242,7 +245,7 @@ def tensor_parallelism() -> str:
             for recipe in ("bf16", "tensorwise", "rowwise")
         },
     }
-    lines = [(name, *(_text(found.get(what), 4) for found in bars.values())) for name, what in wanted.items()]
+    lines = [(name, *(text(found.get(what), 4) for found in bars.values())) for name, what in wanted.items()]
     return table(("recipe", *RUNS_OF_TP), lines)
 
 
@@ -253,12 +256,8 @@ def _ratio(name: str, case: str, contender: str, shape: Sequence[int]) -> float 
 
 
 def _peak(contender: str) -> float:
-    peaks = {
-        row["contender"]: row["peak_bytes"]
-        for row in data("model.json")["rows"]
-        if tuple(row["shape"]) == MODELS["four Llama 8B layers"]
-    }
-    return float(peaks[contender] / peaks["bf16"])
+    found, shape = peaks(), MODELS["four Llama 8B layers"]
+    return found[contender, shape] / found["bf16", shape]
 
 
 def headline() -> str:
@@ -268,7 +267,7 @@ def headline() -> str:
     def over_bf16(name: str, case: str, shape: Sequence[int], what: str) -> tuple[str, ...]:
         def cells(prefix: str, suffix: str, recipes: Sequence[str]) -> str:
             found = {each: _ratio(name, case, f"{prefix}{each}{suffix}", shape) for each in recipes}
-            return ", ".join(f"{each} {_text(ratio)}" for each, ratio in found.items() if ratio is not None)
+            return ", ".join(f"{each} {text(ratio)}" for each, ratio in found.items() if ratio is not None)
 
         recipes = ("rowwise", "tensorwise", "blockwise")
         return what, cells("", " precise", recipes), cells("torchao ", "", recipes), _command(f"{name}.json")
@@ -281,16 +280,16 @@ def headline() -> str:
         over_bf16("model", "model", eight_b, "speed of four Llama 8B layers over bf16"),
         (
             "their peak memory over bf16's, rowwise",
-            _text(_peak("rowwise precise")),
-            _text(_peak("torchao rowwise")),
+            text(_peak("rowwise precise")),
+            text(_peak("torchao rowwise")),
             _command("model.json"),
         ),
         over_bf16("linear", "layer", LAYER_SHAPES[0], "speed of a linear layer 16384 x 4096 x 14336 over bf16"),
         over_bf16("linear", "layer", LAYER_SHAPES[3], "the same, 16384 x 2048 x 2048"),
         (
             "bytes of FSDP2's all-gathers over bf16's, losses equal to the bit",
-            f"rowwise {_text(share, 3)}",
-            f"tensorwise {_text(torchao_share, 3)}",
+            f"rowwise {text(share, 3)}",
+            f"tensorwise {text(torchao_share, 3)}",
             _command("distributed-1b-x2/distributed.json"),
         ),
     ]

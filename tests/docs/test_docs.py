@@ -47,6 +47,15 @@ def test_a_block_that_was_changed_by_hand_is_made_again():
     assert "99.9 dB" in page.replace("| 77.8 dB |", "| 99.9 dB |")
 
 
+def test_predicted_tokens_are_those_of_the_filter():
+    """The least tokens of the page are the least that `filter="auto"` converts."""
+    cost, least = build.decision.cost, build.decision.first_tokens("rowwise", (4096, 4096))
+    why = [cost.why_slower(recipes.get("rowwise"), m, (4096, 4096), torch.device("meta")) for m in (least // 2, least)]
+    assert why[0] is not None
+    assert why[1] is None
+    assert build.decision.first_tokens("rowwise", (1024, 1024)) is None
+
+
 def test_readme_is_short():
     assert len((build.ROOT / "README.md").read_text().splitlines()) <= 130
 
