@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test docs versions reports lint format clean
+.PHONY: demo test docs notebooks versions reports lint format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,6 +20,9 @@ test: $(VENV)/.installed
 
 docs: $(VENV)/.installed  ## build the site of the pages: build/site/index.html
 	$(BIN)/sphinx-build -W --keep-going -q -c docs . build/site
+
+notebooks: $(VENV)/.installed  ## run the notebooks and write their outputs back
+	$(BIN)/python -m notebooks.run
 
 versions: $(VENV)/.installed  ## compile the kernels with every supported triton
 	$(BIN)/python tests/support/kernels/every_triton.py
