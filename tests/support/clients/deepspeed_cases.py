@@ -47,6 +47,42 @@ class Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
+class Restore(Float8Callback):
+    """Gives a parameter back its first value after each step, which is inside of the backward pass."""
+
+    def __init__(self, parameter):
+        super().__init__("rowwise")
+        self.parameter, self.value = parameter, parameter.detach().clone()
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.parameter.data.copy_(self.value)
+        super().on_pre_optimizer_step(*args, **kwargs)
+
+
+def _model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _settings(folder, stage, bfloat16):
+    engine = {
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": bfloat16},
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"),
+    }
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True,
+        use_cpu=True, seed=0, max_steps=4, learning_rate=1e-2, save_strategy="no", lr_scheduler_type="constant",
+        bf16=bfloat16, deepspeed=None if stage is None else engine,
+    )  # fmt: skip
+
+
 def train(mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None):
     """What a Trainer with the callback did in four steps: with DeepSpeed ZeRO of a stage, or by DDP.
 
@@ -55,52 +91,23 @@ def train(mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None):
     os.environ["DS_ACCELERATOR"] = "cpu"
     act_as_launched()
     _train_on_cpus()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    engine = {
-        "zero_optimization": {"stage": stage},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bfloat16},
-        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"),
-    }
-    args = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True,
-        use_cpu=True, seed=0, max_steps=4, learning_rate=1e-2, save_strategy="no", lr_scheduler_type="constant",
-        bf16=bfloat16, deepspeed=None if stage is None else engine,
-    )  # fmt: skip
-    named = dict(model.named_parameters())
-    before = {name: p.detach().clone() for name, p in named.items()}
+    model = _model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if poison:
-        named[poison].data.fill_(float("nan"))
-    if frozen:
-        # The end of a step is too late: the engine has stepped in the backward pass before.
-        class Restore(Float8Callback):
-            def on_pre_optimizer_step(self, *args, **kwargs):
-                named[frozen].data.copy_(before[frozen])
-                super().on_pre_optimizer_step(*args, **kwargs)
-
-        callback = Restore("rowwise")
-    else:
-        callback = Float8Callback("rowwise")
-    records = Records()
-    logger = logging.getLogger("tritonfp8")
+        model.get_parameter(poison).data.fill_(float("nan"))
+    callback = Restore(model.get_parameter(frozen)) if frozen else Float8Callback("rowwise")
+    records, logger = Records(), logging.getLogger("tritonfp8")
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
     try:
+        args = _settings(folder, stage, bfloat16)
         run = Trainer(model=model, args=args, train_dataset=Tokens(64, 12), callbacks=[callback])
         run.train()
-        now = dict(model.named_parameters())
+        now = {name: p.detach() for name, p in model.named_parameters()}
         return {
             "wrapped": type(run.model_wrapped).__name__,
             "converted": sum(is_converted(module) for module in model.modules()),
-            "stuck": [
-                name for name in before if torch.equal(now[name].float(), before[name].to(now[name].dtype).float())
-            ],
+            "stuck": [name for name, old in before.items() if torch.equal(now[name], old.to(now[name].dtype))],
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
             "messages": records.messages,
         }
