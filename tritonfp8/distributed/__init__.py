@@ -4,12 +4,14 @@
     fsdp             weights gathered in 8 bits
     shard_layout     which part of each dim lies here, and where its blocks begin
     global_scales    quantize shards by the scales of the global tensor
+    weight_scope     weights that are quantized once for several passes
 
 A layer gets its quantized operands from an :class:`~tritonfp8.layers.linear.OperandProvider`, from which both folders
 derive. The core never imports this package.
 """
 
-from tritonfp8.distributed import dtensor_rules, torch_private  # noqa: F401  check torch, register the rules of the ops
+# They check torch, and register the rules of the ops and the weights of quantize_weights_once.
+from tritonfp8.distributed import dtensor_rules, torch_private, weight_scope  # noqa: F401
 from tritonfp8.distributed.fsdp import enable_float8_all_gather
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.tensor_parallel import (

@@ -14,7 +14,7 @@ PLAIN = (Tensor, nn.Parameter, type(None))
 """Types of operands that are their own data, or missing."""
 
 Handler = Callable[..., Tensor]
-"""``handler(input, weight, bias, recipe, shared_input)``."""
+"""``handler(input, weight, bias, recipe, shared_input, quantized_weight)``."""
 _handlers: dict[type, Handler] = {}
 
 
@@ -23,7 +23,7 @@ _REGISTERED_BY = {"torch.distributed.tensor": "tritonfp8.distributed"}
 
 
 def register_linear(tensor_type: type, handler: Handler) -> None:
-    """Let ``handler(input, weight, bias, recipe, shared_input)`` compute :func:`linear` on operands of this type.
+    """Let ``handler(*arguments of linear)`` compute :func:`linear` on operands of this type.
 
     For types whose local data is not the whole tensor, such as DTensor.
     """

@@ -8,14 +8,13 @@ import torch
 from cases import QUANTIZED, llama, normal, tokens
 from cast_counts import casts_of
 from torch import nn
-from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tritonfp8
 from tritonfp8 import Float8Linear, convert, quantize_weights_once, recipes, revert, swap_recipe
 from tritonfp8.functional import linear, quantize_weight
-from tritonfp8.layers.linear.weight_cache import SAMPLES, CachedWeight
+from tritonfp8.layers.linear.weight_cache import SAMPLES, Watch
 from tritonfp8.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
@@ -204,9 +203,9 @@ def test_a_row_or_column_that_was_changed_in_passing_is_an_error(mode, change, s
 
 def test_the_sample_is_small_and_of_the_weight():
     for weight in (normal(1024, 700), normal(1024, 700).t(), normal(2048, 1400)[::2, ::2]):
-        held = CachedWeight(weight, weight.dtype, recipes.get("rowwise"), (None, None))
-        assert 1024 <= held.differences.numel() <= 3 * SAMPLES
-        assert held._sample.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+        watch = Watch(lambda weight=weight: [weight])
+        assert 1024 <= watch.differences[0].numel() <= 3 * SAMPLES
+        assert watch._samples[0].untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
 def test_checkpointing_with_held_weights():
@@ -219,14 +218,58 @@ def test_checkpointing_with_held_weights():
             assert_bitwise_equal(torch.autograd.grad(out.sum(), x), expected)
 
 
-@pytest.mark.parametrize("how", [weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)])
-def test_weights_that_are_computed_are_refused(how):
+def test_weights_that_a_hook_computes_are_refused():
     module = layer()
-    how(module[2])
-    with pytest.raises(TypeError, match="weight of 2 must be a Parameter; it is computed for each use"):
+    prune.l1_unstructured(module[2], "weight", 0.5)
+    with pytest.raises(TypeError, match="weight of 2 must be a Parameter; a hook computes it for each use"):
         inside_a_block(module)
     assert module[0].cached_weight is None
     module(inputs()[0])
+
+
+PARAMETRIZATIONS = {
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m).parametrizations.eval(),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", PARAMETRIZATIONS)
+def test_parametrized_weights(how, compiled):
+    module, xs = layer(), inputs()
+    for linear_layer in (module[0], module[2]):
+        PARAMETRIZATIONS[how](linear_layer)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    expected = accumulate(run, xs)
+    with quantize_weights_once(module):
+        if compiled:
+            assert_bitwise_equal(accumulate(run, xs), expected)
+        else:
+            assert weight_casts(lambda: assert_bitwise_equal(accumulate(run, xs), expected)) == 0
+
+
+def test_a_parametrization_that_changes_its_weight_each_time_is_refused():
+    module, (x, *_) = layer(), inputs()
+    parametrizations.spectral_norm(module[2])
+    twin = copy.deepcopy(module)
+    with pytest.raises(TypeError, match=r"weight of 2 must stay the same.*spectral_norm.*eval\(\)"):
+        inside_a_block(module)
+    assert_bitwise_equal(module(x), twin(x))
+
+
+def test_a_parametrized_weight_that_changes_inside_the_block_is_an_error():
+    module, (x, *_) = layer(), inputs()
+    parametrizations.weight_norm(module[2])
+    original = module[2].parametrizations.weight.original1
+    with pytest.raises(RuntimeError, match="a weight was changed inside.*after the block"):
+        inside_a_block(module, lambda: original.detach().mul_(2), lambda: module(x))
+    with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once.*: 2"):
+        inside_a_block(module, lambda: original.data.mul_(2), lambda: module(x))
+    # Its codes are those of float32 here, and bf16 there.
+    parametrizations.orthogonal(module[0])
+    with pytest.raises(RuntimeError, match="computes in torch.bfloat16"):
+        inside_a_block(module, lambda: torch.autocast("cpu", torch.bfloat16)(module)(x))
 
 
 def test_an_interrupt_while_the_block_opens_holds_nothing():
@@ -302,7 +345,7 @@ def test_what_else_cannot_be():
             revert(module)
     with pytest.raises(RuntimeError, match="recipe was changed"):
         inside_a_block(module, lambda: swap_recipe(module, "blockwise"), lambda: module(inputs()[0]))
-    with pytest.raises(TypeError, match=r"weight of 0 must be a plain tensor with data.*meta"):
+    with pytest.raises(TypeError, match=r"weight of 0 must have data.*meta"):
         inside_a_block(module.to("meta"))
 
 

@@ -238,7 +238,12 @@ def errors(mesh):
 
     model, _ = build(mesh, Setup())
     model(tokens_of(0))
-    tell("once", lambda: tritonfp8.quantize_weights_once(model).__enter__())
+
+    def nested():
+        with tritonfp8.quantize_weights_once(model), tritonfp8.quantize_weights_once(model):
+            pass
+
+    tell("once", nested)
     model.layers[0].unshard()
     weight = model.layers[0].up.weight
     tell("float", lambda: weight.float())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,11 @@ from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, read_oper
 from tritonfp8.distributed.fsdp.grouped import segments_to_send
 from tritonfp8.distributed.fsdp.reduce_amaxes import batches_of, reduce_amaxes
 from tritonfp8.distributed.fsdp.shard_casts import rank_segment
-from tritonfp8.distributed.fsdp.sharded_weight import ShardToGather
+from tritonfp8.distributed.fsdp.sharded_weight import KeptSegments, ShardToGather
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed, forget_inference_memory, managed_above, managed_parameters
 from tritonfp8.distributed.torch_private import all_gather_single, disable_dynamo
 from tritonfp8.distributed.traffic import counted_inside_ops
-from tritonfp8.layers.linear import Float8Linear
+from tritonfp8.layers.linear import Float8Linear, raise_changed
 from tritonfp8.recipes import Recipe
 
 
@@ -67,6 +68,7 @@ class Float8AllGather:
         self._ready: dict[str, tuple[Reduction, int | None, Tensor]] = {}
         # Weights whose amaxes were reduced outside of the model's forward, and are not gathered yet.
         self._fresh: set[str] = set()
+        self._kept: KeptSegments | None = None
         self._reduced: torch.cuda.Event | None = None
         self._in_forward = False
         self._was_in_inference_mode = False
@@ -99,7 +101,8 @@ class Float8AllGather:
         in_values = self._plan()
         self._ready.clear()
         for batch in self._batches:
-            self._reductions.update(reduce_amaxes(batch))
+            if self._kept is None or not all(self._is_current(name, plan) for name, plan in batch.plans.items()):
+                self._reductions.update(reduce_amaxes(batch))
         if self._batches and torch.cuda.is_available():
             self._reduced = torch.cuda.current_stream().record_event()
         self._in_forward = bool(self._batches)
@@ -131,6 +134,8 @@ class Float8AllGather:
             A function that undoes it: the next forward then gathers in 8 bits again. None if nothing was done.
         """
         name = next((name for name, layers in self.layers.items() if layer in layers), None)
+        if self._kept is not None:
+            raise ValueError(f"quantize_weights_once is open on {name}: revert after the block")
         if name is None:
             # The layer shares its weight with one that was released already.
             return None
@@ -146,6 +151,34 @@ class Float8AllGather:
             self.layers = before
 
         return undo
+
+    # Segments that are made once for several gathers.
+
+    def gathers(self, layer: nn.Module) -> bool:
+        """Whether the weight of ``layer`` is gathered in 8 bits once FSDP2 shards it."""
+        name = next((name for name, layers in self.layers.items() if layer in layers), None)
+        return name is not None and self.is_gathered(name)
+
+    @contextmanager
+    def keeping_segments(self, layers: Iterable[str]) -> Iterator[None]:
+        """Keep each rank segment, and the reduced amaxes, until the block ends or a shard is written to.
+
+        Args:
+            layers: names of the layers, for messages.
+
+        Raises:
+            ValueError: a block is open already.
+            RuntimeError: at the end of the block, a shard changed by a write that torch does not count.
+        """
+        if self._kept is not None:
+            raise ValueError(f"blocks do not nest, and one is open on {', '.join(layers)}")
+        kept = self._kept = KeptSegments()
+        try:
+            yield
+            if names := kept.changed():
+                raise_changed(names)
+        finally:
+            self._kept = None
 
     # Plans.
 
@@ -240,18 +273,21 @@ class Float8AllGather:
         content = int(backward) if len(orientations) > 1 and not plan.layout.together else None
         reduction = self._reductions[name]
         sent = _Sent(plan, reduction, content)
+        wanted = tuple(range(len(orientations))) if content is None else (content,)
         ready = self._ready.pop(name, None)
         if ready is not None and ready[0] is reduction and ready[1] == content:
             return ready[2], sent
+        if self._kept is not None and (segment := self._kept.find(name, wanted, reduction)) is not None:
+            return segment, sent
         if self._reduced is not None:
             # FSDP calls this on a stream of its own, which may not have waited for the stream of forward.
             torch.cuda.current_stream().wait_event(self._reduced)
-        wanted = range(len(orientations)) if content is None else (content,)
         found = segments_to_send(reduction.batch.groups[id(plan.managed.group)], reduction, wanted)
-        if not found:
-            return self._segment(plan, reduction, shard, wanted), sent
+        found = found or {name: self._segment(name, shard, wanted)}
         for other, segment in found.items():
             self._ready[other] = self._reductions[other], content, segment
+            if self._kept is not None:
+                self._kept.keep(other, wanted, self._reductions[other], segment, self._plans[other].parameter)
         return self._ready.pop(name)[2], sent
 
     def _require_reduction(self, name: str, plan: GatherPlan, backward: bool) -> None:
@@ -260,17 +296,21 @@ class Float8AllGather:
         They are not in a forward that did not come through the model, and where a weight changed since the model's
         forward began: that forward may have been interrupted.
         """
-        reduction = self._reductions.get(name)
-        is_current = reduction is not None and reduction.stamp == plan.stamp
-        if not (is_current and (backward or self._in_forward or name in self._fresh)):
+        serves = backward or self._in_forward or name in self._fresh or self._kept is not None
+        if not (serves and self._is_current(name, plan)):
             group = {k: other for k, other in self._plans.items() if other.managed.group is plan.managed.group}
             self._reductions.update(reduce_amaxes(Batch(group)))
             self._fresh.update(group)
         self._fresh.discard(name)
 
-    @staticmethod
-    def _segment(plan: GatherPlan, reduction: Reduction, shard: Tensor, wanted: range | tuple[int, ...]) -> Tensor:
+    def _is_current(self, name: str, plan: GatherPlan) -> bool:
+        """Whether the amaxes of a weight were reduced since its shard was last written to."""
+        reduction = self._reductions.get(name)
+        return reduction is not None and reduction.stamp == plan.stamp
+
+    def _segment(self, name: str, shard: Tensor, wanted: tuple[int, ...]) -> Tensor:
         """The bytes that this rank sends of one weight, in the orientations of these indices."""
+        plan, reduction = self._plans[name], self._reductions[name]
         reduced = {plan.layout.orientations[i]: reduction.reduced[i] for i in wanted}
         return rank_segment(plan.layout, plan.managed.rank, shard.to(plan.quantized_dtype), reduced)
 
@@ -327,7 +367,11 @@ class Float8AllGather:
         plan, reduction = self._plans[name], self._reductions[name]
         layout = plan.layout
         i = layout.orientations.index(orientation)
-        segment = self._segment(plan, reduction, plan.shard(), (i,))
+        segment = None if self._kept is None else self._kept.find(name, (i,), reduction)
+        if segment is None:
+            segment = self._segment(name, plan.shard(), (i,))
+            if self._kept is not None:
+                self._kept.keep(name, (i,), reduction, segment, plan.parameter)
         buffer = segment.new_empty(layout.shards * layout.rank_segment_size)
         with counted_inside_ops():
             all_gather_single(buffer, segment, group=plan.managed.process_group)

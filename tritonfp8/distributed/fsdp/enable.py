@@ -76,6 +76,12 @@ def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, 
     return enabled, skipped
 
 
+def gather_of(layer: nn.Module) -> Float8AllGather | None:
+    """The object that gathers the layer's weight in 8 bits, or will once FSDP2 shards it; None if none does."""
+    owner = getattr(getattr(layer, "on_revert", None), "__self__", None)
+    return owner if isinstance(owner, Float8AllGather) and owner.gathers(layer) else None
+
+
 def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> ConversionReport:
     """Gather the weights of converted layers in 8 bits under FSDP2: half the bytes of bf16, and the same losses.
 

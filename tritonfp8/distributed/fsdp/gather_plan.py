@@ -88,6 +88,11 @@ class GatherPlan:
             casts_shards(orientation.spec) and place.fits(orientation.block) for orientation, place in orientations
         )
 
+    def parameter(self) -> Tensor:
+        """The sharded DTensor."""
+        found: Tensor = self.managed.param.sharded_param
+        return found
+
     def local(self) -> Tensor:
         """This rank's rows, on the device that keeps them."""
         return self.managed.local

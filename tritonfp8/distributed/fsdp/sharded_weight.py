@@ -1,4 +1,4 @@
-"""The local shard of a weight as FSDP2 sees it when it gathers: the two hooks of its all-gather extension."""
+"""The local shard of a weight as FSDP2 sees it when it gathers, and its bytes that are kept for several gathers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from tritonfp8.distributed.fsdp.gather_plan import Reduction
+from tritonfp8.layers.linear import Watch
 
 
 class ShardSource(Protocol):
@@ -81,3 +84,43 @@ class _PreAllGather:
         shard = self.shard
         segment, sent = shard.source.segment_to_send(shard.fqn, shard.data, mesh)
         return (segment,), sent
+
+
+class KeptSegments:
+    """Rank segments that serve several gathers, inside :func:`tritonfp8.quantize_weights_once`."""
+
+    def __init__(self) -> None:
+        self._watches: dict[str, Watch] = {}
+        self._segments: dict[tuple[str, tuple[int, ...]], tuple[Reduction, Tensor]] = {}
+
+    def find(self, name: str, orientations: tuple[int, ...], reduction: Reduction) -> Tensor | None:
+        """The segment of a weight in the orientations of these indices, if one was kept with these scales."""
+        found = self._segments.get((name, orientations))
+        # A write that torch counts brought a new reduction.
+        if found is None or found[0] is not reduction:
+            return None
+        self._watches[name].note()
+        if found[1].is_cuda:
+            # Another stream may have made it.
+            found[1].record_stream(torch.cuda.current_stream())
+        return found[1]
+
+    def keep(
+        self,
+        name: str,
+        orientations: tuple[int, ...],
+        reduction: Reduction,
+        segment: Tensor,
+        parameter: Callable[[], Tensor],
+    ) -> None:
+        """Keep a segment that was made just now of ``parameter()``, the sharded DTensor."""
+        self._segments[name, orientations] = reduction, segment
+        watch = self._watches.get(name)
+        if watch is None or watch.is_written():
+            self._watches[name] = Watch(lambda: [parameter()])
+        else:
+            watch.note()
+
+    def changed(self) -> list[str]:
+        """The weights whose shards changed since by writes that torch does not count."""
+        return [name for name, watch in self._watches.items() if not watch.is_written() and watch.has_changed()]

@@ -6,7 +6,7 @@ Its private names are listed in :mod:`tritonfp8.distributed.torch_private`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +168,16 @@ class Managed(NamedTuple):
         self.group.unshard()
         self.group.wait_for_unshard()
 
+    def gather_now(self) -> None:
+        """Gather the whole group outside of forward, before its first one too."""
+        self.group.lazy_init()
+        self.group.unshard()
+        self.group.wait_for_unshard()
+
+    def shard_again(self) -> None:
+        """Undo :meth:`gather_now`."""
+        self.group.reshard()
+
     def forget_gathered(self) -> None:
         """Drop the gathered memory, because the next gather has another size or type. Gradients stay."""
         self.group._to_sharded()
@@ -224,6 +234,16 @@ def managed_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], Managed]
         if isinstance(module, FSDPModule):
             for group in _groups(module._get_fsdp_state()):
                 found.update(_owners(group))
+    return found
+
+
+def managed_weights(layers: Iterable[nn.Module]) -> dict[nn.Module, Managed]:
+    """The weights of those layers that FSDP manages, from whichever module, by layer."""
+    wanted, found = set(layers), {}
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                found.update({owner: m for (owner, name), m in _owners(group) if name == "weight" and owner in wanted})
     return found
 
 

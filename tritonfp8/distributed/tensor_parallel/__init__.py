@@ -3,7 +3,7 @@
 Exports the layer and the styles.
 """
 
-from tritonfp8.distributed.tensor_parallel.linear import sharded_linear
+from tritonfp8.distributed.tensor_parallel.linear import quantize_shard, sharded_linear
 from tritonfp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -14,5 +14,6 @@ __all__ = [
     "Float8ColwiseParallel",
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
+    "quantize_shard",
     "sharded_linear",
 ]

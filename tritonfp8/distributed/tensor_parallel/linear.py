@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands
@@ -21,7 +21,7 @@ from tritonfp8.distributed.tensor_parallel.placements import Layer, cached_layer
 from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands
 from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
 from tritonfp8.layers import register_linear
-from tritonfp8.layers.linear import OperandProvider, SharedInput, local_linear
+from tritonfp8.layers.linear import OperandProvider, Operands, SharedInput, local_linear, weight_operands
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
 
@@ -94,8 +94,55 @@ def _cast(x: DTensor) -> DTensor:
     return x.to(torch.get_autocast_dtype(device))  # type: ignore[return-value]
 
 
+class CachedShard(NamedTuple):
+    """This rank's part of a weight that is quantized for more than one pass.
+
+    Attributes:
+        operands: see :func:`tritonfp8.functional.quantize_weight`.
+        scales: the option ``tritonfp8.distributed.scales`` by which it was quantized.
+    """
+
+    operands: Operands
+    scales: str
+
+
+@torch.no_grad()
+def quantize_shard(weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> CachedShard:
+    """Quantize this rank's part of a DTensor for more than one pass; ranks reduce its amaxes now, and not later."""
+    assert isinstance(weight, DTensor)
+    scaling = options.current().scales
+    came = (Replicate(),) * weight.device_mesh.ndim, tuple(weight.placements)
+    layer: Layer = cached_layer_of(
+        plain_mesh(weight.device_mesh), (0,), tuple(weight.shape), came, largest_blocks(recipe), False, scaling, None
+    )
+    provider = ShardedOperands(*layer.scaled, None, layer.k)
+    return CachedShard(weight_operands(_aligned_weight(weight, layer), recipe, needs_grad_input, provider), scaling)
+
+
+def _cached_operands(cached: object) -> Operands | None:
+    if cached is None:
+        return None
+    if not isinstance(cached, CachedShard):
+        raise ValueError("quantized_weight needs plain tensors; got an operand of another type, such as DTensor")
+    if cached.scales != options.current().scales:
+        raise RuntimeError(
+            f"the block of quantize_weights_once was opened with scales {cached.scales!r}; got "
+            f"{options.current().scales!r}: open it inside tritonfp8.distributed.scales"
+        )
+    return cached.operands
+
+
+def _aligned_weight(weight: DTensor, layer: Layer) -> Tensor:
+    return align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
+
+
 def sharded_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, shared_input: SharedInput | None = None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    shared_input: SharedInput | None = None,
+    quantized_weight: object = None,
 ) -> Tensor:
     """:func:`tritonfp8.functional.linear` on DTensors; the table in :mod:`.placements`.
 
@@ -105,14 +152,17 @@ def sharded_linear(
         bias: DTensor ``[N]`` or None.
         recipe: a :class:`~tritonfp8.Recipe`.
         shared_input: lets sibling layers that read the same DTensor share its cast and its gather.
+        quantized_weight: the result of :func:`quantize_shard` for ``weight``, or None.
 
     Returns:
         DTensor ``[..., N]``.
 
     Raises:
         TypeError: a plain tensor among DTensors.
-        ValueError: placements or shapes that do not fit together.
+        ValueError: placements or shapes that do not fit together, or a ``quantized_weight`` of plain tensors.
+        RuntimeError: a ``quantized_weight`` by other scales than those of this block.
     """
+    cached = _cached_operands(quantized_weight)
     _check(input, weight, bias)
     assert isinstance(input, DTensor)
     assert isinstance(weight, DTensor)
@@ -125,7 +175,7 @@ def sharded_linear(
         plain_mesh(mesh), leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
         largest_blocks(recipe), isinstance(weight._local_tensor, GatheredWeight), *options.current(),
     )  # fmt: skip
-    out = _local(input, weight, bias, recipe, shared_input, layer)
+    out = _local(input, weight, bias, recipe, shared_input, layer, cached)
     shape = (*input.shape[:-1], weight.shape[0])
     return DTensor.from_local(
         out, mesh, layer.placements.output, run_check=False, shape=torch.Size(shape), stride=_stride(shape)
@@ -139,6 +189,7 @@ def _local(
     recipe: Recipe,
     shared_input: SharedInput | None,
     layer: Layer,
+    cached: Operands | None,
 ) -> Tensor:
     """This rank's part of the output."""
     moved = _placed(_cast(input), layer.placements.input)
@@ -165,13 +216,13 @@ def _local(
         operand = own_rows = _aligned_rows(rows, layer, input, shared_input)
     if summed_later:
         operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
-    w = align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
+    w = _aligned_weight(weight, layer)
     provider: OperandProvider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k)
     if isinstance(weight._local_tensor, GatheredWeight):
         provider = GatheredWeightOperands(provider)
     out = local_linear(
-        operand, w, _local_bias(bias, layer), recipe, shared_input=shared_input, shared_as=input, own_rows=own_rows,
-        provider=provider,
+        operand, w, _local_bias(bias, layer), recipe, quantized_weight=cached, shared_input=shared_input,
+        shared_as=input, own_rows=own_rows, provider=provider,
     )  # fmt: skip
     lead = layer.lead if sharded else local.shape[:-1]
     return unalign(layer.n, unalign(layer.m, out, 0), 1).reshape(*lead, layer.n.local_size)

@@ -49,6 +49,10 @@ class ShardedOperands(OperandProvider):
         amax, amax_t = global_amax(weight.detach(), spec, spec_t, (self.n, self.k))
         return quantize_by_amaxes(weight.detach(), spec, None, (amax, None))[0], amax_t
 
+    def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """As :meth:`weight` and :meth:`weight_t`."""
+        return quantize_by_amaxes(weight, spec, spec_t, global_amax(weight, spec, spec_t, (self.n, self.k)))
+
     def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
         """Quantizes the shard by the amaxes that forward reduced."""
         return quantize_by_amaxes(weight, None, spec_t, (None, amax_t))[1]

@@ -210,8 +210,9 @@ class Float8SwiGLU(nn.Module):
             raise ValueError(f"the three linears of a fused MLP must follow one recipe; got {names}")
         if counting.is_logging:
             counting.calling(*linears)
-        gate, up, down = (linear.weight for linear in linears)
-        return swiglu(x, gate, up, down, recipe, quantized_weights=[linear.cached_operands() for linear in linears])
+        gate, up, down = weights = [linear.weight for linear in linears]
+        cached = [linear.cached_operands(weight) for linear, weight in zip(linears, weights, strict=True)]
+        return swiglu(x, gate, up, down, recipe, quantized_weights=cached)
 
     def _linears(self) -> tuple[Any, Any, Any]:
         # Past nn.Module.__getattr__, which takes longer.

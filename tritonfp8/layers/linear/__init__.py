@@ -59,6 +59,7 @@ from tritonfp8.layers.linear.operands import (
     quantize_weight,
     register_weight_type,
     serves_both,
+    weight_operands,
 )
 from tritonfp8.layers.linear.quantized_input import (
     QuantizedInput,
@@ -75,7 +76,14 @@ from tritonfp8.layers.linear.quantized_input import (
     quantize_input,
     quantized_linear,
 )
-from tritonfp8.layers.linear.weight_scope import quantize_weights_once
+from tritonfp8.layers.linear.weight_cache import Watch
+from tritonfp8.layers.linear.weight_scope import (
+    Sharding,
+    WholeTogether,
+    quantize_weights_once,
+    raise_changed,
+    register_sharding,
+)
 
 __all__ = [
     "LOCAL",
@@ -89,7 +97,10 @@ __all__ = [
     "Operands",
     "Pair",
     "QuantizedInput",
+    "Sharding",
     "SharedInput",
+    "Watch",
+    "WholeTogether",
     "apply_linear",
     "as_input",
     "autocast_all",
@@ -122,9 +133,12 @@ __all__ = [
     "quantize_weight",
     "quantize_weights_once",
     "quantized_linear",
+    "raise_changed",
+    "register_sharding",
     "register_weight_type",
     "require_module",
     "serves_both",
+    "weight_operands",
     "weight_pairs",
     "weight_t",
 ]

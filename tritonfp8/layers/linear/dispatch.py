@@ -210,9 +210,7 @@ def linear(
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
     handler = handler_of(input, weight, bias)
     if handler is not None:
-        if quantized_weight is not None:
-            raise ValueError("quantized_weight needs plain tensors; got an operand of another type, such as DTensor")
-        return handler(input, weight, bias, recipe, shared_input)
+        return handler(input, weight, bias, recipe, shared_input, quantized_weight)
     provider = provider_of(weight)
     if traced and provider is LOCAL:
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)

@@ -83,16 +83,16 @@ class Float8Linear(nn.Linear):
         """``input @ weight.T + bias`` by the recipe."""
         if counting.is_logging:
             counting.calling(self)
-        cached = self.cached_operands()
+        # Read once: a parametrization computes it each time.
+        weight = self.weight
+        cached = _cached_operands(self, weight)
         if isinstance(input, QuantizedInput):
-            return quantized_linear(input, self.weight, self.bias, self.recipe, quantized_weight=cached)
-        return linear(
-            input, self.weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input
-        )
+            return quantized_linear(input, weight, self.bias, self.recipe, quantized_weight=cached)
+        return linear(input, weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
 
-    def cached_operands(self) -> Operands | None:
-        """The cached operands of the weight, inside :func:`tritonfp8.quantize_weights_once`; else None."""
-        return _cached_operands(self)
+    def cached_operands(self, weight: Tensor) -> Operands | None:
+        """The cached operands of ``weight``, inside :func:`tritonfp8.quantize_weights_once`; else None."""
+        return _cached_operands(self, weight)
 
     def extra_repr(self) -> str:
         """The fields of ``nn.Linear`` and the recipe."""
@@ -131,12 +131,12 @@ def _empty_linear(cls: type[nn.Linear]) -> Float8Linear:
     return found.__new__(found)
 
 
-def _cached_operands(layer: Float8Linear | Float8Conv1D) -> Operands | None:
+def _cached_operands(layer: Float8Linear | Float8Conv1D, weight: Tensor) -> Operands | None:
     cached = layer.cached_weight
     # A shallow copy of the layer may outlive the scope.
     if cached is None or not cached.open:
         return None
-    cached.check(layer)
+    cached.check(layer, weight)
     return cached.operands
 
 
@@ -178,10 +178,9 @@ class Float8Conv1D(nn.Module):
         """``x @ weight + bias`` by the recipe; ``x [..., K]``, result ``[..., N]``."""
         if counting.is_logging:
             counting.calling(self)
-        cached = _cached_operands(self)
-        return linear(
-            x, self.weight.t(), self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input
-        )
+        weight = self.weight
+        cached = _cached_operands(self, weight)
+        return linear(x, weight.t(), self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
 
     @property
     def in_features(self) -> int:

@@ -60,6 +60,10 @@ class OperandProvider:
         """
         return quantize_for(weight.detach(), spec, None)[0], None
 
+    def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """The weight ``[N, K]`` as :meth:`weight` and :meth:`weight_t` return it, for more than one pass."""
+        return quantize_for(weight.detach(), spec, spec_t)
+
     def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
         """``(qdata, scale)`` of ``weight.T [K, N]`` for ``grad_input``; runs in backward.
 
@@ -123,10 +127,14 @@ def quantize_weight(weight: Tensor, recipe: str | Recipe, needs_grad_input: bool
     require_flag("needs_grad_input", needs_grad_input)
     if weight.ndim != 2:
         raise ValueError(f"weight must be [N, K]; got shape {tuple(weight.shape)}")
-    recipe = get(recipe)
+    return weight_operands(weight, get(recipe), needs_grad_input, LOCAL)
+
+
+def weight_operands(weight: Tensor, recipe: Recipe, needs_grad_input: bool, provider: OperandProvider) -> Operands:
+    """:func:`quantize_weight` of the part of a weight that ``provider`` quantizes on this rank."""
     transposed = None if serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
     specs = (recipe.output.rhs, transposed)
-    return _quantized(quantize_for(weight.detach(), *specs), specs)
+    return _quantized(provider.weight_both(weight, *specs), specs)
 
 
 def check_cached(cached: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:

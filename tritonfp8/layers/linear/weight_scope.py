@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tritonfp8.checks import shown
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
-from tritonfp8.layers.linear.module import Float8Conv1D, Float8Linear, as_matrix, is_converted, require_module
-from tritonfp8.layers.linear.operands import Operands, quantize_weight
+from tritonfp8.layers.linear.module import ConvertedLayer, as_matrix, is_converted, require_module
+from tritonfp8.layers.linear.operands import quantize_weight
 from tritonfp8.layers.linear.weight_cache import CachedWeight
+from tritonfp8.recipes import Recipe
+
+Layers = Mapping[str, ConvertedLayer]
 
 
-def _bits(operands: Operands) -> list[Tensor]:
-    return [t.view(torch.uint8) for q in operands if q is not None for t in (q.qdata, q.scale.contiguous())]
+class WholeTogether(NamedTuple):
+    """Layers whose weights become whole together, because FSDP2 gathers them together.
+
+    Attributes:
+        layers: by name.
+        whole: a context in which each layer has the weight that its forward reads.
+        stored: the tensors that hold the weight of a layer between forwards.
+        keeps_codes: a context in which the gather sends codes that it keeps; None if the layer quantizes the weight.
+    """
+
+    layers: Layers
+    whole: Callable[[], AbstractContextManager[object]]
+    stored: Callable[[ConvertedLayer], Sequence[Tensor]]
+    keeps_codes: Callable[[], AbstractContextManager[object]] | None = None
 
 
-def _differ(a: Operands, b: Operands) -> Tensor:
-    flags = [(x != y).any() for x, y in zip(_bits(a), _bits(b), strict=True)]
-    return torch.stack(flags).any()
+class Sharding(NamedTuple):
+    """What ``tritonfp8.distributed`` does for :func:`quantize_weights_once`.
+
+    Attributes:
+        whole_together: from the layers to those whose weights FSDP2 shards.
+        quantize: ``quantize(weight, recipe, needs_grad_input)`` of a weight that is a DTensor.
+    """
+
+    whole_together: Callable[[Layers], list[WholeTogether]]
+    quantize: Callable[[Tensor, Recipe, bool], Any]
+
+
+_registered: list[Sharding] = []
+
+
+def register_sharding(sharding: Sharding) -> None:
+    """Let :func:`quantize_weights_once` work on sharded weights."""
+    _registered[:] = [sharding]
+
+
+def _sharding(layers: Layers) -> Sharding | None:
+    """What is registered for sharded weights, which is imported on demand; None if no weight is sharded."""
+    kinds = {type(p) for layer in layers.values() for p in layer._parameters.values()}
+    bases = {base for layer in layers.values() for base in type(layer).__mro__}
+    if _registered or any(cls.__module__.startswith("torch.distributed") for cls in kinds | bases):
+        importlib.import_module("tritonfp8.distributed")
+        return _registered[0]
+    return None
 
 
 def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -32,48 +74,124 @@ def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return weight.dtype if dtype is None else dtype
 
 
-_Layer = Float8Linear | Float8Conv1D
+def _is_parametrized(layer: ConvertedLayer) -> bool:
+    return parametrize.is_parametrized(layer, "weight")
 
 
-def _cache(name: str, layer: _Layer, dtype: torch.dtype | None) -> CachedWeight:
-    if "weight" not in layer._parameters:
-        raise TypeError(
-            f"the weight of {name} must be a Parameter; it is computed for each use (parametrized, pruned or "
-            "normalized): make that permanent first (remove_parametrizations, prune.remove), or leave out the block"
-        )
+def _decides_weight(layer: ConvertedLayer) -> list[Tensor]:
+    """The tensors from which the parametrizations of a layer compute its weight."""
+    inside = layer.parametrizations.weight  # type: ignore[union-attr]
+    return [*inside.parameters(), *inside.buffers()]  # type: ignore[union-attr]
+
+
+def _computed(name: str, layer: ConvertedLayer) -> Tensor:
+    """The weight of a parametrized layer.
+
+    Raises:
+        TypeError: computing it changes what the next one is computed from.
+    """
+    tensors = _decides_weight(layer)
+    before = [x.detach().clone() for x in tensors]
+    # Grad mode stays: parametrize.cached() would keep a weight that has no gradient.
     weight = layer.weight
-    if type(weight.data) is not Tensor or weight.is_meta:
+    changed = [x for x, old in zip(tensors, before, strict=True) if not torch.equal(x, old)]
+    if changed:
+        with torch.no_grad():
+            for x, old in zip(tensors, before, strict=True):
+                x.copy_(old)
         raise TypeError(
-            f"the weight of {name} must be a plain tensor with data; got {type(weight.data).__name__} on "
-            f"{weight.device}. Sharded and meta weights are quantized in each pass."
+            f"the weight of {name} must stay the same for all passes; its parametrization changes it each time that it "
+            "computes it, as spectral_norm does in training: leave out the block, or call eval() on the parametrization"
         )
-    computed = _dtype_of(weight, dtype)
-    operands = quantize_weight(as_matrix(layer, weight.to(computed)), layer.recipe, torch.is_grad_enabled())
-    return CachedWeight(weight, computed, layer.recipe, operands)
+    return weight
 
 
-def _changed(layer: _Layer, cached: CachedWeight) -> Tensor:
-    """Whether the layer's weight quantizes to other bits than the cached ones."""
-    if not _bits(cached.operands):
-        return torch.zeros((), dtype=torch.bool, device=cached.weight.device)
-    if layer.weight is not cached.weight:
-        return torch.ones((), dtype=torch.bool, device=cached.weight.device)
-    both = cached.operands[1] is not None
-    now = _differ(
-        cached.operands, quantize_weight(as_matrix(layer, cached.weight.to(cached.dtype)), cached.recipe, both)
-    )
-    return now | cached.differences.any()
+def _check_weight(name: str, layer: ConvertedLayer, weight: Tensor) -> None:
+    if "weight" not in layer._parameters and not _is_parametrized(layer):
+        raise TypeError(
+            f"the weight of {name} must be a Parameter; a hook computes it for each use (pruned, or normalized by a "
+            "hook): make that permanent first (prune.remove), use torch.nn.utils.parametrizations, or leave out the "
+            "block"
+        )
+    if weight.is_meta:
+        raise TypeError(f"the weight of {name} must have data; got a tensor on meta. Materialize the model first.")
 
 
-def _check_unchanged(layers: Mapping[str, _Layer], of_layer: Mapping[str, CachedWeight]) -> None:
-    changed = [_changed(layer, of_layer[name]) for name, layer in layers.items()]
-    names = [name for name, flag in zip(layers, changed, strict=True) if flag.item()]
+def _cache(tied: Layers, dtype: torch.dtype | None, owner: WholeTogether | None) -> CachedWeight:
+    """The quantized weight that these layers share."""
+    name, layer = next(iter(tied.items()))
+    parametrized = _is_parametrized(layer)
+    weight = _computed(name, layer) if parametrized else layer.weight
+    _check_weight(name, layer, weight)
+    computed_in = _dtype_of(weight, dtype)
+    needs = torch.is_grad_enabled()
+    matrix = as_matrix(layer, weight.detach().to(computed_in))
+    if type(matrix) is Tensor:
+        operands: Any = quantize_weight(matrix, layer.recipe, needs)
+    elif (sharding := _sharding(tied)) is not None and not parametrized:
+        operands = sharding.quantize(matrix, layer.recipe, needs)
+    else:
+        raise TypeError(f"the weight of {name} must be a plain tensor or a DTensor; got {type(weight.data).__name__}")
+
+    def stored() -> Sequence[Tensor]:
+        if owner is not None:
+            return owner.stored(layer)
+        if parametrized:
+            return _decides_weight(layer)
+        weights = [each.weight for each in tied.values()]
+        return list({id(w): w for w in weights}.values())
+
+    return CachedWeight(computed_in, layer.recipe, operands, stored, weight.detach() if parametrized else None)
+
+
+def _cache_all(layers: Layers, dtype: torch.dtype | None, owner: WholeTogether | None) -> dict[str, CachedWeight]:
+    """The quantized weight of each layer; tied weights share one."""
+    tied: dict[tuple[Any, ...], dict[str, ConvertedLayer]] = {}
+    for name, layer in layers.items():
+        tied.setdefault((id(layer._parameters.get("weight", layer)), layer.recipe), {})[name] = layer
+    return {name: cached for group in tied.values() for cached in [_cache(group, dtype, owner)] for name in group}
+
+
+def _check_unchanged(cached: Mapping[str, CachedWeight]) -> None:
+    changed = {id(each): each.has_changed() for each in cached.values()}
+    names = [name for name, each in cached.items() if changed[id(each)]]
     if names:
-        raise RuntimeError(
-            f"weights changed inside quantize_weights_once, and passes may have used their old values: "
-            f"{', '.join(names)}. Change weights (optimizer.step, load_state_dict) after the block; open a block for "
-            "each set of weights that is swapped in (EMA)."
-        )
+        raise_changed(names)
+
+
+def raise_changed(names: Sequence[str]) -> None:
+    """Raise RuntimeError for layers whose weights changed inside a block."""
+    raise RuntimeError(
+        f"weights changed inside quantize_weights_once, and passes may have used their old values: "
+        f"{', '.join(names)}. Change weights (optimizer.step, load_state_dict) after the block; open a block for "
+        "each set of weights that is swapped in (EMA)."
+    )
+
+
+@contextmanager
+def _cached(layers: Layers, dtype: torch.dtype | None) -> Iterator[None]:
+    """The layers read cached operands inside the block; at its end their weights are checked."""
+    sharding = _sharding(layers)
+    groups = [] if sharding is None else sharding.whole_together(layers)
+    cached: dict[str, CachedWeight] = {}
+    alone = {name: layer for name, layer in layers.items() if not any(name in group.layers for group in groups)}
+    with ExitStack() as stack:
+        for group in [WholeTogether(alone, nullcontext, lambda layer: []), *groups]:
+            if group.keeps_codes is not None:
+                stack.enter_context(group.keeps_codes())
+                continue
+            with group.whole():
+                cached |= _cache_all(group.layers, dtype, None if group.layers is alone else group)
+        try:
+            for name, each in cached.items():
+                layers[name].cached_weight = each
+            yield
+            _check_unchanged(cached)
+        finally:
+            for each in cached.values():
+                each.open = False
+            for layer in layers.values():
+                layer.__dict__.pop("cached_weight", None)
 
 
 @contextmanager
@@ -91,22 +209,28 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     block ends. It takes twice that if gradients are enabled and ``grad_input`` reads other bytes than the transpose of
     the operand of ``output`` (rowwise, 1x32). Compiled layers have one graph inside the block and one outside.
 
+    Sharded weights: with tensor parallelism a rank caches its part. With FSDP2 and
+    ``distributed.enable_float8_all_gather`` each rank caches the codes that it sends, N K / ranks bytes. With FSDP2
+    alone each rank caches whole weights: N K bytes for each, not a shard of it; opening the block gathers them once
+    more. All ranks must open and close the block together. Parametrized weights (``torch.nn.utils.parametrizations``)
+    are still computed in each pass, for autograd, but not quantized.
+
     Weights must not change inside the block. A change that torch counts (in place, another Parameter, other storage) is
-    an error at the next eager use. Any other change (``.data``, a kernel of the caller's, all changes in a compiled
-    graph) is an error when the block ends: each weight is then quantized again and compared. To catch changes that are
-    undone by then, such as EMA weights swapped in by ``.data.copy_``, each use also compares a sample with elements of
-    every row and column. Only a change that misses the sample and is undone goes unnoticed. Nothing is cached beyond
-    the block, so changes outside it are always seen.
+    an error at the next eager use; codes that FSDP2 gathers are made again instead. Any other change (``.data``, a
+    kernel of the caller's, all changes in a compiled graph) is an error when the block ends: the sums of the bits of
+    each row and column are then compared. To catch changes that are undone by then, such as EMA weights swapped in by
+    ``.data.copy_``, each use also compares a sample with elements of every row and column. Only a change that misses
+    the sample and is undone goes unnoticed. Nothing is cached beyond the block, so changes outside it are always seen.
 
     Args:
-        model: a converted model; its weights plain tensors with data.
+        model: a converted model whose weights have data. Under FSDP2 it may be a part of a sharded model.
         dtype: the dtype in which the layers compute. Default: autocast's if it is enabled around the block, else each
             weight's own.
 
     Raises:
         ValueError: the model has no converted layer, or a scope is open on one already.
-        TypeError: a weight is sharded, on the meta device, or no Parameter (parametrized, pruned); or an argument of
-            another type.
+        TypeError: a weight is on the meta device, or computed by a hook (pruned), or its parametrization changes it in
+            each pass (``spectral_norm`` in training); or an argument of another type.
         RuntimeError: a weight changed inside the block.
     """
     require_module(model)
@@ -117,19 +241,5 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
     if open_already := [name for name, layer in layers.items() if layer.cached_weight is not None]:
         raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
-    cached: dict[tuple[Any, ...], CachedWeight] = {}
-    for name, layer in layers.items():
-        # Tied weights share one entry.
-        key = (id(layer._parameters.get("weight")), layer.recipe)
-        cached[key] = cached.get(key) or _cache(name, layer, dtype)
-    of_layer = {name: cached[id(layer.weight), layer.recipe] for name, layer in layers.items()}
-    try:
-        for name, layer in layers.items():
-            layer.cached_weight = of_layer[name]
+    with _cached(layers, dtype):
         yield
-        _check_unchanged(layers, of_layer)
-    finally:
-        for each in cached.values():
-            each.open = False
-        for layer in layers.values():
-            layer.__dict__.pop("cached_weight", None)
