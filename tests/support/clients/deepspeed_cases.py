@@ -15,9 +15,12 @@ from tritonfp8.layers.linear import is_converted
 
 def _train_on_cpus():
     """Make accelerate use DeepSpeed on CPUs. It requires a GPU and would use DDP, but DeepSpeed itself needs no GPU."""
+    import deepspeed
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
+    # DeepSpeed would compile a C++ extension for all-reduces on CPUs, which takes a minute; without it gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     original = AcceleratorState.__init__
     if getattr(original, "trains_on_cpus", False):
         return
