@@ -29,7 +29,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature shows them
-autodoc_preserve_defaults = True
 # Clients that are not installed, such as torchtitan.
 autodoc_mock_imports = [
     name for name in ("accelerate", "lightning", "torchtitan", "transformers") if importlib.util.find_spec(name) is None

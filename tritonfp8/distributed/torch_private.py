@@ -130,6 +130,8 @@ FSDP = (
     PrivateName(GROUP, "device", "where the group computes", of_instances=True),
     PrivateName(GROUP, "fsdp_params", "the parameters that are gathered together", of_instances=True),
     PrivateName(GROUP, "is_sharded", "whether nothing is gathered now"),
+    PrivateName(GROUP, "reshard", "drops what was gathered"),
+    PrivateName(GROUP, "lazy_init", "lets a group be gathered before the first forward"),
     PrivateName(GROUP, "mesh_info", "the ranks that share the parameters", of_instances=True),
     PrivateName(GROUP, "mp_policy", "the dtype that layers compute in", last="2.14", of_instances=True),
     PrivateName(GROUP, "post_forward_mesh_info", "whether backward gathers again, from which ranks", of_instances=True),
