@@ -87,7 +87,7 @@ def _settings(folder, stage, bfloat16):
 
 
 def train(mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None):
-    """What a Trainer with the callback did in four steps: with DeepSpeed ZeRO of a stage, or by DDP.
+    """Train four steps by a Trainer with the callback: with DeepSpeed ZeRO of a stage, or by DDP.
 
     ``frozen``: a parameter that every step gives back its old value. ``poison``: one that becomes NaN.
     """

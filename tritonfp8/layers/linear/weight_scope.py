@@ -38,7 +38,7 @@ class WholeTogether(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """What ``tritonfp8.distributed`` does for :func:`quantize_weights_once`.
+    """The functions of ``tritonfp8.distributed`` that :func:`quantize_weights_once` needs.
 
     Attributes:
         whole_together: from the layers to those whose weights FSDP2 shards.
@@ -58,7 +58,7 @@ def register_sharding(sharding: Sharding) -> None:
 
 
 def _sharding(layers: Layers) -> Sharding | None:
-    """What is registered for sharded weights, which is imported on demand; None if no weight is sharded."""
+    """The registered functions for sharded weights, imported on demand; None if no weight is sharded."""
     kinds = {type(p) for layer in layers.values() for p in layer._parameters.values()}
     bases = {base for layer in layers.values() for base in type(layer).__mro__}
     if _registered or any(cls.__module__.startswith("torch.distributed") for cls in kinds | bases):
