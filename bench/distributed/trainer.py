@@ -3,9 +3,12 @@
     torchrun --nproc-per-node 2 -m bench.distributed.trainer --out bench/results/nvidia-h200/trainer-x2
 
 ``Trainer`` with ``fsdp_version: 2`` trains a Qwen3 with random weights, loaded in bf16, once with and once without
-``enable_float8_all_gather``. A run is valid only if every trainable parameter changed. Then the fp32 losses must be
-equal to the bit. Kernels are deterministic, because torch's attention and the compiler's choice of kernels otherwise
-give different bits on each run, with and without the gather.
+``enable_float8_all_gather``. With ``--callback``, ``Float8Callback`` converts the model and enables the gather. With
+``--share-gpu``, all processes use one GPU, and gloo in place of NCCL, which refuses that.
+
+A run is valid only if every trainable parameter changed. Then the fp32 losses must be equal to the bit. Kernels are
+deterministic, because torch's attention and the compiler's choice of kernels otherwise give different bits on each run,
+with and without the gather.
 """
 
 from __future__ import annotations
@@ -172,6 +175,20 @@ def _trainer(
     )
 
 
+def _sums() -> Any:
+    """A callback that has FSDP divide sums of gradients itself: gloo cannot compute means."""
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import TrainerCallback
+
+    class Sums(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+
+    return Sums()
+
+
 def _converters(program: Program, model: nn.Module) -> list[Any]:
     """Convert the model, or return the callback that will."""
     if program.callback:
@@ -217,6 +234,8 @@ def train(program: Program) -> dict[str, Any]:
         called: Any = model
         if program.compiled in ("before", "both"):
             called = torch.compile(model, backend=program.backend)
+        if not program.use_cpu and "nccl" not in dist.get_backend_config():
+            callbacks.append(_sums())
         trainer = _trainer(program, called, folder[0], steps, losses, callbacks)
         trainer.train(resume_from_checkpoint=index > 0 or None)
         gathered = len(gathered_layers(model))
@@ -241,9 +260,12 @@ def compare(program: Program) -> dict[str, Any]:
     return found if ok else {**found, "off_again": train(replace(program, gather=False))}
 
 
-def programs(names: list[str], variants: bool) -> list[Program]:
-    """The program in which most weights once did not train, in every recipe; then variants with one change each."""
-    first = Program(ram_efficient=True, compiled="both")
+def programs(names: list[str], variants: bool, callback: bool = False) -> list[Program]:
+    """The program in which most weights once did not train, in every recipe; then variants with one change each.
+
+    Through the callback, each recipe is also trained without ``torch.compile``.
+    """
+    first = Program(ram_efficient=True, compiled="both", callback=callback)
     options: list[dict[str, Any]] = [
         {"compiled": ""},
         {"compiled": "", "dtype": "float32"},
@@ -253,6 +275,9 @@ def programs(names: list[str], variants: bool) -> list[Program]:
         {"compiled": "", "resume": True},
     ]
     every = [replace(first, recipe=name) for name in names]
+    if callback:
+        every += [replace(program, compiled="") for program in every]
+        options[0] = {"compiled": "", "schedule": True}
     if not variants:
         return every
     return every + [replace(first, recipe=names[i % len(names)], **option) for i, option in enumerate(options)]
@@ -272,15 +297,20 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = QUANTIZED,
     variants: Annotated[bool, typer.Option(help="Also run variants with one change each.")] = True,
+    callback: Annotated[bool, typer.Option(help="Convert by Float8Callback.")] = False,
+    share_gpu: Annotated[bool, typer.Option(help="All processes on one GPU, by gloo.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for trainer.json.")] = None,
 ) -> None:
     # cuBLAS reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     make_deterministic()
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    if share_gpu:
+        # accelerate takes it for the index of this rank's GPU.
+        os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group("cpu:gloo,cuda:gloo" if share_gpu else "cpu:gloo,cuda:nccl")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rows: list[dict[str, Any]] = []
-    for program in programs(names.split(","), variants):
+    for program in programs(names.split(","), variants, callback):
         try:
             row = compare(program)
         except Exception:

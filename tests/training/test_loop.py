@@ -358,5 +358,7 @@ def test_every_recipe_trains_on_the_gpu():
         assert abs(summary.difference) < 0.02
         assert summary.peak_bytes > 0
         assert summary.shares.get("reference", 0) == 0
-        quantized = summary.shares.get("fp8", 0) + summary.shares.get("emulated", 0)
-        assert quantized == pytest.approx(recipes.get(run.recipe).quantized_share)
+        # Of the converted layers: the head stays in high precision.
+        total = sum(run.flops.values())
+        quantized = run.flops.get("fp8", 0) + run.flops.get("emulated", 0)
+        assert quantized == pytest.approx(recipes.get(run.recipe).quantized_share * total)

@@ -4,7 +4,7 @@ Exports the settings, the run, the models, the report and the timers.
 """
 
 from tritonfp8.training import report, timers
-from tritonfp8.training.loop import UNTIMED_STEPS, lr_factor, run
+from tritonfp8.training.loop import UNTIMED_STEPS, TrainingStep, lr_factor, run
 from tritonfp8.training.models import MODELS, build_model, default_lr, require_train_extra
 from tritonfp8.training.settings import BASELINE, DEFAULT_RECIPES, DEFAULTS, Settings, choose_device, prepare
 
@@ -14,6 +14,7 @@ __all__ = [
     "DEFAULT_RECIPES",
     "MODELS",
     "Settings",
+    "TrainingStep",
     "UNTIMED_STEPS",
     "build_model",
     "choose_device",

@@ -38,6 +38,7 @@ _POLL_STEPS = 10
 # One CPU thread for each of these FLOPs in a step: threads that share ops of microseconds wait for each other longer
 # than they work, as soon as the machine is busy with anything else.
 FLOPS_A_THREAD = 10**10
+_STATES = ("model", "optimizer", "lr")
 
 
 @dataclass
@@ -246,7 +247,7 @@ def _converted_copy(job: Job, run: Run) -> nn.Module:
 
 def _loop(job: Job, model: nn.Module, meter: _Meter, observer: Observer) -> None:
     settings, device = job.settings, meter.device
-    step = _step(model, settings)
+    step = TrainingStep(model, settings)
     sizes = {name: getattr(settings, name) for name in ("steps", "batch_size", "seq_len", "seed")}
     polled, since = 0, time.perf_counter()
     meter.start()
@@ -261,28 +262,39 @@ def _loop(job: Job, model: nn.Module, meter: _Meter, observer: Observer) -> None
             polled, since = done, now
 
 
-def _step(model: nn.Module, settings: Settings) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that runs one optimizer step on a batch (int64 ``[batch, seq_len + 1]``) and returns the loss."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, settings.steps))
-    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _loss
-    if settings.compile:
-        loss_of = torch.compile(_loss)
-    torch.manual_seed(settings.seed)
+class TrainingStep:
+    """One optimizer step on a batch (int64 ``[batch, seq_len + 1]``), and the state that a checkpoint needs for it."""
 
-    def step(batch: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, batch)
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.model = model
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+        self.lr = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
+        self._loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _loss
+        if settings.compile:
+            self._loss = torch.compile(_loss)
+        torch.manual_seed(settings.seed)
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        """Take one step, and return the loss of the batch."""
+        loss = self._loss(self.model, batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        schedule.step()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.lr.step()
         return loss.detach()
 
-    return step
+    def state_dict(self) -> dict[str, Any]:
+        """State of the model, the optimizer and the learning rate."""
+        return {name: getattr(self, name).state_dict() for name in _STATES}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        for name in _STATES:
+            getattr(self, name).load_state_dict(state[name])
 
 
 def lr_factor(step: int, steps: int) -> float:
