@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import tritonfp8
 from bench.contest.machine import command_line, write_results
@@ -113,7 +113,14 @@ def model_of(program: Program) -> nn.Module:
 
 def _full(parameter: Tensor) -> Tensor:
     value = parameter.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).float().cpu()
+    if not isinstance(value, DTensor):
+        return value.float().cpu()
+    if value.placements != (Shard(0),):
+        raise ValueError(f"parameters must be sharded by rows; got {value.placements}")
+    # By CPU tensors, because torch's functional all-gather of GPU tensors crashes with gloo.
+    shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, value.to_local().cpu())
+    return torch.cat(shards).float()
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
