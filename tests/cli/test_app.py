@@ -81,13 +81,18 @@ def test_train_compares_recipes_and_writes_everything(invoke, small, tmp_path):
     layers = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64)
     assert share == pytest.approx(layers / (layers + 256 * 32))
     assert rowwise["difference"] == pytest.approx(rowwise["final_loss"] / bf16["final_loss"] - 1)
+    assert rowwise["held_out_difference"] == pytest.approx(rowwise["held_out_loss"] / bf16["held_out_loss"] - 1)
     assert rowwise["speed_up"] is None
     assert rowwise["converted"]["model.layers.0.mlp.up_proj"] == "rowwise"
     assert rowwise["peak_bytes"] is None
 
     table = (tmp_path / "out" / "table.md").read_text()
-    assert f"| bf16 | {bf16['final_loss']:.4f} | - |" in table
-    assert f"| rowwise | {rowwise['final_loss']:.4f} | {100 * rowwise['difference']:+.2f} % |" in table
+    assert f"| bf16 | {bf16['final_loss']:.4f} | - | {bf16['held_out_loss']:.4f} | - |" in table
+    compared = [
+        f"{rowwise[loss]:.4f} | {100 * rowwise[difference]:+.2f} %"
+        for loss, difference in (("final_loss", "difference"), ("held_out_loss", "held_out_difference"))
+    ]
+    assert f"| rowwise | {' | '.join(compared)} |" in table
     cell = f"{100 * share:.1f} % (reference)"
     assert f"| {cell} |" in table
     assert "mean of the last 2 steps" in table
@@ -107,7 +112,8 @@ def test_json_names_settings_machine_versions_and_text(invoke, small, tmp_path):
     assert data["command"][0] == "tritonfp8"
     assert data["versions"] == doctor.versions()
     assert data["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert data["text"]["bytes"] == os.path.getsize(__file__)
+    assert data["text"]["bytes"] + data["text"]["held_out_bytes"] == os.path.getsize(__file__)
+    assert data["text"]["held_out_bytes"] > 500
     assert re.fullmatch("[0-9a-f]{64}", data["text"]["sha256"])
     assert data["model"]["linear_flops_a_step"] % (6 * 40) == 0
 
@@ -138,7 +144,7 @@ def test_interrupt_keeps_what_was_measured(invoke, small, tmp_path, monkeypatch)
         if (self.recipe, step) == ("rowwise", 12):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(training_report.Progress, "stepped", stepped)
+    monkeypatch.setattr(training.Progress, "stepped", stepped)
     done = invoke(*small, "--recipes", "bf16,rowwise,blockwise")
     assert done.exit_code == 130
     assert "rowwise (12 of 20 steps)" in done.output
@@ -150,6 +156,18 @@ def test_interrupt_keeps_what_was_measured(invoke, small, tmp_path, monkeypatch)
     # Compared over the same steps: bf16 went on to a lower loss.
     assert rowwise["difference"] == pytest.approx(sum(rowwise["losses"][10:]) / sum(bf16["losses"][10:12]) - 1)
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+
+
+def test_killed_run_keeps_the_recipes_before(small, tmp_path):
+    args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "50"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*COMMAND, *args], **pipes) as process:
+        for line in process.stdout:
+            if "rowwise: step" in line:
+                process.kill()
+                break
+    (run,) = result_of(tmp_path / "out")["runs"]
+    assert (run["recipe"], run["steps"]) == ("bf16", 50)
 
 
 def test_interrupt_before_the_first_step_writes_nothing(invoke, small, tmp_path, monkeypatch):

@@ -124,3 +124,28 @@ def test_batches_depend_on_the_seed_alone(alphabet):
 def test_text_shorter_than_a_window_is_refused(alphabet):
     with pytest.raises(ValueError, match="seq_len 100 needs at least 101 bytes of text; a test has 100"):
         next(corpus.batches(alphabet, steps=1, batch_size=1, seq_len=100, seed=0))
+
+
+def test_one_block_in_twenty_is_held_out():
+    text = torch.arange(5000) % 251
+    whole = corpus.Corpus(text.to(torch.uint8), "a test", files=1, skipped=0, truncated=False, sha256="of all")
+    split = corpus.hold_out(whole, seq_len=99)
+    # 5000 bytes are 20 blocks of 250, of which one is held out.
+    assert torch.equal(split.held_out, whole.data[2500:2750])
+    assert torch.equal(split.data, torch.cat((whole.data[:2500], whole.data[2750:])))
+    assert split.sha256 == "of all"
+    assert str(split) == str(whole)
+
+
+def test_a_block_shorter_than_a_window_is_not_held_out(alphabet):
+    assert corpus.hold_out(alphabet, seq_len=4).held_out.numel() == 5
+    assert corpus.hold_out(alphabet, seq_len=5) is alphabet
+
+
+def test_windows_are_spread_over_the_text_without_overlap(alphabet):
+    drawn = list(corpus.windows(alphabet.data, count=5, batch_size=2, seq_len=9))
+    assert [len(batch) for batch in drawn] == [2, 2, 1]
+    assert torch.cat(drawn)[:, 0].tolist() == [0, 20, 40, 60, 80]
+    everything = torch.cat(list(corpus.windows(alphabet.data, count=99, batch_size=3, seq_len=9)))
+    assert torch.equal(everything.flatten(), alphabet.data)
+    assert list(corpus.windows(alphabet.data[:9], count=5, batch_size=2, seq_len=9)) == []

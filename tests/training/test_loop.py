@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 import math
@@ -8,7 +9,7 @@ import torch
 from models import SMALL
 
 from tritonfp8 import hardware, recipes
-from tritonfp8.training import loop, report
+from tritonfp8.training import corpus, loop, report
 from tritonfp8.training import models as training_models
 from tritonfp8.training import settings as training_settings
 
@@ -313,6 +314,28 @@ def test_loss_that_is_not_finite_is_reported(compare):
     assert run.first_non_finite is not None
     assert not math.isfinite(run.losses[run.first_non_finite - 1])
     assert all(map(math.isfinite, run.losses[: run.first_non_finite - 1]))
+
+
+def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings):
+    job = training_settings.prepare(settings(recipes=("bf16",), steps=30))
+    text = job.text.held_out
+    model = copy.deepcopy(job.model)
+    found = loop.held_out_loss(job, model)
+    count = min(len(text) // (job.settings.seq_len + 1), job.settings.steps * job.settings.batch_size // 10)
+    assert count > 1
+    windows = torch.cat(list(corpus.windows(text, count=count, batch_size=1, seq_len=job.settings.seq_len))).long()
+    with torch.no_grad():
+        assert found == pytest.approx(loop._loss(model, windows).item(), rel=1e-3)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    (run,) = loop.run(job).runs
+    # Training changes the weights, and so the loss.
+    assert abs(run.held_out_loss - found) > 0.01
+
+
+def test_text_too_short_to_hold_any_out_has_no_held_out_loss(settings, tmp_path):
+    (tmp_path / "short.txt").write_text("A text of a few hundred bytes. " * 10)
+    job = training_settings.prepare(settings(recipes=("bf16",), data=tmp_path / "short.txt"))
+    assert loop.run(job).runs[0].held_out_loss is None
 
 
 def test_interrupt_keeps_the_steps_done_and_ends_the_run(compare):

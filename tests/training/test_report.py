@@ -25,7 +25,7 @@ def test_on_a_gpu_speeds_are_compared():
 
 def test_terminal_gets_bars_with_loss_and_speed():
     console = Console(force_terminal=True, width=120, record=True, file=io.StringIO())
-    with training_report.Progress(console) as progress:
+    with training.Progress(console) as progress:
         progress.started("rowwise", 10)
         progress.stepped(10, 2.5, 12345.0)
     shown = console.export_text()

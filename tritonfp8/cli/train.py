@@ -67,7 +67,8 @@ def _compare(out: Path | None, **options: Any) -> None:
     except (ValueError, ModuleNotFoundError) as error:
         fail(error)
     console.print(str(job.text), markup=False)
-    with training_report.Progress(console, with_speed=not settings.device.startswith("cpu")) as progress:
+    with_speed = not settings.device.startswith("cpu")
+    with training.Progress(console, with_speed, folder) as progress:
         result = training.run(job, progress)
     if result.interrupted and not any(run.losses for run in result.runs):
         console.print("Interrupted before the first step: nothing was measured.")

@@ -1,11 +1,12 @@
 """The training run of ``tritonfp8 train``: settings, loop, report, reference models and text.
 
-Exports the settings, the run, the models, the report and the timers.
+Exports the settings, the run, its progress, the models, the report and the timers.
 """
 
 from tritonfp8.training import report, timers
 from tritonfp8.training.loop import UNTIMED_STEPS, TrainingStep, lr_factor, run
 from tritonfp8.training.models import MODELS, build_model, default_lr, require_train_extra
+from tritonfp8.training.progress import Progress
 from tritonfp8.training.settings import BASELINE, DEFAULT_RECIPES, DEFAULTS, Settings, choose_device, prepare
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "DEFAULTS",
     "DEFAULT_RECIPES",
     "MODELS",
+    "Progress",
     "Settings",
     "TrainingStep",
     "UNTIMED_STEPS",

@@ -5,18 +5,22 @@ A byte is a token (vocabulary 256): no tokenizer has to be downloaded, and a tok
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 VOCABULARY = 256
 MAX_BYTES = 1 << 30
+# One block in so many is held out. Blocks, and not the end of the text, so that it is like the text that is trained on.
+HELD_OUT_EVERY = 20
+BLOCK_BYTES = 1 << 16
 LIBRARY_SUFFIXES = frozenset({".py", ".pyi", ".txt", ".rst", ".md", ".html"})
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _SNIFFED_BYTES = 8192
@@ -27,12 +31,13 @@ class Corpus:
     """Text as one sequence of bytes: the files, sorted by path and concatenated.
 
     Attributes:
-        data: uint8 ``[bytes]``, on the CPU.
+        data: uint8 ``[bytes]``, on the CPU: what is trained on.
         source: description of its origin.
         files: number of files read.
         skipped: number of files left out because they are not text or cannot be read.
         truncated: whether reading stopped at :data:`MAX_BYTES`.
-        sha256: SHA-256 of ``data``, in hex.
+        sha256: SHA-256 of the whole text, in hex.
+        held_out: uint8 ``[bytes]``, on the CPU: what is not trained on; empty until :func:`hold_out`.
     """
 
     data: torch.Tensor
@@ -41,12 +46,14 @@ class Corpus:
     skipped: int
     truncated: bool
     sha256: str
+    held_out: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def __str__(self) -> str:
-        size = f"{self.data.numel() / 1e6:.1f} MB of text in {self.files} files from {self.source}"
+        size = self.data.numel() + self.held_out.numel()
+        text = f"{size / 1e6:.1f} MB of text in {self.files} files from {self.source}"
         notes = [f"{self.skipped} files that are not text or not readable left out"] if self.skipped else []
         notes += [f"stopped at {MAX_BYTES} bytes"] if self.truncated else []
-        return size + (f" ({'; '.join(notes)})" if notes else "")
+        return text + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def load(path: str | Path | None = None) -> Corpus:
@@ -104,6 +111,32 @@ def batches(corpus: Corpus, *, steps: int, batch_size: int, seq_len: int, seed: 
     for _ in range(steps):
         starts = torch.randint(places, (batch_size, 1), generator=generator)
         yield corpus.data[starts + window]
+
+
+def hold_out(corpus: Corpus, seq_len: int) -> Corpus:
+    """The corpus with one block in :data:`HELD_OUT_EVERY` moved from ``data`` to ``held_out``.
+
+    A loss on text that was trained on several times also measures how much of it the model knows by heart. A loss on
+    held-out text does not. Nothing is moved if a block would be shorter than a window of ``seq_len`` + 1 bytes.
+    """
+    size = min(BLOCK_BYTES, corpus.data.numel() // HELD_OUT_EVERY)
+    if size <= seq_len:
+        return corpus
+    blocks = corpus.data.split(size)
+    moved = range(HELD_OUT_EVERY // 2, len(blocks), HELD_OUT_EVERY)
+    kept = [block for index, block in enumerate(blocks) if index not in moved]
+    return dataclasses.replace(corpus, data=torch.cat(kept), held_out=torch.cat([blocks[index] for index in moved]))
+
+
+def windows(text: torch.Tensor, *, count: int, batch_size: int, seq_len: int) -> Iterator[torch.Tensor]:
+    """At most ``count`` windows, evenly spread over ``text`` without overlap, in batches of at most ``batch_size``.
+
+    A batch is uint8 ``[windows, seq_len + 1]``.
+    """
+    whole = text[: text.numel() // (seq_len + 1) * (seq_len + 1)].view(-1, seq_len + 1)
+    count = min(count, len(whole))
+    if count:
+        yield from whole[torch.arange(count) * len(whole) // count].split(batch_size)
 
 
 def _files(root: Path, wanted: Callable[[str], bool] = bool) -> Iterator[Path]:

@@ -34,6 +34,7 @@ from tritonfp8.training.models import perturb
 from tritonfp8.training.settings import BASELINE, PERTURBED, Job, Settings
 
 UNTIMED_STEPS = 5
+MAX_HELD_OUT_WINDOWS = 256
 _POLL_STEPS = 10
 # One CPU thread for each of these FLOPs in a step: threads that share ops of microseconds wait for each other longer
 # than they work, as soon as the machine is busy with anything else.
@@ -48,6 +49,8 @@ class Run:
     Attributes:
         recipe: name of the recipe.
         losses: mean cross-entropy of each step's batch, in nats a byte.
+        held_out_loss: mean cross-entropy on held-out text after the last step, in nats a byte; None if there is no
+            such text, or the last step did not end.
         step_seconds: wall time of each step; on a GPU, time between events on its stream.
         peak_bytes: peak of allocated GPU memory over the timed steps, weights and optimizer included; None on a CPU.
         flops: FLOPs of the GEMMs of converted layers, over all steps, by kind (:data:`tritonfp8.counting.KINDS`).
@@ -60,6 +63,7 @@ class Run:
 
     recipe: str
     losses: list[float] = field(default_factory=list)
+    held_out_loss: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     flops: dict[str, int] = field(default_factory=dict)
@@ -119,8 +123,8 @@ class Observer:
     def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
         """``step`` steps are done, at this speed since the last call. On a GPU it is not called for every step."""
 
-    def ended(self, run: Run) -> None:
-        """A recipe has ended: by its last step, a failure or the user."""
+    def ended(self, result: Result) -> None:
+        """The last recipe of ``result`` has ended: by its last step, a failure or the user."""
 
 
 def run(job: Job, observer: Observer | None = None) -> Result:
@@ -143,7 +147,7 @@ def run(job: Job, observer: Observer | None = None) -> Result:
             result.runs.append(Run(recipe))
             observer.started(recipe, job.settings.steps)
             _train(job, result.runs[-1], observer)
-            observer.ended(result.runs[-1])
+            observer.ended(result)
             if result.runs[-1].interrupted:
                 break
     except KeyboardInterrupt:
@@ -178,6 +182,22 @@ def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast(batch.device.type, torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def held_out_loss(job: Job, model: nn.Module) -> float | None:
+    """Mean loss of ``model`` over held-out text: a tenth of the sequences trained on, at most 256; None without text.
+
+    The forward pass is eager: torch would compile another graph for a pass without gradients.
+    """
+    settings = job.settings
+    count = min(MAX_HELD_OUT_WINDOWS, max(1, settings.steps * settings.batch_size // 10))
+    sizes = {"count": count, "batch_size": settings.batch_size, "seq_len": settings.seq_len}
+    total, sequences = torch.zeros((), dtype=torch.float64), 0
+    with torch.no_grad():
+        for batch in corpus.windows(job.text.held_out, **sizes):
+            total += len(batch) * _loss(model, batch.to(settings.device).long()).double().cpu()
+            sequences += len(batch)
+    return total.item() / sequences if sequences else None
 
 
 class _Meter:
@@ -215,10 +235,15 @@ def _train(job: Job, run: Run, observer: Observer) -> None:
     """Train one recipe into ``run``; an error or a KeyboardInterrupt ends it and is recorded there."""
     meter = _Meter(torch.device(job.settings.device))
     with _recorded(run):
-        _loop(job, _converted_copy(job, run), meter, observer)
+        model = _converted_copy(job, run)
+        _loop(job, model, meter, observer)
     # After a CUDA error, reading fails too; it is caught, so that the other recipes' figures are kept.
     with _recorded(run):
         meter.read(run)
+        if len(run.losses) == job.settings.steps:
+            run.held_out_loss = held_out_loss(job, model)
+    with _recorded(run):
+        del model
         _release(job.settings)
 
 

@@ -1,4 +1,4 @@
-"""Output of a training comparison: progress while it runs, then a table, a plot of the losses and a JSON file."""
+"""Results of a training comparison: a table, a plot of the losses and a JSON file."""
 
 from __future__ import annotations
 
@@ -13,83 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import rich.box
-import rich.progress
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from tritonfp8.training.loop import UNTIMED_STEPS, Observer, Result, Run
+from tritonfp8.training.loop import UNTIMED_STEPS, Result, Run
 from tritonfp8.training.settings import BASELINE, Job
 from tritonfp8.workflow import MISSING, doctor
 
 KIND_LABELS = {"fp8": "", "emulated": " (emulated in bf16)", "reference": " (reference)"}
 JSON_NAME, PLOT_NAME, TABLE_NAME = "training.json", "loss.png", "table.md"
-_LINES_A_RECIPE = 10
 NO_SPEED_ON_A_CPU = (
     "no speeds: a CPU has no FP8 tensor cores, so FP8 recipes run the reference in plain torch, and the speed of bf16 "
     "depends on the CPU. Compare speeds on a GPU"
 )
-
-
-class Progress(Observer):
-    """Progress on a console: bars with loss, tokens/s and ETA; without a terminal, ten lines a recipe.
-
-    A context manager; use it around :func:`tritonfp8.training.run`.
-
-    Args:
-        console: where to print.
-        with_speed: whether to print tokens/s.
-    """
-
-    def __init__(self, console: Console, with_speed: bool = True) -> None:
-        self.console, self.with_speed = console, with_speed
-        speed = [rich.progress.TextColumn("{task.fields[speed]} tokens/s")] if with_speed else []
-        self.bars = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("loss {task.fields[loss]}"),
-            *speed,
-            rich.progress.TextColumn("ETA"),
-            rich.progress.TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.recipe, self.steps, self.begin, self.lines = "", 0, 0.0, 0
-        self.task: rich.progress.TaskID | None = None
-
-    def __enter__(self) -> Progress:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bars.stop()
-
-    def started(self, recipe: str, steps: int) -> None:
-        """A recipe begins."""
-        self.recipe, self.steps, self.begin, self.lines = recipe, steps, time.perf_counter(), 0
-        self.task = self.bars.add_task(recipe, total=steps, loss=MISSING, speed=MISSING)
-
-    def stepped(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """``step`` steps are done."""
-        speed = f"{tokens_per_second:,.0f}"
-        if self.console.is_terminal:
-            assert self.task is not None
-            self.bars.update(self.task, completed=step, loss=f"{loss:.4f}", speed=speed)
-            return
-        if step * _LINES_A_RECIPE // self.steps > self.lines or step == self.steps:
-            self.lines = step * _LINES_A_RECIPE // self.steps
-            eta = (time.perf_counter() - self.begin) / step * (self.steps - step)
-            speed = f", {speed} tokens/s" if self.with_speed else ""
-            self.console.print(
-                f"{self.recipe}: step {step}/{self.steps}, loss {loss:.4f}{speed}, "
-                f"ETA {int(eta) // 60}:{int(eta) % 60:02}"
-            )
-
-    def ended(self, run: Run) -> None:
-        """A recipe has ended."""
-        if run.failure:
-            self.console.print(f"{run.recipe} failed: {run.failure}\n{run.details}", markup=False, style="red")
 
 
 @dataclass(frozen=True)
@@ -102,6 +39,8 @@ class Summary:
         final_loss: mean loss of the last steps, nats a byte; NaN or infinite if any loss of the run is.
         first_non_finite: number of the first step with a loss that is NaN or infinite.
         difference: relative difference of the final loss from bf16's, over the same steps.
+        held_out_loss: mean loss on held-out text after the last step, nats a byte.
+        held_out_difference: relative difference of the held-out loss from bf16's.
         tokens_per_second: from the median step time, without the first steps.
         speed_up: tokens/s divided by bf16's; None on a CPU (:data:`NO_SPEED_ON_A_CPU`).
         peak_bytes: peak of allocated GPU memory.
@@ -113,6 +52,8 @@ class Summary:
     final_loss: float | None
     first_non_finite: int | None
     difference: float | None
+    held_out_loss: float | None
+    held_out_difference: float | None
     tokens_per_second: float | None
     speed_up: float | None
     peak_bytes: int | None
@@ -142,12 +83,18 @@ def summarize(result: Result, run: Run) -> Summary:
         steps=last,
         final_loss=loss,
         first_non_finite=run.first_non_finite,
-        difference=loss / base_loss - 1 if loss is not None and base_loss else None,
+        difference=_relative(loss, base_loss),
+        held_out_loss=run.held_out_loss,
+        held_out_difference=_relative(run.held_out_loss, baseline.held_out_loss if baseline else None),
         tokens_per_second=settings.batch_size * settings.seq_len / seconds if seconds else None,
         speed_up=base_seconds / seconds if seconds and base_seconds and compares_speed(result) else None,
         peak_bytes=run.peak_bytes,
         shares={kind: flops / all_flops for kind, flops in run.flops.items()} if all_flops else {},
     )
+
+
+def _relative(loss: float | None, base: float | None) -> float | None:
+    return loss / base - 1 if loss is not None and base else None
 
 
 def _mean_loss(run: Run, first: int, last: int) -> float | None:
@@ -161,7 +108,8 @@ def _mean_loss(run: Run, first: int, last: int) -> float | None:
 def table(result: Result) -> tuple[list[str], list[list[str]], list[str]]:
     """Header, rows and notes of the comparison, as text. Columns that compare with bf16 are there only if bf16 ran."""
     compared = result.run_of(BASELINE) is not None
-    header = ["recipe", "final loss", "vs bf16", "tokens/s", "speed-up", "peak memory", "linear FLOPs in FP8"]
+    header = ["recipe", "final loss", "vs bf16", "held-out loss", "vs bf16", "tokens/s", "speed-up", "peak memory"]
+    header.append("linear FLOPs in FP8")
     left_out = set() if compared else {"vs bf16", "speed-up"}
     left_out |= set() if compares_speed(result) else {"tokens/s", "speed-up"}
     keep = [name not in left_out for name in header]
@@ -179,7 +127,9 @@ def _cells(result: Result, run: Run) -> list[str]:
     return [
         name + (" FAILED" if run.failure else ""),
         loss,
-        MISSING if run.recipe == BASELINE else _figure(summary.difference, "{:+.2%}").replace("%", " %"),
+        MISSING if run.recipe == BASELINE else _percent(summary.difference),
+        _figure(summary.held_out_loss, "{:.4f}"),
+        MISSING if run.recipe == BASELINE else _percent(summary.held_out_difference),
         _figure(summary.tokens_per_second, "{:,.0f}"),
         _figure(summary.speed_up, "{:.2f}x"),
         "n/a" if summary.peak_bytes is None else f"{summary.peak_bytes / 2**30:.2f} GiB",
@@ -189,6 +139,10 @@ def _cells(result: Result, run: Run) -> list[str]:
 
 def _figure(value: float | None, form: str) -> str:
     return MISSING if value is None or not math.isfinite(value) else form.format(value)
+
+
+def _percent(share: float | None) -> str:
+    return _figure(share, "{:+.2%}").replace("%", " %")
 
 
 def _share_text(summary: Summary) -> str:
@@ -208,6 +162,7 @@ def _notes(result: Result) -> list[str]:
     speed = f"tokens/s: from the median step, without the first {untimed} steps (compilation, warm-up)"
     notes = [
         f"final loss: nats a byte, mean of {steps}{over}",
+        "held-out loss: nats a byte after the last step, on text that was not trained on",
         speed if compares_speed(result) else NO_SPEED_ON_A_CPU,
         "linear FLOPs in FP8: share in the FLOPs of all linear layers, counted from the GEMMs that ran",
     ]
@@ -255,7 +210,8 @@ def title(result: Result) -> str:
 def to_json(result: Result) -> dict[str, Any]:
     """The whole comparison as plain data; losses that are not finite become the strings "nan", "inf" and "-inf"."""
     job = result.job
-    text = {key: value for key, value in vars(job.text).items() if key != "data"} | {"bytes": job.text.data.numel()}
+    text = {key: value for key, value in vars(job.text).items() if not isinstance(value, torch.Tensor)}
+    text |= {"bytes": job.text.data.numel(), "held_out_bytes": job.text.held_out.numel()}
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     runs = []
     for run in result.runs:
@@ -328,10 +284,17 @@ def _running_mean(values: list[float], width: int) -> list[float]:
     return [statistics.fmean(values[end - width : end]) for end in range(width, len(values) + 1)]
 
 
+def write_json(result: Result, folder: Path) -> Path:
+    """Write or replace the JSON file in ``folder``, and return its path."""
+    path, partial = folder / JSON_NAME, folder / f".{JSON_NAME}"
+    partial.write_text(json.dumps(to_json(result), indent=1, allow_nan=False) + "\n")
+    partial.replace(path)
+    return path
+
+
 def write(result: Result, folder: Path) -> list[Path]:
     """Write JSON, table and (if a step finished) plot into ``folder``; returns their paths."""
-    written = [folder / JSON_NAME, folder / TABLE_NAME]
-    written[0].write_text(json.dumps(to_json(result), indent=1, allow_nan=False) + "\n")
+    written = [write_json(result, folder), folder / TABLE_NAME]
     written[1].write_text(markdown(result))
     if any(run.losses for run in result.runs):
         written.append(folder / PLOT_NAME)

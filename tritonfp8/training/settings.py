@@ -198,6 +198,6 @@ def prepare(settings: Settings) -> Job:
         ModuleNotFoundError: a package of the ``train`` extra is missing.
     """
     require_train_extra()
-    text = corpus.load(settings.data)
+    text = corpus.hold_out(corpus.load(settings.data), settings.seq_len)
     next(corpus.batches(text, steps=1, batch_size=1, seq_len=settings.seq_len, seed=settings.seed))
     return Job(settings, text, build_model(settings.model, settings.seq_len, settings.seed))
