@@ -190,6 +190,30 @@ def training() -> str:
     return "\n".join(line for line in lines if line.startswith("|")) + "\n"
 
 
+def schedule() -> str:
+    """What a schedule of bf16, FP8 and bf16 gave beside bf16 alone."""
+    found = data("schedule-160m/schedule.json")["found"]
+    answers = {True: "yes", False: "no"}
+    return table(
+        ("question", "found"),
+        [
+            ("loss of the last 50 steps, over that of bf16 alone", f"{100 * found['difference']:+.2f} %"),
+            ("graphs compiled after the switch back to bf16", str(found["graphs_after_second_switch"])),
+            ("first stage equal to bf16 alone, to the bit", answers[found["first_stage_equal_to_the_bit"]]),
+            ("run resumed in the middle ends with the same bits", answers[found["resumed_equal_to_the_bit"]]),
+        ],
+    )
+
+
+def seeds() -> str:
+    """Each recipe's loss over that of bf16 from the same seed."""
+    measured = data("seeds-160m/seeds.json")
+    found = {(row["recipe"], row["seed"]): row["difference"] for row in measured["found"]}
+    recipes, numbers = sorted({recipe for recipe, _ in found}), sorted({seed for _, seed in found})
+    lines = [(recipe, *(f"{100 * found[recipe, seed]:+.2f} %" for seed in numbers)) for recipe in recipes]
+    return table(("recipe", *(f"seed {seed}" for seed in numbers)), lines)
+
+
 def host_times() -> str:
     """Host time of eager calls: our public functions, our ops, and torch."""
     found: dict[str, dict[str, float]] = {}
@@ -327,6 +351,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "host times": host_times,
     "layers": layers,
     "memory": memory,
+    "schedule": schedule,
+    "seeds": seeds,
     "tensor parallelism": tensor_parallelism,
     "training": training,
 }
