@@ -2,12 +2,13 @@
 
 The text between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` is generated: results from the data in
 bench/results (:mod:`docs.results`, :mod:`docs.decision`), the map of the package from its imports (:mod:`docs.house`),
-the recipes by parallelism mode from the collected tests (:mod:`docs.coverage`), and the list of notebooks from their
-folder. The figure of collectives comes from a training step (:mod:`docs.traffic`).
+what is tested with each recipe from the collected tests (:mod:`docs.coverage`, :mod:`docs.compatibility`), and the list
+of notebooks from their folder. The figure of collectives comes from a training step (:mod:`docs.traffic`).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from docs import coverage, decision, house, results, traffic
+from docs import compatibility, coverage, decision, house, results, traffic
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -41,10 +42,20 @@ def size(n: int) -> str:
     return f"{n} B"
 
 
+@functools.cache
+def collected() -> list[coverage.Collected]:
+    """The tests that exist now and that a table names."""
+    return compatibility.current()
+
+
 def tests_of_recipes() -> str:
-    """The table of recipes by parallelism mode, from the tests that exist now."""
-    collected = coverage.collect(test for column in coverage.COLUMNS for test in column.functions)
-    return coverage.table(coverage.COLUMNS, collected)
+    """The table of recipes by parallelism mode."""
+    return coverage.table(coverage.COLUMNS, collected())
+
+
+def tests_of_features(group: str) -> str:
+    """The tables of a group of features by recipe."""
+    return compatibility.table(group, collected())
 
 
 def notebooks() -> str:
@@ -60,6 +71,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "coverage": tests_of_recipes,
     "house": house.rooms_table,
     "notebooks": notebooks,
+    **{f"compatibility {group}": functools.partial(tests_of_features, group) for group in compatibility.GROUPS},
     **decision.TABLES,
     **{f"results {name}": make for name, make in results.TABLES.items()},
 }

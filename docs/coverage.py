@@ -1,53 +1,71 @@
-"""The table of recipes by parallelism mode in docs/distributed.md, made from the collected tests.
+"""Tables of what is tested with each recipe, made from the collected tests (:mod:`docs.collected`).
 
-A cell without a test is an error, so the table cannot claim more than the tests show.
+docs/distributed.md has one of the parallelism modes, where every cell must have a test. docs/compatibility.md has one
+of every feature (:mod:`docs.compatibility`), where a cell without a test says so.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from docs.collected import Collected, collect
 from tritonfp8 import recipes
+
+__all__ = ["COLUMNS", "Collected", "Column", "cell", "collect", "matrix", "table", "tests_of"]
+
+YES = "yes"
+UNTESTED = "untested"
 
 
 class Column(NamedTuple):
-    """One parallelism mode: a column of the table.
+    """One feature, such as a parallelism mode: a column of one table, a row of the other.
 
     Attributes:
-        name: heading of the column.
+        name: heading.
         tests: ids of test functions, each parametrized by recipe.
         keyword: limits the tests of these functions to ids that contain it; empty for all of them.
-        otherwise: for recipes that do not use this mode, the text of their cell and the test function that proves it.
+        otherwise: for recipes that do not use this feature, the text of their cell and the test that proves it.
+        fixed: for recipes that a test names in its code, and not by a parameter, the id of that test. It may have
+            parameters: ``file.py::function[parameter]``.
+        always: ids of tests of what does not depend on the recipe, such as an error before one is looked at.
+        answer: text of the cells with a test.
+        known: what is known about cells without a test, and other notes. Without it such a cell is an error.
+        gpu: the tests need a GPU.
     """
 
     name: str
-    tests: tuple[str, ...]
+    tests: tuple[str, ...] = ()
     keyword: str = ""
     otherwise: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    fixed: Mapping[str, str] = MappingProxyType({})
+    always: tuple[str, ...] = ()
+    answer: str = YES
+    known: str = ""
+    gpu: bool = False
 
     @property
     def functions(self) -> list[str]:
-        """Ids of all test functions of the column."""
-        return [*self.tests, *(test for _, test in self.otherwise.values())]
+        """Ids of all tests and test functions of the feature, each once."""
+        ids = [*self.tests, *(test for _, test in self.otherwise.values()), *self.fixed.values(), *self.always]
+        return list(dict.fromkeys(ids))
+
+    @property
+    def commands(self) -> list[str]:
+        """Commands that run the tests of the feature: a keyword limits only those that are parametrized by recipe."""
+        limited = list(self.tests) if self.keyword else []
+        others = [test for test in self.functions if test not in limited]
+        keyword = ["-k", self.keyword]
+        return [shlex.join(["pytest", *ids, *rest]) for ids, rest in ((limited, keyword), (others, [])) if ids]
 
     @property
     def command(self) -> str:
-        """Command that runs the tests of the column."""
-        return " ".join(["pytest", *self.functions, *(["-k", self.keyword] if self.keyword else [])])
+        """The commands in one line."""
+        return "; ".join(self.commands)
 
 
-class Collected(NamedTuple):
-    """A collected test: its id and its parameters."""
-
-    id: str
-    arguments: tuple[Any, ...]
-
-
-YES = "yes"
 _LLAMA = (
     "tests/distributed/tensor_parallel/test_tensor_parallel.py::test_losses_do_not_go_nan_and_are_those_of_one_process"
 )
@@ -77,44 +95,40 @@ COLUMNS = (
 )
 
 
-class _Plugin:
-    def __init__(self) -> None:
-        self.found: list[Collected] = []
+def tests_of(column: Column, recipe: str, collected: Iterable[Collected]) -> list[str]:
+    """Ids of the tests of one cell: they run this recipe by a parameter, or name it in their code if they are fixed."""
+    by_parameter = [column.otherwise[recipe][1]] if recipe in column.otherwise else column.tests
+    found = []
+    for test in collected:
+        function = test.id.partition("[")[0]
+        here = (test.id, function)
+        if test.gpu != column.gpu:
+            continue
+        if (
+            (function in by_parameter and recipe in test.recipes and column.keyword in test.id)
+            or (column.fixed.get(recipe) in here and recipe in test.recipes | test.words)
+            or any(id in column.always for id in here)
+        ):
+            found.append(test.id)
+    return found
 
-    def pytest_collection_finish(self, session: Any) -> None:
-        for item in session.items:
-            if item.get_closest_marker("skip"):
-                continue
-            call = getattr(item, "callspec", None)
-            self.found.append(Collected(item.nodeid, tuple(call.params.values()) if call else ()))
 
-
-def collect(ids: Iterable[str]) -> list[Collected]:
-    """Collect the tests of these ids (files or functions) that run on this machine, from the root of the checkout.
+def cell(column: Column, recipe: str, collected: Sequence[Collected]) -> str:
+    """The text of a cell.
 
     Raises:
-        ValueError: an id does not exist.
+        ValueError: it has no test, and the feature states nothing about such cells; or a test that the feature names
+            for this recipe is not one of this recipe.
     """
-    import pytest
-
-    plugin, output = _Plugin(), io.StringIO()
-    without = ("xdist", "cacheprovider", "faulthandler")
-    options = ["--collect-only", *(f"-pno:{name}" for name in without), "-o", "addopts=--import-mode=importlib"]
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        status = pytest.main([*options, *sorted(set(ids))], plugins=[plugin])
-    if status != 0:
-        raise ValueError(f"these tests cannot all be collected; pytest says:\n{output.getvalue()}")
-    return plugin.found
+    if tests_of(column, recipe, collected):
+        return column.otherwise[recipe][0] if recipe in column.otherwise else column.answer
+    if column.known and recipe not in column.fixed and recipe not in column.otherwise:
+        return UNTESTED
+    raise ValueError(f"no test of {recipe!r} with {column.name!r} among those of: {column.command}")
 
 
-def tests_of(column: Column, recipe: str, collected: Iterable[Collected]) -> list[str]:
-    """Ids of the tests of one cell."""
-    functions = [column.otherwise[recipe][1]] if recipe in column.otherwise else column.tests
-    return [
-        id
-        for id, arguments in collected
-        if id.partition("[")[0] in functions and recipe in arguments and column.keyword in id
-    ]
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def table(columns: Sequence[Column], collected: Sequence[Collected]) -> str:
@@ -124,12 +138,20 @@ def table(columns: Sequence[Column], collected: Sequence[Collected]) -> str:
         ValueError: a cell without a test.
     """
     rows = [["recipe", *(column.name for column in columns)], ["---"] * (1 + len(columns))]
-    for recipe in recipes.names():
-        row = [recipe]
-        for column in columns:
-            if not tests_of(column, recipe, collected):
-                raise ValueError(f"no test of {recipe!r} with {column.name!r} among those of: {column.command}")
-            row.append(column.otherwise[recipe][0] if recipe in column.otherwise else YES)
-        rows.append(row)
+    rows += [[recipe, *(cell(column, recipe, collected) for column in columns)] for recipe in recipes.names()]
     commands = [["column", "tested by"], ["---", "---"], *([c.name, f"`{c.command}`"] for c in columns)]
-    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) for part in (rows, commands))
+    return "\n\n".join(map(_markdown, (rows, commands)))
+
+
+def matrix(columns: Sequence[Column], collected: Sequence[Collected], first: int = 1) -> str:
+    """Markdown tables: features by recipe, and the tests and notes of each feature, numbered from ``first``.
+
+    Raises:
+        ValueError: a cell without a test, and without a word about it.
+    """
+    rows = [["", "feature", *recipes.names()], ["---"] * (2 + len(recipes.names()))]
+    notes = [["", "tested by", "note"], ["---"] * 3]
+    for i, column in enumerate(columns, first):
+        rows.append([str(i), column.name, *(cell(column, recipe, collected) for recipe in recipes.names())])
+        notes.append([str(i), "<br>".join(f"`{command}`" for command in column.commands), column.known])
+    return "\n\n".join(map(_markdown, (rows, notes)))
