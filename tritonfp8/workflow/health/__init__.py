@@ -1,6 +1,7 @@
 """The numerical health of a model in training: what FP8 does to each layer's operands, and which layers it hurts.
 
-    statistics   the figures of one operand, on its device
+    statistics   the figures of operands, on their device
+    groups       operands of one shape, measured together
     observer     hooks that measure the operands of a step, and nothing in other steps
     thresholds   figures that deserve a warning, with advice, as data
     inspection   inspect(): measure every N steps, keep the figures, warn

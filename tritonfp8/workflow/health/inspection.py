@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tritonfp8.checks import require_type
 from tritonfp8.layers.linear import require_module
 from tritonfp8.workflow.health import export
-from tritonfp8.workflow.health.observer import Key, Observer, layer_names
+from tritonfp8.workflow.health.groups import Key
+from tritonfp8.workflow.health.observer import Observer, layer_names
 from tritonfp8.workflow.health.statistics import FIELDS
 from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold, findings
 
@@ -28,7 +29,7 @@ class Sample(NamedTuple):
         step: the training step, counted from 0.
         layer: fully qualified name.
         operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        figures: by field; see :func:`tritonfp8.workflow.health.statistics.measure`.
+        figures: by field; see :func:`tritonfp8.workflow.health.statistics.measure_all`.
     """
 
     step: int
@@ -240,6 +241,8 @@ def inspect(
 
     A compiled model runs eagerly in sampled steps, by ``torch.compiler.set_stance("force_eager")``. Nothing is compiled
     for that, and the compiled code is kept. A sampled step then takes the time and the memory of an eager one.
+
+    Operands of one shape are measured together. Until then a sample keeps copies of their rows, at most 64 MiB a shape.
 
     Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Fused norms and MLPs run
     unfused in sampled steps. A CUDA graph that the caller captured has no hooks when it is replayed: nothing is seen.

@@ -14,10 +14,8 @@ from tritonfp8.conversion import converted_layers
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
-from tritonfp8.workflow.health.statistics import local_matrix, measure
-
-Key = tuple[str, str]
-"""A layer and an operand."""
+from tritonfp8.workflow.health.groups import Groups, Key
+from tritonfp8.workflow.health.statistics import local_matrix
 
 # What torch.compile and activation checkpointing put into the names of modules.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -56,19 +54,19 @@ class Observer:
     first one that a layer sees is measured: gradient accumulation and checkpointing call layers more than once.
 
     Attributes:
-        measured: the figures so far.
+        groups: the operands so far.
         has_run: whether a layer has run since the start.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         self._model, self._rows = model, rows
         self._stack = ExitStack()
-        self.measured: dict[Key, Tensor] = {}
+        self.groups = Groups(rows)
         self.has_run = False
 
     def start(self) -> None:
         """Register the hooks, and measure the weights."""
-        self.measured, self.has_run = {}, False
+        self.groups, self.has_run = Groups(self._rows), False
         with ExitStack() as stack:
             stack.enter_context(eager())
             for name, layer in layer_names(self._model).items():
@@ -80,26 +78,26 @@ class Observer:
     def stop(self) -> dict[Key, Tensor]:
         """Remove the hooks. Returns the figures by layer and operand, on their devices."""
         self._stack.close()
-        measured, self.measured = self.measured, {}
-        return measured
+        groups, self.groups = self.groups, Groups(self._rows)
+        return groups.figures()
 
     def _note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> None:
         # An expert without tokens has an empty input; weights on the meta device have no values.
-        if (name, operand) not in self.measured and x.numel() and not x.is_meta:
-            self.measured[name, operand] = measure(x, spec_of_operand(recipe, operand), self._rows)
+        if (name, operand) not in self.groups and x.numel() and not x.is_meta:
+            self.groups.add((name, operand), x, spec_of_operand(recipe, operand))
 
     def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
         def after_forward(module: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
             self.has_run = True
-            recipe, x, measured = module.recipe, input_of(args, options), self.measured
+            recipe, x, groups = module.recipe, input_of(args, options), self.groups
             if x is not None:
                 self._note(name, "input", local_matrix(x), recipe)
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda grad: after_backward(grad, recipe, measured))
+                output.register_hook(lambda grad: after_backward(grad, recipe, groups))
 
-        def after_backward(grad: Tensor, recipe: Recipe, measured: dict[Key, Tensor]) -> None:
+        def after_backward(grad: Tensor, recipe: Recipe, groups: Groups) -> None:
             # A backward after the end of its step belongs to no sample.
-            if measured is self.measured:
+            if groups is self.groups:
                 self._note(name, "grad_output", local_matrix(grad), recipe)
 
         return layer.register_forward_hook(after_forward, with_kwargs=True)

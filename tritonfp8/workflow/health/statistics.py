@@ -1,7 +1,8 @@
-"""The figures of one operand: how large it is, and what its quantization loses. Computed on its device, unread."""
+"""The figures of an operand: how large it is, and what its quantization loses. Computed on its device, unread."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tritonfp8.formats import FORMATS
 from tritonfp8.functional import amax, dequantize, quantize
-from tritonfp8.specs import TENSORWISE, QuantSpec
+from tritonfp8.specs import ROWWISE, TENSORWISE, QuantSpec
 
 FIELDS = (
     "amax",
@@ -23,7 +24,7 @@ FIELDS = (
     "outlier_ratio",
     "outlier_channel",
 )
-"""The figures of an operand; :func:`measure` describes them."""
+"""The figures of an operand; :func:`measure_all` describes them."""
 
 RUN = 128
 """Consecutive rows that are measured together: the rows of the largest block, so that no block is cut."""
@@ -50,9 +51,29 @@ def some_rows(x: Tensor, rows: int) -> Tensor:
     return torch.cat([x[start : start + RUN] for start in starts])
 
 
-@torch.no_grad()
 def measure(x: Tensor, spec: QuantSpec | None, rows: int) -> Tensor:
-    """The figures of an operand.
+    """The figures of an operand: :func:`measure_all` of one.
+
+    Args:
+        x: ``[M, K]`` with elements; bfloat16, float16, float32 or float64.
+        spec: how it is quantized, along K; None for high precision.
+        rows: how many rows to measure.
+
+    Returns:
+        float64 ``[len(FIELDS)]`` on the device of ``x``. The host does not wait for it.
+    """
+    return measure_all(some_rows(x, rows)[None], whole_amax(x)[None], x.numel(), spec)[0]
+
+
+def whole_amax(x: Tensor) -> Tensor:
+    """The amax of all elements, float32, of no dims."""
+    with torch.autocast(x.device.type, enabled=False):
+        return amax(x, TENSORWISE).reshape(())
+
+
+@torch.no_grad()
+def measure_all(parts: Tensor, whole: Tensor, elements: int, spec: QuantSpec | None) -> Tensor:
+    """The figures of operands of one shape, computed together: host time is that of one operand.
 
     ``amax`` is that of all elements. The other figures are of ``rows`` rows, and exact if there are no more.
 
@@ -70,31 +91,31 @@ def measure(x: Tensor, spec: QuantSpec | None, rows: int) -> Tensor:
     ======================  ===========================================================================================
 
     Args:
-        x: ``[M, K]`` with elements; bfloat16, float16, float32 or float64.
-        spec: how it is quantized, along K; None for high precision.
-        rows: how many rows to measure.
+        parts: ``[operands, rows, K]``, the rows that are measured; bfloat16, float16, float32 or float64.
+        whole: float32 ``[operands]``, the amax of each whole operand.
+        elements: elements of a whole operand.
+        spec: how each is quantized, along K; None for high precision.
 
     Returns:
-        float64 ``[len(FIELDS)]`` on the device of ``x``. The host does not wait for it.
+        float64 ``[operands, len(FIELDS)]`` on the device of ``parts``. The host does not wait for it.
     """
-    with torch.autocast(x.device.type, enabled=False):
-        whole = amax(x, TENSORWISE).reshape(())
-        part = some_rows(x, rows)
-        values = part.float()
+    with torch.autocast(parts.device.type, enabled=False):
+        values = parts.float()
         finite = values.isfinite()
-        lost = _nonfinite_share(finite, whole, x.numel())
+        lost = _nonfinite_share(finite, whole, elements)
         values = values.where(finite, 0)
         zero = _share((values == 0) & finite)
-        columns = values.abs().amax(0)
-        median = columns.where(columns > 0, math.nan).nanmedian()
-        ratio = (columns.max() / median).nan_to_num(1.0)
-        low, high, saturated, flushed, sqnr = _loss(part, values, finite, whole, spec)
-        found = (whole, low, high, saturated, flushed, zero, lost, sqnr, ratio, columns.argmax())
-        return torch.stack([figure.double() for figure in found])
+        columns = values.abs().amax(1)
+        median = columns.where(columns > 0, math.nan).nanmedian(1).values
+        ratio = (columns.amax(1) / median).nan_to_num(1.0)
+        low, high, saturated, flushed, sqnr = _loss(parts, values, finite, whole, spec)
+        found = (whole.double(), low, high, saturated, flushed, zero, lost, sqnr, ratio, columns.argmax(1))
+        return torch.stack(found, 1)
 
 
 def _share(mask: Tensor) -> Tensor:
-    return mask.sum().double() / mask.numel()
+    """The share of True in each ``mask[i]``."""
+    return mask.sum((1, 2)).double() / mask[0].numel()
 
 
 def _nonfinite_share(finite: Tensor, whole: Tensor, elements: int) -> Tensor:
@@ -103,23 +124,30 @@ def _nonfinite_share(finite: Tensor, whole: Tensor, elements: int) -> Tensor:
     return share.where(whole.isfinite(), share.clamp(min=1 / elements))
 
 
+def _round_trip(parts: Tensor, whole: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, dequantized values and scales, each ``[operands, ...]``."""
+    if spec.block != TENSORWISE:
+        q = quantize(parts, spec)
+        return q.qdata, dequantize(q), q.scale
+    # One scale for the whole tensor is that of all rows, not of those measured. Each operand, as one row, has its own.
+    q = quantize(parts.flatten(1), dataclasses.replace(spec, block=ROWWISE), amax=whole[:, None])
+    return q.qdata.view(parts.shape), dequantize(q).view(parts.shape), q.scale
+
+
 def _loss(
-    part: Tensor, values: Tensor, finite: Tensor, whole: Tensor, spec: QuantSpec | None
+    parts: Tensor, values: Tensor, finite: Tensor, whole: Tensor, spec: QuantSpec | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(scale_min, scale_max, saturated_share, flushed_share, sqnr)``; ``values`` are the finite ones, others 0."""
     if spec is None:
-        nan, none = whole.new_full((), math.nan), whole.new_zeros(())
-        return nan, nan, none, none, whole.new_full((), math.inf)
-    # One scale for the whole tensor is that of all rows, not of those measured.
-    given = whole.reshape(spec.scale_shape(part.shape)) if spec.block == TENSORWISE else None
-    q = quantize(part, spec, amax=given)
-    result = dequantize(q)
-    low, high = q.scale.float().aminmax()
-    at_end = q.qdata.float().abs() == FORMATS[spec.format].qmax
+        nan, none = torch.full_like(whole, math.nan), torch.zeros_like(whole)
+        return nan, nan, none, none, torch.full_like(whole, math.inf)
+    qdata, result, scale = _round_trip(parts, whole, spec)
+    low, high = scale.float().flatten(1).aminmax(dim=1)
+    at_end = qdata.float().abs() == FORMATS[spec.format].qmax
     saturated = _share(at_end & (values.abs() > result.abs() * _ROUNDING))
     flushed = _share((result == 0) & (values != 0))
     # As norms in float64: squares of large float32 values are infinite.
-    signal = torch.linalg.vector_norm(values, dtype=torch.float64)
-    noise = torch.linalg.vector_norm((result - values).where(finite, 0), dtype=torch.float64)
+    signal = torch.linalg.vector_norm(values, dim=(1, 2), dtype=torch.float64)
+    noise = torch.linalg.vector_norm((result - values).where(finite, 0), dim=(1, 2), dtype=torch.float64)
     sqnr = (20 * torch.log10(signal / noise)).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     return low, high, saturated, flushed, sqnr.where(noise != 0, math.inf)

@@ -1,0 +1,104 @@
+"""Operands that are measured together have the figures that each has alone."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tritonfp8
+from tritonfp8.specs import SPECS, QuantSpec
+from tritonfp8.workflow.health import groups
+from tritonfp8.workflow.health.statistics import FIELDS, measure
+
+ROWWISE = QuantSpec("e4m3", (1, -1))
+
+
+def operand(seed, rows=140, columns=96, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    return (x * 10.0 ** torch.randint(-7, 3, x.shape, generator=generator).float()).to(dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of operands in each call of measure_all."""
+    sizes = []
+
+    def counted(parts, *args):
+        sizes.append(len(parts))
+        return measure_all(parts, *args)
+
+    measure_all = groups.measure_all
+    monkeypatch.setattr(groups, "measure_all", counted)
+    return sizes
+
+
+def assert_same(found, alone):
+    for field, ours, theirs in zip(FIELDS, found.tolist(), alone.tolist(), strict=True):
+        if field == "sqnr":
+            # The order of a sum depends on the shape.
+            assert ours == pytest.approx(theirs, rel=1e-12)
+        else:
+            assert ours == theirs or (math.isnan(ours) and math.isnan(theirs)), field
+
+
+@pytest.mark.parametrize("text", [*SPECS, None])
+def test_figures_are_those_of_each_alone(text, calls):
+    spec = None if text is None else SPECS[text]
+    operands = [operand(seed) for seed in range(3)]
+    operands[1][3, 5] = math.inf
+    together = groups.Groups(rows=1024)
+    for index, x in enumerate(operands):
+        together.add((str(index), "input"), x, spec)
+    found = together.figures()
+    assert calls == [3]
+    for index, x in enumerate(operands):
+        assert_same(found[str(index), "input"], measure(x, spec, 1024))
+
+
+def test_kinds_are_measured_apart_and_keep_their_order(calls):
+    operands = [operand(0), operand(1, rows=128), operand(2, dtype=torch.float32), operand(3), operand(4)]
+    specs = [ROWWISE, ROWWISE, ROWWISE, None, ROWWISE]
+    together = groups.Groups(rows=1024)
+    for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
+        together.add((str(index), "input"), x, spec)
+    found = together.figures()
+    assert sorted(calls) == [1, 1, 1, 2]
+    assert [name for name, _ in found] == ["0", "1", "2", "3", "4"]
+    for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
+        assert_same(found[str(index), "input"], measure(x, spec, 1024))
+
+
+def test_a_full_group_is_measured_at_once(calls, monkeypatch):
+    x = operand(0)
+    monkeypatch.setattr(groups, "GROUP_BYTES", 2 * x.nbytes)
+    together = groups.Groups(rows=1024)
+    for index in range(5):
+        together.add((str(index), "input"), x, ROWWISE)
+    assert calls == [2, 2]
+    assert len(together.figures()) == 5
+    assert calls == [2, 2, 1]
+
+
+@pytest.mark.parametrize("rows", [128, 1024])
+def test_an_operand_may_be_overwritten_after_it_was_added(rows):
+    x = operand(0, rows=300)
+    alone = measure(x, ROWWISE, rows)
+    together = groups.Groups(rows)
+    together.add(("layer", "input"), x, ROWWISE)
+    x.zero_()
+    assert_same(together.figures()["layer", "input"], alone)
+
+
+def test_layers_of_a_model_share_their_launches(calls):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
+    tritonfp8.convert(model, "rowwise")
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    with tritonfp8.inspect(model, every=1) as stats:
+        model(x).square().mean().backward()
+        stats.step()
+        after_a_step = list(calls)
+    # Weights; inputs and gradients, which have one shape and one spec.
+    assert after_a_step == [8, 16]
+    assert len(stats.samples) == 24

@@ -1,0 +1,80 @@
+"""Operands of one shape, measured together. On a small model, the host time of launches is the cost of a sample."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonfp8.specs import QuantSpec
+from tritonfp8.workflow.health.statistics import measure_all, some_rows, whole_amax
+
+Key = tuple[str, str]
+"""A layer and an operand."""
+
+GROUP_BYTES = 64 << 20
+"""The rows of a group are measured, and freed, when they take so much memory."""
+
+
+class Kind(NamedTuple):
+    """What operands must have in common to be measured together."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    spec: QuantSpec | None
+
+
+class Group:
+    """Operands of one kind whose figures are not computed yet."""
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []
+        self.parts: list[Tensor] = []
+        self.amaxes: list[Tensor] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more operand of this kind would take more than :data:`GROUP_BYTES`."""
+        return (len(self.parts) + 1) * self.parts[0].nbytes > GROUP_BYTES
+
+
+class Groups:
+    """The operands of one step.
+
+    Args:
+        rows: rows of an operand that are measured.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._waiting: dict[Kind, Group] = {}
+        self._figures: dict[Key, Tensor | None] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._figures
+
+    @torch.no_grad()
+    def add(self, key: Key, x: Tensor, spec: QuantSpec | None) -> None:
+        """Add an operand ``[M, K]``. What is measured of it is copied: the caller may overwrite it afterwards."""
+        self._figures[key] = None
+        kind = Kind(x.shape, x.dtype, x.device, spec)
+        group = self._waiting.setdefault(kind, Group())
+        part = some_rows(x, self._rows)
+        group.keys.append(key)
+        group.parts.append(part.clone() if part is x else part)
+        group.amaxes.append(whole_amax(x))
+        if group.is_full:
+            self._measure(kind)
+
+    def figures(self) -> dict[Key, Tensor]:
+        """The figures of each operand, in the order in which they were added."""
+        for kind in list(self._waiting):
+            self._measure(kind)
+        return {key: figures for key, figures in self._figures.items() if figures is not None}
+
+    def _measure(self, kind: Kind) -> None:
+        group = self._waiting.pop(kind)
+        found = measure_all(torch.stack(group.parts), torch.stack(group.amaxes), kind.shape.numel(), kind.spec)
+        self._figures.update(zip(group.keys, found.unbind(), strict=True))
