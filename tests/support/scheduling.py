@@ -22,6 +22,7 @@ FIRST = (
     "warmup/test_run.py",
     "layers/linear/test_compile.py",
     "cli/test_app.py",
+    "cli/test_train.py",
 )
 TESTS = Path(__file__).resolve().parents[1]
 
