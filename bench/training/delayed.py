@@ -1,9 +1,10 @@
-"""The least time that delayed scaling could take: ``python -m bench.training.delayed``.
+"""A prototype of delayed scaling beside tensorwise and blockwise: ``python -m bench.training.delayed``.
 
 Delayed scaling (Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433) quantizes a tensor by amaxes of
-earlier steps. So it saves the pass over each tensor that tensorwise scaling needs to find the amax, and needs a
-history for each operand instead. The prototype here has no history: each cast takes an amax that is known. A real one
-must also find the amax of the present tensor and keep the history, so it takes longer.
+earlier steps. So it saves the pass over each tensor that tensorwise scaling needs to find the amax. In the prototype a
+cast takes its amax from a history, and finds the amax of its tensor on the way. At the end of a step, a few launches
+for all operands together write the history and find the amaxes of the next step. What a recipe of the package would
+need beside that, such as one collective over ranks, is not there: a real one takes longer.
 
 Trains Llama layers, each compiled, in turns in bf16, tensorwise, blockwise and by this prototype.
 """
@@ -14,6 +15,7 @@ import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,7 +25,9 @@ import tritonfp8
 from bench import shapes
 from bench.contest.machine import output_path, write_results
 from bench.models import llama
+from bench.training.delayed_kernel import delayed_kernel
 from tritonfp8.formats import FORMATS
+from tritonfp8.kernels.cast import quantize as quantize_kernels
 from tritonfp8.launch import cast
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.plan import Planner, View
@@ -32,38 +36,87 @@ from tritonfp8.ops import graph_op
 from tritonfp8.specs import QuantSpec, spec_of
 from tritonfp8.training.timers import now, seconds_between
 
-PROTOTYPE = "delayed, no history"
+PROTOTYPE = "delayed"
 CONTENDERS = ("bf16", "tensorwise", "blockwise", PROTOTYPE)
 ROUNDS = 30
 # By its name, torch knows that the graphs of tensorwise do not serve the prototype.
 DELAYED = dataclasses.replace(tritonfp8.recipes.get("tensorwise"), name="delayed")
 
-_amaxes: dict[tuple[tuple[int, ...], str], Tensor] = {}
+
+class History:
+    """The amaxes of all casts of a step, in the order of the casts, which is that of every step.
+
+    Args:
+        device: where the casts run.
+        casts: casts of a step, at most.
+        steps: steps whose largest amax a cast is scaled by.
+    """
+
+    # So many elements an entry: Triton compiles other code for pointers that are not aligned to 16 bytes.
+    STRIDE = 4
+
+    def __init__(self, device: torch.device, casts: int = 4096, steps: int = 16) -> None:
+        self.present = torch.zeros(casts, self.STRIDE, device=device)
+        self.scaled_by = torch.zeros(casts, self.STRIDE, device=device)
+        self.past = torch.zeros(steps, casts, self.STRIDE, device=device)
+        self.casts = self.steps = 0
+
+    def next(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the next cast: the amax to scale by ``[1, 1, 1]``, and where to write that of ``x`` (int32 ``[1]``)."""
+        index, self.casts = self.casts, self.casts + 1
+        if self.steps == 0:
+            self.scaled_by[index, 0] = x.abs().amax()
+        return self.scaled_by[index, :1].view(1, 1, 1), self.present[index, :1].view(torch.int32)
+
+    def end_step(self) -> None:
+        """Write the history, and find the amaxes of the next step."""
+        self.past[self.steps % len(self.past)] = self.present
+        self.scaled_by = self.past.amax(0)
+        self.present.zero_()
+        self.casts, self.steps = 0, self.steps + 1
 
 
-def plan_known(plan: Planner, x: View, amax: View, spec: str | None, spec_t: str | None) -> list[View]:
-    """The plan of :func:`tritonfp8.launch.cast.quantize_both` with one known amax, for either result or both."""
-    bits = amax.retyped(torch.int32)
-    made = [
-        None if each is None else cast._side(plan, x.shape, spec_of(each), transpose, bits)
+_history: History | None = None
+
+
+def plan_delayed(plan: Planner, x: View, amax: View, found: View, spec: str | None, spec_t: str | None) -> list[View]:
+    """The plan of :func:`tritonfp8.launch.cast.quantize_both` by one given amax, for either result or both.
+
+    The kernel also writes the amax of ``x`` into ``found``.
+    """
+    side, side_t = (
+        None if each is None else cast._side(plan, x.shape, spec_of(each), transpose, amax.retyped(torch.int32))
         for each, transpose in ((spec, False), (spec_t, True))
-    ]
-    cast._plan_sides(plan, x, *(None if side is None else side[0] for side in made))
-    return [view for side in made if side is not None for view in side[1:]]
+    )
+    launched = _Insert(plan, found)
+    cast._plan_sides(launched, x, *(None if made is None else made[0] for made in (side, side_t)))
+    return [view for made in (side, side_t) if made is not None for view in made[1:]]
 
 
-@torch.library.custom_op("tritonfp8_bench::quantize_known", mutates_args=())
-def quantize_known(x: Tensor, spec: str | None, spec_t: str | None) -> list[Tensor]:
-    """``x`` and ``x.T`` quantized by the amax of the first tensor that had this shape and these specs."""
-    key = (tuple(x.shape), f"{spec} {spec_t}")
-    if key not in _amaxes:
-        _amaxes[key] = x.abs().amax().float().reshape(1, 1, 1)
-    results = planned(plan_known, (x, _amaxes[key]), (spec, spec_t))
+class _Insert:
+    """A planner that launches the prototype's kernel, with one more pointer, in place of the package's."""
+
+    def __init__(self, plan: Planner, found: View) -> None:
+        self._plan, self._found = plan, found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def launch(self, kernel: Any, programs: int, pointers: tuple[View, ...], *rest: Any, **options: Any) -> None:
+        assert kernel is quantize_kernels.quantize_kernel
+        self._plan.launch(delayed_kernel, programs, (self._found, *pointers), *rest, **options)
+
+
+@torch.library.custom_op("tritonfp8_bench::quantize_delayed", mutates_args=())
+def quantize_delayed(x: Tensor, spec: str | None, spec_t: str | None) -> list[Tensor]:
+    """``x`` and ``x.T`` quantized by the amax of earlier steps of this cast."""
+    assert _history is not None
+    results = planned(plan_delayed, (x, *_history.next(x)), (spec, spec_t))
     assert results is not None
     return list(results)
 
 
-@quantize_known.register_fake
+@quantize_delayed.register_fake
 def _(x: Tensor, spec: str | None, spec_t: str | None) -> list[Tensor]:
     found = []
     for each, shape in ((spec, x.shape), (spec_t, x.shape[::-1])):
@@ -73,22 +126,25 @@ def _(x: Tensor, spec: str | None, spec_t: str | None) -> list[Tensor]:
 
 
 def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-    """:func:`tritonfp8.layers.linear.operands.quantize_for` by amaxes that are known."""
-    found = quantize_known(x, *(None if each is None else each.args[0] for each in (spec, spec_t)))
+    """:func:`tritonfp8.layers.linear.operands.quantize_for` by amaxes of earlier steps."""
+    found = quantize_delayed(x, *(None if each is None else each.args[0] for each in (spec, spec_t)))
     pairs = iter(zip(found[::2], found[1::2], strict=True))
     first, second = (NO_PAIR if each is None else next(pairs) for each in (spec, spec_t))
     return first, second
 
 
 @contextlib.contextmanager
-def known_amaxes(active: bool) -> Iterator[None]:
-    """Quantize the operands of linear layers by amaxes that are known."""
-    if not active:
+def delayed(history: History | None) -> Iterator[None]:
+    """Quantize the operands of linear layers by amaxes of earlier steps; None changes nothing."""
+    global _history
+    if history is None:
         yield
         return
+    _history = history
     # CODE is an argument in the graph: else torch would take graphs of other code for it.
     with mock.patch.object(operands, "quantize_for", quantize_for), mock.patch.object(graph_op, "CODE", PROTOTYPE):
         yield
+        history.end_step()
 
 
 def step_of(shape: shapes.Shape, name: str) -> Callable[[], None]:
@@ -103,13 +159,14 @@ def step_of(shape: shapes.Shape, name: str) -> Callable[[], None]:
     x = torch.randn(batch, sequence, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
     grad_output = torch.randn_like(x)
     parameters = list(model.layers.parameters())
+    history = History(device) if name == PROTOTYPE else None
 
     def step() -> None:
-        torch.autograd.grad(model(x), (x, *parameters), grad_output)
+        with delayed(history):
+            torch.autograd.grad(model(x), (x, *parameters), grad_output)
 
-    with known_amaxes(name == PROTOTYPE):
-        step()
-        step()
+    step()
+    step()
     return step
 
 
@@ -124,12 +181,11 @@ def measure(shape: shapes.Shape, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name, step in steps.items():
-            with known_amaxes(name == PROTOTYPE):
-                begin = now(device)
-                step()
-                end = now(device)
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+            begin = now(device)
+            step()
+            end = now(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             times[name].append(seconds_between(begin, end))
     return {name: statistics.median(each) for name, each in times.items()}
 
