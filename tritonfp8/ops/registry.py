@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tritonfp8 import launch, reference
-from tritonfp8.ops import fakes
+from tritonfp8.ops import batching, fakes
 from tritonfp8.ops.dispatch import counted, matmul_kind, on_cuda, scaled_matmul_kind
 from tritonfp8.ops.sharding import Operand, Rule
 
@@ -232,6 +232,8 @@ def _register() -> None:
         _library.define(name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
         if op.fake is not None:
             torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_library)
+            if name not in _SHARDS:
+                batching.register(f"{NAMESPACE}::{name}", _library)
         if op.reference is not None:
             cpu = op.reference if op.kind is None else counted(op.reference, op.kind)
             cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind)

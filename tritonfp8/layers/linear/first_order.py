@@ -20,9 +20,16 @@ def refuse_second_derivative(*args: object) -> NoReturn:
 class _NoSecondDerivative(torch.autograd.Function):
     """Identity of a gradient; differentiating it is an error that says so."""
 
+    # Gradients may be asked for in batches: torch.autograd.grad(..., is_grads_batched=True).
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
+    def forward(grad: Tensor) -> Tensor:
         return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
