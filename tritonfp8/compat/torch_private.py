@@ -26,9 +26,10 @@ WITHOUT_FALLBACK: Mapping[str, str] = {
     "_C._TorchDispatchModeKey.PROXY": "the mode that traces",
     "_C._dispatch_tls_is_dispatch_key_included": "whether torch.export traces",
     "_C.DispatchKey.PreDispatch": "the key by which torch.export traces",
-    "_C._functorch.maybe_current_level": "whether a transform of torch.func is open, in less time than by its exceptions",
+    "_C._functorch.maybe_current_level": "whether a transform of torch.func is open",
     "_C._functorch.peek_interpreter_stack": "which transform of torch.func is open",
     "_C._functorch.TransformType.Functionalize": "the transform that takes ops, not autograd functions",
+    "_C._DisableFuncTorch": "writes to tensors that a transform of torch.func does not follow",
     "autograd.forward_ad._current_level": "whether a forward-mode derivative is open",
     "utils._python_dispatch._disable_current_modes": "operations that selective checkpointing must not keep",
 }
@@ -90,6 +91,10 @@ _level, _innermost, _FUNCTIONALIZE = (
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` or a forward-mode derivative is open just now."""
     return _level() is not None or _forward_ad._current_level >= 0
+
+
+outside_transforms: Callable[[], AbstractContextManager[Any]] = _C._DisableFuncTorch
+"""A context in which operations skip the open transforms of ``torch.func``."""
 
 
 def is_functionalized() -> bool:

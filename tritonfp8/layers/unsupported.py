@@ -30,3 +30,11 @@ def refuse_transform(what: str, hint: str) -> NoReturn:
         f"torch.func (grad, vmap, jacrev, ...) and forward-mode derivatives need layers of tritonfp8 on plain, whole "
         f"tensors; got {what}. {hint}, or call tritonfp8.revert(model) first"
     )
+
+
+def refuse_compiled_transform() -> NoReturn:
+    """Raise NotImplementedError, at which ``torch.compile`` leaves its graph, and the layer runs in eager mode."""
+    raise NotImplementedError(
+        "torch.compile cannot record a layer of tritonfp8 inside torch.func.grad, vjp or jacrev. Compile without "
+        "fullgraph=True, so that the layer runs in eager mode, or call tritonfp8.revert(model) first"
+    )

@@ -232,13 +232,13 @@ def _register() -> None:
         _library.define(name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
         if op.fake is not None:
             torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_library)
-            if name not in _SHARDS:
-                batching.register(f"{NAMESPACE}::{name}", _library)
         if op.reference is not None:
             cpu = op.reference if op.kind is None else counted(op.reference, op.kind)
             cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind)
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
+        if name not in _SHARDS:
+            batching.register(f"{NAMESPACE}::{name}", _library)
 
 
 _register()

@@ -23,7 +23,7 @@ from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_cached, pair_of, provider_of
 from tritonfp8.layers.linear.transforms import transformed
 from tritonfp8.layers.tensor_types import PLAIN, handler_of
-from tritonfp8.layers.unsupported import refuse_transform
+from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
 from tritonfp8.ops import graph_op, is_exporting, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
 
@@ -140,6 +140,9 @@ def _linear_in_transform(
     """:func:`linear` while a transform of ``torch.func`` or a forward-mode derivative is open."""
     if handler_of(input, weight, bias) is not None or provider_of(weight) is not LOCAL:
         refuse_transform(f"a weight of type {type(weight).__name__}", "Call the layer outside of the transform")
+    if is_functionalized():
+        # It takes ops, not autograd functions.
+        return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
     x, w, b = _cast_operands(input, weight, bias)
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, False)
@@ -150,7 +153,7 @@ def _linear_of_op(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, shares_input: bool, *key: object
 ) -> Tensor:
     if is_transformed():
-        return _linear_in_transform(input, weight, bias, recipe_of(recipe), None)
+        refuse_compiled_transform()
     again = _may_cast_again(weight, shares_input)
     return local_linear(input, weight, bias, recipe_of(recipe), may_cast_again=again)
 
@@ -224,7 +227,7 @@ def linear(
     compiling = torch.compiler.is_dynamo_compiling()
     if not compiling:
         recipe = recompute.decided(weight, recipe)
-        if is_transformed() and not is_functionalized():
+        if is_transformed():
             return _linear_in_transform(input, weight, bias, recipe, quantized_weight)
     traced = is_exporting() if compiling else is_traced()
     in_graph = compiling and not traced and quantized_weight is None

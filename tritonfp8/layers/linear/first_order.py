@@ -20,7 +20,7 @@ def refuse_second_derivative(*args: object) -> NoReturn:
 class _NoSecondDerivative(torch.autograd.Function):
     """Identity of a gradient; differentiating it is an error that says so."""
 
-    # Gradients may be asked for in batches: torch.autograd.grad(..., is_grads_batched=True).
+    # torch.vmap may call torch.autograd.grad.
     generate_vmap_rule = True
 
     @staticmethod

@@ -62,7 +62,13 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         weight, recipe, needs = args[2], args[3], args[5]
-        if in_dims[2] is None and needs[0] and args[6] is None and args[8] is None and recipe.grad_input.rhs is not None:
+        if (
+            in_dims[2] is None
+            and needs[0]
+            and args[6] is None
+            and args[8] is None
+            and recipe.grad_input.rhs is not None
+        ):
             # All samples share the weight, so it is quantized once.
             args, in_dims = (*args[:6], *_cast(weight, recipe, True)), (*in_dims[:6], *[None] * 4)
         dims = tuple(dim if isinstance(x, Tensor) else None for x, dim in zip(args, in_dims, strict=True))
