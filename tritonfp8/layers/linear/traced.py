@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import counting, ops
+from tritonfp8.layers.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.dispatch import computed_linear
-from tritonfp8.layers.linear.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.function import LinearPlan, Saved, cached_for_backward, gradients
 from tritonfp8.layers.linear.operands import LOCAL, Operands
 from tritonfp8.ops import implement, saved

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import counting, ops
-from tritonfp8.layers.linear.first_order import refuse_second_derivative
+from tritonfp8.layers.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.operands import LOCAL, Operands, pair_of, weight_operands
 from tritonfp8.layers.unsupported import refuse_forward_mode
 from tritonfp8.ops import each_sample
@@ -61,14 +61,8 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        weight, recipe, needs = args[2], args[3], args[5]
-        if (
-            in_dims[2] is None
-            and needs[0]
-            and args[6] is None
-            and args[8] is None
-            and recipe.grad_input.rhs is not None
-        ):
+        weight, recipe, needs, is_cached = args[2], args[3], args[5], args[6] is not None or args[8] is not None
+        if in_dims[2] is None and needs[0] and not is_cached and recipe.grad_input.rhs is not None:
             # All samples share the weight, so it is quantized once.
             args, in_dims = (*args[:6], *_cast(weight, recipe, True)), (*in_dims[:6], *[None] * 4)
         dims = tuple(dim if isinstance(x, Tensor) else None for x, dim in zip(args, in_dims, strict=True))
@@ -76,7 +70,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """The op ``whole_linear`` in the form that transforms take. It saves the input in high precision, and the weight."""
+    """The op ``whole_linear`` in the form that transforms take; it saves weight and input in high precision."""
 
     @staticmethod
     def forward(
@@ -95,7 +89,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, *cached = ctx.saved_tensors
         needs = tuple(ctx.needs_input_grad[:3])
-        found = iter(_Gradients.apply(grad_output, input, weight, ctx.recipe, ctx.layer, needs, *cached))
+        grads = _Gradients.apply(  # type: ignore[no-untyped-call]
+            grad_output, input, weight, ctx.recipe, ctx.layer, needs, *cached
+        )
+        found = iter(grads)
         return *(next(found) if need else None for need in needs), *[None] * 6
 
     @staticmethod
@@ -117,4 +114,7 @@ def transformed(
     """:func:`linear` of checked operands in the dtype to compute in, inside a transform."""
     layer = counting.take_callers()[0] if counting.is_logging else None
     cached = (None, None) if quantized_weight is None else quantized_weight
-    return _Linear.apply(input, weight, bias, recipe, layer, *pair_of(cached[0]), *pair_of(cached[1]))
+    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        input, weight, bias, recipe, layer, *pair_of(cached[0]), *pair_of(cached[1])
+    )
+    return out
