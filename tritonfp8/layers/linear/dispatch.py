@@ -3,6 +3,7 @@
     eager code                      :func:`local_linear`: quantize, then the autograd function of :mod:`.function`
     plain tensors, torch.compile    one op for the whole layer (:mod:`tritonfp8.ops.graph_op`)
     torch.export, make_fx           one op that has its gradient (:mod:`.traced`)
+    torch.func                      autograd functions that transforms take (:mod:`.transforms`)
     DTensor and other types         the function that is registered for the type (:mod:`tritonfp8.layers.tensor_types`)
 
 Public as :mod:`tritonfp8.functional`.
@@ -218,10 +219,14 @@ def linear(
     ``shared_input``) with K > N. The weight is saved for ``grad_input``, as ``F.linear`` does: under autocast that is a
     copy of 2 N K bytes.
 
+    Inside ``torch.func.grad``, ``vjp`` and ``jacrev`` the results are those of autograd. ``torch.vmap`` gives those of a
+    loop over the samples: each is quantized by itself, so the scale of a sample never depends on another sample. A
+    weight that all samples share is quantized once. A transform saves the input in high precision.
+
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
         ValueError: shapes that do not fit, an unknown recipe, or a ``quantized_weight`` of another recipe.
-        RuntimeError: in a second derivative.
+        RuntimeError: in a second or a forward-mode derivative.
     """
     recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
     compiling = torch.compiler.is_dynamo_compiling()
