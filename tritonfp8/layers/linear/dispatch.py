@@ -219,9 +219,9 @@ def linear(
     ``shared_input``) with K > N. The weight is saved for ``grad_input``, as ``F.linear`` does: under autocast that is a
     copy of 2 N K bytes.
 
-    Inside ``torch.func.grad``, ``vjp`` and ``jacrev`` the results are those of autograd. ``torch.vmap`` gives those of a
-    loop over the samples: each is quantized by itself, so the scale of a sample never depends on another sample. A
-    weight that all samples share is quantized once. A transform saves the input in high precision.
+    Inside ``torch.func.grad``, ``vjp`` and ``jacrev`` the results are those of autograd. ``torch.vmap`` gives those of
+    a loop over the samples: each is quantized by itself, so its scales never depend on another sample. A weight that
+    all samples share is quantized once. Inside a transform the input is saved in high precision.
 
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
