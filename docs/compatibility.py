@@ -15,6 +15,7 @@ _CHECKPOINTING = "tests/layers/linear/test_function.py::TestCheckpointing::test_
 _INPUTS = "tests/layers/linear/test_input_cache.py"
 _CACHE = "tests/layers/linear/test_weight_cache.py"
 _COMPILE = "tests/layers/linear/test_compile.py"
+_TRANSFORMS = "tests/layers/test_transforms.py"
 _TRACED = "tests/layers/linear/test_traced.py"
 _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eager"
 _FUSED = "tests/layers/fused/test_fused.py"
@@ -174,8 +175,8 @@ GRAPHS = (
         "torch.jit.script",
         (f"{_TRACED}::test_other_tracers_are_errors",),
         "jit.script",
-        answer="no: `ValueError`",
-        known="torch's own error: it does not know the type of a recipe. Use `torch.export`.",
+        answer="no: `TypeError`",
+        known="TorchScript compiles no code of other packages. Use `torch.export` or `torch.jit.trace`.",
     ),
     Column(
         "torch.fx.symbolic_trace",
@@ -189,11 +190,19 @@ GRAPHS = (
         fixed={"rowwise": "tests/layers/linear/test_module.py::test_functional_call_and_hooks"},
         known=_SAME_CODE,
     ),
+    Column("torch.func.grad", (f"{_TRANSFORMS}::test_grad_is_that_of_autograd",)),
     Column(
-        "torch.func: grad, vjp, jvp, vmap, jacrev",
-        (f"{_TRACED}::test_transforms_of_functions_are_errors",),
+        "torch.func.vmap",
+        (f"{_TRANSFORMS}::test_vmap_over_inputs_is_a_loop_over_them",),
+        known="Every sample is quantized by itself.",
+    ),
+    Column("gradients of samples, vmap of grad", (f"{_TRANSFORMS}::test_gradients_of_samples_are_those_of_a_loop",)),
+    Column("torch.func.jacrev", (f"{_TRANSFORMS}::test_jacrev_is_one_backward_for_each_output",)),
+    Column(
+        "forward mode: torch.func.jvp, jacfwd, hessian",
+        (f"{_TRANSFORMS}::test_forward_mode_is_an_error_that_names_the_package",),
         answer="no: `RuntimeError`",
-        known="torch's own error: layers are `autograd.Function`s without `setup_context`. Use `torch.autograd.grad`.",
+        known="Layers have no rule for tangents. Use reverse mode.",
     ),
     Column("FlopCounterMode", ("tests/ops/test_flops.py::test_of_forward_and_backward",)),
     Column(

@@ -26,6 +26,11 @@ WITHOUT_FALLBACK: Mapping[str, str] = {
     "_C._TorchDispatchModeKey.PROXY": "the mode that traces",
     "_C._dispatch_tls_is_dispatch_key_included": "whether torch.export traces",
     "_C.DispatchKey.PreDispatch": "the key by which torch.export traces",
+    "_C._functorch.maybe_current_level": "whether a transform of torch.func is open",
+    "_C._functorch.peek_interpreter_stack": "which transform of torch.func is open",
+    "_C._functorch.TransformType.Functionalize": "the transform that takes ops, not autograd functions",
+    "_C._DisableFuncTorch": "writes to tensors that a transform of torch.func does not follow",
+    "autograd.forward_ad._current_level": "whether a forward-mode derivative is open",
     "utils._python_dispatch._disable_current_modes": "operations that selective checkpointing must not keep",
 }
 """Names without which the package cannot work, below ``torch``, with their use."""
@@ -73,6 +78,28 @@ _is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", _jit.is_tracing
 def is_traced() -> bool:
     """Whether operations are recorded into a graph just now, by other means than Dynamo."""
     return _mode(_PROXY) is not None or _is_included(_PRE_DISPATCH) or _is_jit_tracing()
+
+
+_functorch, _forward_ad = _C._functorch, torch.autograd.forward_ad
+_level, _innermost, _FUNCTIONALIZE = (
+    _functorch.maybe_current_level,
+    _functorch.peek_interpreter_stack,
+    _functorch.TransformType.Functionalize,
+)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or a forward-mode derivative is open just now."""
+    return _level() is not None or _forward_ad._current_level >= 0
+
+
+outside_transforms: Callable[[], AbstractContextManager[Any]] = _C._DisableFuncTorch
+"""A context in which operations skip the open transforms of ``torch.func``."""
+
+
+def is_functionalized() -> bool:
+    """Whether the innermost open transform is ``torch.func.functionalize``."""
+    return _level() is not None and _innermost().key() == _FUNCTIONALIZE
 
 
 def _exporting_flag() -> bool:

@@ -5,6 +5,7 @@ Exports the ops as functions, the table of their rows (:data:`OPS`), and what co
 
 from tritonfp8.launch import ALIGNMENT
 from tritonfp8.ops import flops, graph_op  # noqa: F401  flops registers the FLOPs of the ops
+from tritonfp8.ops.batching import each_sample
 from tritonfp8.ops.registry import (
     NAMESPACE,
     OPS,
@@ -48,6 +49,7 @@ __all__ = [
     "amax",
     "amax_of_shards",
     "dequantize",
+    "each_sample",
     "gathered_operand",
     "graph_op",
     "implement",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tritonfp8 import launch, reference
-from tritonfp8.ops import fakes
+from tritonfp8.ops import batching, fakes
 from tritonfp8.ops.dispatch import counted, matmul_kind, on_cuda, scaled_matmul_kind
 from tritonfp8.ops.sharding import Operand, Rule
 
@@ -237,6 +237,8 @@ def _register() -> None:
             cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind)
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
+        if name not in _SHARDS:
+            batching.register(f"{NAMESPACE}::{name}", _library)
 
 
 _register()

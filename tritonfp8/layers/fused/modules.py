@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from tritonfp8.layers.fused.rms_norm import quantized_rms_norm, rms_norm
 from tritonfp8.layers.fused.swiglu import swiglu
 from tritonfp8.layers.in_place import is_bound
 from tritonfp8.layers.linear import Float8Linear, QuantizedInput, check_whole, is_distributed, is_fusable
+from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import RMS_NORM_ROUNDINGS
 
@@ -145,6 +146,9 @@ class Float8RMSNorm(nn.Module):
         if is_fusable(self.recipe):
             return quantized_rms_norm(input, self.weight, eps, self.recipe, self.rounding)
         return rms_norm(input, self.weight, eps, self.rounding)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
 
     def runs_fused(self) -> bool:
         """Whether only converted linears see the result now; for a norm that ``convert`` fused."""

@@ -17,6 +17,7 @@ from tritonfp8.layers.linear import (
     autocast_all,
     check_input,
     check_tensors,
+    check_untransformed,
     first_order,
     folded,
     handle_of,
@@ -91,6 +92,7 @@ def quantized_rms_norm(
         RuntimeError: in a second derivative.
     """
     check_tensors(x=x, weight=weight)
+    check_untransformed()
     require_type("eps", eps, float | int, "a float")
     recipe = decided(weight, get(recipe))
     spec, spec_t = input_specs(recipe)

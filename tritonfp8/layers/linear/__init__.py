@@ -21,10 +21,10 @@ A call goes from top to bottom:
 Exports the layer as a function and as a module, and the parts that fused and sharded layers are built from.
 """
 
+from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import traced  # noqa: F401  implements the ops of a trace
 from tritonfp8.layers.linear.checks import autocast_all, check_linear
 from tritonfp8.layers.linear.dispatch import linear, local_linear
-from tritonfp8.layers.linear.first_order import first_order
 from tritonfp8.layers.linear.function import (
     LinearPlan,
     apply_linear,
@@ -67,6 +67,7 @@ from tritonfp8.layers.linear.quantized_input import (
     check_input,
     check_reader,
     check_tensors,
+    check_untransformed,
     check_whole,
     folded,
     handle_of,
@@ -109,6 +110,7 @@ __all__ = [
     "check_not_torchao",
     "check_reader",
     "check_tensors",
+    "check_untransformed",
     "check_whole",
     "computes_linear",
     "conv1d_class",

@@ -3,6 +3,7 @@
     eager code                      :func:`local_linear`: quantize, then the autograd function of :mod:`.function`
     plain tensors, torch.compile    one op for the whole layer (:mod:`tritonfp8.ops.graph_op`)
     torch.export, make_fx           one op that has its gradient (:mod:`.traced`)
+    torch.func                      autograd functions that transforms take (:mod:`.transforms`)
     DTensor and other types         the function that is registered for the type (:mod:`tritonfp8.layers.tensor_types`)
 
 Public as :mod:`tritonfp8.functional`.
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from tritonfp8 import counting, ops
 from tritonfp8.checks import require_type
+from tritonfp8.compat.torch_private import is_functionalized, is_transformed
 from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
 from tritonfp8.layers.linear.function import LinearPlan, apply_linear
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_cached, pair_of, provider_of
+from tritonfp8.layers.linear.transforms import transformed
 from tritonfp8.layers.tensor_types import PLAIN, handler_of
+from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
 from tritonfp8.ops import graph_op, is_exporting, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
 
@@ -41,6 +45,15 @@ def _is_made_in_graph(x: Tensor) -> bool:
         return not x.is_leaf
     # An input of a graph has no autograd history, or one that raises when it is used.
     return x.grad_fn is not None and x.grad_fn.name() != "torch::autograd::Error"
+
+
+def _cast_operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the dtype to compute in, checked."""
+    x, w, b = autocast_all(input.device.type, input, weight, bias)
+    assert x is not None
+    assert w is not None
+    check_linear(x, w, b)
+    return x, w, b
 
 
 def local_linear(
@@ -65,10 +78,7 @@ def local_linear(
         provider: see :class:`OperandProvider`.
         may_cast_again: whether backward of a compiled graph may cast the input again; see :func:`_may_cast_again`.
     """
-    cast_input, cast_weight, cast_bias = autocast_all(input.device.type, input, weight, bias)
-    assert cast_input is not None
-    assert cast_weight is not None
-    check_linear(cast_input, cast_weight, cast_bias)
+    cast_input, cast_weight, cast_bias = _cast_operands(input, weight, bias)
     return computed_linear(
         cast_input,
         cast_weight,
@@ -125,9 +135,26 @@ def computed_linear(
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
 
 
+def _linear_in_transform(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantized_weight: Operands | None
+) -> Tensor:
+    """:func:`linear` while a transform of ``torch.func`` or a forward-mode derivative is open."""
+    if handler_of(input, weight, bias) is not None or provider_of(weight) is not LOCAL:
+        refuse_transform(f"a weight of type {type(weight).__name__}", "Call the layer outside of the transform")
+    if is_functionalized():
+        # It takes ops, not autograd functions.
+        return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
+    x, w, b = _cast_operands(input, weight, bias)
+    if quantized_weight is not None:
+        check_cached(quantized_weight, w, recipe, False)
+    return transformed(x, w, b, recipe, quantized_weight)
+
+
 def _linear_of_op(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, shares_input: bool, *key: object
 ) -> Tensor:
+    if is_transformed():
+        refuse_compiled_transform()
     again = _may_cast_again(weight, shares_input)
     return local_linear(input, weight, bias, recipe_of(recipe), may_cast_again=again)
 
@@ -152,10 +179,7 @@ def _linear_in_trace(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantized_weight: Operands | None
 ) -> Tensor:
     """:func:`linear` as one op with its gradient, for the graph that is being traced."""
-    x, w, b = autocast_all(input.device.type, input, weight, bias)
-    assert x is not None
-    assert w is not None
-    check_linear(x, w, b)
+    x, w, b = _cast_operands(input, weight, bias)
     cached: Operands = (None, None)
     if quantized_weight is not None:
         needs_grad_input = torch.is_grad_enabled() and x.requires_grad
@@ -195,15 +219,20 @@ def linear(
     ``shared_input``) with K > N. The weight is saved for ``grad_input``, as ``F.linear`` does: under autocast that is a
     copy of 2 N K bytes.
 
+    ``torch.func.grad``, ``vjp`` and ``jacrev`` give the results of autograd, and ``torch.vmap`` those of a loop over the
+    samples: each is quantized by itself. Inside a transform the input is saved in high precision.
+
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
         ValueError: shapes that do not fit, an unknown recipe, or a ``quantized_weight`` of another recipe.
-        RuntimeError: in a second derivative.
+        RuntimeError: in a second or a forward-mode derivative.
     """
     recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
     compiling = torch.compiler.is_dynamo_compiling()
     if not compiling:
         recipe = recompute.decided(weight, recipe)
+        if is_transformed():
+            return _linear_in_transform(input, weight, bias, recipe, quantized_weight)
     traced = is_exporting() if compiling else is_traced()
     in_graph = compiling and not traced and quantized_weight is None
     if in_graph and type(input) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN:

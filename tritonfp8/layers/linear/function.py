@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import counting, ops
-from tritonfp8.layers.linear.first_order import first_order
+from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear.operands import (
     NO_PAIR,
     OperandProvider,

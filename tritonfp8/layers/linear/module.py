@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from tritonfp8.layers.linear.input_cache import SharedInput
 from tritonfp8.layers.linear.operands import Operands
 from tritonfp8.layers.linear.quantized_input import QuantizedInput, check_whole, is_distributed, quantized_linear
 from tritonfp8.layers.linear.weight_cache import CachedWeight
+from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
 
 _NO_RECIPE = (
@@ -89,6 +90,10 @@ class Float8Linear(nn.Linear):
         if isinstance(input, QuantizedInput):
             return quantized_linear(input, weight, self.bias, self.recipe, quantized_weight=cached)
         return linear(input, weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        # torch.jit.script calls this before it reads the layer's annotations, in which it would fail.
+        refuse_script(self)
 
     def cached_operands(self, weight: Tensor) -> Operands | None:
         """The cached operands of ``weight``, inside :func:`tritonfp8.quantize_weights_once`; else None."""
@@ -181,6 +186,9 @@ class Float8Conv1D(nn.Module):
         weight = self.weight
         cached = _cached_operands(self, weight)
         return linear(x, weight.t(), self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
 
     @property
     def in_features(self) -> int:

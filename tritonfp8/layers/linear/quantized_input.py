@@ -15,15 +15,23 @@ from torch.utils import _pytree as pytree
 
 from tritonfp8 import counting
 from tritonfp8.checks import check_strided, require_type
+from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear.checks import autocast_all, check_linear
 from tritonfp8.layers.linear.function import LinearPlan, apply_linear
 from tritonfp8.layers.linear.operands import NO_PAIR, Operands, pair_of, provider_of, quantize_for
 from tritonfp8.layers.recompute import decided
+from tritonfp8.layers.unsupported import refuse_transform
 from tritonfp8.ops import sealed
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import QuantSpec
+
+
+def check_untransformed() -> None:
+    """Raise RuntimeError inside a transform of ``torch.func``, which cannot follow a tensor in 8 bits."""
+    if not torch.compiler.is_compiling() and is_transformed():
+        refuse_transform("a fused layer", "Convert without fuse=True")
 
 
 def is_fusable(recipe: str | Recipe) -> bool:
@@ -141,6 +149,7 @@ def quantize_input(x: Tensor, recipe: str | Recipe) -> QuantizedInput:
         TypeError: a dtype other than bfloat16, float16 or float32.
         ValueError: a scalar, or a recipe that keeps one of the GEMMs in high precision.
     """
+    check_untransformed()
     spec, spec_t = input_specs(get(recipe))
     require_type("the input", x, Tensor, "a torch.Tensor")
     (cast,) = autocast_all(x.device.type, x)
@@ -153,6 +162,7 @@ def quantize_input(x: Tensor, recipe: str | Recipe) -> QuantizedInput:
 
 def check_reader(input: QuantizedInput, recipe: Recipe, needs_transposed: bool) -> None:
     """Raise ValueError unless ``input`` was quantized as the GEMMs of ``recipe`` read it."""
+    check_untransformed()
     spec, spec_t = input_specs(recipe)
     made = input.normal.spec, spec_t if input.transposed is None else input.transposed.spec
     if made != (spec, spec_t):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8 import ops
+from tritonfp8 import counting, ops
+from tritonfp8.layers.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.dispatch import computed_linear
-from tritonfp8.layers.linear.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.function import LinearPlan, Saved, cached_for_backward, gradients
 from tritonfp8.layers.linear.operands import LOCAL, Operands
 from tritonfp8.ops import implement, saved
@@ -69,6 +69,8 @@ def _backward(
     how = recipe_of(recipe)
     cached, cached_t = (qdata, scale), (qdata_t, scale_t)
     plan = LinearPlan(how, needs_input, needs_weight, _operands(how, (*cached, *cached_t)) is not None, LOCAL)
+    if counting.is_logging:
+        plan = plan._replace(layer=counting.take_callers()[0])
     grad, rows = _rows(grad_output), _rows(input)
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         spec = how.grad_weight.rhs if needs_weight else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear.operands import Operands
+from tritonfp8.layers.unsupported import refuse_transform
 from tritonfp8.recipes import Recipe
 
 SAMPLES = 4096
@@ -168,11 +169,14 @@ class CachedWeight:
             )
         if self.stored is None:
             return
-        if torch.compiler.is_compiling() or not torch_private.dispatch_mode_count():
+        transformed = not torch.compiler.is_compiling() and torch_private.is_transformed()
+        if transformed and self.computed is not None:
+            refuse_transform("a parametrized weight that is quantized once", "Leave out quantize_weights_once")
+        if torch.compiler.is_compiling() or not (transformed or torch_private.dispatch_mode_count()):
             self._note(weight)
         else:
-            # Selective checkpointing would save the tensors that are written to here.
-            with torch_private.disable_current_modes():
+            # Selective checkpointing would save the tensors that are written to here, and torch.func forbids the write.
+            with torch_private.disable_current_modes(), torch_private.outside_transforms():
                 self._note(weight)
         # A compiled graph has neither addresses nor versions. The scope compares everything when it ends.
         if not torch.compiler.is_compiling() and self.stored.is_written():

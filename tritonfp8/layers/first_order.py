@@ -18,11 +18,21 @@ def refuse_second_derivative(*args: object) -> NoReturn:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of a gradient; differentiating it is an error that says so."""
+    """Identity of a gradient; differentiating it is an error that says so.
+
+    ``anchor`` requires a gradient, so that the result does: transforms of ``torch.func`` forbid ``requires_grad_()``.
+    """
+
+    # torch.vmap may call torch.autograd.grad.
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
+    def forward(grad: Tensor, anchor: Tensor) -> Tensor:
         return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -37,8 +47,9 @@ def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tenso
         grads = compute()
     if not differentiable:
         return grads
+    anchor = torch.zeros((), requires_grad=True)
     apply = _NoSecondDerivative.apply
     return tuple(
-        g if g is None else apply(g.requires_grad_())  # type: ignore[no-untyped-call]
+        g if g is None else apply(g, anchor)  # type: ignore[no-untyped-call]
         for g in grads
     )
