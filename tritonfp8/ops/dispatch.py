@@ -54,9 +54,9 @@ def counted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[
 
 
 def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None:
-    # The operands of `scaled_matmul` have specs; both of `matmul` have one dtype.
+    # The operands of `scaled_matmul`, which has more arguments, have specs; both of `matmul` have one dtype.
     dtype = str(a.dtype).removeprefix("torch.")
-    operands = (args[1], args[4]) if len(args) > 1 else (dtype, dtype)
+    operands = (args[1], args[4]) if len(args) > 2 else (dtype, dtype)
     counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1], operands, a.device)
 
 

@@ -26,8 +26,8 @@ def scaled_matmul(a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: o
     return _product(a, b)
 
 
-def matmul(a: _Shape, b: _Shape, **options: object) -> int:
-    """Of ``a [M, K] @ b [N, K].T``."""
+def matmul(a: _Shape, b: _Shape, *others: object, **options: object) -> int:
+    """Of ``a [M, K] @ b [N, K].T``, with a bias or without."""
     return _product(a, b)
 
 

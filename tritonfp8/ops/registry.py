@@ -134,11 +134,13 @@ _GEMMS = {
         ),
     ),
     "matmul": Op(
-        "(Tensor a, Tensor b) -> Tensor",
+        "(Tensor a, Tensor b, Tensor? bias=None) -> Tensor",
         fakes.matmul,
         reference.matmul,
         kind=matmul_kind,
-        sharding=Rule({"a": Operand("MK"), "b": Operand("NK")}, (Operand("MN"),)),
+        sharding=Rule(
+            {"a": Operand("MK"), "b": Operand("NK"), "bias": Operand("N")}, (Operand("MN"),), forbids=("bias",)
+        ),
     ),
 }
 _FUSED = {

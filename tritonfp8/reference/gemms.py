@@ -54,6 +54,9 @@ def scaled_matmul(
     return out.to(out_dtype)
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a [M, K] @ b [N, K].T`` in the operands' own dtype: a GEMM that a recipe keeps in high precision."""
-    return a @ b.t()
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a [M, K] @ b [N, K].T + bias [N]`` in the operands' own dtype: a GEMM that a recipe keeps in high precision.
+
+    The call of a plain layer, so that the bias is added before the sum is rounded, to the bits of that layer.
+    """
+    return F.linear(a, b, bias)

@@ -42,8 +42,7 @@ def layer(shape, n, dtype=torch.bfloat16, device="cpu", bias=True, needs=(True, 
 def product(gemm, lhs, rhs, bias, dtype):
     """``lhs [., C] @ rhs [., C].T`` by one line of a recipe, out of the public functions."""
     if not gemm.quantized:
-        out = lhs @ rhs.t()
-        return out if bias is None else out + bias
+        return F.linear(lhs, rhs, bias)
     a, b = tritonfp8.quantize(lhs, gemm.lhs), tritonfp8.quantize(rhs, gemm.rhs)
     return tritonfp8.scaled_matmul(a, b, bias, out_dtype=dtype, accumulation=gemm.accumulation)
 

@@ -62,6 +62,7 @@ def samples():
         yield ops.scaled_matmul, matmul_args(pair, "cpu", out_dtype=torch.float32)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), "cpu", True, True, "relu", torch.float32)
     yield ops.matmul, (normal(33, 24), normal(16, 24, seed=1))
+    yield ops.matmul, (normal(33, 24), normal(16, 24, seed=1), normal(16, seed=2))
 
 
 def tuples(out):

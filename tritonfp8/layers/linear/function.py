@@ -86,9 +86,7 @@ class _Linear(torch.autograd.Function):
         if recipe.output.rhs is not None:
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
-            out = ops.matmul(input, weight)
-            if bias is not None:
-                out = out + bias
+            out = ops.matmul(input, weight, bias)
         cached = cached_for_backward(plan, weight_pair, cached)
         keep_weight = plan.needs_grad_input and cached[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
