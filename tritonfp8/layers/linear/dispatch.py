@@ -205,8 +205,8 @@ def linear(
         bias: ``[N]`` or None.
         recipe: a name or a :class:`~tritonfp8.Recipe`.
         quantized_weight: the result of :func:`quantize_weight` for ``weight`` (for its cast, where autocast is on). The
-            layer then does not quantize the weight, neither here nor in backward. The caller must make sure that the
-            weight has not changed since. ``weight`` still gets the gradient.
+            layer then never quantizes the weight: the caller must make sure that it has not changed since. ``weight``
+            still gets the gradient.
         shared_input: lets sibling layers that read the same ``input`` share its cast; see :class:`SharedInput`.
 
     Returns:
@@ -219,8 +219,7 @@ def linear(
     ``shared_input``) with K > N. The weight is saved for ``grad_input``, as ``F.linear`` does: under autocast that is a
     copy of 2 N K bytes.
 
-    ``torch.func.grad``, ``vjp`` and ``jacrev`` give the results of autograd, and ``torch.vmap`` those of a loop over the
-    samples: each is quantized by itself. Inside a transform the input is saved in high precision.
+    ``torch.func.grad`` gives the bits of autograd, ``vmap`` those of a loop. Both save the input in high precision.
 
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
