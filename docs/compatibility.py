@@ -22,6 +22,7 @@ _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
+_EMA = "tests/distributed/fsdp/test_ema.py"
 _TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
 _WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
 _CALLBACK = "tests/clients/test_callback.py"
@@ -103,6 +104,11 @@ ONE_PROCESS = (
         "CPU offload of accelerate",
         fixed={"rowwise": _ACCELERATE_HOOKS},
         known="`cpu_offload` and `dispatch_model` replace the forward on the instance; a converted layer keeps both.",
+    ),
+    Column(
+        "EMA: AveragedModel, weights swapped in and out",
+        ("tests/conversion/test_ema.py::test_averaged_model_keeps_the_recipes_and_follows_the_weights",),
+        known="`bf16` has no codes. Swap outside of `quantize_weights_once`; inside it is a `RuntimeError`.",
     ),
     Column(
         "experts in a list of linear layers",
@@ -249,6 +255,12 @@ SHARDED = (
     Column("FSDP2, CPU offload", (f"{_FSDP}::test_option",), "offload", known=_SAME_CODE),
     Column("FSDP2, gradient accumulation", (f"{_FSDP}::test_option",), "accumulate", known=_SAME_CODE),
     Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_SAME_CODE),
+    Column(
+        "FSDP2, EMA weights swapped in and out",
+        (f"{_EMA}::test_of_every_recipe",),
+        fixed={"rowwise": f"{_EMA}::test_evaluations_are_those_of_the_weights_that_were_swapped_in"},
+        known="`bf16` is FSDP2 alone: `reshard()` before each swap. `param.data = ...` on a shard is a `RuntimeError`.",
+    ),
     Column(
         "FSDP2, fuse=True",
         (

@@ -19,8 +19,14 @@ from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, read_oper
 from tritonfp8.distributed.fsdp.grouped import segments_to_send
 from tritonfp8.distributed.fsdp.reduce_amaxes import batches_of, reduce_amaxes
 from tritonfp8.distributed.fsdp.shard_casts import rank_segment
-from tritonfp8.distributed.fsdp.sharded_weight import KeptSegments, ShardToGather
-from tritonfp8.distributed.fsdp.torch_fsdp import Managed, forget_inference_memory, managed_above, managed_parameters
+from tritonfp8.distributed.fsdp.sharded_weight import Assignments, GatheredInEvaluation, KeptSegments, ShardToGather
+from tritonfp8.distributed.fsdp.torch_fsdp import (
+    Managed,
+    by_group,
+    forget_inference_memory,
+    managed_above,
+    managed_parameters,
+)
 from tritonfp8.distributed.torch_private import all_gather_single, disable_dynamo
 from tritonfp8.distributed.traffic import counted_inside_ops
 from tritonfp8.layers.linear import Float8Linear, raise_changed
@@ -59,6 +65,8 @@ class Float8AllGather:
         self.cast = cast
         self._names = list(layers)
         self._found: dict[str, Managed] = {}
+        # All that FSDP manages in the model.
+        self._groups: list[list[Managed]] = []
         self._settings: dict[str, GatherSettings] = {}
         self._gathers: dict[str, tuple[Recipe, bool]] = {}
         self._plans: dict[str, GatherPlan] = {}
@@ -69,6 +77,8 @@ class Float8AllGather:
         # Weights whose amaxes were reduced outside of the model's forward, and are not gathered yet.
         self._fresh: set[str] = set()
         self._kept: KeptSegments | None = None
+        self._assignments = Assignments()
+        self._evaluated: GatheredInEvaluation | None = None
         self._reduced: torch.cuda.Event | None = None
         self._in_forward = False
         self._was_in_inference_mode = False
@@ -98,7 +108,11 @@ class Float8AllGather:
         elif self._was_in_inference_mode:
             self._was_in_inference_mode = False
             forget_inference_memory(self.model)
+        if self._evaluated is not None:
+            self._evaluated.gather_changed()
+            self._evaluated = None
         in_values = self._plan()
+        self._assignments.check(self._found)
         self._ready.clear()
         for batch in self._batches:
             if self._kept is None or not all(self._is_current(name, plan) for name, plan in batch.plans.items()):
@@ -126,6 +140,8 @@ class Float8AllGather:
     def _after_forward(self, *args: Any) -> None:
         self._in_forward = False
         self._fresh.clear()
+        if self._plans and not torch.is_grad_enabled():
+            self._evaluated = GatheredInEvaluation(self._groups)
 
     def release(self, layer: Float8Linear) -> Callable[[], None] | None:
         """Gather the layer's weight in its own dtype again; :func:`tritonfp8.revert` calls this first.
@@ -186,6 +202,7 @@ class Float8AllGather:
         """The weights that FSDP manages, as far as it does already."""
         if len(self._found) < len(self.layers):
             found = managed_parameters(self.model)
+            self._groups = by_group(found.values())
             modules = {name: (layers[0], "weight") for name, layers in self.layers.items()}
             self._found = {name: found[module] for name, module in modules.items() if module in found}
             missing = [name for name in self.layers if name not in self._found]

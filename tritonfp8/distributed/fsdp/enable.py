@@ -120,7 +120,7 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
         ValueError: nothing to gather in 8 bits, a second call, or an unknown cast. In forward: a weight that FSDP
             shards along another dim than 0.
         RuntimeError: this torch lacks a private name that is needed. In forward: ``fully_shard`` was applied above
-            ``model``, or ranks disagree on how a weight is gathered.
+            ``model``, ranks disagree on how a weight is gathered, or ``param.data = ...`` on a shard had no effect.
     """
     require_names("enable_float8_all_gather", FSDP)
     require_module(model)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tritonfp8.distributed.fsdp.gather_plan import Reduction
-from tritonfp8.layers.linear import Watch
+from tritonfp8.distributed.fsdp.torch_fsdp import Managed
+from tritonfp8.layers.linear import Watch, sample_of
 
 
 class ShardSource(Protocol):
@@ -124,3 +127,64 @@ class KeptSegments:
     def changed(self) -> list[str]:
         """The weights whose shards changed since by writes that torch does not count."""
         return [name for name, watch in self._watches.items() if not watch.is_written() and watch.has_changed()]
+
+
+class GatheredInEvaluation:
+    """Groups of weights that FSDP leaves gathered after a forward without gradients, such as those of the outermost.
+
+    FSDP computes the next forward with the gathered values, even if the shards have others by then: an evaluation of
+    EMA weights would be one of the old weights. Torch does not count writes through ``.data``, so samples are compared.
+    They have elements of each row and of each column, so no swap of weights misses them.
+
+    Args:
+        groups: the parameters of each group.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Managed]]) -> None:
+        self._seen = [(group, _sample(group)) for group in groups if not group[0].is_sharded]
+
+    def gather_changed(self) -> None:
+        """Have FSDP gather the groups again whose shards changed since. All ranks of a group call this together."""
+        for group, (stamps, before) in self._seen:
+            first = group[0]
+            if first.is_sharded:
+                continue
+            now = _sample(group)
+            same = now[0] == stamps and all(torch.equal(x, before[dtype]) for dtype, x in now[1].items())
+            changed = torch.tensor(int(not same), device=first.device)
+            # A rank whose rows did not change gathers as well.
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=first.process_group)
+            if changed.item():
+                first.shard_again()
+
+
+def _sample(group: Sequence[Managed]) -> tuple[list[object], dict[torch.dtype, Tensor]]:
+    """The stamps of shards, and some of their elements as integers, by the size of these."""
+    samples: dict[torch.dtype, list[Tensor]] = {}
+    for managed in group:
+        sample = sample_of(managed.local).reshape(-1)
+        samples.setdefault(sample.dtype, []).append(sample)
+    return [managed.stamp for managed in group], {dtype: torch.cat(each) for dtype, each in samples.items()}
+
+
+class Assignments:
+    """Notices ``param.data = other`` on sharded weights, which torch ignores: the DTensor keeps its local shard."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Any, weakref.ref[Tensor]]] = {}
+
+    def check(self, weights: dict[str, Managed]) -> None:
+        """Raise RuntimeError for weights that were assigned to since the last call, and so have their old values."""
+        found = []
+        for name, managed in weights.items():
+            holder, local = managed.holder, managed.local
+            before = self._seen.get(name)
+            if before is not None and before[1]() is local and before[0] != holder:
+                found.append(name)
+            self._seen[name] = holder, weakref.ref(local)
+        if found:
+            raise RuntimeError(
+                f"the weight of {', '.join(found)} was assigned by param.data = ..., which torch ignores for a sharded "
+                "parameter: it still has the old values. Copy instead: param.data.copy_(values), or "
+                "model.load_state_dict"
+            )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tritonfp8.distributed.torch_private import GROUP, MESH_INFO, PARAM, STATE, require_of_instance
 
@@ -136,6 +137,14 @@ class Managed(NamedTuple):
         return local.data_ptr(), _version(param), _version(local)
 
     @property
+    def holder(self) -> StorageWeakRef | None:
+        """The memory of the sharded DTensor itself, which holds no values; ``param.data = other`` replaces it."""
+        try:
+            return StorageWeakRef(self.param.sharded_param.untyped_storage())
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    @property
     def gathers_by_hooks(self) -> bool:
         """Whether FSDP asks our hooks for what to gather."""
         return isinstance(self.param, _GathersByHooks)
@@ -235,6 +244,14 @@ def managed_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], Managed]
             for group in _groups(module._get_fsdp_state()):
                 found.update(_owners(group))
     return found
+
+
+def by_group(parameters: Iterable[Managed]) -> list[list[Managed]]:
+    """Parameters by the group that FSDP gathers together; each once."""
+    found: dict[int, dict[int, Managed]] = {}
+    for managed in parameters:
+        found.setdefault(id(managed.group), {})[id(managed.param)] = managed
+    return [list(members.values()) for members in found.values()]
 
 
 def managed_weights(layers: Iterable[nn.Module]) -> dict[nn.Module, Managed]:

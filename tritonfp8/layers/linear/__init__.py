@@ -77,7 +77,7 @@ from tritonfp8.layers.linear.quantized_input import (
     quantize_input,
     quantized_linear,
 )
-from tritonfp8.layers.linear.weight_cache import Watch
+from tritonfp8.layers.linear.weight_cache import Watch, sample_of
 from tritonfp8.layers.linear.weight_scope import (
     Sharding,
     WholeTogether,
@@ -139,6 +139,7 @@ __all__ = [
     "register_sharding",
     "register_weight_type",
     "require_module",
+    "sample_of",
     "serves_both",
     "weight_operands",
     "weight_pairs",

@@ -1,0 +1,82 @@
+"""Weights that are swapped for their moving average and back, as EMA does: no evaluation and no step uses old ones."""
+
+from dataclasses import replace
+
+import ema_cases
+import pytest
+from cases import QUANTIZED
+from fsdp_cases import Setup
+
+pytestmark = pytest.mark.xdist_group("ranks")
+PROCESSES = 2
+
+
+def check(ranks, swap, setup, once=False):
+    """The losses, those of evaluations included, are those of FSDP2 alone, and of training without any evaluation."""
+    on = ranks.run(2, ema_cases.swapped, swap=swap, setup=setup, once=once)
+    off = ranks.run(2, ema_cases.swapped, swap=swap, setup=replace(setup, enabled=False), reshard=True)
+    assert on == off
+    undisturbed = ranks.run(2, ema_cases.swapped, swap=swap, setup=setup, undisturbed=True)
+    assert [run[:2] for run in on] == [run[:2] for run in undisturbed]
+    for _, _, (before, average, after) in on:
+        assert before == after
+        assert all(a != b for a, b in zip(before, average, strict=True))
+
+
+@pytest.mark.parametrize("swap", ema_cases.SWAPS)
+def test_evaluations_are_those_of_the_weights_that_were_swapped_in(ranks, swap):
+    check(ranks, swap, Setup())
+
+
+@pytest.mark.parametrize("recipe", [name for name in QUANTIZED if name != "rowwise"])
+def test_of_every_recipe(ranks, recipe):
+    check(ranks, "data_copy", Setup(recipe))
+
+
+@pytest.mark.parametrize("swap", ema_cases.SWAPS)
+def test_of_weights_that_fsdp2_leaves_gathered(ranks, swap):
+    check(ranks, swap, Setup(reshard=False))
+
+
+@pytest.mark.parametrize(
+    "setup", [Setup(tied=True), Setup("tensorwise", compile="block"), Setup(offload=True)], ids=str
+)
+def test_options(ranks, setup):
+    check(ranks, "data_copy", setup)
+
+
+@pytest.mark.parametrize("swap", ema_cases.SWAPS)
+def test_a_block_of_quantize_weights_once_for_each_set_of_weights(ranks, swap):
+    check(ranks, swap, Setup(), once=True)
+
+
+@pytest.mark.parametrize("swap", ema_cases.SWAPS)
+def test_weights_stay_gathered_where_none_was_swapped(ranks, swap):
+    for kept, changed in ranks.run(2, ema_cases.gathered_during, setup=Setup(), swap=swap):
+        # Those of two blocks; after a swap, of the outermost module as well.
+        assert (kept, changed) == (2, 3)
+
+
+def test_swaps_that_cannot_work_are_errors(ranks):
+    for run, words in {
+        "assign": ("RuntimeError", "layers.1.down", "torch ignores", "param.data.copy_"),
+        "gathered": ("TypeError", "model.reshard()"),
+        "inside": ("RuntimeError", "weights changed inside quantize_weights_once", "head"),
+        "deepcopy": ("AssertionError", "FSDP does not support deepcopy"),
+    }.items():
+        for message in ranks.run(2, ema_cases.told, run=run):
+            assert all(word in message for word in words), message
+
+
+def test_other_changes_are_no_lost_assignment(ranks):
+    for losses in ranks.run(2, ema_cases.not_assigned):
+        assert len(set(losses)) == 1
+
+
+def test_an_averaged_model_made_before_sharding_follows_the_recipes(ranks):
+    on, off = (ranks.run(2, ema_cases.averaged, enabled=enabled) for enabled in (True, False))
+    assert on == off
+    losses, recipes, average, trained = on[0]
+    assert set(recipes.values()) == {"tensorwise", "blockwise", "rowwise"}
+    assert len(set(losses)) == len(losses)
+    assert average != trained
