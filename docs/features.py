@@ -1,0 +1,352 @@
+"""The features of docs/compatibility.md as data: for each, the tests that show whether a recipe works with it."""
+
+from __future__ import annotations
+
+from docs.coverage import COLUMNS, Column
+
+_CONVERT = "tests/test_convert.py"
+_FUNCTION = "tests/layers/linear/test_function.py::TestLinear"
+_CHECKPOINTING = "tests/layers/linear/test_function.py::TestCheckpointing::test_changes_nothing_but_what_is_recomputed"
+_INPUTS = "tests/layers/linear/test_input_cache.py"
+_CACHE = "tests/layers/linear/test_weight_cache.py"
+_COMPILE = "tests/layers/linear/test_compile.py"
+_TRANSFORMS = "tests/layers/test_transforms.py"
+_TRACED = "tests/layers/linear/test_traced.py"
+_EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eager"
+_FUSED = "tests/layers/fused/test_fused.py"
+_ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
+_SCHEDULE = "tests/workflow/test_schedule.py"
+_FSDP = "tests/distributed/fsdp/test_fsdp.py"
+_EMA = "tests/distributed/fsdp/test_ema.py"
+_TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
+_WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
+_CALLBACK = "tests/clients/test_callback.py"
+_TRAINER = "tests/clients/test_trainer.py"
+_ZERO = "tests/clients/test_deepspeed.py"
+_TITAN = "tests/clients/test_torchtitan.py::test_all_parameters_train_and_the_gather_changes_no_bit"
+_AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
+
+# For recipes that no test runs with a feature; the page explains it.
+_SAME_CODE = "Same code."
+
+_CHECKPOINT = "A checkpoint has the keys and the dtypes of `nn.Linear`: codes are never saved."
+
+
+def _both(test: str) -> dict[str, str]:
+    """A test that begins in bf16 and goes on in FP8."""
+    return {"bf16": test, "rowwise": test}
+
+
+ONE_PROCESS = (
+    Column("forward and backward, eager", (f"{_FUNCTION}::test_is_the_recipe_to_the_bit",)),
+    Column("odd sizes and tails", (f"{_FUNCTION}::test_any_leading_dims_and_sizes",)),
+    Column("empty batches and dims", (f"{_FUNCTION}::test_empty_dims",)),
+    Column("autocast", (f"{_FUNCTION}::test_autocast",)),
+    Column("no_grad and inference_mode", (f"{_FUNCTION}::test_no_grad_and_inference_mode",)),
+    Column("gradient accumulation", (f"{_FUNCTION}::test_gradients_accumulate",)),
+    Column("quantize_weights_once", (f"{_CACHE}::test_same_bits",)),
+    Column("activation checkpointing", (_CHECKPOINTING,), known="Reentrant, not reentrant, and selective."),
+    Column(
+        "selective checkpointing of layers that share an input",
+        (f"{_INPUTS}::test_selective_checkpointing_inside_the_parent",),
+        known="`bf16` quantizes no input, so its layers share nothing.",
+    ),
+    Column("layers that share an input", (f"{_INPUTS}::test_same_bits_and_one_cast",)),
+    Column(
+        "fuse=True",
+        (f"{_FUSED}::TestLayers::test_are_the_plain_layers",),
+        otherwise=dict.fromkeys(("bf16", "rowwise_hp_grad_weight"), ("not fused", _AS_IT_IS)),
+        known="Only recipes that quantize all three GEMMs are fused; the others compute as without it.",
+    ),
+    Column("Conv1D of transformers", ("tests/layers/linear/test_conv1d.py::test_computes_as_a_linear_layer",)),
+    Column(
+        "second derivative",
+        (f"{_FUNCTION}::test_a_gradient_of_the_gradient_is_an_error",),
+        answer="no: `RuntimeError`",
+        known="Rounding to 8 bits has no derivative. A layer of `bf16` gives the same error.",
+    ),
+    Column(
+        "swap_recipe", ("tests/conversion/test_swap.py::test_a_swapped_model_computes_as_one_converted_to_the_recipe",)
+    ),
+    Column(
+        "RecipeSchedule, also compiled",
+        fixed=_both(f"{_SCHEDULE}::test_a_recipe_seen_before_compiles_nothing"),
+        known=f"{_SAME_CODE} At most as many recipes as Dynamo compiles.",
+    ),
+    Column(
+        "schedule saved and resumed",
+        fixed=_both(f"{_SCHEDULE}::test_a_run_goes_on_from_a_checkpoint_to_the_same_bits"),
+        known="Its state is the number of the next step.",
+    ),
+    Column(
+        "safetensors",
+        fixed=dict.fromkeys(
+            ("rowwise", "blockwise"), f"{_CONVERT}::TestCheckpoints::test_safetensors_to_a_plain_model_and_back"
+        ),
+        known=_CHECKPOINT,
+    ),
+    Column(
+        "torch.save, with the optimizer",
+        fixed={"rowwise": f"{_CONVERT}::TestCheckpoints::test_torch_save_needs_no_pickled_code"},
+        known=_CHECKPOINT,
+    ),
+    Column(
+        "save_pretrained and from_pretrained",
+        fixed={"rowwise": f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load"},
+        known=_CHECKPOINT,
+    ),
+    Column(
+        "CPU offload of accelerate",
+        fixed={"rowwise": _ACCELERATE_HOOKS},
+        known="`cpu_offload` and `dispatch_model` replace the forward on the instance; a converted layer keeps both.",
+    ),
+    Column(
+        "EMA: AveragedModel, weights swapped in and out",
+        ("tests/conversion/test_ema.py::test_averaged_model_keeps_the_recipes_and_follows_the_weights",),
+        known="`bf16` has no codes. Swap outside of `quantize_weights_once`; inside it is a `RuntimeError`.",
+    ),
+    Column(
+        "experts in a list of linear layers",
+        fixed={"rowwise": "tests/conversion/test_coverage.py::test_experts_in_a_list"},
+        known=_SAME_CODE,
+    ),
+    Column(
+        "experts in one 3-D tensor",
+        always=("tests/conversion/test_coverage.py::test_experts_in_one_tensor",),
+        answer="no: reported",
+        known="They stay in high precision, and the report of `convert` names them with their share of the FLOPs.",
+    ),
+    Column("verify", ("tests/workflow/test_verify.py::test_every_recipe_shows_what_its_gemms_run",)),
+    Column(
+        "verify_training",
+        fixed={"tensorwise": "tests/workflow/test_verify_training.py::test_weights_that_move_pass"},
+        known="It compares parameters before and after a step, which no recipe changes.",
+    ),
+    Column(
+        "inspect",
+        ("tests/workflow/health/test_inspect.py::test_a_healthy_model_has_no_findings",),
+        known="`rowwise_hp_grad_weight` quantizes two of its three GEMMs by the specs of `rowwise`.",
+    ),
+    Column("sensitivity", ("tests/workflow/health/test_sensitivity.py::test_an_error_is_that_of_the_layer",)),
+    Column(
+        "quantize_ of torchao on the same layer",
+        always=(
+            "tests/conversion/test_partial.py::TestTorchao::test_quantize_before",
+            "tests/conversion/test_partial.py::TestTorchao::test_quantize_after",
+        ),
+        answer="no: `TypeError`",
+        known="The message names the layer. Leave it out of one of them by its filter: the others work.",
+    ),
+    Column(
+        "convert_to_float8_training of torchao on the same layer",
+        always=("tests/conversion/test_partial.py::TestTorchao::test_training_before",),
+        answer="no: `TypeError`",
+        known="As above.",
+    ),
+)
+
+GRAPHS = (
+    Column("torch.compile", (f"{_COMPILE}::test_linear_is_eager_to_the_bit", f"{_COMPILE}::test_llama_is_one_graph")),
+    Column("torch.compile, dynamic tokens", (f"{_COMPILE}::test_one_graph_with_mark_dynamic",), known=_SAME_CODE),
+    Column(
+        "torch.compile, activation checkpointing",
+        (f"{_COMPILE}::test_activation_checkpointing_inside_the_graph",),
+        known=_SAME_CODE,
+    ),
+    Column(
+        "torch.compile, quantize_weights_once",
+        (f"{_COMPILE}::test_weights_quantized_once_take_one_more_graph",),
+        known=_SAME_CODE,
+    ),
+    Column(
+        "torch.compile, fuse=True",
+        (f"{_FUSED}::TestLayers::test_compiles_without_a_break",),
+        otherwise=dict.fromkeys(("bf16", "rowwise_hp_grad_weight"), ("not fused", _AS_IT_IS)),
+    ),
+    Column(
+        'CUDA graphs, mode="reduce-overhead"',
+        (f"{_COMPILE}::test_cuda_graphs_of_compiled_layers_replay_the_same_bits",),
+        answer="yes, on a GPU",
+        gpu=True,
+    ),
+    Column("torch.export", (f"{_TRACED}::test_every_recipe_trains_as_exported",)),
+    Column("torch.jit.trace", (_EVERY_TRACE,), "jit", known="The op in the graph is that of `torch.export`."),
+    Column("make_fx", (_EVERY_TRACE,), "make_fx", known="The op in the graph is that of `torch.export`."),
+    Column(
+        "torch.jit.script",
+        (f"{_TRACED}::test_other_tracers_are_errors",),
+        "jit.script",
+        answer="no: `TypeError`",
+        known="TorchScript compiles no code of other packages. Use `torch.export` or `torch.jit.trace`.",
+    ),
+    Column(
+        "torch.fx.symbolic_trace",
+        (f"{_TRACED}::test_other_tracers_are_errors",),
+        "symbolic_trace",
+        answer="no: `TypeError`",
+        known="A layer checks its input, and a `Proxy` is no tensor. Use `make_fx` or `torch.export`.",
+    ),
+    Column(
+        "torch.func.functional_call",
+        fixed={"rowwise": "tests/layers/linear/test_module.py::test_functional_call_and_hooks"},
+        known=_SAME_CODE,
+    ),
+    Column("torch.func.grad", (f"{_TRANSFORMS}::test_grad_is_that_of_autograd",)),
+    Column(
+        "torch.func.vmap",
+        (f"{_TRANSFORMS}::test_vmap_over_inputs_is_a_loop_over_them",),
+        known="Every sample is quantized by itself.",
+    ),
+    Column("gradients of samples, vmap of grad", (f"{_TRANSFORMS}::test_gradients_of_samples_are_those_of_a_loop",)),
+    Column("torch.func.jacrev", (f"{_TRANSFORMS}::test_jacrev_is_one_backward_for_each_output",)),
+    Column(
+        "forward mode: torch.func.jvp, jacfwd, hessian",
+        (f"{_TRANSFORMS}::test_forward_mode_is_an_error_that_names_the_package",),
+        answer="no: `RuntimeError`",
+        known="Layers have no rule for tangents. Use reverse mode.",
+    ),
+    Column("FlopCounterMode", ("tests/ops/test_flops.py::test_of_forward_and_backward",)),
+    Column(
+        "FLOP counts of thop and fvcore",
+        fixed={"rowwise": "tests/conversion/test_counters.py::test_their_tables_get_an_entry"},
+        known="They count by the type of the module, which is one for all recipes.",
+    ),
+)
+
+SHARDED = (
+    *COLUMNS,
+    Column(
+        "DDP",
+        fixed={"rowwise": f"{_TRAINER}::test_trainer_with_distributed_data_parallel"},
+        known=f"{_SAME_CODE} Parameters are plain, and so are their gradients.",
+    ),
+    Column("TP, torch.compile", (f"{_TP}::test_compiled_llama_trains_as_one_process",), known=_SAME_CODE),
+    Column(
+        "TP, local scales",
+        (f"{_TP}::test_local_scales_are_as_accurate_as_global_ones",),
+        known="`bf16` has no scales.",
+    ),
+    Column("TP, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_tensor_parallel",), known=_SAME_CODE),
+    Column(
+        "TP on layers that fuse=True fused",
+        (
+            "tests/distributed/tensor_parallel/test_fused_sharded.py::test_sharding_fused_layers_is_an_error_that_says_the_order",
+        ),
+        answer="no: `TypeError`",
+        known="Call `parallelize_module` first. Layers of the other two recipes are not fused.",
+    ),
+    Column(
+        "FSDP2, gather in bf16",
+        (f"{_FSDP}::test_losses_with_fp8_all_gather_equal_those_without",),
+        fixed={"bf16": f"{_FSDP}::test_weights_that_no_gemm_reads_in_8_bits"},
+    ),
+    Column("FSDP2, torch.compile", (f"{_FSDP}::test_option",), "compile", known=_SAME_CODE),
+    Column(
+        "FSDP2, activation checkpointing",
+        (f"{_FSDP}::test_gathered_bytes_where_forward_is_recomputed", f"{_FSDP}::test_option"),
+        "recompute",
+        known="A weight of `bf16` is gathered as without this package.",
+    ),
+    Column("FSDP2, CPU offload", (f"{_FSDP}::test_option",), "offload", known=_SAME_CODE),
+    Column("FSDP2, gradient accumulation", (f"{_FSDP}::test_option",), "accumulate", known=_SAME_CODE),
+    Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_SAME_CODE),
+    Column(
+        "FSDP2, EMA weights swapped in and out",
+        (f"{_EMA}::test_of_every_recipe",),
+        fixed={"rowwise": f"{_EMA}::test_evaluations_are_those_of_the_weights_that_were_swapped_in"},
+        known="`bf16` is FSDP2 alone: `reshard()` before each swap. `param.data = ...` on a shard is a `RuntimeError`.",
+    ),
+    Column(
+        "FSDP2, fuse=True",
+        (
+            "tests/distributed/tensor_parallel/test_fused_sharded.py::test_losses_with_fp8_all_gather_equal_those_without",
+        ),
+        known="The other two recipes are not fused.",
+    ),
+    Column(
+        "Pipeline, FP8 all-gather",
+        ("tests/distributed/test_pipeline.py::test_fp8_all_gather_inside_stages_changes_no_bit",),
+        known="Weights of `bf16` are not gathered in 8 bits.",
+    ),
+    Column(
+        "Pipeline, quantize_weights_once",
+        ("tests/distributed/test_pipeline.py::test_weights_quantized_once_for_all_micro_batches",),
+    ),
+    Column(
+        "Expert parallelism (torchtitan, with TP and FSDP2)",
+        fixed={"rowwise": f"{_TITAN}[moe_tp_fsdp_ep]"},
+        known="Attention and head are converted. Grouped experts are no `nn.Linear` and stay in high precision.",
+    ),
+)
+
+CLIENTS = (
+    Column(
+        "Hugging Face's Trainer, Float8Callback",
+        (f"{_CALLBACK}::test_the_callback_trains_as_convert_before_the_trainer",),
+        known=f"{_SAME_CODE} The rows below have other recipes.",
+    ),
+    Column(
+        "Trainer, saved and restored",
+        fixed=dict.fromkeys(
+            ("rowwise", "blockwise", "mxfp8"), f"{_CALLBACK}::test_a_saved_model_is_restored_with_its_recipes"
+        ),
+        known="The recipes are in the model's config.",
+    ),
+    Column(
+        "Trainer, schedule, resumed",
+        fixed=_both(f"{_CALLBACK}::test_a_scheduled_run_is_resumed_to_the_same_bits"),
+        known=_SAME_CODE,
+    ),
+    Column(
+        "Trainer with FSDP2, FP8 all-gather",
+        (f"{_TRAINER}::test_trainer",),
+        known="Weights of `bf16` are not gathered in 8 bits.",
+    ),
+    Column("Trainer with FSDP2, torch.compile", (f"{_TRAINER}::test_trainer",), "compiled", known=_SAME_CODE),
+    Column("Trainer with FSDP2, resumed", (f"{_TRAINER}::test_trainer",), "resumed", known=_SAME_CODE),
+    Column(
+        "accelerate with FSDP2",
+        fixed={"tensorwise": f"{_TRAINER}::test_accelerate_with_an_optimizer_made_before"},
+        known="The Trainer with FSDP2 uses it, with the recipes above.",
+    ),
+    Column(
+        "DeepSpeed ZeRO-1 and ZeRO-2",
+        fixed={"rowwise": f"{_ZERO}::test_every_weight_moves_and_the_losses_are_those_of_ddp"},
+        known=f"{_SAME_CODE} The engine sees plain parameters.",
+    ),
+    Column(
+        "DeepSpeed ZeRO-3",
+        always=(f"{_ZERO}::test_stage_three_is_an_error_before_the_training",),
+        answer="no: `ValueError`",
+        known="Its weights are empty between the calls of a layer. Use ZeRO-1, ZeRO-2 or FSDP2.",
+    ),
+    Column(
+        "TRL, SFTTrainer",
+        fixed={"blockwise": "tests/clients/test_trl.py::test_supervised_fine_tuning_moves_every_weight"},
+        known="It is a Trainer with another loss.",
+    ),
+    Column(
+        "LoRA of peft on a converted base",
+        ("tests/clients/test_peft.py::test_adapters_train_and_the_base_stays",),
+        known=_SAME_CODE,
+    ),
+    Column(
+        "Lightning's Trainer",
+        ("tests/clients/test_lightning.py::test_the_trainer_trains_as_after_convert",),
+        fixed={"blockwise": "tests/clients/test_lightning.py::test_the_trainer_converts_in_other_precisions"},
+        known="The plugin calls `convert`.",
+    ),
+    Column(
+        "Fabric with FSDP2, FP8 all-gather",
+        ("tests/clients/test_lightning.py::test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather",),
+        known="`rowwise_hp_grad_weight` is gathered as `rowwise`; weights of `bf16` are not gathered in 8 bits.",
+    ),
+    Column(
+        "torchtitan, FSDP2",
+        fixed={"rowwise": f"{_TITAN}[fsdp]", "mxfp8": f"{_TITAN}[fsdp_full_mxfp8]"},
+        known=_SAME_CODE,
+    ),
+    Column("torchtitan, TP", fixed={"rowwise": f"{_TITAN}[tp]"}, known=_SAME_CODE),
+    Column("torchtitan, HSDP", fixed={"rowwise": f"{_TITAN}[hsdp]"}, known=_SAME_CODE),
+    Column("torchtitan, torch.compile", fixed={"rowwise": f"{_TITAN}[fsdp_compiled]"}, known=_SAME_CODE),
+)
