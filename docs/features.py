@@ -17,6 +17,7 @@ _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
+_WITH_ACCELERATE = "tests/clients/test_accelerate.py"
 _EMA = "tests/distributed/fsdp/test_ema.py"
 _TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
 _WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
@@ -139,7 +140,10 @@ ONE_PROCESS = (
     ),
     Column(
         "convert_to_float8_training of torchao on the same layer",
-        always=("tests/conversion/test_partial.py::TestTorchao::test_training_before",),
+        always=(
+            "tests/conversion/test_partial.py::TestTorchao::test_training_before",
+            f"{_WITH_ACCELERATE}::test_fp8_of_accelerate_is_an_error_that_says_what_to_set",
+        ),
         answer="no: `TypeError`",
         known="As above.",
     ),
@@ -308,6 +312,20 @@ CLIENTS = (
         "accelerate with FSDP2",
         fixed={"tensorwise": f"{_TRAINER}::test_accelerate_with_an_optimizer_made_before"},
         known="The Trainer with FSDP2 uses it, with the recipes above.",
+    ),
+    Column(
+        'accelerate, mixed_precision="bf16"',
+        fixed={"rowwise": f"{_WITH_ACCELERATE}::test_bf16_of_accelerate_trains_every_weight_as_autocast_does"},
+        known=f"{_SAME_CODE} It is autocast around the model's forward.",
+    ),
+    Column(
+        'accelerate, mixed_precision="fp8"',
+        always=(
+            f"{_WITH_ACCELERATE}::test_fp8_of_accelerate_is_an_error_that_says_what_to_set",
+            f"{_WITH_ACCELERATE}::test_the_callback_refuses_fp8_when_the_trainer_is_made",
+        ),
+        answer="no: `TypeError`",
+        known='It would convert the model with another library. Use `"bf16"`. `Float8Callback` raises `ValueError`.',
     ),
     Column(
         "DeepSpeed ZeRO-1 and ZeRO-2",

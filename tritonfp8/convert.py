@@ -21,6 +21,7 @@ from tritonfp8.conversion import (
     Selected,
     converted_layers,
     coverage,
+    keep_layers,
     select,
     teach_counters,
 )
@@ -143,6 +144,7 @@ def _apply(model: nn.Module, selected: Selected, fuse: bool) -> tuple[dict[str, 
         _share_inputs(model, new | set(selected.already.values()), new)
         record_names(model, {**selected.already, **selected.modules})
     teach_counters()
+    keep_layers()
     return fused, left
 
 

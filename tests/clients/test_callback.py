@@ -4,34 +4,14 @@ import logging
 
 import pytest
 import torch
+from callback_cases import Tokens, llama, trainer
 from torch import nn
-from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import tritonfp8
 from tritonfp8 import Float8Linear, recipes
 from tritonfp8.integrations.transformers import Float8Callback, Float8Config, restore, write_config
 from tritonfp8.testing import assert_bitwise_equal
-
-VOCABULARY = 96
-
-
-class Tokens(Dataset):
-    """Random tokens, the same for each index."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        row = torch.randint(VOCABULARY, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": row, "labels": row}
 
 
 class Steps(TrainerCallback):
@@ -46,25 +26,6 @@ class Steps(TrainerCallback):
     def on_step_begin(self, args, state, control, model, **kwargs):
         if state.global_step == self.poison:
             model.model.norm.weight.data.fill_(float("nan"))
-
-
-def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def trainer(model, folder, *callbacks, **options):
-    settings = {"max_steps": 4, "learning_rate": 1e-2, "save_strategy": "no", **options}
-    settings.setdefault("lr_scheduler_type", "constant")
-    args = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True,
-        use_cpu=True, seed=0, **settings,
-    )  # fmt: skip
-    return Trainer(model=model, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=list(callbacks))
 
 
 def losses(run):

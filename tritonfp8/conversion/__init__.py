@@ -8,12 +8,14 @@ select     all of this together: the layers to convert, and the reasons for the 
 coverage   the parameters that no converted layer has, with their share of the FLOPs
 report     ConversionReport
 counters   FLOP counters of others
+replaced   other FP8 libraries, which must not take the place of a converted layer
 """
 
 from tritonfp8.conversion.choice import Choice, Recipes
 from tritonfp8.conversion.counters import teach_counters
 from tritonfp8.conversion.coverage import coverage
 from tritonfp8.conversion.filters import Filter
+from tritonfp8.conversion.replaced import keep_layers
 from tritonfp8.conversion.report import ConversionReport, HighPrecision
 from tritonfp8.conversion.select import Selected, converted_layers, select
 
@@ -26,6 +28,7 @@ __all__ = [
     "Selected",
     "converted_layers",
     "coverage",
+    "keep_layers",
     "select",
     "teach_counters",
 ]

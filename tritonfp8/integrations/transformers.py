@@ -87,6 +87,18 @@ def _require_whole_weights(model: nn.Module) -> None:
         )
 
 
+def _require_no_other_fp8() -> None:
+    """Refuse ``mixed_precision="fp8"``, by which accelerate would replace the layers by those of another library."""
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision == "fp8":
+        raise ValueError(
+            "accelerate was given mixed_precision='fp8', by which it converts the model with torchao, "
+            "TransformerEngine or MS-AMP, and Float8Callback converts it with tritonfp8: set bf16=True "
+            "(accelerate launch --mixed_precision bf16), or leave out the callback"
+        )
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of ``torch.compile`` and of ``DistributedDataParallel``."""
     while True:
@@ -169,6 +181,7 @@ class Float8Callback(TrainerCallback):
         """Convert the model."""
         inner = unwrapped(model)
         _require_whole_weights(inner)
+        _require_no_other_fp8()
         recipe = self.config.recipe
         if self.config.schedule is not None:
             # Shares of the training are resolved when it begins: only then its length is known.
