@@ -51,3 +51,33 @@ def test_tracing_is_seen():
     make_fx(note)(torch.zeros(2))
     torch.jit.trace(note, torch.zeros(2), check_trace=False)
     assert seen == [False, True, True]
+
+
+def test_open_transforms_are_seen():
+    """Of torch.func, inside each other too, and of forward-mode derivatives."""
+    seen = []
+
+    def note(x):
+        seen.append((torch_private.is_transformed(), torch_private.is_functionalized()))
+        return x.sum()
+
+    x = torch.zeros(2, 3)
+    note(x)
+    torch.vmap(torch.func.grad(note))(x)
+    torch.func.functionalize(note)(x)
+    with torch.autograd.forward_ad.dual_level():
+        note(x)
+    note(x)
+    assert seen == [(False, False), (True, False), (True, True), (True, False), (False, False)]
+
+
+def test_a_write_skips_the_transforms():
+    kept = torch.zeros(3)
+
+    def write(x):
+        with torch_private.outside_transforms():
+            kept.add_(1)
+        return x.sum()
+
+    torch.func.grad(write)(torch.zeros(3))
+    assert kept.tolist() == [1, 1, 1]
