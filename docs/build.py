@@ -2,7 +2,7 @@
 
 The text between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` is generated: results from the data in
 bench/results (:mod:`docs.results`, :mod:`docs.decision`), the map of the package from its imports (:mod:`docs.house`),
-what is tested with each recipe from the collected tests (:mod:`docs.coverage`, :mod:`docs.compatibility`), and the list
+each recipe's tested features from the collected tests (:mod:`docs.coverage`, :mod:`docs.compatibility`), and the list
 of notebooks from their folder. The figure of collectives comes from a training step (:mod:`docs.traffic`).
 """
 

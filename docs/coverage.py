@@ -1,4 +1,4 @@
-"""Tables of what is tested with each recipe, made from the collected tests (:mod:`docs.collected`).
+"""Tables of the tested features of each recipe, made from the collected tests (:mod:`docs.collected`).
 
 docs/distributed.md has one of the parallelism modes, where every cell must have a test. docs/compatibility.md has one
 of every feature (:mod:`docs.compatibility`), where a cell without a test says so.
@@ -54,7 +54,7 @@ class Column(NamedTuple):
 
     @property
     def commands(self) -> list[str]:
-        """Commands that run the tests of the feature: a keyword limits only those that are parametrized by recipe."""
+        """Commands that run the tests of the feature: a keyword selects among tests that are parametrized by recipe."""
         limited = list(self.tests) if self.keyword else []
         others = [test for test in self.functions if test not in limited]
         keyword = ["-k", self.keyword]

@@ -130,7 +130,7 @@ def test_one_block_in_twenty_is_held_out():
     text = torch.arange(5000) % 251
     whole = corpus.Corpus(text.to(torch.uint8), "a test", files=1, skipped=0, truncated=False, sha256="of all")
     split = corpus.hold_out(whole, seq_len=99)
-    # 5000 bytes are 20 blocks of 250, of which one is held out.
+    # 5000 bytes are 20 blocks of 250. One is held out.
     assert torch.equal(split.held_out, whole.data[2500:2750])
     assert torch.equal(split.data, torch.cat((whole.data[:2500], whole.data[2750:])))
     assert split.sha256 == "of all"

@@ -31,13 +31,13 @@ class Corpus:
     """Text as one sequence of bytes: the files, sorted by path and concatenated.
 
     Attributes:
-        data: uint8 ``[bytes]``, on the CPU: what is trained on.
+        data: uint8 ``[bytes]``, on the CPU: the text to train on.
         source: description of its origin.
         files: number of files read.
         skipped: number of files left out because they are not text or cannot be read.
         truncated: whether reading stopped at :data:`MAX_BYTES`.
         sha256: SHA-256 of the whole text, in hex.
-        held_out: uint8 ``[bytes]``, on the CPU: what is not trained on; empty until :func:`hold_out`.
+        held_out: uint8 ``[bytes]``, on the CPU: the text that is not trained on; empty until :func:`hold_out`.
     """
 
     data: torch.Tensor

@@ -18,10 +18,10 @@ class Tokens(Dataset):
         return {"input_ids": row, "labels": row}
 
 
-def llama():
+def llama(vocabulary=VOCABULARY):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)

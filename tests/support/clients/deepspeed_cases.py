@@ -5,8 +5,9 @@ import logging
 import os
 
 import torch
+from callback_cases import llama
 from trainer_cases import act_as_launched
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from bench.distributed.trainer import VOCABULARY, Tokens, reset
 from tritonfp8.integrations.transformers import Float8Callback
@@ -62,15 +63,6 @@ class Restore(Float8Callback):
         super().on_pre_optimizer_step(*args, **kwargs)
 
 
-def _model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 def _settings(folder, stage, bfloat16):
     engine = {
         "zero_optimization": {"stage": stage},
@@ -94,7 +86,7 @@ def train(mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None):
     os.environ["DS_ACCELERATOR"] = "cpu"
     act_as_launched()
     _train_on_cpus()
-    model = _model()
+    model = llama(VOCABULARY)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if poison:
         model.get_parameter(poison).data.fill_(float("nan"))

@@ -30,7 +30,7 @@ def load(model, held, values):
 
 
 def load_assigned(model, held, values):
-    """Puts other parameters into the model; last those that the optimizer has, with the values from before."""
+    """Puts other parameters into the model; last the optimizer's own, with their old values."""
     stored = values is not held and all(torch.equal(p.to_local(), values[n].to_local()) for n, p in held.items())
     model.load_state_dict(held if stored else dict(values), assign=True)
 
