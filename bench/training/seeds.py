@@ -134,13 +134,19 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def collect(
-    runs: list[Run], wanted: list[tuple[str, int]], options: dict[str, Any], path: Path, at_once: int
+    runs: list[Run],
+    wanted: list[tuple[str, int]],
+    options: dict[str, Any],
+    path: Path,
+    at_once: int,
+    data: Path | None = None,
 ) -> list[str]:
     """Train what is missing of ``wanted`` into ``runs``, writing ``path`` after each; returns what failed."""
+    arguments = options if data is None else options | {"data": data}
     missing = [each for each in wanted if each not in {(run.recipe, run.seed) for run in runs}]
     failed = []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        for future in concurrent.futures.as_completed([pool.submit(train, *each, options) for each in missing]):
+        for future in concurrent.futures.as_completed([pool.submit(train, *each, arguments) for each in missing]):
             try:
                 runs.append(future.result())
             except RuntimeError as error:
@@ -174,11 +180,12 @@ def main(
 ) -> None:
     """Train each recipe from each seed, and compare with bf16 of the same seed."""
     options = {"model": model, "steps": steps, "batch_size": batch_size, "seq_len": seq_len}
-    options |= {} if data is None else {"data": str(data)}
+    # Where the text lies differs from machine to machine. Each run has the SHA-256 of its text.
+    options |= {} if data is None else {"data": data.name}
     out = out or results_folder() / f"seeds-{model}"
     runs = resume(out / "seeds.json", options)
     wanted = [(recipe, int(seed)) for recipe in recipes.split(",") for seed in seeds.split(",")]
-    failed = collect(runs, wanted, options, out / "seeds.json", at_once)
+    failed = collect(runs, wanted, options, out / "seeds.json", at_once, data)
     found = judge(runs)
     for row in found:
         held_out = "not measured" if row["held_out"] is None else f"{row['held_out']:+.2%}"

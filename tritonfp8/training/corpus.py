@@ -170,7 +170,8 @@ def _text(path: Path, limit: int, sniff: bool) -> bytes | None:
         return None
     try:
         with path.open("rb") as file:
-            text = file.read(limit)
+            # A binary can have gigabytes. So it is left out by its start, before the rest is read.
+            text = file.read(min(limit, _SNIFFED_BYTES))
+            return None if sniff and b"\0" in text else text + file.read(limit - len(text))
     except OSError:
         return None
-    return None if sniff and b"\0" in text[:_SNIFFED_BYTES] else text
