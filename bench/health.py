@@ -1,12 +1,15 @@
 """The cost of ``tritonfp8.inspect``, as a share of a training step: ``python -m bench.health [--compile]``.
 
-Trains Llama layers of ``--shapes`` in three kinds of steps, in turns: without ``inspect``, unsampled inside of it, and
-sampled. Prints the median of each, and the share that a sample every 50 steps adds. On a CPU, use ``--shapes smoke``.
+Trains Llama layers of ``--shapes`` in four kinds of steps, in turns: without ``inspect``, the same in eager mode,
+unsampled inside of ``inspect``, and sampled. Prints the median of each, and the share that a sample every 50 steps
+adds. On a CPU, use ``--shapes smoke``.
 """
 
 import argparse
+import collections
+import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +17,7 @@ import tritonfp8
 from bench import shapes
 from bench.models import llama
 from tritonfp8.training.timers import now, seconds_between
+from tritonfp8.workflow.health.inspection import ROWS
 
 EVERY = 50
 
@@ -34,8 +38,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int) -> dict[str, float]:
-    """Median seconds of a step of each kind."""
+def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int, rows: Sequence[int]) -> dict[str, float]:
+    """Median seconds of a step of each kind; ``sampled N`` measures N rows of an operand."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _, hidden, _, _, _, batch, sequence = shape.size
     model = llama(shape, device)
@@ -46,14 +50,19 @@ def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int) -> dic
     def step() -> None:
         call(x).float().square().mean().backward()
 
-    def sampled() -> None:
-        with tritonfp8.inspect(model, every=EVERY, thresholds=()) as stats:
+    def eager() -> None:
+        with torch.compiler.set_stance("force_eager"):
+            step()
+
+    def sampled(rows: int) -> None:
+        with tritonfp8.inspect(model, every=EVERY, rows=rows, thresholds=()) as stats:
             step()
             stats.step()
 
-    found: dict[str, list[float]] = {"plain": [], "unsampled": [], "sampled": []}
+    found: dict[str, list[float]] = collections.defaultdict(list)
     for round in range(rounds + 2):
-        times = {"plain": seconds(step, device), "sampled": seconds(sampled, device)}
+        times = {"plain": seconds(step, device), "eager": seconds(eager, device)}
+        times |= {f"sampled {each}": seconds(functools.partial(sampled, each), device) for each in rows}
         with tritonfp8.inspect(model, every=EVERY, thresholds=()) as stats:
             # Step 0 is sampled. It is not timed.
             times["unsampled"] = seconds(lambda: (step(), stats.step()), device, lambda: (step(), stats.step()))
@@ -70,19 +79,21 @@ def main() -> None:
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rows", type=int, nargs="+", default=[ROWS], help="rows of an operand that are measured")
     args = parser.parse_args()
     for shape in shapes.select("model", [args.shapes]):
-        found = measure(shape, args.recipe, args.compile, args.rounds)
+        found = measure(shape, args.recipe, args.compile, args.rounds, args.rows)
         plain = found["plain"]
         print(f"{shape}, {args.recipe}, {'compiled' if args.compile else 'eager'}, {args.rounds} rounds")
         for kind, time in found.items():
-            print(f"  {kind:<10} {1e3 * time:9.2f} ms  {time / plain - 1:+.1%}")
-        share = ((EVERY - 1) * found["unsampled"] + found["sampled"]) / (EVERY * plain) - 1
-        print(
-            f"  a sample every {EVERY} steps costs {(found['sampled'] - plain) / (EVERY * plain):.2%} of a step; ",
-            end="",
-        )
-        print(f"with the unsampled ones {share:+.2%}")
+            print(f"  {kind:<12} {1e3 * time:9.2f} ms  {time / plain - 1:+.1%}")
+        for rows in args.rows:
+            sampled = found[f"sampled {rows}"]
+            share = ((EVERY - 1) * found["unsampled"] + sampled) / (EVERY * plain) - 1
+            print(
+                f"  a sample of {rows} rows every {EVERY} steps costs {(sampled - plain) / (EVERY * plain):.2%} of a "
+                f"step; with the unsampled ones {share:+.2%}"
+            )
 
 
 if __name__ == "__main__":

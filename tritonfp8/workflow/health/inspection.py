@@ -21,6 +21,9 @@ from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold,
 
 log = logging.getLogger("tritonfp8")
 
+ROWS = 1024
+"""Rows of an operand that are measured, unless the caller says otherwise."""
+
 
 class Sample(NamedTuple):
     """The figures of one operand in one step.
@@ -222,7 +225,7 @@ def inspect(
     model: nn.Module,
     every: int = 50,
     *,
-    rows: int = 1024,
+    rows: int = ROWS,
     thresholds: Sequence[Threshold] = THRESHOLDS,
     first_step: int = 0,
 ) -> Inspection:

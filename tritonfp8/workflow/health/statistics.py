@@ -104,8 +104,8 @@ def measure_all(parts: Tensor, whole: Tensor, elements: int, spec: QuantSpec | N
         finite = values.isfinite()
         lost = _nonfinite_share(finite, whole, elements)
         values = values.where(finite, 0)
-        zero = _share((values == 0) & finite)
-        columns = values.abs().amax(1)
+        zero = _share(parts == 0)
+        columns = torch.linalg.vector_norm(values, math.inf, dim=1)
         median = columns.where(columns > 0, math.nan).nanmedian(1).values
         ratio = (columns.amax(1) / median).nan_to_num(1.0)
         low, high, saturated, flushed, sqnr = _loss(parts, values, finite, whole, spec)
@@ -143,9 +143,12 @@ def _loss(
         return nan, nan, none, none, torch.full_like(whole, math.inf)
     qdata, result, scale = _round_trip(parts, whole, spec)
     low, high = scale.float().flatten(1).aminmax(dim=1)
-    at_end = qdata.float().abs() == FORMATS[spec.format].qmax
-    saturated = _share(at_end & (values.abs() > result.abs() * _ROUNDING))
-    flushed = _share((result == 0) & (values != 0))
+    saturated = torch.zeros_like(low, dtype=torch.float64)
+    # Other scales reach up to the amax. Nothing is clipped by them.
+    if spec.scale_rounding == "floor":
+        at_end = qdata.float().abs() == FORMATS[spec.format].qmax
+        saturated = _share(at_end & (values.abs() > result.abs() * _ROUNDING))
+    flushed = _share(torch.logical_and(result == 0, values))
     # As norms in float64: squares of large float32 values are infinite.
     signal = torch.linalg.vector_norm(values, dim=(1, 2), dtype=torch.float64)
     noise = torch.linalg.vector_norm((result - values).where(finite, 0), dim=(1, 2), dtype=torch.float64)
