@@ -19,6 +19,7 @@ _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
 _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
 _EMA = "tests/distributed/fsdp/test_ema.py"
+_CHUNKED = "tests/distributed/fsdp/test_chunked_loss.py"
 _TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
 _WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
 _CALLBACK = "tests/clients/test_callback.py"
@@ -105,6 +106,11 @@ ONE_PROCESS = (
         "EMA: AveragedModel, weights swapped in and out",
         ("tests/conversion/test_ema.py::test_averaged_model_keeps_the_recipes_and_follows_the_weights",),
         known="`bf16` has no codes. Swap outside of `quantize_weights_once`; inside it is a `RuntimeError`.",
+    ),
+    Column(
+        "losses in chunks: F.linear(x, head.weight)",
+        fixed={"rowwise": f"{_CHUNKED}::test_without_sharding_a_converted_head_is_the_matrix_of_the_loss"},
+        known="Such a product is in high precision with any recipe: it reads the weight, and not the layer.",
     ),
     Column(
         "experts in a list of linear layers",
@@ -259,6 +265,11 @@ SHARDED = (
         (f"{_EMA}::test_of_every_recipe",),
         fixed={"rowwise": f"{_EMA}::test_evaluations_are_those_of_the_weights_that_were_swapped_in"},
         known="`bf16` is FSDP2 alone: `reshard()` before each swap. `param.data = ...` on a shard is a `RuntimeError`.",
+    ),
+    Column(
+        "FSDP2, losses in chunks: F.linear(x, head.weight)",
+        fixed={"rowwise": f"{_CHUNKED}::test_the_gather_changes_no_bit"},
+        known=f"{_SAME_CODE} A head that is gathered in 8 bits is gathered in high precision too; a warning says so.",
     ),
     Column(
         "FSDP2, fuse=True",

@@ -107,6 +107,19 @@ def _batch(vocabulary, step, place):
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def _loss_of(config, model, chunked):
+    """torchtitan's loss, or its loss in chunks of tokens, which calls the head itself as its Trainer has it do."""
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+
+    plain = CrossEntropyLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
+    if not chunked:
+        return plain.build(compile_config=config.compile)
+    model._skip_lm_head = True
+    loss_fn = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=plain).build(compile_config=config.compile)
+    loss_fn.set_lm_head(model.lm_head)
+    return loss_fn
+
+
 def _step(model, loss_fn, batch, tokens):
     """One forward and backward; ``tokens`` is their number on all ranks. Returns the loss and the placements."""
     logits = model(batch[0])
@@ -117,7 +130,7 @@ def _step(model, loss_fn, batch, tokens):
 
 def train(
     mesh, parallelism, flavor="debugmodel", family="qwen3", recipe="rowwise", gather=None, dtype="float32",
-    checkpointing=None, compiled=False, steps=3, rate=1e-3,
+    checkpointing=None, compiled=False, steps=3, rate=1e-3, chunked=False,
 ):  # fmt: skip
     """Train for a few steps.
 
@@ -127,15 +140,13 @@ def train(
         ``placements`` of the logits; ``saving``, the class of the activation checkpointing.
     """
     _use_cpus()
-    from torchtitan.components.loss import CrossEntropyLoss
-
     torch.manual_seed(0)
     spec = spec_of(flavor, _converters(recipe, gather), family)
     config = config_of(spec, parallelism, dtype, _policy(checkpointing), compiled)
     model, dims = model_of(config, mesh.size())
     before = {name: _whole(parameter) for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    loss_fn = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size).build(compile_config=config.compile)
+    loss_fn = _loss_of(config, model, chunked)
     place = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
     losses, wrong, placements = [], set(), None
     for step in range(steps):

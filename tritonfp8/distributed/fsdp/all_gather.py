@@ -15,7 +15,12 @@ from torch.distributed.tensor import DTensor
 from tritonfp8.distributed.fsdp.agreement import check_agreement
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, weight_orientations
 from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, GatherSettings, Reduction, plan_of
-from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, read_operand, register_source
+from tritonfp8.distributed.fsdp.gathered_weight import (
+    GatheredWeight,
+    HighPrecisionValues,
+    read_operand,
+    register_source,
+)
 from tritonfp8.distributed.fsdp.grouped import segments_to_send
 from tritonfp8.distributed.fsdp.reduce_amaxes import batches_of, reduce_amaxes
 from tritonfp8.distributed.fsdp.shard_casts import rank_segment
@@ -351,7 +356,7 @@ class Float8AllGather:
             if content is not None:
                 tag = torch.tensor([self._key, self._names.index(name), content], device="cpu")
             gathered = GatheredWeight(buffer, *both, tag, plan.layout, plan.dtype, rounded=plan.rounded)
-            gathered.gather_values = functools.partial(self.values, name)
+            gathered.high_precision = HighPrecisionValues(name, functools.partial(self.values, name))
             return gathered
         assert isinstance(out, GatheredWeight)
         out.refill(buffer, *both, plan.layout)

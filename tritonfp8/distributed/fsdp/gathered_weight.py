@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 
 aten = torch.ops.aten
+log = logging.getLogger("tritonfp8")
 
 
 class GatheredSource(Protocol):
@@ -31,13 +33,46 @@ class GatheredSource(Protocol):
         """``(qdata, scale)`` of one orientation of the weight with this index, gathered by this call."""
 
 
+class HighPrecisionValues:
+    """The values of a weight that FSDP gathered in 8 bits. Each gather is a collective, which all ranks must call.
+
+    Args:
+        name: of the layer, for messages.
+        gather: gathers the values into new memory.
+    """
+
+    def __init__(self, name: str, gather: Callable[[], Tensor]) -> None:
+        self._name, self.gather = name, gather
+        self._kept: Tensor | None = None
+        self._told = False
+
+    def keep(self, dtype: torch.dtype) -> Tensor:
+        """The values, gathered once: a loss in chunks reads them for each chunk."""
+        if self._kept is None or self._kept.dtype != dtype:
+            self._kept = self.gather().to(dtype)
+            if not self._told:
+                log.warning(
+                    "code outside of %s multiplies by its weight, which FSDP2 gathers in 8 bits: its values are "
+                    "gathered in high precision as well. Leave it out of convert, as is done with an output head that "
+                    "no pattern names, and they are gathered once.",
+                    self._name,
+                )
+                self._told = True
+        return self._kept
+
+    def drop(self) -> None:
+        """Gather again at the next :meth:`keep`."""
+        self._kept = None
+
+
 class GatheredWeight(Tensor):
     """A weight ``[N, K]`` that holds the 8-bit bytes of all ranks, for the GEMMs of one recipe.
 
     Its dtype is the one in which FSDP hands it to the layer, and so is that of its gradient. It has no values in high
     precision: an op that needs them raises TypeError. It takes one cast: to the dtype that its values were rounded to
-    before they were quantized, which is the cast that autocast makes. A copy without a gradient
-    (``p.detach().clone()``, as an EMA makes) gathers the values. That is a collective, which all ranks must call.
+    before they were quantized, which is the cast that autocast makes. Two kinds of ops gather the values: a copy
+    without a gradient (``p.detach().clone()``, as an EMA makes), and a GEMM outside of the layer
+    (``F.linear(x, head.weight)``, as in a loss in chunks).
 
     With tensor parallelism it is this rank's part of the weight. ``F.pad`` may put zeros before it.
     """
@@ -50,7 +85,7 @@ class GatheredWeight(Tensor):
     _gaps: tuple[int, int]
     _rounded: torch.dtype | None
     # Set on the weights that FSDP gets; weights that a graph makes have None.
-    gather_values: Callable[[], Tensor] | None = None
+    high_precision: HighPrecisionValues | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -94,6 +129,8 @@ class GatheredWeight(Tensor):
             layout: the layout of the bytes.
         """
         self._buffer, self._scale, self._scale_t, self._byte_layout = buffer, scale, scale_t, layout
+        if self.high_precision is not None:
+            self.high_precision.drop()
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _INNER if getattr(self, name) is not None]
@@ -111,7 +148,7 @@ class GatheredWeight(Tensor):
         """A weight of the same bytes, with zeros before it or in another dtype."""
         inner = (self._buffer, self._scale, self._scale_t, self._tag, self._byte_layout)
         same = GatheredWeight(*inner, dtype or self.dtype, gaps or self._gaps, self._rounded)
-        same.gather_values = self.gather_values
+        same.high_precision = self.high_precision
         return same
 
     def _takes_cast(self, kwargs: dict[str, Any]) -> bool:
@@ -122,7 +159,7 @@ class GatheredWeight(Tensor):
 
     def _can_copy(self) -> bool:
         needs_grad = self.requires_grad and torch.is_grad_enabled()
-        return self.gather_values is not None and not needs_grad and not any(self._gaps)
+        return self.high_precision is not None and not needs_grad and not any(self._gaps)
 
     def _operand(
         self, spec: QuantSpec, transposed: bool, in_graph: bool = False, grad_output: Tensor | None = None
@@ -185,17 +222,20 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        weight = args[0] if args else None
-        if isinstance(weight, GatheredWeight):
+        weight = next((x for x in args if isinstance(x, GatheredWeight)), None)
+        if func in _GEMMS and weight is not None and weight.high_precision is not None and not any(weight._gaps):
+            values = weight.high_precision.keep(weight.dtype)
+            return func(*(values if x is weight else x for x in args), **(kwargs or {}))
+        if weight is not None and weight is args[0]:
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
             if same or func in (aten.detach.default, aten.alias.default):
                 return weight._same()
             if func is aten._to_copy.default and weight._takes_cast(kwargs or {}):
                 return weight._same(dtype=kwargs["dtype"])
             if func in (aten.clone.default, aten._to_copy.default) and weight._can_copy():
-                assert weight.gather_values is not None
+                assert weight.high_precision is not None
                 # The values are in new memory: a clone would copy them for nothing.
-                values = weight.gather_values()
+                values = weight.high_precision.gather()
                 return values if func is aten.clone.default else func(values, *args[1:], **(kwargs or {}))
             if func is aten.constant_pad_nd.default and _is_before(args[1], *args[2:]):
                 left, above = args[1][0], args[1][2] if len(args[1]) > 2 else 0
@@ -220,6 +260,15 @@ def _is_before(pad: list[int], value: float = 0) -> bool:
 
 
 _INNER = ("_buffer", "_scale", "_scale_t", "_tag")
+# A GEMM, and the views that it takes of a weight: transposed, or the rows of a chunk of the vocabulary.
+_GEMMS = {
+    aten.addmm.default,
+    aten.linear.default,
+    aten.mm.default,
+    aten.slice.Tensor,
+    aten.t.default,
+    aten.transpose.int,
+}
 _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.zeros_like.default: torch.zeros,
     aten.ones_like.default: torch.ones,

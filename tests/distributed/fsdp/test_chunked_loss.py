@@ -1,0 +1,51 @@
+"""A loss that multiplies by the weight of the head outside of its layer, as losses in chunks do."""
+
+import chunked_loss_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+HAS_LOSS_OF_TORCH = hasattr(F, "linear_cross_entropy")
+each_loss = pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                name == "of_torch" and not HAS_LOSS_OF_TORCH, reason="this torch has no linear_cross_entropy"
+            ),
+        )
+        for name in cases.LOSSES
+    ],
+)
+
+
+@each_loss
+@pytest.mark.parametrize("head", [False, True], ids=["head in high precision", "converted head"])
+@pytest.mark.parametrize(
+    "how", [{}, {"outside": True}, {"autocast": True}], ids=["inside forward", "after forward", "autocast"]
+)
+def test_the_gather_changes_no_bit(ranks, loss, head, how):
+    on, off = (ranks.run(2, cases.train, loss=loss, head=head, enabled=enabled, **how) for enabled in (True, False))
+    for name in ("losses", "weights"):
+        assert [row[name] for row in on] == [row[name] for row in off]
+    assert all(row["stuck"] == [] for row in on + off)
+    assert len(set(on[0]["losses"])) == 3
+    told = [message for message in on[0]["warnings"] if "outside of head" in message]
+    assert len(told) == head, on[0]
+    # The chunks share one gather of the values.
+    assert on[0]["gathers"] - off[0]["gathers"] <= head + 2
+    assert not off[0]["warnings"]
+
+
+@each_loss
+def test_without_sharding_a_converted_head_is_the_matrix_of_the_loss(loss):
+    found = []
+    for head in (False, True):
+        model = cases.build(loss, head)
+        value = cases.loss_of(model, torch.arange(24).view(2, 12))
+        value.backward()
+        found.append([value.detach(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
