@@ -1,9 +1,12 @@
 """What is private of torch: checked by name, and what serves in its place."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.compiler import assume_constant_result
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tritonfp8.compat import torch_private
@@ -81,3 +84,14 @@ def test_a_write_skips_the_transforms():
 
     torch.func.grad(write)(torch.zeros(3))
     assert kept.tolist() == [1, 1, 1]
+
+
+def test_a_constant_for_dynamo_is_marked_as_the_public_decorator_marks_it():
+    ours, public = (mark(lambda: None) for mark in (torch_private.constant_for_dynamo, assume_constant_result))
+    assert vars(ours) == vars(public) != {}
+
+
+def test_the_import_leaves_the_compiler_alone():
+    """Importing Dynamo takes as long as importing torch."""
+    program = "import sys, tritonfp8; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -114,6 +114,12 @@ is_exporting: Callable[[], bool] = (
 """Whether Dynamo traces for ``torch.export``, not for ``torch.compile``; to be called while Dynamo traces."""
 
 
+def constant_for_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.assume_constant_result``, which imports the compiler: that takes as long as torch itself."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def current_device_getter() -> Callable[[], int]:
     """A function that returns the index of the current CUDA device, without the check that CUDA is initialized."""
     return getattr(_C, "_cuda_getDevice", torch.cuda.current_device)

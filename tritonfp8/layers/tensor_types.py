@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
+from tritonfp8.compat.torch_private import constant_for_dynamo
 
 PLAIN = (Tensor, nn.Parameter, type(None))
 """Types of operands that are their own data, or missing."""
@@ -30,7 +30,7 @@ def register_linear(tensor_type: type, handler: Handler) -> None:
     _handlers[tensor_type] = handler
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_for_dynamo
 def _import(module: str) -> bool:
     """Import a module, also while Dynamo traces, which cannot follow an import."""
     importlib.import_module(module)
