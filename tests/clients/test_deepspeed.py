@@ -39,6 +39,32 @@ def test_gradients_that_are_nan_are_reported(ranks, tmp_path):
         assert any("gradients that are NaN or infinite" in each for each in row["messages"])
 
 
+def test_without_a_norm_it_is_said_that_nothing_is_reported(ranks, tmp_path):
+    options = {"folder": tmp_path, "stage": 1, "norm": False, "poison": "model.norm.weight"}
+    for row in ranks.run(2, deepspeed_cases.train, **options):
+        assert sum("gives no norm of the gradients" in each for each in row["messages"]) == 1
+
+
+def test_accumulated_gradients_give_the_losses_of_ddp(ranks, tmp_path):
+    accumulate = {"folder": tmp_path, "gradient_accumulation_steps": 2}
+    expected, found = (ranks.run(2, deepspeed_cases.train, stage=stage, **accumulate) for stage in (None, 2))
+    for row, reference in zip(found, expected, strict=True):
+        assert row["stuck"] == []
+        assert row["losses"] == reference["losses"]
+
+
+def test_a_resumed_run_goes_on_to_the_same_bits(ranks, tmp_path):
+    saving = {"stage": 1, "save_strategy": "steps", "save_steps": 2}
+    whole = ranks.run(2, deepspeed_cases.train, folder=tmp_path / "whole", **saving)
+    resumed = ranks.run(
+        2, deepspeed_cases.train, folder=tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-2"), **saving
+    )
+    for row, reference in zip(resumed, whole, strict=True):
+        assert len(row["losses"]) == 4
+        assert row["losses"] == reference["losses"]
+        assert row["weights"] == reference["weights"]
+
+
 def test_stage_three_is_an_error_before_the_training(ranks, tmp_path):
     with pytest.raises(RankError, match="ZeRO-3, which is not supported: use ZeRO-1 or ZeRO-2, or FSDP2"):
         ranks.run(2, deepspeed_cases.train, folder=tmp_path, stage=3)

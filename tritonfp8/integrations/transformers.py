@@ -174,6 +174,7 @@ class Float8Callback(TrainerCallback):
         self._gradients = _Gradients()
         self._check: TrainingCheck | None = None
         self._is_checked = not self.config.verify
+        self._told_of_norm = False
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -234,7 +235,15 @@ class Float8Callback(TrainerCallback):
     ) -> None:
         """Look at the gradients of this step, and begin the check of the first."""
         if uses_deepspeed():
-            self._gradients.add(getattr(optimizer.optimizer, "_global_grad_norm", None))
+            norm = getattr(optimizer.optimizer, "_global_grad_norm", None)
+            if norm is None and not self._told_of_norm:
+                self._told_of_norm = True
+                log.warning(
+                    "DeepSpeed's %s gives no norm of the gradients, so steps whose gradients are NaN or infinite are "
+                    'not reported. Remove "compute_grad_norm": false from zero_optimization to have them reported.',
+                    type(optimizer.optimizer).__name__,
+                )
+            self._gradients.add(norm)
             return
         self._gradients.see(model)
         if not self._is_checked and _moves_weights(optimizer):

@@ -63,25 +63,49 @@ class Restore(Float8Callback):
         super().on_pre_optimizer_step(*args, **kwargs)
 
 
-def _settings(folder, stage, bfloat16):
+def _settings(folder, stage, bfloat16, norm, changes):
     engine = {
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **({} if norm else {"compute_grad_norm": False})},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": bfloat16},
-        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"),
+        **dict.fromkeys(
+            (
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+                "gradient_clipping",
+            ),
+            "auto",
+        ),
     }
-    return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True,
-        use_cpu=True, seed=0, max_steps=4, learning_rate=1e-2, save_strategy="no", lr_scheduler_type="constant",
-        bf16=bfloat16, deepspeed=None if stage is None else engine,
-    )  # fmt: skip
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 0,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "lr_scheduler_type": "constant",
+        "bf16": bfloat16,
+        "max_grad_norm": 1.0 if norm else 0.0,
+        "deepspeed": None if stage is None else engine,
+    }
+    return TrainingArguments(**{**options, **changes})
 
 
-def train(mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None):
+def train(
+    mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None, norm=True, resume=None, **changes
+):  # fmt: skip
     """Train four steps by a Trainer with the callback: with DeepSpeed ZeRO of a stage, or by DDP.
 
-    ``frozen``: a parameter that every step gives back its old value. ``poison``: one that becomes NaN.
+    ``frozen``: a parameter that every step gives back its old value. ``poison``: one that becomes NaN. ``norm``:
+    whether DeepSpeed computes the norm of the gradients. ``resume``: folder of a checkpoint. ``changes``: other
+    arguments of the Trainer.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     act_as_launched()
@@ -95,15 +119,16 @@ def train(mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None):
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
     try:
-        args = _settings(folder, stage, bfloat16)
+        args = _settings(folder, stage, bfloat16, norm, changes)
         run = Trainer(model=model, args=args, train_dataset=Tokens(64, 12), callbacks=[callback])
-        run.train()
+        run.train(resume_from_checkpoint=resume)
         now = {name: p.detach() for name, p in model.named_parameters()}
         return {
             "wrapped": type(run.model_wrapped).__name__,
             "converted": sum(is_converted(module) for module in model.modules()),
             "stuck": [name for name, old in before.items() if torch.equal(now[name], old.to(now[name].dtype))],
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
+            "weights": [p.sum(dtype=torch.float64).item() for p in now.values()],
             "messages": records.messages,
         }
     finally:
