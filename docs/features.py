@@ -24,6 +24,7 @@ _TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
 _WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
 _CALLBACK = "tests/clients/test_callback.py"
 _TRAINER = "tests/clients/test_trainer.py"
+_LIGHTNING = "tests/clients/test_lightning.py"
 _ZERO = "tests/clients/test_deepspeed.py"
 _TITAN = "tests/clients/test_torchtitan.py::test_all_parameters_train_and_the_gather_changes_no_bit"
 _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
@@ -361,13 +362,21 @@ CLIENTS = (
     ),
     Column(
         "Lightning's Trainer",
-        ("tests/clients/test_lightning.py::test_the_trainer_trains_as_after_convert",),
-        fixed={"blockwise": "tests/clients/test_lightning.py::test_the_trainer_converts_in_other_precisions"},
+        (f"{_LIGHTNING}::test_the_trainer_trains_as_after_convert",),
+        fixed={"blockwise": f"{_LIGHTNING}::test_the_trainer_converts_in_other_precisions"},
         known="The plugin calls `convert`.",
     ),
     Column(
+        "Lightning's Trainer with FSDP2, FP8 all-gather",
+        fixed={
+            "rowwise": f"{_LIGHTNING}::test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather",
+            "blockwise": f"{_LIGHTNING}::test_a_trainer_with_fsdp2_resumes_to_the_same_losses",
+        },
+        known=_SAME_CODE,
+    ),
+    Column(
         "Fabric with FSDP2, FP8 all-gather",
-        ("tests/clients/test_lightning.py::test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather",),
+        (f"{_LIGHTNING}::test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather",),
         known="`rowwise_hp_grad_weight` is gathered as `rowwise`; weights of `bf16` are not gathered in 8 bits.",
     ),
     Column(

@@ -79,6 +79,28 @@ def test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks
         assert len(set(losses)) == 3
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, tmp_path, accumulate):
+    options = {"recipe": "rowwise", "folder": tmp_path, "accumulate": accumulate}
+    on, off = (ranks.run(2, lightning_cases.trainer_losses, gather=gather, **options) for gather in (True, False))
+    for (losses, stuck, gathered), (expected, others, none) in zip(on, off, strict=True):
+        assert stuck == others == []
+        assert (gathered, none) == (3, 0)
+        assert losses == expected
+        assert len(set(losses)) == 4 * accumulate
+
+
+@pytest.mark.parametrize("gather", [True, False], ids=["gather", "without"])
+def test_a_trainer_with_fsdp2_resumes_to_the_same_losses(ranks, tmp_path, gather):
+    options = {"recipe": "blockwise", "gather": gather, "folder": tmp_path}
+    whole = ranks.run(2, lightning_cases.trainer_losses, **options)
+    first = ranks.run(2, lightning_cases.trainer_losses, steps=2, save=tmp_path / "saved", **options)
+    rest = ranks.run(2, lightning_cases.trainer_losses, resume=tmp_path / "saved", **options)
+    for (losses, _, _), (before, _, _), (after, _, _) in zip(whole, first, rest, strict=True):
+        assert len(after) == 2
+        assert before + after == losses
+
+
 def test_another_precision_is_an_error():
     with pytest.raises(ValueError, match="bf16-mixed"):
         fabric_plugin("rowwise", precision="16-mixed")

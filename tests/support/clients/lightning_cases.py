@@ -2,10 +2,13 @@
 
 import os
 
+import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 
 def model():
@@ -54,3 +57,44 @@ def fabric_losses(mesh, recipe, gather, steps=3):
         losses.append(loss.item())
     stuck = [i for i, p in enumerate(module.parameters()) if torch.equal(p.full_tensor(), before[i])]
     return losses, stuck, 0 if plugin.gathered is None else len(plugin.gathered.converted)
+
+
+class Sharded(lightning.LightningModule):
+    """Shards itself in ``configure_model``, as Lightning's documentation shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def configure_model(self):
+        if not hasattr(self, "model"):
+            self.model = shard(model(), self.device_mesh)
+
+    def training_step(self, x, index):
+        loss = self.model(x).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+
+def trainer_losses(mesh, recipe, gather, folder, steps=4, accumulate=1, save=None, resume=None):
+    """Losses of Lightning's Trainer with FSDP2, as :func:`fabric_losses`; ``save`` and ``resume`` are checkpoints."""
+    from tritonfp8.integrations.lightning import trainer_plugin
+
+    launched()
+    plugin, world = trainer_plugin(recipe, precision="32-true", all_gather=gather), dist.get_world_size()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=world, plugins=[plugin], max_steps=steps, logger=False, enable_progress_bar=False,
+        strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1), default_root_dir=folder,
+        enable_model_summary=False, accumulate_grad_batches=accumulate, enable_checkpointing=False,
+    )  # fmt: skip
+    module, before = Sharded(), list(model().parameters())
+    # Two steps an epoch: Lightning resumes at the begin of an epoch's data.
+    data = DataLoader([batch(step) for step in range(2 * accumulate)], batch_size=None)
+    trainer.fit(module, data, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    stuck = [i for i, p in enumerate(module.parameters()) if torch.equal(p.full_tensor(), before[i])]
+    return module.losses, stuck, 0 if plugin.gathered is None else len(plugin.gathered.converted)
