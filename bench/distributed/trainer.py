@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +55,11 @@ class Program:
         callback: convert by ``Float8Callback``, instead of before the Trainer.
         schedule: whether the first step trains in bf16. The head then stays in high precision.
         sharded: by FSDP2; else the processes train copies by DistributedDataParallel.
+        reshard: FSDP2's ``reshard_after_forward``.
+        state_dict: how a checkpoint is saved, ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``.
+        accumulate: batches of a step.
+        save: save the model at the end, and compare what ``from_pretrained`` loads. With sharded state dicts the
+            Trainer saves no model.
     """
 
     recipe: str = "rowwise"
@@ -69,6 +74,10 @@ class Program:
     callback: bool = False
     schedule: bool = False
     sharded: bool = True
+    reshard: bool = True
+    state_dict: str = "SHARDED_STATE_DICT"
+    accumulate: int = 1
+    save: bool = False
     layers: int = 8
     hidden: int = 512
     tokens: int = 128
@@ -147,7 +156,8 @@ def _trainer(
             "version": 2,
             "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
             "cpu_ram_efficient_loading": program.ram_efficient,
-            "state_dict_type": "SHARDED_STATE_DICT",
+            "reshard_after_forward": program.reshard,
+            "state_dict_type": program.state_dict,
             **({"activation_checkpointing": True} if program.checkpointing else {}),
         },
     }
@@ -155,6 +165,7 @@ def _trainer(
         output_dir=folder,
         max_steps=steps,
         per_device_train_batch_size=program.batch,
+        gradient_accumulation_steps=program.accumulate,
         learning_rate=program.learning_rate,
         lr_scheduler_type="constant",
         bf16=program.dtype == "bfloat16",
@@ -172,7 +183,7 @@ def _trainer(
         remove_unused_columns=False,
         seed=0,
     )
-    count = program.batch * program.steps * dist.get_world_size()
+    count = program.batch * program.accumulate * program.steps * dist.get_world_size()
     return Trainer(
         model=model,
         args=args,
@@ -246,21 +257,42 @@ def train(program: Program) -> dict[str, Any]:
         trainer = _trainer(program, called, folder[0], steps, losses, callbacks)
         trainer.train(resume_from_checkpoint=index > 0 or None)
         gathered = len(gathered_layers(model))
+        if program.save:
+            trainer.save_model(f"{folder[0]}/model")
         reset()
-    digest, stuck = hashlib.sha256(), []
-    for name, parameter in _named(model):
-        value = _full(parameter)
-        if torch.equal(value, before[name]):
-            stuck.append(name)
+    final = {name: _full(parameter) for name, parameter in _named(model)}
+    return {
+        "losses": losses,
+        "stuck": [name for name, value in final.items() if torch.equal(value, before[name])],
+        "gathered": gathered,
+        "digest": _digest(final),
+        **({"saved": _digest(_loaded(f"{folder[0]}/model"))} if program.save else {}),
+    }
+
+
+def _digest(parameters: Mapping[str, Tensor]) -> str:
+    """A hash of names and bits."""
+    digest = hashlib.sha256()
+    for name, value in parameters.items():
         digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
-    return {"losses": losses, "stuck": stuck, "gathered": gathered, "digest": digest.hexdigest()}
+    return digest.hexdigest()
+
+
+def _loaded(folder: str) -> dict[str, Tensor]:
+    """The parameters that ``from_pretrained`` loads, as :func:`_full`."""
+    from transformers import Qwen3ForCausalLM
+
+    dist.barrier()
+    return {
+        name: _full(p) for name, p in Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
+    }
 
 
 def compare(program: Program) -> dict[str, Any]:
     """Train with and without the gather; ``ok`` if all parameters changed, no loss is NaN, and all bits are equal."""
     on, off = (train(replace(program, gather=gather)) for gather in (True, False))
     finite = all(loss == loss for loss in (*on["losses"], *off["losses"]))
-    ok = not on["stuck"] and not off["stuck"] and finite and len(on["losses"]) == program.steps
+    ok = not on["stuck"] and not off["stuck"] and finite and len(on["losses"]) == program.steps * program.accumulate
     ok = ok and on["losses"] == off["losses"] and on["digest"] == off["digest"]
     found = {"program": asdict(program), "on": on, "off": off, "ok": ok}
     # Run without the gather again, to see whether its bits are reproducible.

@@ -23,6 +23,7 @@ PROGRAMS = {
     "scheduled_resumed": {"recipe": "rowwise_hp_grad_weight", "resume": True, "callback": True, "schedule": True},
     "scheduled_float32": {"recipe": "tensorwise", "dtype": "float32", "callback": True, "schedule": True},
     "resumed_float32": {"recipe": "rowwise", "dtype": "float32", "resume": True, "ram_efficient": True},
+    "accumulated_no_reshard": {"recipe": "blockwise", "accumulate": 2, "reshard": False, "callback": True},
 }  # fmt: skip
 
 
@@ -40,8 +41,23 @@ def test_trainer(ranks, name):
         assert row["on"]["gathered"] == 7 * program["layers"] + head
         assert row["on"]["stuck"] == row["off"]["stuck"] == []
         assert row["on"]["losses"] == row["off"]["losses"]
-        assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"]
+        assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"] * program.get("accumulate", 1)
         assert row["ok"]
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(ranks, kind):
+    """The Trainer saves a whole model only with full state dicts: ``from_pretrained`` loads its bits."""
+    full = kind == "FULL_STATE_DICT"
+    options = {"callback": True, "dtype": "float32", "state_dict": kind, "save": full}
+    whole, resumed = (
+        ranks.run(2, trainer_cases.train_on_cpus, timeout=300, resume=resume, **options) for resume in (False, True)
+    )
+    for row, expected in zip(resumed, whole, strict=True):
+        assert row["stuck"] == []
+        assert row["losses"] == expected["losses"]
+        assert row["digest"] == expected["digest"]
+        assert row.get("saved") == (row["digest"] if full else None)
 
 
 def test_trainer_with_distributed_data_parallel(ranks):
