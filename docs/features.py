@@ -30,6 +30,7 @@ _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
 # For recipes that no test runs with a feature; the page explains it.
 _SAME_CODE = "Same code."
+_NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
 
 _CHECKPOINT = "A checkpoint has the keys and the dtypes of `nn.Linear`: codes are never saved."
 
@@ -243,9 +244,9 @@ SHARDED = (
         "recompute",
         known="A weight of `bf16` is gathered as without this package.",
     ),
-    Column("FSDP2, CPU offload", (f"{_FSDP}::test_option",), "offload", known=_SAME_CODE),
-    Column("FSDP2, gradient accumulation", (f"{_FSDP}::test_option",), "accumulate", known=_SAME_CODE),
-    Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_SAME_CODE),
+    Column("FSDP2, CPU offload", (f"{_FSDP}::test_option",), "offload", known=_NOT_GATHERED),
+    Column("FSDP2, gradient accumulation", (f"{_FSDP}::test_option",), "accumulate", known=_NOT_GATHERED),
+    Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_NOT_GATHERED),
     Column(
         "FSDP2, EMA weights swapped in and out",
         (f"{_EMA}::test_of_every_recipe",),
@@ -267,7 +268,7 @@ SHARDED = (
     Column(
         "Pipeline, FP8 all-gather",
         ("tests/distributed/test_pipeline.py::test_fp8_all_gather_inside_stages_changes_no_bit",),
-        known="Weights of `bf16` are not gathered in 8 bits.",
+        known=_NOT_GATHERED,
     ),
     Column(
         "Pipeline, quantize_weights_once",
@@ -301,7 +302,7 @@ CLIENTS = (
     Column(
         "Trainer with FSDP2, FP8 all-gather",
         (f"{_TRAINER}::test_trainer",),
-        known="Weights of `bf16` are not gathered in 8 bits.",
+        known=_NOT_GATHERED,
     ),
     Column("Trainer with FSDP2, torch.compile", (f"{_TRAINER}::test_trainer",), "compiled", known=_SAME_CODE),
     Column("Trainer with FSDP2, resumed", (f"{_TRAINER}::test_trainer",), "resumed", known=_SAME_CODE),
