@@ -31,6 +31,7 @@ _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
 # For recipes that no test runs with a feature; the page explains it.
 _SAME_CODE = "Same code."
+_NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
 
 _CHECKPOINT = "A checkpoint has the keys and the dtypes of `nn.Linear`: codes are never saved."
 
@@ -52,7 +53,6 @@ ONE_PROCESS = (
     Column(
         "selective checkpointing of layers that share an input",
         (f"{_INPUTS}::test_selective_checkpointing_inside_the_parent",),
-        known="`bf16` quantizes no input, so its layers share nothing.",
     ),
     Column("layers that share an input", (f"{_INPUTS}::test_same_bits_and_one_cast",)),
     Column(
@@ -73,51 +73,47 @@ ONE_PROCESS = (
     ),
     Column(
         "RecipeSchedule, also compiled",
-        fixed=_both(f"{_SCHEDULE}::test_a_recipe_seen_before_compiles_nothing"),
-        known=f"{_SAME_CODE} At most as many recipes as Dynamo compiles.",
+        (f"{_SCHEDULE}::test_a_recipe_seen_before_compiles_nothing",),
+        fixed={"bf16": f"{_SCHEDULE}::test_a_recipe_seen_before_compiles_nothing"},
+        known="At most as many recipes as Dynamo compiles.",
     ),
     Column(
         "schedule saved and resumed",
-        fixed=_both(f"{_SCHEDULE}::test_a_run_goes_on_from_a_checkpoint_to_the_same_bits"),
+        (f"{_SCHEDULE}::test_a_run_goes_on_from_a_checkpoint_to_the_same_bits",),
+        fixed={"bf16": f"{_SCHEDULE}::test_a_run_goes_on_from_a_checkpoint_to_the_same_bits"},
         known="Its state is the number of the next step.",
     ),
     Column(
         "safetensors",
-        fixed=dict.fromkeys(
-            ("rowwise", "blockwise"), f"{_CONVERT}::TestCheckpoints::test_safetensors_to_a_plain_model_and_back"
-        ),
+        (f"{_CONVERT}::TestCheckpoints::test_safetensors_to_a_plain_model_and_back",),
         known=_CHECKPOINT,
     ),
     Column(
         "torch.save, with the optimizer",
-        fixed={"rowwise": f"{_CONVERT}::TestCheckpoints::test_torch_save_needs_no_pickled_code"},
+        (f"{_CONVERT}::TestCheckpoints::test_torch_save_needs_no_pickled_code",),
         known=_CHECKPOINT,
     ),
     Column(
         "save_pretrained and from_pretrained",
-        fixed={"rowwise": f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load"},
+        (f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load",),
         known=_CHECKPOINT,
     ),
     Column(
         "CPU offload of accelerate",
-        fixed={"rowwise": _ACCELERATE_HOOKS},
+        (_ACCELERATE_HOOKS,),
         known="`cpu_offload` and `dispatch_model` replace the forward on the instance; a converted layer keeps both.",
     ),
     Column(
         "EMA: AveragedModel, weights swapped in and out",
         ("tests/conversion/test_ema.py::test_averaged_model_keeps_the_recipes_and_follows_the_weights",),
-        known="`bf16` has no codes. Swap outside of `quantize_weights_once`; inside it is a `RuntimeError`.",
+        known="Swap outside of `quantize_weights_once`; inside it is a `RuntimeError`.",
     ),
     Column(
         "losses in chunks: F.linear(x, head.weight)",
-        fixed={"rowwise": f"{_CHUNKED}::test_without_sharding_a_converted_head_is_the_matrix_of_the_loss"},
+        (f"{_CHUNKED}::test_without_sharding_a_converted_head_is_the_matrix_of_the_loss",),
         known="Such a product is in high precision with any recipe: it reads the weight, and not the layer.",
     ),
-    Column(
-        "experts in a list of linear layers",
-        fixed={"rowwise": "tests/conversion/test_coverage.py::test_experts_in_a_list"},
-        known=_SAME_CODE,
-    ),
+    Column("experts in a list of linear layers", ("tests/conversion/test_coverage.py::test_experts_in_a_list",)),
     Column(
         "experts in one 3-D tensor",
         always=("tests/conversion/test_coverage.py::test_experts_in_one_tensor",),
@@ -127,14 +123,10 @@ ONE_PROCESS = (
     Column("verify", ("tests/workflow/test_verify.py::test_every_recipe_shows_what_its_gemms_run",)),
     Column(
         "verify_training",
-        fixed={"tensorwise": "tests/workflow/test_verify_training.py::test_weights_that_move_pass"},
+        ("tests/workflow/test_verify_training.py::test_weights_that_move_pass",),
         known="It compares parameters before and after a step, which no recipe changes.",
     ),
-    Column(
-        "inspect",
-        ("tests/workflow/health/test_inspect.py::test_a_healthy_model_has_no_findings",),
-        known="`rowwise_hp_grad_weight` quantizes two of its three GEMMs by the specs of `rowwise`.",
-    ),
+    Column("inspect", ("tests/workflow/health/test_inspect.py::test_a_healthy_model_has_no_findings",)),
     Column("sensitivity", ("tests/workflow/health/test_sensitivity.py::test_an_error_is_that_of_the_layer",)),
     Column(
         "quantize_ of torchao on the same layer",
@@ -158,17 +150,16 @@ ONE_PROCESS = (
 
 GRAPHS = (
     Column("torch.compile", (f"{_COMPILE}::test_linear_is_eager_to_the_bit", f"{_COMPILE}::test_llama_is_one_graph")),
-    Column("torch.compile, dynamic tokens", (f"{_COMPILE}::test_one_graph_with_mark_dynamic",), known=_SAME_CODE),
     Column(
-        "torch.compile, activation checkpointing",
-        (f"{_COMPILE}::test_activation_checkpointing_inside_the_graph",),
-        known=_SAME_CODE,
+        "torch.compile, dynamic tokens",
+        (
+            f"{_COMPILE}::test_one_graph_with_mark_dynamic",
+            f"{_COMPILE}::test_odd_numbers_of_tokens_take_no_graph_of_their_own",
+        ),
+        known="`blockwise` and `mxfp8` take one more graph for tokens that fill a single block.",
     ),
-    Column(
-        "torch.compile, quantize_weights_once",
-        (f"{_COMPILE}::test_weights_quantized_once_take_one_more_graph",),
-        known=_SAME_CODE,
-    ),
+    Column("torch.compile, activation checkpointing", (f"{_COMPILE}::test_activation_checkpointing_inside_the_graph",)),
+    Column("torch.compile, quantize_weights_once", (f"{_COMPILE}::test_weights_quantized_once_take_one_more_graph",)),
     Column(
         "torch.compile, fuse=True",
         (f"{_FUSED}::TestLayers::test_compiles_without_a_break",),
@@ -197,11 +188,7 @@ GRAPHS = (
         answer="no: `TypeError`",
         known="A layer checks its input, and a `Proxy` is no tensor. Use `make_fx` or `torch.export`.",
     ),
-    Column(
-        "torch.func.functional_call",
-        fixed={"rowwise": "tests/layers/linear/test_module.py::test_functional_call_and_hooks"},
-        known=_SAME_CODE,
-    ),
+    Column("torch.func.functional_call", ("tests/layers/linear/test_module.py::test_functional_call_and_hooks",)),
     Column("torch.func.grad", (f"{_TRANSFORMS}::test_grad_is_that_of_autograd",)),
     Column(
         "torch.func.vmap",
@@ -219,7 +206,7 @@ GRAPHS = (
     Column("FlopCounterMode", ("tests/ops/test_flops.py::test_of_forward_and_backward",)),
     Column(
         "FLOP counts of thop and fvcore",
-        fixed={"rowwise": "tests/conversion/test_counters.py::test_their_tables_get_an_entry"},
+        ("tests/conversion/test_counters.py::test_their_tables_get_an_entry",),
         known="They count by the type of the module, which is one for all recipes.",
     ),
 )
@@ -258,9 +245,9 @@ SHARDED = (
         "recompute",
         known="A weight of `bf16` is gathered as without this package.",
     ),
-    Column("FSDP2, CPU offload", (f"{_FSDP}::test_option",), "offload", known=_SAME_CODE),
-    Column("FSDP2, gradient accumulation", (f"{_FSDP}::test_option",), "accumulate", known=_SAME_CODE),
-    Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_SAME_CODE),
+    Column("FSDP2, CPU offload", (f"{_FSDP}::test_option",), "offload", known=_NOT_GATHERED),
+    Column("FSDP2, gradient accumulation", (f"{_FSDP}::test_option",), "accumulate", known=_NOT_GATHERED),
+    Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_NOT_GATHERED),
     Column(
         "FSDP2, EMA weights swapped in and out",
         (f"{_EMA}::test_of_every_recipe",),
@@ -282,7 +269,7 @@ SHARDED = (
     Column(
         "Pipeline, FP8 all-gather",
         ("tests/distributed/test_pipeline.py::test_fp8_all_gather_inside_stages_changes_no_bit",),
-        known="Weights of `bf16` are not gathered in 8 bits.",
+        known=_NOT_GATHERED,
     ),
     Column(
         "Pipeline, quantize_weights_once",
@@ -316,7 +303,7 @@ CLIENTS = (
     Column(
         "Trainer with FSDP2, FP8 all-gather",
         (f"{_TRAINER}::test_trainer",),
-        known="Weights of `bf16` are not gathered in 8 bits.",
+        known=_NOT_GATHERED,
     ),
     Column("Trainer with FSDP2, torch.compile", (f"{_TRAINER}::test_trainer",), "compiled", known=_SAME_CODE),
     Column("Trainer with FSDP2, resumed", (f"{_TRAINER}::test_trainer",), "resumed", known=_SAME_CODE),

@@ -7,7 +7,7 @@ import re
 import pytest
 import safetensors.torch
 import torch
-from cases import llama, normal, tokens, with_head
+from cases import each_recipe, llama, normal, tokens, with_head
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -338,9 +338,10 @@ class TestRevert:
 
 
 class TestCheckpoints:
-    def test_safetensors_to_a_plain_model_and_back(self, tmp_path):
+    @pytest.mark.parametrize(("recipe", "other"), list(itertools.pairwise([*recipes.names(), "bf16"])))
+    def test_safetensors_to_a_plain_model_and_back(self, tmp_path, recipe, other):
         model = llama().bfloat16()
-        convert(model, ALL)
+        convert(model, with_head(recipe))
         with torch.no_grad():
             model.lm_head.weight.add_(1)
         trained = state(model)
@@ -350,23 +351,25 @@ class TestCheckpoints:
         assert_bitwise_equal(state(plain), trained)
         safetensors.torch.save_file(plain.state_dict(), tmp_path / "plain.safetensors")
         again = llama(initializer_range=0.5).bfloat16()
-        convert(again, "blockwise")
+        convert(again, other)
         again.load_state_dict(safetensors.torch.load_file(tmp_path / "plain.safetensors"), strict=True)
         assert_bitwise_equal(state(again), trained)
 
-    def test_transformers_save_and_load(self, tmp_path):
+    @each_recipe
+    def test_transformers_save_and_load(self, tmp_path, recipe):
         import transformers
 
         model = llama()
-        convert(model, "rowwise")
+        convert(model, recipe)
         model.save_pretrained(tmp_path)
         plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         assert types(plain) == types(llama())
         assert_bitwise_equal(state(plain), state(model))
 
-    def test_torch_save_needs_no_pickled_code(self, tmp_path):
+    @each_recipe
+    def test_torch_save_needs_no_pickled_code(self, tmp_path, recipe):
         model = llama()
-        convert(model, "rowwise")
+        convert(model, recipe)
         optimizer = torch.optim.AdamW(model.parameters())
         loss_of(model).backward()
         optimizer.step()

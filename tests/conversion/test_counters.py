@@ -4,7 +4,7 @@ import sys
 import types
 
 import pytest
-from cases import normal
+from cases import each_recipe, normal
 from torch import nn
 
 from tritonfp8 import Float8Linear, convert
@@ -14,11 +14,12 @@ def model():
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
 
 
-def test_their_tables_get_an_entry(monkeypatch):
+@each_recipe
+def test_their_tables_get_an_entry(monkeypatch, recipe):
     hooks, ops = {nn.Linear: object()}, {"aten::linear": object()}
     monkeypatch.setitem(sys.modules, "thop.profile", types.SimpleNamespace(register_hooks=hooks))
     monkeypatch.setitem(sys.modules, "fvcore.nn.flop_count", types.SimpleNamespace(_DEFAULT_SUPPORTED_OPS=ops))
-    convert(model(), "rowwise")
+    convert(model(), recipe)
     assert hooks[Float8Linear] is hooks[nn.Linear]
     assert ops["tritonfp8::whole_linear"] is ops["aten::linear"]
 

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 import torch
-from cases import QUANTIZED, normal
+from cases import normal
 from mlp import MLP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tritonfp8
-from tritonfp8 import Float8Linear
+from tritonfp8 import Float8Linear, recipes
 
 MIXED = {"up_proj": "blockwise", "down_proj": "mxfp8", "*": "rowwise"}
 
@@ -116,7 +116,7 @@ def test_a_swap_inside_quantize_weights_once_is_an_error(swap):
         assert torch.equal(model(x), converted("rowwise", average)(x))
 
 
-@pytest.mark.parametrize("recipe", [*QUANTIZED, MIXED], ids=str)
+@pytest.mark.parametrize("recipe", [*recipes.names(), MIXED], ids=str)
 def test_averaged_model_keeps_the_recipes_and_follows_the_weights(recipe):
     model, plain, x = converted(recipe), MLP(), normal(5, 64)
     plain.load_state_dict(model.state_dict())

@@ -11,8 +11,14 @@ CASTS = 2 * 4 + 1 + 15
 
 @pytest.mark.parametrize(
     "options",
-    [{"recipe": "rowwise"}, {"recipe": "tensorwise", "reshard": False}, {"recipe": "mxfp8", "hybrid": True}],
-    ids=["FSDP2", "together", "HSDP"],
+    [
+        {"recipe": "rowwise"},
+        {"recipe": "rowwise_hp_grad_weight"},
+        {"recipe": "blockwise"},
+        {"recipe": "tensorwise", "reshard": False},
+        {"recipe": "mxfp8", "hybrid": True},
+    ],
+    ids=["FSDP2", "FSDP2 hp", "FSDP2 blockwise", "together", "HSDP"],
 )
 @pytest.mark.parametrize("enabled", [True, False], ids=["gather", "plain"])
 def test_fsdp(ranks, enabled, options):

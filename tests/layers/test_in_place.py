@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
-from cases import normal
+from cases import each_recipe, normal
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrize
@@ -150,14 +150,15 @@ def dispatched(model):
 
 
 class TestForwardsOnTheInstance:
+    @each_recipe
     @pytest.mark.parametrize("first", [True, False])
     @pytest.mark.parametrize("change", [hooked, hooked_once, hooked_twice, offloaded, dispatched])
-    def test_hooks_of_accelerate(self, change, first):
+    def test_hooks_of_accelerate(self, change, first, recipe):
         """They keep the forward that the layer had."""
         plain, model, x = Model(), Model(), normal(5, 32)
         expected = plain(x)
-        convert(plain, "rowwise")
-        steps = [change, lambda model: convert(model, "rowwise")]
+        convert(plain, recipe)
+        steps = [change, lambda model: convert(model, recipe)]
         for step in steps if first else reversed(steps):
             step(model)
         assert gemms(model, x) == 2
@@ -168,7 +169,7 @@ class TestForwardsOnTheInstance:
         assert_bitwise_equal(model(x), expected)
         remove_hook_from_submodules(model)
         assert gemms(model, x) == 0
-        convert(model, "rowwise")
+        convert(model, recipe)
         assert gemms(model, x) == 2
 
     def test_another_forward_is_reported_and_runs(self):

@@ -26,6 +26,7 @@ INTERPRETER = pytest.param(
 )
 CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
 
+each_recipe = pytest.mark.parametrize("recipe", recipes.names())
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_block = pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=lambda spec: BLOCKS[spec.block].name)
 # For kernels: the interpreter runs them on CPU tensors.

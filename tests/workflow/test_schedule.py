@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import QUANTIZED
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -11,7 +12,9 @@ import tritonfp8
 from tritonfp8 import RecipeSchedule, recipes
 from tritonfp8.testing import assert_bitwise_equal
 
-STAGES = [(0, "bf16"), (2, "rowwise"), (4, "bf16"), (6, "rowwise")]
+
+def stages(recipe="rowwise"):
+    return [(0, "bf16"), (2, recipe), (4, "bf16"), (6, recipe)]
 
 
 def mlp():
@@ -35,8 +38,8 @@ def train(model, optimizer, steps, before_step, call=None):
     return torch.stack(losses)
 
 
-def scheduled(stages=STAGES, **options):
-    model, schedule = mlp(), RecipeSchedule(stages, **options)
+def scheduled(recipe="rowwise"):
+    model, schedule = mlp(), RecipeSchedule(stages(recipe))
     schedule.convert(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), schedule
 
@@ -74,9 +77,10 @@ def test_parameters_optimizer_and_random_numbers_stay():
     assert {id(p) for p in parameters} == {id(p) for p in optimizer.param_groups[0]["params"]}
 
 
-def test_a_recipe_seen_before_compiles_nothing():
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_recipe_seen_before_compiles_nothing(recipe):
     torch._dynamo.reset()
-    model, optimizer, schedule = scheduled()
+    model, optimizer, schedule = scheduled(recipe)
     counter = CompileCounterWithBackend("aot_eager")
     compiled, frames = torch.compile(model, backend=counter, fullgraph=True), []
 
@@ -85,18 +89,19 @@ def test_a_recipe_seen_before_compiles_nothing():
         schedule.step()
 
     train(model, optimizer, range(8), before_step, compiled)
-    # After steps of bf16, of rowwise, and of each again.
+    # After steps of bf16, of the recipe, and of each again.
     assert [frames[2], frames[4], frames[6], counter.frame_count] == [1, 2, 2, 2]
 
 
+@pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
-def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(at):
-    model, optimizer, schedule = scheduled()
+def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(at, recipe):
+    model, optimizer, schedule = scheduled(recipe)
     whole = train(model, optimizer, range(8), lambda step: schedule.step())
-    model, optimizer, schedule = scheduled()
+    model, optimizer, schedule = scheduled(recipe)
     first = train(model, optimizer, range(at), lambda step: schedule.step())
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
-    model, optimizer, schedule = scheduled()
+    model, optimizer, schedule = scheduled(recipe)
     for each, state in zip((model, optimizer, schedule), saved, strict=True):
         each.load_state_dict(state)
     rest = train(model, optimizer, range(at, 8), lambda step: schedule.step())
@@ -154,6 +159,6 @@ def test_a_start_of_another_type_is_an_error():
 
 def test_a_schedule_without_a_model_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"RecipeSchedule.convert\(model\)"):
-        RecipeSchedule(STAGES).step()
+        RecipeSchedule(stages()).step()
     with pytest.raises(ValueError, match="no converted layer"):
-        RecipeSchedule(STAGES).attach(mlp())
+        RecipeSchedule(stages()).attach(mlp())

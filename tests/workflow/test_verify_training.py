@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from cases import each_recipe
 from torch import nn
 
 import tritonfp8
@@ -19,9 +20,9 @@ class Model(nn.Module):
         return self.b(self.a(x))
 
 
-def converted():
+def converted(recipe="tensorwise"):
     model = Model()
-    tritonfp8.convert(model, "tensorwise")
+    tritonfp8.convert(model, recipe)
     return model
 
 
@@ -43,9 +44,10 @@ def failures(model, optimizer, run=step, **options):
     return {each.layer: f"{each.cause}. {each.remedy}" for each in check.failures}
 
 
+@each_recipe
 @pytest.mark.parametrize("clear", [False, True])
-def test_weights_that_move_pass(clear, caplog):
-    model = converted()
+def test_weights_that_move_pass(clear, recipe, caplog):
+    model = converted(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with (
         caplog.at_level(logging.INFO, logger="tritonfp8"),

@@ -4,6 +4,7 @@ import chunked_loss_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import each_recipe
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -40,11 +41,12 @@ def test_the_gather_changes_no_bit(ranks, loss, head, how):
     assert not off[0]["warnings"]
 
 
+@each_recipe
 @each_loss
-def test_without_sharding_a_converted_head_is_the_matrix_of_the_loss(loss):
+def test_without_sharding_a_converted_head_is_the_matrix_of_the_loss(loss, recipe):
     found = []
     for head in (False, True):
-        model = cases.build(loss, head)
+        model = cases.build(loss, head, recipe=recipe)
         value = cases.loss_of(model, torch.arange(24).view(2, 12))
         value.backward()
         found.append([value.detach(), *(p.grad for p in model.parameters())])

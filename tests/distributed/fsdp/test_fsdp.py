@@ -57,6 +57,8 @@ OPTIONS = {
     "recompute_with_hooks": Setup(recompute_with_hooks="yes"),
     "recompute_with_hooks_reentrant": Setup(recompute_with_hooks="reentrant"),
     "accumulate": Setup(accumulate=2),
+    **{f"offload_{name}": Setup(name, offload=True) for name in QUANTIZED if name != "rowwise"},
+    **{f"accumulate_{name}": Setup(name, accumulate=2) for name in QUANTIZED if name != "rowwise"},
     "clip": Setup(clip=True),
     "tied": Setup(tied=True),
     "enable_last": Setup(enable_last=True),

@@ -314,7 +314,7 @@ def test_checkpointing(reentrant):
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
-@pytest.mark.parametrize("name", QUANTIZED)
+@each_recipe
 def test_selective_checkpointing_inside_the_parent(name, policy):
     """What is shared across the border of the checkpoint must not be missing, or there twice, when it runs again."""
 

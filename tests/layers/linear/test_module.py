@@ -105,9 +105,10 @@ def test_state_dict_loads_with_weights_only(tmp_path):
     assert_bitwise_equal(dict(plain.state_dict()), dict(layer.state_dict()))
 
 
-def test_functional_call_and_hooks():
+@each_recipe
+def test_functional_call_and_hooks(name):
     """The parameters are read at each call, through the module."""
-    layer = make()
+    layer = make(recipe=name)
     x = normal(5, 70, dtype=torch.bfloat16)
     zeros = {name: torch.zeros_like(p) for name, p in layer.named_parameters()}
     assert not torch.func.functional_call(layer, zeros, (x,)).any()

@@ -94,7 +94,12 @@ def check(name, tracer, **kwargs):
     assert_bitwise_equal(actual, expected)
 
 
-PAIRS = list(itertools.islice(zip(itertools.cycle(recipes.names()), TRACERS), len(TRACERS)))
+PAIRS = dict.fromkeys(
+    [
+        *zip(itertools.cycle(recipes.names()), TRACERS, strict=False),
+        *itertools.product(recipes.names(), ("make_fx", "jit")),
+    ]
+)
 
 
 @pytest.mark.parametrize(("name", "tracer"), PAIRS)

@@ -84,9 +84,9 @@ class Chunked(Llama):
         return LOSSES[self.loss](x, self.head.weight, self.head.bias, targets)
 
 
-def build(loss, head, outside=False):
+def build(loss, head, outside=False, recipe="rowwise"):
     model = initialize(Chunked(loss, outside))
-    tritonfp8.convert(model, "rowwise", filter=lambda module, name: head or name != "head")
+    tritonfp8.convert(model, recipe, filter=lambda module, name: head or name != "head")
     return model
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cases import each_recipe
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -68,7 +69,7 @@ def warnings(caplog):
     return caplog
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise", "mxfp8", "bf16"])
+@each_recipe
 def test_a_healthy_model_has_no_findings(recipe, warnings):
     stats = one_step(model_of(recipe), batch())
     assert problems(stats) == set()
