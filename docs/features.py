@@ -371,6 +371,19 @@ CLIENTS = (
         fixed={"rowwise": f"{_TITAN}[fsdp]", "mxfp8": f"{_TITAN}[fsdp_full_mxfp8]"},
         known=_SAME_CODE,
     ),
+    Column(
+        "torchtitan's Trainer with FSDP2, checkpoints, losses in chunks",
+        fixed={
+            "rowwise": "tests/clients/test_torchtitan_trainer.py"
+            "::test_the_gather_changes_no_bit_and_a_run_goes_on_from_its_checkpoint"
+        },
+        known=_SAME_CODE,
+    ),
+    Column(
+        "Trainer with FSDP2, gradient accumulation, no resharding",
+        fixed={"blockwise": f"{_TRAINER}::test_trainer[accumulated_no_reshard]"},
+        known=_SAME_CODE,
+    ),
     Column("torchtitan, TP", fixed={"rowwise": f"{_TITAN}[tp]"}, known=_SAME_CODE),
     Column("torchtitan, HSDP", fixed={"rowwise": f"{_TITAN}[hsdp]"}, known=_SAME_CODE),
     Column("torchtitan, torch.compile", fixed={"rowwise": f"{_TITAN}[fsdp_compiled]"}, known=_SAME_CODE),
