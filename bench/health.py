@@ -9,12 +9,14 @@ import argparse
 import collections
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 import tritonfp8
 from bench import shapes
+from bench.contest.machine import write_results
 from bench.models import llama
 from tritonfp8.training.timers import now, seconds_between
 from tritonfp8.workflow.health.inspection import ROWS
@@ -72,15 +74,22 @@ def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int, rows: 
     return {kind: statistics.median(times) for kind, times in found.items()}
 
 
+def cost(seconds: Mapping[str, float], rows: int) -> float:
+    """What a sample of so many rows every :data:`EVERY` steps adds, as a share of a step."""
+    return (seconds[f"sampled {rows}"] - seconds["plain"]) / (EVERY * seconds["plain"])
+
+
 def main() -> None:
-    """Measure and print."""
+    """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="models", help="a set of bench.shapes with models")
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--rows", type=int, nargs="+", default=[ROWS], help="rows of an operand that are measured")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     args = parser.parse_args()
+    measured = []
     for shape in shapes.select("model", [args.shapes]):
         found = measure(shape, args.recipe, args.compile, args.rounds, args.rows)
         plain = found["plain"]
@@ -88,12 +97,12 @@ def main() -> None:
         for kind, time in found.items():
             print(f"  {kind:<12} {1e3 * time:9.2f} ms  {time / plain - 1:+.1%}")
         for rows in args.rows:
-            sampled = found[f"sampled {rows}"]
-            share = ((EVERY - 1) * found["unsampled"] + sampled) / (EVERY * plain) - 1
-            print(
-                f"  a sample of {rows} rows every {EVERY} steps costs {(sampled - plain) / (EVERY * plain):.2%} of a "
-                f"step; with the unsampled ones {share:+.2%}"
-            )
+            print(f"  a sample of {rows} rows every {EVERY} steps costs {cost(found, rows):.2%} of a step")
+        measured.append(
+            {"shape": shape.name, "size": shape.size, "recipe": args.recipe, "compile": args.compile, "seconds": found}
+        )
+    if args.out is not None:
+        write_results(args.out, {"unit": "seconds a step", "every": EVERY, "rows": measured})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.health import cost
 from bench.tables import over_peer, table, with_peers
 
 Row = Mapping[str, Any]
@@ -214,6 +215,17 @@ def seeds() -> str:
     return table(("recipe", *(f"seed {seed}" for seed in numbers)), lines)
 
 
+def inspection() -> str:
+    """What a sample of ``inspect`` every 50 steps adds to a step, by the rows that it measures."""
+    rows = data("health.json")["rows"]
+    counts = sorted(int(kind.split()[1]) for kind in rows[0]["seconds"] if kind.startswith("sampled "))
+    lines = []
+    for row in rows:
+        costs = (f"{100 * cost(row['seconds'], count):.1f} %" for count in counts)
+        lines.append((row["shape"], f"{1e3 * row['seconds']['plain']:.0f} ms", *costs))
+    return table(("model", "step", *(f"`rows={count}`" for count in counts)), lines)
+
+
 def host_times() -> str:
     """Host time of eager calls: our public functions, our ops, and torch."""
     found: dict[str, dict[str, float]] = {}
@@ -349,6 +361,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gemms": gemms,
     "headline": headline,
     "host times": host_times,
+    "inspection": inspection,
     "layers": layers,
     "memory": memory,
     "schedule": schedule,
