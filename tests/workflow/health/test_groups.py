@@ -91,6 +91,70 @@ def test_an_operand_may_be_overwritten_after_it_was_added(rows):
     assert_same(together.figures()["layer", "input"], alone)
 
 
+def test_an_operand_equal_to_another_is_not_measured_again(calls):
+    together = groups.Groups(rows=1024)
+    together.add(("q", "input"), operand(0), ROWWISE)
+    together.add(("o", "input"), operand(1), ROWWISE)
+    together.add_equal(("k", "input"), ("q", "input"))
+    found = together.figures()
+    assert calls == [2]
+    assert [name for name, _ in found] == ["q", "o", "k"]
+    assert_same(found["k", "input"], measure(operand(0), ROWWISE, 1024))
+    assert not torch.equal(found["o", "input"], found["k", "input"])
+
+
+class Siblings(nn.Module):
+    """Layers that read one tensor; it is changed in place before the last one reads it."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.change = change
+
+    def forward(self, x):
+        x = x.clone()
+        first = self.q(x) + self.k(x)
+        return first + self.v(self.change(x))
+
+
+def triple(x):
+    x.mul_(3)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "measured"),
+    [(lambda x: x, 1), (triple, 2), (lambda x: x[:], 2)],
+    ids=["same", "written", "view"],
+)
+def test_siblings_are_measured_once_unless_their_input_changed(calls, change, measured):
+    model = Siblings(change).bfloat16()
+    tritonfp8.convert(model, "rowwise")
+    x = operand(0, rows=32, columns=64)
+    with tritonfp8.inspect(model, every=1) as stats, torch.no_grad():
+        model(x)
+        stats.step()
+    # Three weights, then the inputs: they have another shape. The next sample begins with the weights.
+    assert calls[:2] == [3, measured]
+    found = {sample.layer: sample.figures["amax"] for sample in stats.samples if sample.operand == "input"}
+    assert found["q"] == found["k"] == x.abs().max().item()
+    assert found["v"] == change(x.clone()).abs().max().item()
+
+
+def test_an_input_of_an_earlier_call_serves_nobody():
+    model = Siblings(lambda x: x).bfloat16()
+    tritonfp8.convert(model, "rowwise")
+    first, second = operand(0, rows=32, columns=64), operand(1, rows=32, columns=64)
+    with tritonfp8.inspect(model, every=1, thresholds=()) as stats, torch.no_grad():
+        model.q(first)
+        # The second call of q is not measured; k reads the same tensor, which is.
+        model.q(second)
+        model.k(second)
+        stats.step()
+    found = {sample.layer: sample.figures["amax"] for sample in stats.samples if sample.operand == "input"}
+    assert found == {"q": first.abs().max().item(), "k": second.abs().max().item()}
+
+
 def test_layers_of_a_model_share_their_launches(calls):
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
     tritonfp8.convert(model, "rowwise")

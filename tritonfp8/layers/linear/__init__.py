@@ -33,7 +33,7 @@ from tritonfp8.layers.linear.function import (
     weight_pairs,
     weight_t,
 )
-from tritonfp8.layers.linear.input_cache import SharedInput, forget
+from tritonfp8.layers.linear.input_cache import SharedInput, forget, versions
 from tritonfp8.layers.linear.module import (
     ConvertedLayer,
     Float8Conv1D,
@@ -141,6 +141,7 @@ __all__ = [
     "require_module",
     "sample_of",
     "serves_both",
+    "versions",
     "weight_operands",
     "weight_pairs",
     "weight_t",

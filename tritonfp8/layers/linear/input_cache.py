@@ -46,7 +46,7 @@ def forget() -> None:
         _thread.entry = None
 
 
-def _versions(x: Tensor) -> int | tuple[Any, ...] | None:
+def versions(x: Tensor) -> int | tuple[Any, ...] | None:
     """A value that every counted write to ``x`` changes; None if ``x``, or a tensor inside it, counts no writes."""
     if x.is_inference():
         return None
@@ -54,14 +54,14 @@ def _versions(x: Tensor) -> int | tuple[Any, ...] | None:
         return x._version
     # A write to a DTensor's local tensor is counted there only. Flattening a DTensor also returns its mesh.
     parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
-    inner = tuple([_versions(part) for part in parts if isinstance(part, Tensor)])
+    inner = tuple([versions(part) for part in parts if isinstance(part, Tensor)])
     return None if None in inner else (x._version, *inner)
 
 
 def _state(x: Tensor) -> tuple[Any, ...] | None:
     """The state in which a cast of ``x`` is made: it serves a layer in an equal state. None: it serves nobody."""
-    versions = _versions(x)
-    if versions is None:
+    counted = versions(x)
+    if counted is None:
         return None
     # Selective checkpointing counts the ops in its mode, so a cast made outside of it must be made again inside.
     depth = torch_private.dispatch_mode_count()
@@ -69,7 +69,7 @@ def _state(x: Tensor) -> tuple[Any, ...] | None:
     # Another stream does not wait for the cast, and a captured graph must contain it.
     where = (torch_private.raw_stream(x.get_device()), torch.cuda.is_current_stream_capturing()) if x.is_cuda else None
     # Inference tensors cannot be saved for backward.
-    return versions, modes, where, torch.is_inference_mode_enabled()
+    return counted, modes, where, torch.is_inference_mode_enabled()
 
 
 class SharedInput:

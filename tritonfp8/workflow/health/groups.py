@@ -51,6 +51,7 @@ class Groups:
         self._rows = rows
         self._waiting: dict[Kind, Group] = {}
         self._figures: dict[Key, Tensor | None] = {}
+        self._equal_to: dict[Key, Key] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._figures
@@ -61,18 +62,23 @@ class Groups:
         self._figures[key] = None
         kind = Kind(x.shape, x.dtype, x.device, spec)
         group = self._waiting.setdefault(kind, Group())
-        part = some_rows(x, self._rows)
         group.keys.append(key)
-        group.parts.append(part.clone() if part is x else part)
+        group.parts.append(some_rows(x, self._rows))
         group.amaxes.append(whole_amax(x))
         if group.is_full:
             self._measure(kind)
+
+    def add_equal(self, key: Key, other: Key) -> None:
+        """Add an operand that is the tensor of ``other``, quantized alike: it is measured once."""
+        self._figures[key] = None
+        self._equal_to[key] = other
 
     def figures(self) -> dict[Key, Tensor]:
         """The figures of each operand, in the order in which they were added."""
         for kind in list(self._waiting):
             self._measure(kind)
-        return {key: figures for key, figures in self._figures.items() if figures is not None}
+        found = {key: self._figures[self._equal_to.get(key, key)] for key in self._figures}
+        return {key: figures for key, figures in found.items() if figures is not None}
 
     def _measure(self, kind: Kind) -> None:
         group = self._waiting.pop(kind)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tritonfp8.conversion import converted_layers
-from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
+from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, versions
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
 from tritonfp8.workflow.health.groups import Groups, Key
@@ -47,6 +48,19 @@ def input_of(layer_input: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor
     return x if isinstance(x, Tensor) else None
 
 
+class _Seen(NamedTuple):
+    """The last input that was measured. Layers that read one tensor, such as q, k and v, have equal figures."""
+
+    tensor: weakref.ref[Tensor]
+    versions: object
+    spec: QuantSpec | None
+    key: Key
+
+    def serves(self, x: Tensor, spec: QuantSpec | None) -> bool:
+        """Whether ``x`` is that tensor, not written to since, and quantized alike."""
+        return self.tensor() is x and self.spec == spec and self.versions is not None and self.versions == versions(x)
+
+
 class Observer:
     """Measures the operands of the converted layers of a model, from :meth:`start` to :meth:`stop`.
 
@@ -63,10 +77,11 @@ class Observer:
         self._stack = ExitStack()
         self.groups = Groups(rows)
         self.has_run = False
+        self._seen: _Seen | None = None
 
     def start(self) -> None:
         """Register the hooks, and measure the weights."""
-        self.groups, self.has_run = Groups(self._rows), False
+        self.groups, self.has_run, self._seen = Groups(self._rows), False, None
         with ExitStack() as stack:
             stack.enter_context(eager())
             for name, layer in layer_names(self._model).items():
@@ -81,17 +96,28 @@ class Observer:
         groups, self.groups = self.groups, Groups(self._rows)
         return groups.figures()
 
-    def _note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> None:
+    def _note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> bool:
+        """Add an operand; returns whether it is measured."""
         # An expert without tokens has an empty input; weights on the meta device have no values.
-        if (name, operand) not in self.groups and x.numel() and not x.is_meta:
-            self.groups.add((name, operand), x, spec_of_operand(recipe, operand))
+        if (name, operand) in self.groups or not x.numel() or x.is_meta:
+            return False
+        self.groups.add((name, operand), x, spec_of_operand(recipe, operand))
+        return True
+
+    def _note_input(self, name: str, x: Tensor, recipe: Recipe) -> None:
+        key, spec = (name, "input"), spec_of_operand(recipe, "input")
+        if self._seen is not None and key not in self.groups and self._seen.serves(x, spec):
+            self.groups.add_equal(key, self._seen.key)
+        else:
+            added = self._note(name, "input", local_matrix(x), recipe)
+            self._seen = _Seen(weakref.ref(x), versions(x), spec, key) if added else None
 
     def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
         def after_forward(module: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
             self.has_run = True
             recipe, x, groups = module.recipe, input_of(args, options), self.groups
             if x is not None:
-                self._note(name, "input", local_matrix(x), recipe)
+                self._note_input(name, x, recipe)
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda grad: after_backward(grad, recipe, groups))
 
