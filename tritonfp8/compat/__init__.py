@@ -4,11 +4,12 @@ Exports the versions that are supported, and the modules of private names; impor
 versions and names.
 """
 
-from tritonfp8.compat import torch_private, triton_private
+from tritonfp8.compat import inductor_private, torch_private, triton_private
 from tritonfp8.compat.versions import TRITON_OF_TORCH
 
 __all__ = [
     "TRITON_OF_TORCH",
+    "inductor_private",
     "torch_private",
     "triton_private",
 ]

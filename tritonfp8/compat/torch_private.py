@@ -133,6 +133,10 @@ raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _pub
 """The current stream of a CUDA device as an integer; torch built without CUDA lacks the name, and has no streams."""
 
 
+is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+"""Whether a profiler of torch records the ops of this thread."""
+
+
 def empty_strided(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
     """``torch.empty_strided`` of sizes, strides and dtype on a device that is the current one.
 

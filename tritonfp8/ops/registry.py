@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tritonfp8 import launch, reference
-from tritonfp8.ops import batching, fakes
+from tritonfp8.ops import batching, direct, fakes
 from tritonfp8.ops.dispatch import counted, matmul_kind, on_cuda, scaled_matmul_kind
 from tritonfp8.ops.sharding import Operand, Rule
 
@@ -213,6 +213,8 @@ def implement(name: str, function: Callable[..., Any], backward: Callable[..., A
     """
     composite = OPS[name].fake is None
     _library.impl(name, function, "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd")
+    if not composite:
+        direct.add(name, _overload(name), function, function, function)
     if backward is not None:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=_save, lib=_library)
 
@@ -229,16 +231,21 @@ def saved(ctx: Any) -> list[Any]:
     return [next(tensors) if other is None else other[0] for other in ctx.others]
 
 
+def _overload(name: str) -> Any:
+    return getattr(torch.ops.tritonfp8, name).default
+
+
 def _register() -> None:
     for name, op in OPS.items():
         _library.define(name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
         if op.fake is not None:
-            torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_library)
+            torch.library.register_fake(f"{NAMESPACE}::{name}", direct.offered(op.fake), lib=_library)
         if op.reference is not None:
             cpu = op.reference if op.kind is None else counted(op.reference, op.kind)
             cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind)
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
+            direct.add(name, _overload(name), cpu, cuda, op.reference)
         if name not in _SHARDS:
             batching.register(f"{NAMESPACE}::{name}", _library)
 

@@ -1,0 +1,162 @@
+"""Code that Inductor writes calls the functions of the ops, without torch's dispatcher."""
+
+import re
+
+import pytest
+import torch
+from op_samples import SAMPLES
+from torch._inductor.codegen import custom_extern_kernel_codegen
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from tritonfp8 import ops
+from tritonfp8.compat import inductor_private
+from tritonfp8.counting import count_gemms
+from tritonfp8.ops import direct
+from tritonfp8.testing import assert_bitwise_equal
+
+DISPATCHED = re.compile(r"^ *(?:\w+ = )?torch\.ops\.tritonfp8\.(\w+)", re.MULTILINE)
+CALLED = re.compile(r"tritonfp8_calls\.(\w+)\(")
+SPEC = "e4m3:rowwise:fp32:pow2"
+
+
+def tensors(values):
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def compiled(function, *args, **options):
+    """What a compiled function returns, and the code that Inductor wrote for it."""
+    torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True, **options):
+        result, code = run_and_get_code(torch.compile(function, fullgraph=True), *args)
+    return result, "\n".join(code)
+
+
+@pytest.fixture
+def registry():
+    """Inductor's table of code for ops, with our functions; put back after the test."""
+    table = custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN
+    assert inductor_private.call_directly(direct._calls, direct._IMPORT)
+    before = dict(table)
+    yield table
+    table.clear()
+    table.update(before)
+
+
+def product(x, y):
+    a, a_scale = ops.quantize(x, SPEC)
+    b, b_scale = ops.quantize(y, SPEC)
+    # The dtype is left out, the argument after it is not.
+    return ops.scaled_matmul(a, a_scale, SPEC, b, b_scale, SPEC, accumulation="fast")
+
+
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(rows, 64, generator=generator).bfloat16() for rows in (40, 24)]
+
+
+@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{i}-{SAMPLES[i][0]._opname}")
+def test_a_function_returns_and_writes_what_its_op_does(i):
+    op, args = SAMPLES[i]
+    ours, theirs = (tree_map_only(torch.Tensor, torch.clone, list(args)) for _ in range(2))
+    found, expected = getattr(direct.CALLS, op._opname)(*ours), op(*theirs)
+    assert_bitwise_equal(tensors([found, ours]), tensors([expected, theirs]))
+
+
+def test_every_op_has_a_function():
+    not_composite = {name for name, op in ops.OPS.items() if op.fake is not None}
+    # The core does not import what implements it.
+    assert set(vars(direct.CALLS)) | {"gathered_operand"} == not_composite
+
+
+@pytest.mark.slow
+def test_compiled_code_calls_every_op_directly_to_the_same_bits(registry):
+    """A sample of each op in one graph, and the same graph through the dispatcher."""
+    calls = [(op, args) for op, args in SAMPLES if not op._schema.is_mutable and all(x.numel() for x in tensors(args))]
+    chosen = dict(reversed(calls))
+    names = {op._opname for op in chosen}
+
+    def run(inputs):
+        return [op(*args) for op, args in zip(chosen, inputs, strict=True)]
+
+    straight, code = compiled(run, list(chosen.values()))
+    assert (set(CALLED.findall(code)), DISPATCHED.findall(code)) == (names, [])
+    registry.clear()
+    dispatched, code = compiled(run, list(chosen.values()))
+    assert (CALLED.findall(code), set(DISPATCHED.findall(code))) == ([], names)
+    assert_bitwise_equal(tensors(straight), tensors(dispatched))
+
+
+def test_an_op_that_writes_is_called_directly():
+    op, args = next((op, args) for op, args in SAMPLES if op is ops.amax_of_shards)
+    expected = args[0].clone()
+    op(expected, *args[1:])
+
+    def run(out, *rest):
+        op(out, *rest)
+        return out + 0
+
+    found, code = compiled(run, args[0].clone(), *args[1:])
+    assert (CALLED.findall(code), DISPATCHED.findall(code)) == (["amax_of_shards"], [])
+    assert_bitwise_equal([found], [expected])
+
+
+def test_defaults_are_left_out_at_the_end_and_written_in_the_middle():
+    expected = product(*operands())
+    found, code = compiled(product, *operands())
+    assert_bitwise_equal([found], [expected])
+    assert "tritonfp8_calls.quantize(arg0_1, 'e4m3:rowwise:fp32:pow2')" in code
+    assert re.search(r"scaled_matmul\(.*, None, None, None, torch.bfloat16, 'fast'\)", code)
+
+
+def test_the_code_imports_what_it_calls():
+    """Torch keeps the code on disk, and runs it in processes that compile nothing."""
+    _, code = compiled(product, *operands())
+    (line,) = [line for line in code.splitlines() if "import CALLS" in line]
+    names = {}
+    exec(line, names)
+    assert names["tritonfp8_calls"] is direct.CALLS
+
+
+@pytest.mark.parametrize("name", ["CustomCodegen", "CUSTOM_EXTERN_KERNEL_CODEGEN"])
+def test_a_torch_without_the_table_calls_through_the_dispatcher(registry, monkeypatch, name):
+    registry.clear()
+    monkeypatch.delattr(custom_extern_kernel_codegen, name)
+    assert inductor_private.call_directly(direct._calls, direct._IMPORT) is False
+    found, code = compiled(product, *operands())
+    assert (CALLED.findall(code), len(DISPATCHED.findall(code))) == ([], 3)
+    assert_bitwise_equal([found], [product(*operands())])
+
+
+def test_inductor_is_told_once_and_only_if_it_is_loaded(monkeypatch):
+    told = []
+    monkeypatch.setattr(direct, "_is_offered", False)
+    monkeypatch.setattr(inductor_private, "call_directly", lambda *args: told.append(args))
+    fake = direct.offered(lambda x: x + 1)
+    monkeypatch.setattr(inductor_private, "_COMPILER", "no.such.module")
+    assert (fake(1), told) == (2, [])
+    monkeypatch.setattr(inductor_private, "_COMPILER", "torch")
+    assert (fake(1), fake(2), len(told)) == (2, 3, 1)
+
+
+def test_profilers_flop_counters_and_counts_see_compiled_gemms():
+    function = torch.compile(product)
+    function(*operands())
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        function(*operands())
+    assert {"tritonfp8::quantize", "tritonfp8::scaled_matmul"} <= {event.key for event in seen.key_averages()}
+    with FlopCounterMode(display=False) as counter:
+        function(*operands())
+    assert counter.get_total_flops() == 2 * 40 * 24 * 64
+    with count_gemms() as counts:
+        function(*operands())
+    assert sum(counts.flops.values()) == 2 * 40 * 24 * 64
+
+
+@pytest.mark.slow
+def test_code_in_cpp_calls_the_ops():
+    found, code = compiled(lambda x: ops.quantize(x, SPEC), operands()[0], cpp_wrapper=True)
+    assert "tritonfp8_calls" not in code
+    assert_bitwise_equal(list(found), list(ops.quantize(operands()[0], SPEC)))

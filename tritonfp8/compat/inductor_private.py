@@ -1,0 +1,101 @@
+"""The private names of Inductor, torch's compiler, that make the code it writes call functions of ours directly.
+
+They are known in torch 2.11 to 2.15. If one is missing, that code calls our ops through torch's dispatcher: the results
+are the same, and each call takes more host time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+_COMPILER = "torch._inductor.compile_fx"
+
+
+def is_loaded() -> bool:
+    """Whether Inductor is imported; importing it takes seconds, so nothing but a compilation should."""
+    return _COMPILER in sys.modules
+
+
+class Direct(NamedTuple):
+    """What stands in the place of an op.
+
+    Attributes:
+        function: its name in the code. It is called by position, with the arguments of the op.
+        defaults: Python expressions of the defaults, by argument.
+    """
+
+    function: str
+    defaults: Mapping[str, str]
+
+
+def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
+    """Let the Python code that Inductor writes call other functions in place of ops.
+
+    Code in C++ (``cpp_wrapper``, AOTInductor) calls the ops as before.
+
+    Args:
+        calls: by the name of an op, such as ``"torch.ops.tritonfp8.amax.default"``.
+        import_line: a statement that defines the names of the functions. It is written into the code, which torch keeps
+            on disk.
+
+    Returns:
+        Whether it will; False if this torch lacks a name for that.
+    """
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import (
+            CUSTOM_EXTERN_KERNEL_CODEGEN,
+            CustomCodegen,
+        )
+        from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return False
+
+    class DirectCall(ExternKernelAllocLine):
+        """A line that calls the other function. The rest of it is as Inductor writes it."""
+
+        def codegen(self, code: Any) -> None:
+            node: Any = self.node
+            name = node.python_kernel_name
+            function, defaults = calls[name]
+            arguments = positional(node, defaults)
+            node.python_kernel_name = function
+            try:
+                self.wrapper._generate_extern_kernel_alloc_helper(node, arguments)
+            finally:
+                node.python_kernel_name = name
+
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
+        wrapper = V.graph.wrapper_code
+        if V.graph.cpp_wrapper:
+            writeline(ExternKernelAllocLine(wrapper, node))
+            return
+        # A graph inside of another one has no imports of its own.
+        root = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper
+        root.add_import_once(import_line)
+        writeline(DirectCall(wrapper, node))
+
+    CUSTOM_EXTERN_KERNEL_CODEGEN.update(dict.fromkeys(calls, CustomCodegen(python=write)))
+    return True
+
+
+def positional(node: Any, defaults: Mapping[str, str]) -> list[str]:
+    """The arguments of a call in the code, by position and without defaults at the end.
+
+    Inductor names each argument that the graph left out, and gives it the default of the schema, in which a dtype is a
+    number.
+    """
+    schema = node.op_overload._schema.arguments
+    by_position = node.codegen_args()
+    by_name = dict(text.split("=", 1) for text in node.codegen_kwargs())
+    found, given = list(by_position), len(by_position)
+    for index, argument in enumerate(schema[given:], given + 1):
+        name = argument.name
+        is_default = name not in by_name or (
+            argument.has_default_value() and node.kwargs.get(name) == argument.default_value
+        )
+        found.append(defaults[name] if is_default else by_name[name])
+        given = given if is_default else index
+    return found[:given]

@@ -1,0 +1,77 @@
+"""The ops as plain functions, which compiled graphs call without torch's dispatcher.
+
+In the code that Inductor writes, a call of an op takes some 30 us of host time, of which our function takes 5 to 9: the
+rest is the dispatcher, which parses the arguments twice. So Inductor is asked to write calls of :data:`CALLS`.
+
+A profiler and a dispatch mode, such as torch's FLOP counter, see ops. While there is one, the functions call their ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from tritonfp8.compat import inductor_private, torch_private
+
+CALLS = SimpleNamespace()
+"""The functions by the names of their ops. Compiled graphs on disk import it, so it must keep its place and name."""
+
+_ALIAS = "tritonfp8_calls"
+_IMPORT = f"from {__name__} import CALLS as {_ALIAS}"
+
+_calls: dict[str, inductor_private.Direct] = {}
+_is_offered = False
+
+
+def add(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], like: Callable[..., Any]) -> None:
+    """Add the function of an op.
+
+    Args:
+        name: of the op.
+        op: its overload, which goes through the dispatcher.
+        cpu: implements it on a CPU.
+        cuda: implements it on a GPU.
+        like: has the parameters and defaults of the schema.
+    """
+    modes, is_profiled = torch_private.dispatch_mode_count, torch_private.is_profiled
+
+    def call(x: Tensor, *args: Any) -> Any:
+        if modes() or is_profiled():
+            return op(x, *args)
+        return cuda(x, *args) if x.is_cuda else cpu(x, *args)
+
+    setattr(CALLS, name, call)
+    _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", _defaults(op, like))
+
+
+def _defaults(op: Any, like: Callable[..., Any]) -> dict[str, str]:
+    """Expressions of the defaults of the op. That of a dtype, a number in the schema, is read from the function."""
+    ours = inspect.signature(like).parameters
+    found = {}
+    for argument in op._schema.arguments:
+        if argument.has_default_value():
+            is_dtype = str(argument.real_type) == "ScalarType"
+            found[argument.name] = repr(ours[argument.name].default if is_dtype else argument.default_value)
+    return found
+
+
+def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``fake``, which also tells Inductor of the functions, once.
+
+    Whoever compiles a graph with one of our ops has traced it by its fake before.
+    """
+
+    @functools.wraps(fake)
+    def run(*args: Any, **options: Any) -> Any:
+        global _is_offered
+        if not _is_offered and inductor_private.is_loaded():
+            _is_offered = True
+            inductor_private.call_directly(_calls, _IMPORT)
+        return fake(*args, **options)
+
+    return run
