@@ -1,9 +1,12 @@
-"""Models of the suites: decoder layers of a Llama, on random hidden states."""
+"""Models of the suites: layers of a Llama, or of a transformer with biases, on random hidden states."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from bench.shapes import Shape
 
@@ -12,6 +15,12 @@ POSITIONS = 8192
 # size of 4096) random layers amplify noise so much that it cannot be told from a wrong result. Smaller weights add
 # little to the residual stream, equally at every size.
 WEIGHT_GAIN = 0.32
+# Fields of a LlamaConfig, for the shapes that are of another model with the layers of a Llama.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
+}
+# Shapes of models with biases, LayerNorm and GELU, and whether their attention is causal.
+BIASED: Mapping[str, bool] = {"vit h layers": False, "gpt 2 xl layers": True, "tiny with biases": True}
 
 
 def with_head(recipe: str) -> dict[str, str]:
@@ -42,6 +51,54 @@ class Layers(nn.Module):
         return x
 
 
+class Block(nn.Module):
+    """A layer of GPT-2 or of a vision transformer: biases, LayerNorm before each half, one layer for q, k and v."""
+
+    def __init__(self, hidden: int, ffn: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [batch, sequence, hidden]``."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks in sequence."""
+
+    def __init__(self, layers: int, *sizes: int, causal: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(*sizes, causal) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [batch, sequence, hidden]``."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build(shape: Shape, device: torch.device) -> Layers | Blocks:
+    """bf16 layers for a shape of the kind ``model``; every call gives the same weights."""
+    if shape.name not in BIASED:
+        return llama(shape, device)
+    layers, hidden, ffn, heads, _, _, _ = shape.size
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Blocks(layers, hidden, ffn, heads, causal=BIASED[shape.name]).bfloat16()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=WEIGHT_GAIN / math.sqrt(hidden))
+        elif "norm" not in name:
+            nn.init.zeros_(parameter)
+    return model
+
+
 def llama(shape: Shape, device: torch.device) -> Layers:
     """bf16 Llama layers for a shape of the kind ``model``; every call gives the same weights."""
     from transformers import LlamaConfig, LlamaModel
@@ -56,6 +113,7 @@ def llama(shape: Shape, device: torch.device) -> Layers:
         num_key_value_heads=kv_heads,
         max_position_embeddings=POSITIONS,
         initializer_range=WEIGHT_GAIN / math.sqrt(hidden),
+        **CONFIGS.get(shape.name, {}),
     )
     torch.manual_seed(0)
     with torch.device(device):

@@ -9,7 +9,7 @@ and for fast accumulation.
 - ``gemm``: ``(M, N, K)`` of ``[M, K] @ [N, K].T``
 - ``cast``: ``(rows, cols)`` of a bf16 tensor
 - ``layer``: ``(M, K, N)``: tokens, in features, out features
-- ``model``: ``(layers, hidden, ffn, heads, kv_heads, batch, sequence)`` of a Llama
+- ``model``: ``(layers, hidden, ffn, heads, kv_heads, batch, sequence)``; its name is of a row of ``bench.models``
 - ``launch``: ``(M, N, K)``, so small that host time dominates
 - ``first_step``: ``(batch, sequence)``; the shape's name is a model of ``tritonfp8.training.models.MODELS``
 """
@@ -125,7 +125,16 @@ _SETS = (
             llama_8b_layers=(4, 4096, 14336, 32, 8, 4, 4096),
             hidden_2048_layers=(4, 2048, 8192, 32, 8, 2, 4096),
         ),
-        _sizes(SMOKE, tiny=(1, 64, 128, 2, 1, 1, 128)),
+        _sizes(
+            "other-models",
+            qwen_14b_layers=(2, 5120, 17408, 40, 8, 4, 4096),
+            gemma_layers=(3, 3072, 24576, 16, 16, 2, 4096),
+            gqa_2048_layers=(4, 2048, 6144, 32, 4, 4, 4096),
+            hidden_1024_layers=(4, 1024, 4096, 16, 16, 4, 4096),
+            vit_h_layers=(6, 1280, 5120, 16, 16, 64, 197),
+            gpt_2_xl_layers=(4, 1600, 6400, 25, 25, 8, 1024),
+        ),
+        _sizes(SMOKE, tiny=(1, 64, 128, 2, 1, 1, 128), tiny_with_biases=(1, 64, 192, 2, 2, 1, 128)),
     ),
     ("launch", _sizes("launch", small=(128, 768, 768)), _sizes(SMOKE, tiny=(16, 32, 128))),
     (

@@ -46,9 +46,10 @@ def describe_machine() -> dict:
 
 
 def command_line() -> str:
-    """The current command without ``--out``, which is a path of this machine."""
+    """The current command without ``--out``, and of other absolute paths the last part: the rest is of this machine."""
     arguments = iter(sys.argv[1:])
     kept = [a for a in arguments if not (a.startswith("--out=") or (a == "--out" and next(arguments, None)))]
+    kept = [Path(a).name if Path(a).is_absolute() else a for a in kept]
     spec = sys.modules["__main__"].__spec__
     program = ["python", "-m", spec.name] if spec else [Path(sys.argv[0]).name]
     return " ".join([*program, *kept])

@@ -1,4 +1,4 @@
-"""Llama layers, forward and backward, each layer compiled: time and peak memory of recipes, bf16 and torchao."""
+"""Layers of models, forward and backward, each layer compiled: time and peak memory of recipes, bf16 and torchao."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from bench.contest import gates
 from bench.contest.cases import FUSED_VARIANTS, FUSES, LAYER_RECIPES, MODEL, MODEL_VARIANTS, recipe_variants
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
-from bench.models import llama
+from bench.models import build
 
 # Compiling takes longer than measuring.
 pytestmark = pytest.mark.timeout(1200)
@@ -42,12 +42,12 @@ def test_model(benchmark, contest, case, shape):
     grad_output = torch.randn(hidden, device=device, dtype=torch.bfloat16)
 
     def make(convert):
-        model = llama(shape, device)
+        model = build(shape, device)
         convert(model)
         compile_layers(model, contest.smoke)
         return training_step(model, x, grad_output)
 
-    check = gates.close_model(training_step(llama(shape, device), x, grad_output)())
+    check = gates.close_model(training_step(build(shape, device), x, grad_output)())
     variants = recipe_variants(LAYER_RECIPES)
 
     def own(name):

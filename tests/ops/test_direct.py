@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from cases import cpu_and_cuda
 from op_samples import SAMPLES
 from torch._inductor.codegen import custom_extern_kernel_codegen
 from torch._inductor.utils import run_and_get_code
@@ -52,9 +53,9 @@ def product(x, y):
     return ops.scaled_matmul(a, a_scale, SPEC, b, b_scale, SPEC, accumulation="fast")
 
 
-def operands():
+def operands(device="cpu"):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(rows, 64, generator=generator).bfloat16() for rows in (40, 24)]
+    return [torch.randn(rows, 64, generator=generator).bfloat16().to(device) for rows in (40, 24)]
 
 
 @pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{i}-{SAMPLES[i][0]._opname}")
@@ -71,11 +72,12 @@ def test_every_op_has_a_function():
     assert set(vars(direct.CALLS)) | {"gathered_operand"} == not_composite
 
 
+@cpu_and_cuda
 @pytest.mark.slow
-def test_compiled_code_calls_every_op_directly_to_the_same_bits(registry):
+def test_compiled_code_calls_every_op_directly_to_the_same_bits(registry, device):
     """A sample of each op in one graph, and the same graph through the dispatcher."""
     calls = [(op, args) for op, args in SAMPLES if not op._schema.is_mutable and all(x.numel() for x in tensors(args))]
-    chosen = dict(reversed(calls))
+    chosen = {op: tree_map_only(torch.Tensor, lambda x: x.to(device), args) for op, args in reversed(calls)}
     names = {op._opname for op in chosen}
 
     def run(inputs):
@@ -103,9 +105,10 @@ def test_an_op_that_writes_is_called_directly():
     assert_bitwise_equal([found], [expected])
 
 
-def test_defaults_are_left_out_at_the_end_and_written_in_the_middle():
-    expected = product(*operands())
-    found, code = compiled(product, *operands())
+@cpu_and_cuda
+def test_defaults_are_left_out_at_the_end_and_written_in_the_middle(device):
+    expected = product(*operands(device))
+    found, code = compiled(product, *operands(device))
     assert_bitwise_equal([found], [expected])
     assert "tritonfp8_calls.quantize(arg0_1, 'e4m3:rowwise:fp32:pow2')" in code
     assert re.search(r"scaled_matmul\(.*, None, None, None, torch.bfloat16, 'fast'\)", code)
