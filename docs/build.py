@@ -1,7 +1,8 @@
 """Make the tables and figures of the pages from code and data: ``python -m docs.build``, in the root of a checkout.
 
 The text between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` is generated: results from the data in
-bench/results (:mod:`docs.results`, :mod:`docs.decision`), the map of the package from its imports (:mod:`docs.house`),
+bench/results (:mod:`docs.results`, :mod:`docs.training_results`, :mod:`docs.decision`), the map of the package from its
+imports (:mod:`docs.house`),
 each recipe's tested features from the collected tests (:mod:`docs.coverage`, :mod:`docs.compatibility`), and the list
 of notebooks from their folder. The figure of collectives comes from a training step (:mod:`docs.traffic`).
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from docs import compatibility, coverage, decision, house, results, traffic
+from docs import compatibility, coverage, decision, house, results, traffic, training_results
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -73,7 +74,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "notebooks": notebooks,
     **{f"compatibility {group}": functools.partial(tests_of_features, group) for group in compatibility.GROUPS},
     **decision.TABLES,
-    **{f"results {name}": make for name, make in results.TABLES.items()},
+    **{f"results {name}": make for name, make in {**results.TABLES, **training_results.TABLES}.items()},
 }
 """The function that makes each block, by the block's name."""
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.health import cost
 from bench.tables import over_peer, table, with_peers
 
 Row = Mapping[str, Any]
@@ -185,47 +184,6 @@ def accumulation() -> str:
     )
 
 
-def training() -> str:
-    """The table written by `tritonfp8 train`."""
-    lines = (DATA / "train-160m" / "table.md").read_text().splitlines()
-    return "\n".join(line for line in lines if line.startswith("|")) + "\n"
-
-
-def schedule() -> str:
-    """What a schedule of bf16, FP8 and bf16 gave beside bf16 alone."""
-    found = data("schedule-160m/schedule.json")["found"]
-    answers = {True: "yes", False: "no"}
-    return table(
-        ("question", "found"),
-        [
-            ("loss of the last 50 steps, over that of bf16 alone", f"{100 * found['difference']:+.2f} %"),
-            ("graphs compiled after the switch back to bf16", str(found["graphs_after_second_switch"])),
-            ("first stage equal to bf16 alone, to the bit", answers[found["first_stage_equal_to_the_bit"]]),
-            ("run resumed in the middle ends with the same bits", answers[found["resumed_equal_to_the_bit"]]),
-        ],
-    )
-
-
-def seeds() -> str:
-    """Each recipe's loss over that of bf16 from the same seed."""
-    measured = data("seeds-160m/seeds.json")
-    found = {(row["recipe"], row["seed"]): row["difference"] for row in measured["found"]}
-    recipes, numbers = sorted({recipe for recipe, _ in found}), sorted({seed for _, seed in found})
-    lines = [(recipe, *(f"{100 * found[recipe, seed]:+.2f} %" for seed in numbers)) for recipe in recipes]
-    return table(("recipe", *(f"seed {seed}" for seed in numbers)), lines)
-
-
-def inspection() -> str:
-    """What a sample of ``inspect`` every 50 steps adds to a step, by the rows that it measures."""
-    rows = data("health.json")["rows"]
-    counts = sorted(int(kind.split()[1]) for kind in rows[0]["seconds"] if kind.startswith("sampled "))
-    lines = []
-    for row in rows:
-        costs = (f"{100 * cost(row['seconds'], count):.1f} %" for count in counts)
-        lines.append((row["shape"], f"{1e3 * row['seconds']['plain']:.0f} ms", *costs))
-    return table(("model", "step", *(f"`rows={count}`" for count in counts)), lines)
-
-
 def host_times() -> str:
     """Host time of eager calls: our public functions, our ops, and torch."""
     found: dict[str, dict[str, float]] = {}
@@ -361,12 +319,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gemms": gemms,
     "headline": headline,
     "host times": host_times,
-    "inspection": inspection,
     "layers": layers,
     "memory": memory,
-    "schedule": schedule,
-    "seeds": seeds,
     "tensor parallelism": tensor_parallelism,
-    "training": training,
 }
 """The function that makes each table, by the name of its block."""

@@ -6,8 +6,9 @@ are the same, and each call takes more host time.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 _COMPILER = "torch._inductor.compile_fx"
@@ -79,6 +80,15 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
 
     CUSTOM_EXTERN_KERNEL_CODEGEN.update(dict.fromkeys(calls, CustomCodegen(python=write)))
     return True
+
+
+def call_ops(names: Iterable[str]) -> None:
+    """Undo :func:`call_directly`, for graphs that are compiled from now on."""
+    with contextlib.suppress(ImportError):
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
+
+        for name in names:
+            CUSTOM_EXTERN_KERNEL_CODEGEN.pop(name, None)
 
 
 def positional(node: Any, defaults: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,94 @@
+"""The tables of training runs and of compiled steps, from the data in bench/results/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from bench.health import cost
+from bench.tables import table
+from docs.results import DATA, data, text
+
+
+def training() -> str:
+    """The table written by `tritonfp8 train`."""
+    lines = (DATA / "train-160m" / "table.md").read_text().splitlines()
+    return "\n".join(line for line in lines if line.startswith("|")) + "\n"
+
+
+def schedule() -> str:
+    """What a schedule of bf16, FP8 and bf16 gave beside bf16 alone."""
+    found = data("schedule-160m/schedule.json")["found"]
+    answers = {True: "yes", False: "no"}
+    return table(
+        ("question", "found"),
+        [
+            ("loss of the last 50 steps, over that of bf16 alone", f"{100 * found['difference']:+.2f} %"),
+            ("graphs compiled after the switch back to bf16", str(found["graphs_after_second_switch"])),
+            ("first stage equal to bf16 alone, to the bit", answers[found["first_stage_equal_to_the_bit"]]),
+            ("run resumed in the middle ends with the same bits", answers[found["resumed_equal_to_the_bit"]]),
+        ],
+    )
+
+
+def seeds() -> str:
+    """Each recipe's loss over that of bf16 from the same seed."""
+    measured = data("seeds-160m/seeds.json")
+    found = {(row["recipe"], row["seed"]): row["difference"] for row in measured["found"]}
+    recipes, numbers = sorted({recipe for recipe, _ in found}), sorted({seed for _, seed in found})
+    lines = [(recipe, *(f"{100 * found[recipe, seed]:+.2f} %" for seed in numbers)) for recipe in recipes]
+    return table(("recipe", *(f"seed {seed}" for seed in numbers)), lines)
+
+
+def other_text() -> str:
+    """The same for runs that read no text twice, with the loss on text that was held out."""
+    lines = []
+    for row in data("seeds-160m-other-text/seeds.json")["found"]:
+        lines.append(
+            (row["recipe"], str(row["seed"]), *(f"{100 * row[name]:+.2f} %" for name in ("difference", "held_out")))
+        )
+    return table(("recipe", "seed", "last 300 steps", "held-out text"), lines)
+
+
+def direct_calls() -> str:
+    """Speed of compiled models over bf16, with ops called directly and through the dispatcher."""
+    rows = [row for row in data("direct_calls.json")["rows"] if "shape" in row]
+    bf16 = {row["shape"]: row["seconds"] for row in rows if row["contender"] == "bf16"}
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if row["contender"] != "bf16":
+            found.setdefault((row["shape"], row["contender"]), {})[row["calls"]] = bf16[row["shape"]] / row["seconds"]
+    lines = [(*key, *(text(speeds.get(way)) for way in ("dispatcher", "direct"))) for key, speeds in found.items()]
+    return table(("layers of", "recipe", "through the dispatcher", "directly"), lines)
+
+
+def direct_call_times() -> str:
+    """Host time of one op in a compiled graph."""
+    found: dict[str, dict[str, float]] = {}
+    for row in data("direct_calls.json")["rows"]:
+        if "op" in row:
+            found.setdefault(row["op"], {})[row["calls"]] = 1e6 * row["host_seconds"]
+    lines = [(op, *(f"{times[way]:.1f} us" for way in ("dispatcher", "direct"))) for op, times in found.items()]
+    return table(("op, [128, 768, 768]", "through the dispatcher", "directly"), lines)
+
+
+def inspection() -> str:
+    """What a sample of ``inspect`` every 50 steps adds to a step, by the rows that it measures."""
+    rows = data("health.json")["rows"]
+    counts = sorted(int(kind.split()[1]) for kind in rows[0]["seconds"] if kind.startswith("sampled "))
+    lines = []
+    for row in rows:
+        costs = (f"{100 * cost(row['seconds'], count):.1f} %" for count in counts)
+        lines.append((row["shape"], f"{1e3 * row['seconds']['plain']:.0f} ms", *costs))
+    return table(("model", "step", *(f"`rows={count}`" for count in counts)), lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "direct call times": direct_call_times,
+    "direct calls": direct_calls,
+    "inspection": inspection,
+    "other text": other_text,
+    "schedule": schedule,
+    "seeds": seeds,
+    "training": training,
+}
+"""The function that makes each table, by the name of its block."""
