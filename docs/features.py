@@ -15,6 +15,7 @@ _TRACED = "tests/layers/linear/test_traced.py"
 _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eager"
 _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
+_STORED = "tests/layers/stored/test_stored.py"
 _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
 _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
@@ -29,6 +30,7 @@ _ZERO = "tests/clients/test_deepspeed.py"
 _TITAN = "tests/clients/test_torchtitan.py::test_all_parameters_train_and_the_gather_changes_no_bit"
 _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
+_NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}::test_a_recipe_without_a_quantized_weight_is_refused")}
 # For recipes that no test runs with a feature; the page explains it.
 _SAME_CODE = "Same code."
 _NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
@@ -61,6 +63,13 @@ ONE_PROCESS = (
         otherwise=dict.fromkeys(("bf16", "rowwise_hp_grad_weight"), ("not fused", _AS_IT_IS)),
         known="Only recipes that quantize all three GEMMs are fused; the others compute as without it.",
     ),
+    Column(
+        'weights stored in 8 bits (`mode="inference"`)',
+        (f"{_STORED}::test_a_stored_model_is_the_plain_model_of_its_values",),
+        otherwise=_NOT_STORED,
+        known="Frozen weights of one process. `tensorwise` gets power-of-two scales.",
+    ),
+    Column("stored weights in one graph", (f"{_STORED}::test_in_one_graph",), otherwise=_NOT_STORED),
     Column("Conv1D of transformers", ("tests/layers/linear/test_conv1d.py::test_computes_as_a_linear_layer",)),
     Column(
         "second derivative",

@@ -21,7 +21,7 @@ LAYERS = (
     {"ops"},
     {"layers"},
     {"layers.linear"},
-    {"layers.fused"},
+    {"layers.fused", "layers.stored"},
     {"functional", "modules"},
     {"conversion"},
     {"convert"},

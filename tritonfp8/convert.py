@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from tritonfp8.checks import require_flag
+from tritonfp8.checks import require, require_flag
 from tritonfp8.conversion import (
     Choice,
     ConversionReport,
@@ -78,11 +78,14 @@ def convert(
     filter: Filter | None = None,
     fuse: bool = False,
     tokens: int = 8192,
+    *,
+    weight_storage: str = "parameters",
+    mode: str = "training",
 ) -> ConversionReport:
     """Make the model's linear layers follow a recipe, in place.
 
-    Every ``nn.Parameter`` object and every key of the state_dict stays, as do hooks and references to the layers. The
-    model may be on the meta device. Nothing is changed if an error is raised. Layers that are converted already keep
+    Every ``nn.Parameter`` object (but for stored weights) and every key of the state_dict stays, as do hooks. The model
+    may be on the meta device. Nothing is changed if an error is raised. Layers that are converted already keep
     their recipe, so several calls may convert a model part by part.
 
     These layers stay in high precision, unless a pattern of ``recipe`` or ``filter`` has their name (``"*lm_head"`` but
@@ -101,10 +104,12 @@ def convert(
         filter: which layers to convert: a list of patterns or names; a function ``filter(module, fqn) -> bool``, which
             replaces the defaults; or ``"auto"``, which leaves out layers that would get slower, by the tuned table or
             the cost model of the GPU (without a GPU, of an H200).
-        fuse: also fuse quantization into SwiGLU MLPs, and into norms that only linear layers of one recipe read, where
-            :func:`tritonfp8.layers.fused.fuse_model` recognizes them. The report lists the others with reasons. Sharded
-            weights (tensor parallel) need ``fuse=False``.
+        fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`). The report
+            lists those that are not fused, with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; read by ``filter="auto"``.
+        weight_storage: ``"parameters"``, or ``"quantized"``: frozen weights of the converted layers are replaced by
+            :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. The state_dict has plain values.
+        mode: ``"inference"`` freezes the weights of the converted layers, and stores them quantized.
 
     Returns:
         A :class:`ConversionReport`.
@@ -114,27 +119,81 @@ def convert(
         layers and skips their forward: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
 
     Raises:
-        ValueError: no layer is converted, a pattern decided no layer, or an unknown recipe.
+        ValueError: no layer is converted, a pattern decided no layer, an unknown recipe, or an unfit weight.
         TypeError: no recipe, a chosen layer that torchao converted, or an argument of another type.
     """
     require_module(model)
     require_flag("fuse", fuse)
+    stores = _stores(weight_storage, mode, fuse)
     selected = select(model, recipe, filter, tokens)
     if not selected.modules and not selected.already:
-        report = ConversionReport({}, selected.skipped)
-        raise ValueError(f"nothing was converted: {report if selected.skipped else 'the model has no nn.Linear'}")
-    fused, left = _apply(model, selected, fuse)
+        reasons = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
+        raise ValueError(f"nothing was converted: {reasons}")
+    selected, stored = _for_storage(model, selected, mode) if stores else (selected, {})
+    fused, left = _apply(model, selected, fuse, stored)
+    return _report(model, selected, fused, left, _stored().weight_bytes(model) if stores else None)
+
+
+def _report(
+    model: nn.Module, selected: Selected, fused: dict[str, str], left: dict[str, str], sizes: tuple[int, int] | None
+) -> ConversionReport:
     already = {name: layer.recipe for name, layer in selected.already.items()}
     parameters, share = coverage(model, selected.skipped)
-    return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share)
+    return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share, sizes)
+
+
+def _stored() -> Any:
+    """The folder of stored weights, imported on first use: models that train do not need it."""
+    from tritonfp8.layers import stored
+
+    return stored
+
+
+def _stores(weight_storage: str, mode: str, fuse: bool) -> bool:
+    """Whether the arguments of :func:`convert` ask for stored weights."""
+    require("weight_storage", weight_storage, ("parameters", "quantized"))
+    require("mode", mode, ("training", "inference"))
+    stores = weight_storage == "quantized" or mode == "inference"
+    if stores and fuse:
+        raise ValueError("fused layers read their weights in high precision: use fuse=False with stored weights")
+    return stores
+
+
+def _for_storage(model: nn.Module, selected: Selected, mode: str) -> tuple[Selected, dict[str, Recipe]]:
+    """``selected`` with the recipes of stored weights; and these of all layers whose weights are to be stored.
+
+    Layers that are converted already are among them.
+
+    Raises:
+        ValueError: a weight cannot be stored, or must be frozen first.
+    """
+    found = _stored()
+    before = {name: layer for name, layer in selected.already.items() if not found.is_stored(layer)}
+    layers = {**selected.modules, **before}
+    recipes = {name: selected.recipes.get(name) or before[name].recipe for name in layers}
+    recipes = {name: found.recipe_of_storage(recipe) for name, recipe in recipes.items()}
+    found.check_storable(model, layers, recipes)
+    trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
+    if trained and mode != "inference":
+        raise ValueError(
+            f"weights that are stored in 8 bits must be frozen; {len(trained)} require a gradient, such as that of "
+            f"{trained[0]}: call requires_grad_(False) on them first, or use mode='inference'"
+        )
+    return selected._replace(recipes={name: recipes[name] for name in selected.modules}), recipes
 
 
 def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
     return conv1d_class(cls) if is_conv1d(layer) else linear_class(cls)
 
 
-def _apply(model: nn.Module, selected: Selected, fuse: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Change the classes of the selected layers, all or none. Returns what :func:`fuse_model` returns."""
+def _apply(
+    model: nn.Module, selected: Selected, fuse: bool, stored: Mapping[str, Recipe]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Change the classes of the selected layers, all or none, and store the weights of the layers in ``stored``.
+
+    Returns:
+        What :func:`fuse_model` returns.
+    """
     with all_or_nothing(model):
         for name, module in selected.modules.items():
             change_class(module, _converted_class(type(module), module))
@@ -143,6 +202,11 @@ def _apply(model: nn.Module, selected: Selected, fuse: bool) -> tuple[dict[str, 
         new = set(selected.modules.values())
         _share_inputs(model, new | set(selected.already.values()), new)
         record_names(model, {**selected.already, **selected.modules})
+        if stored:
+            layers = {**selected.already, **selected.modules}
+            for name, recipe in stored.items():
+                layers[name].recipe = recipe  # type: ignore[assignment]
+            _stored().store_weights({name: layers[name] for name in stored})
     teach_counters()
     keep_layers()
     return fused, left
@@ -170,7 +234,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
     chosen = {name: choice.of(name) for name in layers}
     choice.check_all_used(list(layers))
-    new_recipes = {module: chosen[name] or module.recipe for name, module in layers.items()}
+    new_recipes = {module: _swapped(name, module, chosen[name]) for name, module in layers.items()}
     norms = _recipes_of_norms(model, new_recipes)
     with all_or_nothing(model):
         for norm, new in norms:
@@ -186,6 +250,13 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
         {name: recipe for name, recipe in chosen.items() if recipe is not None},
         {name: "no pattern matched" for name, recipe in chosen.items() if recipe is None},
     )
+
+
+def _swapped(name: str, layer: _Layer, chosen: Recipe | None) -> Recipe:
+    if chosen is None or type(layer._parameters.get("weight")) in (Tensor, nn.Parameter, type(None)):
+        return chosen or layer.recipe
+    found: Recipe = _stored().check_swap(name, layer, chosen)
+    return found
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tritonfp8
 from tritonfp8 import Float8Linear
+from tritonfp8.layers.stored import StoredWeight
 from tritonfp8.testing import assert_bitwise_equal
 
 LORA = {"r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
@@ -93,3 +94,39 @@ def test_merged_adapters_are_in_the_converted_weights():
     assert len([m for m in merged.modules() if isinstance(m, Float8Linear)]) == 2 * 7
     # All weights of a merged model are frozen.
     assert tritonfp8.verify(merged, backward=False, input_ids=TOKENS).ok
+
+
+def stored(model, recipe):
+    """The base's weights in 8 bits; adapters and everything else stay as they are."""
+    tritonfp8.convert(model, recipe, mode="inference")
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("order", ["stored first", "stored last"])
+def test_adapters_on_a_stored_base_train_as_on_a_plain_base_of_its_values(order, recipe):
+    torch.manual_seed(1)
+    if order == "stored first":
+        model = peft.get_peft_model(stored(llama(), recipe), peft.LoraConfig(**LORA))
+    else:
+        model = stored(peft.get_peft_model(llama(), peft.LoraConfig(**LORA)), recipe)
+    plain, _ = adapted("convert last", recipe)
+    plain.load_state_dict(model.state_dict())
+    codes = {name: p for name, p in model.named_parameters() if type(p) is StoredWeight}
+    assert len(codes) == 14
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    before = {name: p.quantized.qdata.clone() for name, p in codes.items()}
+    assert_bitwise_equal([train(model)], [train(plain)])
+    trained = [{n: p.detach() for n, p in each.named_parameters() if "lora_" in n} for each in (model, plain)]
+    assert trained[0].keys() == trained[1].keys()
+    assert_bitwise_equal(list(trained[0].values()), list(trained[1].values()))
+    for name, p in codes.items():
+        assert_bitwise_equal([p.quantized.qdata], [before[name]])
+
+
+def test_adapters_are_not_merged_into_codes():
+    model = stored(peft.get_peft_model(llama(), peft.LoraConfig(**LORA)), "rowwise")
+    with pytest.raises(NotImplementedError, match="does not work on a weight that is stored in 8 bits"):
+        model.merge_and_unload()
+    tritonfp8.revert(model)
+    assert type(model.merge_and_unload()) is LlamaForCausalLM

@@ -29,6 +29,7 @@ WITHOUT_FALLBACK: Mapping[str, str] = {
     "_C._functorch.maybe_current_level": "whether a transform of torch.func is open",
     "_C._functorch.peek_interpreter_stack": "which transform of torch.func is open",
     "_C._functorch.TransformType.Functionalize": "the transform that takes ops, not autograd functions",
+    "_C._disabled_torch_function_impl": "a tensor type whose functions are decomposed into ops",
     "_C._DisableFuncTorch": "writes to tensors that a transform of torch.func does not follow",
     "autograd.forward_ad._current_level": "whether a forward-mode derivative is open",
     "utils._python_dispatch._disable_current_modes": "operations that selective checkpointing must not keep",
@@ -132,6 +133,9 @@ def _public_raw_stream(device: int) -> int:
 raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _public_raw_stream)
 """The current stream of a CUDA device as an integer; torch built without CUDA lacks the name, and has no streams."""
 
+
+without_torch_function: Any = _C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a tensor type that implements ops, and leaves functions to torch."""
 
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 """Whether a profiler of torch records the ops of this thread."""

@@ -38,6 +38,8 @@ class ConversionReport:
             its FLOPs and the reason; empty in the report of ``swap_recipe``.
         fp8_share: share of the linear FLOPs of a training step that run in FP8, 0 to 1; None in the report of
             ``swap_recipe``. GEMMs that a recipe keeps in high precision do not count.
+        stored_bytes: bytes of all weights of the model that are stored in 8 bits, and of the same weights in their
+            dtype; None without ``weight_storage="quantized"``.
     """
 
     converted: dict[str, Recipe]
@@ -47,6 +49,7 @@ class ConversionReport:
     already: dict[str, Recipe] = field(default_factory=dict)
     high_precision: dict[str, HighPrecision] = field(default_factory=dict)
     fp8_share: float | None = None
+    stored_bytes: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         rows = [(name, recipe.name) for name, recipe in self.converted.items()]
@@ -64,6 +67,9 @@ class ConversionReport:
             lines += ["parameters of no linear layer, with their share of the linear FLOPs:", *_columns(others)]
         if self.fp8_share is not None:
             lines.append(f"{_percent(self.fp8_share)} of the linear FLOPs run in FP8")
+        if self.stored_bytes is not None:
+            now, before = (f"{n / 2**20:.1f} MiB" for n in self.stored_bytes)
+            lines.append(f"weights are stored in 8 bits: {now} in place of {before}")
         return "\n".join(lines)
 
     def _share_of(self, layer: str) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import tritonfp8
+from tritonfp8.layers.stored import StoredWeight
 
 HIDDEN = 64
 
@@ -123,6 +124,12 @@ def check_verified(names):
 
 def check_step(names):
     assert all(p.grad is None for p in names["model"].parameters())
+
+
+def check_stored(names):
+    model = names["model"]
+    assert [type(layer.weight) for layer in (model.gate, model.up, model.down)] == [StoredWeight] * 3
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 def watched(mesh):
@@ -364,6 +371,7 @@ CASES = {
     ),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
+    "convert.md-2": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, check_stored, ranks=False),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(
         lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp(), "x": torch.randn(64, HIDDEN)}, check_mapping, ranks=False

@@ -47,6 +47,11 @@ class OperandProvider:
         """Sibling layers share the cast of an input only if this value is equal for both."""
         return None
 
+    @property
+    def weight_has_codes(self) -> bool:
+        """Whether the weight is quantized already, so that nobody needs to keep its codes for several passes."""
+        return False
+
     def input(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of the input ``x [M, K]`` for ``output``, and of ``x.T`` for ``grad_weight``."""
         return quantize_for(x, spec, spec_t)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from tritonfp8.checks import shown
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear.module import ConvertedLayer, as_matrix, is_converted, require_module
-from tritonfp8.layers.linear.operands import quantize_weight
+from tritonfp8.layers.linear.operands import provider_of, quantize_weight
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.recipes import Recipe
 
@@ -104,6 +104,11 @@ def _computed(name: str, layer: ConvertedLayer) -> Tensor:
             "computes it, as spectral_norm does in training: leave out the block, or call eval() on the parametrization"
         )
     return weight
+
+
+def _has_codes(layer: ConvertedLayer) -> bool:
+    weight = layer._parameters.get("weight")
+    return weight is not None and provider_of(weight).weight_has_codes
 
 
 def _check_weight(name: str, layer: ConvertedLayer, weight: Tensor) -> None:
@@ -215,6 +220,8 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     more. All ranks must open and close the block together. Parametrized weights (``torch.nn.utils.parametrizations``)
     are still computed in each pass, for autograd, but not quantized.
 
+    Weights that are stored in 8 bits are left as they are.
+
     Weights must not change inside the block. A change that torch counts (in place, another Parameter, other storage) is
     an error at the next eager use; codes that FSDP2 gathers are made again instead. Any other change (``.data``, a
     kernel of the caller's, all changes in a compiled graph) is an error when the block ends: the sums of the bits of
@@ -239,6 +246,7 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     layers = {name: module for name, module in model.named_modules() if is_converted(module)}
     if not layers:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+    layers = {name: layer for name, layer in layers.items() if not _has_codes(layer)}
     if open_already := [name for name, layer in layers.items() if layer.cached_weight is not None]:
         raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
     with _cached(layers, dtype):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tritonfp8.formats import FORMATS
 from tritonfp8.functional import dequantize, quantize
+from tritonfp8.layers.stored import plain_weight
 from tritonfp8.specs import ROWWISE, TENSORWISE, QuantSpec
 
 FIELDS = (
@@ -35,7 +36,7 @@ _ROUNDING = 1 + 2.0**-20
 
 def local_matrix(x: Tensor) -> Tensor:
     """``x [..., K]`` as ``[M, K]``, without a gradient; of a sharded tensor, the shard of this rank."""
-    x = x.detach()
+    x = plain_weight(x.detach())
     to_local = getattr(x, "to_local", None)
     x = x if to_local is None else to_local()
     return torch.atleast_2d(x).flatten(0, -2)

@@ -1,0 +1,168 @@
+"""Which layers can have stored weights, and the change of their parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tritonfp8.layers.linear import is_conv1d
+from tritonfp8.layers.stored.weight import DTYPES, StoredWeight, store
+from tritonfp8.recipes import Gemm, Recipe
+
+
+def recipe_of_storage(recipe: Recipe) -> Recipe:
+    """``recipe`` with power-of-two scales for the weight: its values are then exact in bfloat16.
+
+    ``tensorwise``, the only built-in recipe with other scales, gets another name by that.
+    """
+    before = recipe.output.rhs
+    if before is None or before.scale_rounding == "pow2":
+        return recipe
+    after = dataclasses.replace(before, scale_rounding="pow2")
+
+    def changed(gemm: Gemm) -> Gemm:
+        return dataclasses.replace(gemm, rhs=after) if gemm.rhs == before else gemm
+
+    return dataclasses.replace(
+        recipe,
+        name=f"{recipe.name}_stored",
+        output=changed(recipe.output),
+        grad_input=changed(recipe.grad_input),
+    )
+
+
+def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) -> str | None:
+    weight = layer._parameters.get("weight")
+    if recipe.output.rhs is None:
+        return f"recipe {recipe.name!r} computes the output in high precision: leave the layer out by filter="
+    if is_conv1d(layer) or hasattr(layer, "conv1d"):
+        return "it is a Conv1D, whose weight is transposed: leave it out by filter="
+    if weight is None or parametrize.is_parametrized(layer):
+        return "its weight is computed (parametrized or pruned): make that permanent first"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}: store weights before they are sharded"
+    if weight.is_meta:
+        return "its weight is on the meta device: load the model first"
+    if weight.dtype not in DTYPES:
+        return f"its weight is {weight.dtype}: cast the model to bfloat16 or float32 first"
+    if len(owners[id(weight)]) > 1:
+        return f"its weight is shared by {', '.join(owners[id(weight)])}: leave them out by filter="
+    return None
+
+
+def check_storable(model: nn.Module, layers: Mapping[str, nn.Module], recipes: Mapping[str, Recipe]) -> None:
+    """Check that the weight of each layer can be stored.
+
+    Raises:
+        ValueError: it cannot; names the first layers and what to do.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    reasons = {name: _why_not(layer, recipes[name], owners) for name, layer in layers.items()}
+    if found := [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]:
+        more = f" (and {len(found) - 3} more layers)" if len(found) > 3 else ""
+        raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(found[:3])}{more}")
+
+
+def store_weights(layers: Mapping[str, Any]) -> None:
+    """Replace the weight of each converted layer by a stored one, of the spec that its recipe reads for ``output``.
+
+    One layer at a time: the memory of a weight is free before the next one is quantized.
+
+    Raises:
+        RuntimeError: it failed (out of memory) after some layers; these have plain weights again, which are rounded.
+    """
+    done: list[Any] = []
+    for name, layer in layers.items():
+        try:
+            stored = store(layer.weight, layer.recipe.output.rhs)
+        except Exception as error:
+            for each in done:
+                _give_back(each)
+            raise RuntimeError(
+                f"storing the weight of {name} failed. The {len(done)} layers before it have plain weights again, and "
+                "these are rounded: load the model again"
+            ) from error
+        layer._parameters["weight"] = nn.Parameter(stored, requires_grad=False)
+        layer.on_revert = _give_back
+        layer.register_state_dict_post_hook(_write_values)
+        layer.register_load_state_dict_pre_hook(_read_values)
+        done.append(layer)
+
+
+def _write_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state_dict has the values of a stored weight, so that any model can load it."""
+    name = f"{prefix}weight"
+    if isinstance(state.get(name), StoredWeight):
+        state[name] = plain_weight(state[name])
+
+
+def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *others: object) -> None:
+    """With ``assign=True`` a tensor of the state_dict takes the place of the weight: it must be a stored one."""
+    name, before = f"{prefix}weight", layer._parameters["weight"]
+    if metadata.get("assign_to_params_buffers") and isinstance(before, StoredWeight) and name in state:
+        state[name] = nn.Parameter(store(state[name].to(before.dtype), before.spec), requires_grad=False)
+
+
+def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:
+    return {key: hook for key, hook in hooks.items() if getattr(hook, "hook", hook) is not ours}
+
+
+def _give_back(layer: Any) -> Any:
+    """Give a layer a plain weight of the values; returns what undoes that."""
+    stored = layer.weight
+    names = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
+    hooks = {name: dict(getattr(layer, name)) for name in names}
+    layer._parameters["weight"] = nn.Parameter(plain_weight(stored), requires_grad=False)
+    for name, ours in zip(names, (_write_values, _read_values), strict=True):
+        _refill(getattr(layer, name), _without_hooks(hooks[name], ours))
+
+    def undo() -> None:
+        layer._parameters["weight"] = stored
+        for name in names:
+            _refill(getattr(layer, name), hooks[name])
+
+    return undo
+
+
+def _refill(found: dict[int, Any], content: Mapping[int, Any]) -> None:
+    found.clear()
+    found.update(content)
+
+
+def plain_weight(weight: Tensor) -> Tensor:
+    """The values of a stored weight; any other weight as it is."""
+    return weight.dequantize() if isinstance(weight, StoredWeight) else weight
+
+
+def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
+    """The recipe that a layer with a stored weight follows when ``recipe`` is asked for.
+
+    Raises:
+        ValueError: it reads other codes than those that are stored.
+    """
+    if not is_stored(layer):
+        return recipe
+    recipe = recipe_of_storage(recipe)
+    if recipe.output.rhs != layer.weight.spec:
+        raise ValueError(
+            f"the weight of {name} is stored as {layer.weight.spec}, and recipe {recipe.name!r} reads "
+            f"{recipe.output.rhs}: convert the model again from high precision"
+        )
+    return recipe
+
+
+def is_stored(layer: nn.Module) -> bool:
+    """Whether the weight of a layer is stored in 8 bits."""
+    return isinstance(layer._parameters.get("weight"), StoredWeight)
+
+
+def weight_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the stored weights of a model, and what the same weights take in their dtype."""
+    stored = [p for p in model.parameters() if isinstance(p, StoredWeight)]
+    return sum(p.nbytes for p in stored), sum(p.numel() * p.element_size() for p in stored)

@@ -1,0 +1,227 @@
+"""A weight that is kept as 8-bit codes and scales, and how the GEMMs of a layer read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.checks import require
+from tritonfp8.compat import torch_private
+from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
+from tritonfp8.quantized import Quantized
+from tritonfp8.specs import QuantSpec, spec_of
+
+aten = torch.ops.aten
+DTYPES = (torch.bfloat16, torch.float32)
+"""The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
+
+
+class StoredWeight(Tensor):
+    """A frozen weight ``[N, K]`` that has codes and scales, and no copy in high precision.
+
+    Its dtype is the one that the layer computes in. Its values are ``code * scale``: scales are powers of two, so the
+    values are exact in bfloat16 and float32. One copy serves all: ``output`` reads the codes as they are. For
+    ``grad_input`` the transposed operand is quantized from the values, in the pass that reads it.
+
+    These operations use the values, in a tensor that is freed afterwards: GEMMs outside of the layer, ``F.embedding``,
+    :meth:`dequantize`. A copy into it (``load_state_dict``) quantizes what is copied. ``clone``, ``detach`` and ``to``
+    give another stored weight. Any other operation raises NotImplementedError.
+
+    Args:
+        qdata: 8-bit ``[N, K]``, contiguous.
+        scale: its scales, as :class:`~tritonfp8.Quantized` has them.
+        spec: of both; its scales are powers of two.
+        dtype: bfloat16 or float32.
+    """
+
+    _qdata: Tensor
+    _scale: Tensor
+    spec: QuantSpec
+    __torch_function__ = torch_private.without_torch_function
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
+        """A tensor of this type, without data of its own."""
+        require("the dtype of a stored weight", dtype, DTYPES)
+        return Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
+
+    def __init__(self, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> None:
+        self._qdata, self._scale, self.spec = qdata, scale, spec
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[QuantSpec, torch.dtype]]:
+        return ["_qdata", "_scale"], (self.spec, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> StoredWeight:
+        return cls(inner["_qdata"], inner["_scale"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a graph on disk depends on; the same in every process."""
+        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._both()]
+        return repr((self.spec.args, self.dtype, inner))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.spec})"
+
+    @property
+    def quantized(self) -> Quantized:
+        """The codes and scales, not copied."""
+        return Quantized(self._qdata, self._scale, self.spec)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of codes and scales."""
+        return int(self._qdata.nbytes + self._scale.nbytes)
+
+    def dequantize(self) -> Tensor:
+        """The values ``[N, K]`` in the dtype of the weight: a plain tensor, exact."""
+        return ops.dequantize(self._qdata, self._scale, *self.spec.args, self.dtype)
+
+    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> StoredWeight:
+        return StoredWeight(qdata, scale, self.spec, dtype or self.dtype)
+
+    def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> StoredWeight:
+        """``Tensor.to``: codes move, and are not cast."""
+        allowed = {name: options[name] for name in ("non_blocking", "copy") if name in options}
+        qdata, scale = (x.to(device=device, **allowed) for x in self._both())
+        return self._with(qdata, scale, dtype)
+
+    def _fill(self, source: Tensor) -> StoredWeight:
+        """Take the values of ``source [N, K]``: its codes, or the result of quantizing it."""
+        if isinstance(source, StoredWeight) and source.spec == self.spec:
+            found = (source._qdata, source._scale)
+        else:
+            values = source.dequantize() if isinstance(source, StoredWeight) else source
+            found = ops.quantize(values.to(self.device).expand(self.shape), *self.spec.args)
+        self._qdata.copy_(found[0])
+        self._scale.copy_(found[1])
+        return self
+
+    def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of the weight, or of its transpose, quantized by ``spec``."""
+        square = spec.block[0] == spec.block[1]
+        if spec == self.spec and (square or not transposed):
+            return (self._qdata.t().contiguous(), self._scale.t().contiguous()) if transposed else self._both()
+        if not transposed:
+            raise ValueError(
+                f"the weight is stored as {self.spec}, and its recipe reads {spec}: swap to a recipe with the same "
+                "weights, or convert the model again from high precision"
+            )
+        qdata, scale = ops.quantize(self.dequantize(), *spec.args, True)
+        return qdata, scale
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        return self._qdata, self._scale
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        first = args[0] if args else None
+        if func in _VALUES:
+            return func(*(x.dequantize() if isinstance(x, StoredWeight) else x for x in args), **options)
+        if func is aten.copy_.default and not isinstance(first, StoredWeight):
+            return func(first, args[1].dequantize(), *args[2:], **options)
+        if func is ops.without_backward:
+            # It ties a result to what it was computed from. A frozen weight gets no gradient anyway.
+            return func(*(None if isinstance(x, StoredWeight) else x for x in args))
+        if isinstance(first, StoredWeight):
+            same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
+            if same or func in (aten.detach.default, aten.alias.default):
+                return first._with(*first._both())
+            if func is aten.clone.default:
+                return first._with(first._qdata.clone(), first._scale.clone())
+            if func is aten._to_copy.default:
+                return first._to(**options)
+            if func is aten.copy_.default:
+                return first._fill(args[1])
+            if func in _FACTORIES:
+                given = {name: options[name] for name in ("dtype", "device") if options.get(name) is not None}
+                return _FACTORIES[func](first.shape, **{"dtype": first.dtype, "device": first.device, **given})
+            if func is ops.weight_operand:
+                return first._operand(spec_of(args[1]), args[2])
+        # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
+        raise NotImplementedError(
+            f"{func} does not work on a weight that is stored in 8 bits. Read its values by weight.dequantize(), or "
+            "use tritonfp8.revert(model), which gives the layers plain weights again"
+        )
+
+
+# Read by others: a loss in chunks, a tied embedding, statistics.
+_VALUES = {
+    aten.addmm.default,
+    aten.embedding.default,
+    aten.equal.default,
+    aten.isfinite.default,
+    aten.linalg_vector_norm.default,
+    aten.linear.default,
+    aten.mm.default,
+    aten.slice.Tensor,
+    aten.t.default,
+    aten.transpose.int,
+}
+_FACTORIES: dict[Any, Callable[..., Tensor]] = {
+    aten.empty_like.default: torch.empty,
+    aten.ones_like.default: torch.ones,
+    aten.zeros_like.default: torch.zeros,
+}
+
+
+def store(weight: Tensor, spec: QuantSpec) -> StoredWeight:
+    """A stored weight of the values of ``weight [N, K]``, rounded to ``spec``.
+
+    Raises:
+        ValueError: ``weight`` is neither bfloat16 nor float32.
+    """
+    require("the dtype of a stored weight", weight.dtype, DTYPES)
+    qdata, scale = ops.quantize(weight.detach(), *spec.args)
+    return StoredWeight(qdata, scale, spec, weight.dtype)
+
+
+@dataclass(frozen=True)
+class StoredWeightOperands(OperandProvider):
+    """Reads the operands of a weight from its codes; the other operands are quantized as usual."""
+
+    @property
+    def weight_has_codes(self) -> bool:
+        """True."""
+        return True
+
+    def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """``weight`` is a :class:`StoredWeight`.
+
+        Raises:
+            ValueError: it is stored for another recipe.
+        """
+        assert spec is not None
+        return _read(weight, spec, False), None
+
+    def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """As :meth:`weight` and :meth:`weight_t`."""
+        none: Pair = (None, None)
+        return (
+            none if spec is None else _read(weight, spec, False),
+            none if spec_t is None else _read(weight, spec_t, True),
+        )
+
+    def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
+        """The transpose, quantized from the values unless its blocks are square."""
+        return _read(weight, spec_t, True, grad_output)
+
+
+def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
+    if torch.compiler.is_compiling():
+        # A graph does not look into subclasses. This op dispatches to _operand when the graph is made.
+        qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
+        return qdata, scale
+    found: tuple[Tensor, Tensor] = weight._operand(spec, transposed)
+    return found
+
+
+register_weight_type(StoredWeight, StoredWeightOperands())
