@@ -85,8 +85,7 @@ def convert(
     """Make the model's linear layers follow a recipe, in place.
 
     Every ``nn.Parameter`` object (but for stored weights) and every key of the state_dict stays, as do hooks. The model
-    may be on the meta device. Nothing is changed if an error is raised. Layers that are converted already keep
-    their recipe, so several calls may convert a model part by part.
+    may be on the meta device. Nothing is changed if an error is raised. Layers that are converted keep their recipe.
 
     These layers stay in high precision, unless a pattern of ``recipe`` or ``filter`` has their name (``"*lm_head"`` but
     not ``"*"``) or ``filter`` is a function: output heads (``lm_head``, ``output``, a weight that an embedding shares),
