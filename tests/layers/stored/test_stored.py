@@ -10,6 +10,7 @@ import torch
 from cases import cpu_and_cuda, llama, tokens
 from torch import nn
 from torch.nn.utils import parametrizations
+from transformers.pytorch_utils import Conv1D
 
 import tritonfp8
 from tritonfp8 import Float8Linear, recipes
@@ -280,6 +281,38 @@ def test_a_model_of_transformers_generates():
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
 
 
+@each_recipe
+def test_a_conv1d_is_stored_as_the_linear_layer_that_it_is(name):
+    conv, linear = Conv1D(136, 200).bfloat16(), nn.Linear(200, 136).bfloat16()
+    with torch.no_grad():
+        conv.weight.normal_(generator=torch.Generator().manual_seed(0))
+        linear.weight.copy_(conv.weight.t())
+        linear.bias.copy_(conv.bias)
+    for layer in (conv, linear):
+        tritonfp8.convert(layer, name, mode="inference")
+    assert tuple(conv.weight.shape) == (200, 136)
+    assert_bitwise_equal([conv.weight.quantized.qdata], [linear.weight.quantized.qdata])
+    values = conv.weight.dequantize()
+    assert torch.equal(values, linear.weight.dequantize().t())
+    found = [[*each] for each in ([], [])]
+    for layer, into in zip((conv, linear), found, strict=True):
+        x = data().requires_grad_()
+        out = layer(x)
+        out.float().square().sum().backward()
+        into += [out.detach(), x.grad, layer.bias.grad]
+    assert_bitwise_equal(*found)
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    assert_bitwise_equal([compiled(data()).detach()], [conv(data()).detach()])
+    state = conv.state_dict()
+    assert torch.equal(state["weight"], values)
+    for assign in (False, True):
+        conv.load_state_dict(state, assign=assign)
+        assert torch.equal(conv.weight.dequantize(), values)
+    tritonfp8.revert(conv)
+    assert type(conv) is Conv1D
+    assert torch.equal(conv.weight, values)
+
+
 def trained(model):
     return {"weight_storage": "quantized"}, model
 
@@ -336,7 +369,7 @@ def test_a_failure_in_the_middle_leaves_plain_weights(monkeypatch):
 
     model, calls = layers(), []
 
-    def fails(weight, spec):
+    def fails(weight, spec, is_transposed):
         calls.append(weight)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no memory")

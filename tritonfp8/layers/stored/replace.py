@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tritonfp8.layers.linear import is_conv1d
+from tritonfp8.layers.linear import Float8Conv1D
 from tritonfp8.layers.stored.weight import DTYPES, StoredWeight, store
 from tritonfp8.recipes import Gemm, Recipe
 
@@ -39,8 +39,6 @@ def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) 
     weight = layer._parameters.get("weight")
     if recipe.output.rhs is None:
         return f"recipe {recipe.name!r} computes the output in high precision: leave the layer out by filter="
-    if is_conv1d(layer) or hasattr(layer, "conv1d"):
-        return "it is a Conv1D, whose weight is transposed: leave it out by filter="
     if weight is None or parametrize.is_parametrized(layer):
         return "its weight is computed (parametrized or pruned): make that permanent first"
     if type(weight) is not nn.Parameter:
@@ -80,7 +78,7 @@ def store_weights(layers: Mapping[str, Any]) -> None:
     done: list[Any] = []
     for name, layer in layers.items():
         try:
-            stored = store(layer.weight, layer.recipe.output.rhs)
+            stored = store(layer.weight, layer.recipe.output.rhs, isinstance(layer, Float8Conv1D))
         except Exception as error:
             for each in done:
                 _give_back(each)
@@ -106,7 +104,9 @@ def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mappi
     """With ``assign=True`` a tensor of the state_dict takes the place of the weight: it must be a stored one."""
     name, before = f"{prefix}weight", layer._parameters["weight"]
     if metadata.get("assign_to_params_buffers") and isinstance(before, StoredWeight) and name in state:
-        state[name] = nn.Parameter(store(state[name].to(before.dtype), before.spec), requires_grad=False)
+        state[name] = nn.Parameter(
+            store(state[name].to(before.dtype), before.spec, before.is_transposed), requires_grad=False
+        )
 
 
 def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:

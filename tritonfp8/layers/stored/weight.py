@@ -37,24 +37,31 @@ class StoredWeight(Tensor):
         scale: its scales, as :class:`~tritonfp8.Quantized` has them.
         spec: of both; its scales are powers of two.
         dtype: bfloat16 or float32.
+        is_transposed: whether this tensor is ``[K, N]``, as the weight of a ``Conv1D``. The codes stay ``[N, K]``.
     """
 
     _qdata: Tensor
     _scale: Tensor
     spec: QuantSpec
+    is_transposed: bool
     __torch_function__ = torch_private.without_torch_function
 
     @staticmethod
-    def __new__(cls, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
+    def __new__(
+        cls, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
+    ) -> StoredWeight:
         """A tensor of this type, without data of its own."""
         require("the dtype of a stored weight", dtype, DTYPES)
-        return Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
+        shape = qdata.shape[::-1] if is_transposed else qdata.shape
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
 
-    def __init__(self, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> None:
-        self._qdata, self._scale, self.spec = qdata, scale, spec
+    def __init__(
+        self, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
+    ) -> None:
+        self._qdata, self._scale, self.spec, self.is_transposed = qdata, scale, spec, is_transposed
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[QuantSpec, torch.dtype]]:
-        return ["_qdata", "_scale"], (self.spec, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[QuantSpec, torch.dtype, bool]]:
+        return ["_qdata", "_scale"], (self.spec, self.dtype, self.is_transposed)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> StoredWeight:
@@ -63,14 +70,14 @@ class StoredWeight(Tensor):
     def _stable_hash_for_caching(self) -> str:
         """What a graph on disk depends on; the same in every process."""
         inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._both()]
-        return repr((self.spec.args, self.dtype, inner))
+        return repr((self.spec.args, self.dtype, self.is_transposed, inner))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.spec})"
 
     @property
     def quantized(self) -> Quantized:
-        """The codes and scales, not copied."""
+        """The codes ``[N, K]`` and scales, not copied."""
         return Quantized(self._qdata, self._scale, self.spec)
 
     @property
@@ -79,11 +86,16 @@ class StoredWeight(Tensor):
         return int(self._qdata.nbytes + self._scale.nbytes)
 
     def dequantize(self) -> Tensor:
-        """The values ``[N, K]`` in the dtype of the weight: a plain tensor, exact."""
-        return ops.dequantize(self._qdata, self._scale, *self.spec.args, self.dtype)
+        """The values in the shape and dtype of the weight: a plain tensor, exact."""
+        values = ops.dequantize(self._qdata, self._scale, *self.spec.args, self.dtype)
+        return values.t() if self.is_transposed else values
 
     def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> StoredWeight:
-        return StoredWeight(qdata, scale, self.spec, dtype or self.dtype)
+        return StoredWeight(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+
+    def _turned(self) -> StoredWeight:
+        """``Tensor.t``: the same codes."""
+        return StoredWeight(*self._both(), self.spec, self.dtype, not self.is_transposed)
 
     def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> StoredWeight:
         """``Tensor.to``: codes move, and are not cast."""
@@ -92,18 +104,20 @@ class StoredWeight(Tensor):
         return self._with(qdata, scale, dtype)
 
     def _fill(self, source: Tensor) -> StoredWeight:
-        """Take the values of ``source [N, K]``: its codes, or the result of quantizing it."""
-        if isinstance(source, StoredWeight) and source.spec == self.spec:
-            found = (source._qdata, source._scale)
+        """Take the values of ``source``, of the same shape: its codes, or the result of quantizing it."""
+        if isinstance(source, StoredWeight) and (source.spec, source.is_transposed) == (self.spec, self.is_transposed):
+            found = source._both()
         else:
             values = source.dequantize() if isinstance(source, StoredWeight) else source
-            found = ops.quantize(values.to(self.device).expand(self.shape), *self.spec.args)
+            values = values.to(self.device).expand(self.shape)
+            found = ops.quantize(values.t() if self.is_transposed else values, *self.spec.args)
         self._qdata.copy_(found[0])
         self._scale.copy_(found[1])
         return self
 
     def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
         """``(qdata, scale)`` of the weight, or of its transpose, quantized by ``spec``."""
+        assert not self.is_transposed, "a layer reads [N, K]"
         square = spec.block[0] == spec.block[1]
         if spec == self.spec and (square or not transposed):
             return (self._qdata.t().contiguous(), self._scale.t().contiguous()) if transposed else self._both()
@@ -135,6 +149,8 @@ class StoredWeight(Tensor):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
                 return first._with(*first._both())
+            if func is aten.t.default or (func is aten.transpose.int and {d % 2 for d in args[1:]} == {0, 1}):
+                return first._turned()
             if func is aten.clone.default:
                 return first._with(first._qdata.clone(), first._scale.clone())
             if func is aten._to_copy.default:
@@ -163,8 +179,6 @@ _VALUES = {
     aten.linear.default,
     aten.mm.default,
     aten.slice.Tensor,
-    aten.t.default,
-    aten.transpose.int,
 }
 _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.empty_like.default: torch.empty,
@@ -173,15 +187,16 @@ _FACTORIES: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def store(weight: Tensor, spec: QuantSpec) -> StoredWeight:
-    """A stored weight of the values of ``weight [N, K]``, rounded to ``spec``.
+def store(weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> StoredWeight:
+    """A stored weight of the values of ``weight [N, K]``, or ``[K, N]`` if it is transposed, rounded to ``spec``.
 
     Raises:
         ValueError: ``weight`` is neither bfloat16 nor float32.
     """
     require("the dtype of a stored weight", weight.dtype, DTYPES)
-    qdata, scale = ops.quantize(weight.detach(), *spec.args)
-    return StoredWeight(qdata, scale, spec, weight.dtype)
+    matrix = weight.detach().t() if is_transposed else weight.detach()
+    qdata, scale = ops.quantize(matrix, *spec.args)
+    return StoredWeight(qdata, scale, spec, weight.dtype, is_transposed)
 
 
 @dataclass(frozen=True)

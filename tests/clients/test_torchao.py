@@ -1,0 +1,47 @@
+"""torchao's quantize_ with a config of ours: the layers that it chooses are converted for inference."""
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+import tritonfp8
+from tritonfp8 import Float8Linear, recipes
+from tritonfp8.integrations.torchao import TritonFP8Config
+from tritonfp8.layers.stored import StoredWeight
+from tritonfp8.testing import assert_bitwise_equal
+
+QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 8), nn.LayerNorm(8)).bfloat16()
+
+
+def x():
+    return torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_layers_are_those_of_convert(name):
+    ours, theirs = model(), model()
+    tritonfp8.convert(ours, name, lambda layer, fqn: True, mode="inference")
+    quantize_(theirs, TritonFP8Config(name))
+    assert [type(layer) for layer in theirs] == [Float8Linear, nn.ReLU, Float8Linear, nn.LayerNorm]
+    assert [type(theirs[i].weight) for i in (0, 2)] == [StoredWeight] * 2
+    assert_bitwise_equal([theirs(x())], [ours(x())])
+    assert "100 %" in str(tritonfp8.verify(theirs, x()))
+
+
+def test_its_filter_chooses_the_layers():
+    found = model()
+    quantize_(found, TritonFP8Config("rowwise"), lambda layer, fqn: fqn == "0")
+    assert [type(found[i]) for i in (0, 2)] == [Float8Linear, nn.Linear]
+
+
+def test_wrong_configs_and_weights_are_errors():
+    with pytest.raises(ValueError, match="no recipe is named 'rowise'; did you mean 'rowwise'"):
+        TritonFP8Config("rowise")
+    with pytest.raises(ValueError, match="its weight is torch.float16"):
+        quantize_(model().half(), TritonFP8Config("rowwise"))
