@@ -19,7 +19,7 @@ class Choice:
 
     Raises:
         ValueError: an unknown recipe, or a mapping without patterns.
-        TypeError: an argument of another type; without any, the message lists the recipes.
+        TypeError: an argument of another type. If the recipe is missing, the message lists all recipes.
     """
 
     def __init__(self, recipe: Recipes | None) -> None:

@@ -64,7 +64,7 @@ def _defaults(op: Any, like: Callable[..., Any]) -> dict[str, str]:
 def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
     """``fake``, which also tells Inductor of the functions, once.
 
-    Whoever compiles a graph with one of our ops has traced it by its fake before.
+    A graph with one of our ops is traced through the fake of that op. So this runs before Inductor writes code for it.
     """
 
     @functools.wraps(fake)
