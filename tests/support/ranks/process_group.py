@@ -1,6 +1,7 @@
 """Rank processes that run functions of tests. They start once, because a start takes longer than most tests."""
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -26,6 +27,14 @@ IMPORTED_ONCE = [
     "transformers.models.llama.modeling_llama",
     "tritonfp8.distributed",
 ]
+
+
+@functools.cache
+def made_mesh(device, sizes, names):
+    """The mesh of all ranks with these sizes, made once in each process: a second one would make groups of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 def _serve(rank, size, rendezvous, pipe, device, group_timeout):
