@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import tempfile
 import time
@@ -43,6 +44,9 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.set_num_threads(1)
+    # As in the process of the tests (tests/conftest.py). Collections also copy the pages that processes share.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(BACKENDS[device], init_method=f"file://{rendezvous}", rank=rank, world_size=size)
