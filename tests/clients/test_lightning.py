@@ -12,7 +12,7 @@ from tritonfp8.testing import assert_bitwise_equal
 
 PROCESSES = 2
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("trainers")
 
 
 class Module(lightning.LightningModule):

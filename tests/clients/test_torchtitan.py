@@ -11,7 +11,7 @@ import torchtitan_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600)]
 
 TP = {"tensor_parallel_degree": 2}
 TP_FSDP_EP = {**TP, "data_parallel_shard_degree": 2, "expert_parallel_degree": 4}

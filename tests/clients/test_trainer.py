@@ -5,7 +5,7 @@ import trainer_cases
 
 PROCESSES = 2
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.timeout(600)]
 
 # Each program is a combination of options in which weights once did not train.
 PROGRAMS = {

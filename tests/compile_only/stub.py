@@ -1,6 +1,7 @@
 """A process in which launches go to a stub of the CUDA driver: how to start it, and what it patches first."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -34,8 +35,15 @@ def patch():
     torch.cuda.is_current_stream_capturing = lambda: False
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     driver.CudaDriver.is_active = staticmethod(lambda: True)
-    # The stub reads no machine code, and half of the time would go into assembling it.
+    # The stub reads no machine code, and half of the time would go into assembling it; nor PTX, but the kernel's name.
+    compiler.CUDABackend.make_ptx = lambda self, llvm, metadata, *args: _named(llvm, metadata)
     compiler.CUDABackend.make_cubin = lambda *args: b"no machine code"
+
+
+def _named(llvm, metadata):
+    """Note the name of the only kernel of a module of LLVM: the function that returns nothing."""
+    (metadata["name"],) = re.findall(r"^define (?:ptx_kernel |dso_local )*void @(\w+)", llvm, re.MULTILINE)
+    return "no PTX"
 
 
 def patch_abilities(hardware):

@@ -1,14 +1,20 @@
-"""How tests are distributed: groups stay together, and what takes long begins first."""
+"""How tests are distributed: groups stay together, what takes long begins first, and CI's steps run each file once."""
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import scheduling
 
 SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
+ROOT = TESTS.parent
+SCRIPT = (ROOT / ".ci" / "run").read_text()
+FILES = {path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py")}
 TEST = """
 import os
 import pytest
@@ -46,3 +52,48 @@ def test_groups_are_those_of_the_marks():
 
 def test_what_begins_first_exists():
     assert all((TESTS / name).exists() for name in scheduling.FIRST)
+
+
+def step(options):
+    """The test files that ``pytest`` runs with these options: folders, and ``--ignore`` of folders."""
+    ignored = {option.removeprefix("--ignore=") for option in options if option.startswith("--ignore=")}
+    folders = [option for option in options if not option.startswith("-")]
+    others = [option for option in options if option.startswith("-") and not option.startswith("--ignore=")]
+    assert not others, f"tests could fall out by {others}"
+    assert all((ROOT / folder).is_dir() for folder in (*ignored, *folders)), options
+
+    def within(file, chosen):
+        return any(file.startswith(f"{folder}/") for folder in chosen)
+
+    return {file for file in FILES if within(file, folders or ["tests"]) and not within(file, ignored)}
+
+
+def not_run_once(script):
+    """How often each test file runs, of files that do not run exactly once."""
+    runs = Counter(
+        file for options in re.findall(r"^pytest\b(.*)$", script, re.MULTILINE) for file in step(options.split())
+    )
+    return {file: runs[file] for file in FILES if runs[file] != 1}
+
+
+def test_each_file_runs_once():
+    assert len(re.findall(r"^pytest\b", SCRIPT, re.MULTILINE)) == 2
+    assert not_run_once(SCRIPT) == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "file", "runs"),
+    [
+        ("pytest tests/clients tests/notebooks", "pytest tests/clients", "tests/notebooks/test_notebooks.py", 0),
+        (" --ignore=tests/notebooks", "", "tests/notebooks/test_notebooks.py", 2),
+        ("--ignore=tests/clients ", "--ignore=tests/clients --ignore=tests/cli ", "tests/cli/test_app.py", 0),
+    ],
+)
+def test_a_file_that_a_step_misses_or_repeats_is_found(old, new, file, runs):
+    assert SCRIPT.count(old) == 1
+    assert not_run_once(SCRIPT.replace(old, new))[file] == runs
+
+
+def test_an_option_that_selects_tests_is_refused():
+    with pytest.raises(AssertionError, match="-m"):
+        not_run_once(SCRIPT.replace("pytest tests/clients", "pytest -m slow tests/clients"))

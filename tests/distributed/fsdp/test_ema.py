@@ -1,5 +1,6 @@
 """Weights that are swapped for their moving average and back, as EMA does: no evaluation and no step uses old ones."""
 
+import functools
 from dataclasses import replace
 
 import ema_cases
@@ -11,12 +12,23 @@ pytestmark = pytest.mark.xdist_group("ranks")
 PROCESSES = 2
 
 
-def check(ranks, swap, setup, once=False):
+@pytest.fixture(scope="module")
+def known(ranks):
+    """Runs that several tests compare with, each made once."""
+
+    @functools.cache
+    def run(swap, setup, **options):
+        return ranks.run(2, ema_cases.swapped, swap=swap, setup=setup, **options)
+
+    return run
+
+
+def check(ranks, known, swap, setup, once=False):
     """The losses, those of evaluations included, are those of FSDP2 alone, and of training without any evaluation."""
     on = ranks.run(2, ema_cases.swapped, swap=swap, setup=setup, once=once)
-    off = ranks.run(2, ema_cases.swapped, swap=swap, setup=replace(setup, enabled=False), reshard=True)
+    off = known(swap, replace(setup, enabled=False), reshard=True)
     assert on == off
-    undisturbed = ranks.run(2, ema_cases.swapped, swap=swap, setup=setup, undisturbed=True)
+    undisturbed = known(None, setup, undisturbed=True)
     assert [run[:2] for run in on] == [run[:2] for run in undisturbed]
     for _, _, (before, average, after) in on:
         assert before == after
@@ -24,30 +36,30 @@ def check(ranks, swap, setup, once=False):
 
 
 @pytest.mark.parametrize("swap", ema_cases.SWAPS)
-def test_evaluations_are_those_of_the_weights_that_were_swapped_in(ranks, swap):
-    check(ranks, swap, Setup())
+def test_evaluations_are_those_of_the_weights_that_were_swapped_in(ranks, known, swap):
+    check(ranks, known, swap, Setup())
 
 
 @pytest.mark.parametrize("recipe", [name for name in QUANTIZED if name != "rowwise"])
-def test_of_every_recipe(ranks, recipe):
-    check(ranks, "data_copy", Setup(recipe))
+def test_of_every_recipe(ranks, known, recipe):
+    check(ranks, known, "data_copy", Setup(recipe))
 
 
 @pytest.mark.parametrize("swap", ema_cases.SWAPS)
-def test_of_weights_that_fsdp2_leaves_gathered(ranks, swap):
-    check(ranks, swap, Setup(reshard=False))
+def test_of_weights_that_fsdp2_leaves_gathered(ranks, known, swap):
+    check(ranks, known, swap, Setup(reshard=False))
 
 
 @pytest.mark.parametrize(
     "setup", [Setup(tied=True), Setup("tensorwise", compile="block"), Setup(offload=True)], ids=str
 )
-def test_options(ranks, setup):
-    check(ranks, "data_copy", setup)
+def test_options(ranks, known, setup):
+    check(ranks, known, "data_copy", setup)
 
 
 @pytest.mark.parametrize("swap", ema_cases.SWAPS)
-def test_a_block_of_quantize_weights_once_for_each_set_of_weights(ranks, swap):
-    check(ranks, swap, Setup(), once=True)
+def test_a_block_of_quantize_weights_once_for_each_set_of_weights(ranks, known, swap):
+    check(ranks, known, swap, Setup(), once=True)
 
 
 @pytest.mark.parametrize("swap", ema_cases.SWAPS)

@@ -200,13 +200,14 @@ LLAMAS = {
 }
 
 
-# One Llama of each recipe takes ten steps, as losses go NaN after some. The others compare the first of these steps.
+# One Llama of each recipe has two layers and takes ten steps, as losses go NaN after some. The others have one layer,
+# whose input and output are placed as a second layer's, and compare the first steps.
 STEPS, FEW_STEPS = 10, 4
 
 
-def check_losses(ranks, name, llama, steps=FEW_STEPS, compiled=False, **options):
+def check_losses(ranks, name, llama, steps=FEW_STEPS, compiled=False, layers=1, **options):
     local, float8, sequence, _ = LLAMAS[llama]
-    cases = ranks.run(tp_model_cases.llama_losses, name, local, float8, sequence, compiled, steps, **options)
+    cases = ranks.run(tp_model_cases.llama_losses, name, local, float8, sequence, compiled, steps, layers, **options)
     for alone, together in cases:
         assert len(together) == steps
         assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-3
@@ -216,7 +217,8 @@ def check_losses(ranks, name, llama, steps=FEW_STEPS, compiled=False, **options)
 @pytest.mark.parametrize("llama", LLAMAS)
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_do_not_go_nan_and_are_those_of_one_process(two, name, llama):
-    check_losses(two, name, llama, STEPS if llama == "float8, sequence" else FEW_STEPS)
+    deep = llama == "float8, sequence"
+    check_losses(two, name, llama, STEPS if deep else FEW_STEPS, layers=2 if deep else 1)
 
 
 # Of three ranks the middle one's features of the MLP begin inside a block.
@@ -377,5 +379,5 @@ def test_styles_on_gpus(gpus, local):
 @pytest.mark.parametrize("llama", LLAMAS)
 @pytest.mark.parametrize("name", NAMES)
 def test_llama_trains_on_gpus_as_on_one(gpus, name, llama):
-    for alone, together in gpus.run(tp_model_cases.llama_losses, name, *LLAMAS[llama], timeout=240):
+    for alone, together in gpus.run(tp_model_cases.llama_losses, name, *LLAMAS[llama], STEPS, 2, timeout=240):
         assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-3

@@ -76,7 +76,8 @@ def test_llama_is_one_graph(name):
 
 @pytest.mark.slow
 def test_llama_through_inductor():
-    check_llama("rowwise", "inductor", "cpu", layers=2)
+    # Two layers are compiled on a GPU: on a CPU, g++ compiles the second one's kernels as long as the first one's.
+    check_llama("rowwise", "inductor", "cpu", layers=1)
 
 
 @pytest.mark.gpu

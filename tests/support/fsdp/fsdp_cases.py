@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from fsdp_models import VOCABULARY, Linears, Llama, initialize
-from torch.distributed.device_mesh import init_device_mesh
+from process_group import made_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import tritonfp8
@@ -46,7 +46,7 @@ class Setup:
 def build(mesh, setup):
     """The converted and sharded model, and the report of the gather or None."""
     if setup.hybrid:
-        mesh = init_device_mesh(mesh.device_type, (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = made_mesh(mesh.device_type, (2, mesh.size() // 2), ("replicate", "shard"))
     with torch.device("meta" if setup.meta else "cpu"):
         model = Llama(*setup.sizes, tied=setup.tied)
     if not setup.meta:

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from fsdp_cases import both_operands, operand_of
 from fsdp_models import VOCABULARY, Linears, Llama, initialize
-from torch.distributed.device_mesh import init_device_mesh
+from process_group import made_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -18,7 +18,7 @@ HEADS, LAYERS = 4, 2
 
 def mesh_of(world_mesh, sizes):
     names = ("replicate", "shard", "tp") if len(sizes) == 3 else ("shard", "tp")
-    mesh = init_device_mesh(world_mesh.device_type, sizes, mesh_dim_names=names)
+    mesh = made_mesh(world_mesh.device_type, sizes, names)
     return mesh[names[:-1]], mesh["tp"]
 
 

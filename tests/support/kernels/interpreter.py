@@ -10,11 +10,13 @@ It fails on ``tl.dot_scaled``, and in 3.6.0 on loops over tensor bounds with num
 stay unsupported.
 
 It is slow: ``tl.reduce`` with a custom function goes element by element, each call of a device function patches
-triton's library again, and overflow checks of integers are computed but not used.
+triton's library again, overflow checks of integers are computed but not used, and each tensor has its shape checked and
+wrapped again.
 """
 
 import dataclasses
 import functools
+import inspect
 import types
 
 import numpy as np
@@ -23,6 +25,7 @@ import triton
 import triton.language as tl
 from packaging.version import Version
 from triton._C.libtriton import ir
+from triton._utils import validate_block_shape
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -62,6 +65,10 @@ _stock_launch = interpreter.GridExecutor.__call__
 _stock_patch_lang = interpreter._patch_lang
 _stock_patch_lang_tensor = interpreter._patch_lang_tensor
 _stock_dot_scaled = TritonSemantic.dot_scaled
+_stock_unwrap = tl.core._unwrap_if_constexpr
+_stock_same_dtype = tl.dtype.__eq__
+_stock_broadcast = TritonSemantic.broadcast_impl_value
+_NO_CONTAINERS = {int, float, bool, str, type(None), tl.dtype, tl.block_type, tl.pointer_type, tl.tensor}
 
 
 def saturating_cast(x, dtype):
@@ -226,8 +233,104 @@ def _get_np_dtype(kind):
     return _ADDRESS if isinstance(scalar, tl.pointer_type) else _NUMPY_DTYPES[scalar.name]
 
 
+def _unwrapped(value):
+    """As the stock function, which first asks whether a value is a list or a tuple."""
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    return value if kind in _NO_CONTAINERS else _stock_unwrap(value)
+
+
+class _Shape(tl.core.tuple):
+    """The shape of a block type. All block types of one shape share it, with what tensors of this shape have."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.elements = validate_block_shape(sizes)
+        self.text = str(self)
+        self.of_tensor = tl.core.tuple([tl.constexpr(size) for size in sizes])
+        self.numel = tl.constexpr(self.elements)
+
+
+_shapes = {}
+_NO_SHAPE, _ONE = tl.core.tuple([]), tl.constexpr(1)
+
+
+def _shape_of(sizes):
+    if type(sizes) is _Shape:
+        return sizes
+    sizes = tuple(map(_unwrapped, sizes))
+    found = _shapes.get(sizes)
+    if found is None:
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        found = _shapes[sizes] = _Shape(sizes)
+    return found
+
+
+def _block_type(self, element_ty, shape):
+    self.element_ty = element_ty
+    self.shape = shape = _shape_of(shape)
+    self.numel = shape.elements
+    self.name = f"<{shape.text}, {element_ty}>"
+
+
+def _same_block_type(self, other):
+    if not isinstance(other, tl.block_type):
+        return False
+    return self.shape is other.shape and self.element_ty == other.element_ty
+
+
+def _same_dtype(self, other):
+    return self is other or (self.name == other.name if type(other) is tl.dtype else _stock_same_dtype(self, other))
+
+
+def _tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    shape = type.shape if type.is_block() else None
+    self.numel, self.shape = (_ONE, _NO_SHAPE) if shape is None else (shape.numel, shape.of_tensor)
+
+
+def _broadcast(self, lhs, rhs):
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+        return lhs, rhs
+    return _stock_broadcast(self, lhs, rhs)
+
+
+@functools.cache
+def _builtins_of(package):
+    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(package, builder, scope):
+    for name, member in _builtins_of(package):
+        interpreter._patch_attr(package, name, member, builder, scope)
+
+
+def _patch_attr(owner, name, member, builder, scope):
+    # Without the wrapper, which asks for the argument that is given here.
+    member = getattr(member, "__wrapped__", member) if tl.core.is_builtin(member) else member
+
+    def interpreted(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(owner, name, interpreted)
+
+
+def _quicken():
+    """Replace what Triton computes for each tensor again: its shape, of a handful of shapes in a kernel."""
+    interpreter._patch_builtin, interpreter._patch_attr = _patch_builtin, _patch_attr
+    tl.core._unwrap_if_constexpr = _unwrapped
+    tl.block_type.__init__, tl.block_type.__eq__ = _block_type, _same_block_type
+    tl.dtype.__eq__ = _same_dtype
+    tl.tensor.__init__ = _tensor
+    TritonSemantic.broadcast_impl_value = _broadcast
+
+
 def repair():
     """Apply all repairs. Call it once, before the first launch."""
+    _quicken()
     builder = interpreter.InterpreterBuilder
     options = interpreter.interpreter_builder.options
     # The check asserts only in debug mode, which the interpreter lacks.

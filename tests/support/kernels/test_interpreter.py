@@ -234,3 +234,17 @@ def test_dot_scaled_reads_the_ends_of_e8m0():
     assert out[:3, 0].tolist() == [32 * 2.0**-127, 32 * 2.0**-126, np.inf]
     assert out[3].isnan().all()
     assert (out[4:] == 32).all()
+
+
+def test_block_types_of_one_shape_share_it_and_are_checked():
+    shape = (4, tl.constexpr(8))
+    one, other = tl.block_type(tl.float32, [4, 8]), tl.block_type(tl.float32, shape)
+    assert one == other
+    assert one.shape is other.shape
+    assert (one.numel, one.name) == (32, "<['4', '8'], fp32>")
+    assert one != tl.block_type(tl.float32, [8, 4])
+    assert one != one.with_element_ty(tl.int32)
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(tl.float32, [4, 6])
+    with pytest.raises(TypeError, match="0d"):
+        tl.block_type(tl.float32, [])

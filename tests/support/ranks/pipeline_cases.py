@@ -6,8 +6,8 @@ import hashlib
 import torch
 import torch.nn.functional as F
 from fsdp_models import VOCABULARY, Block, initialize
+from process_group import made_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -110,7 +110,7 @@ def pipelined(mesh, recipe, schedule, held=False):
 
 def pipelined_shards(mesh, recipe, schedule, enabled):
     """Run this rank's stage of a pipeline of two stages, each sharded over two ranks by FSDP2."""
-    grid = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("pp", "dp"))
+    grid = made_mesh(mesh.device_type, (2, 2), ("pp", "dp"))
     pipeline, shards = grid["pp"], grid["dp"]
     index = pipeline.get_local_rank()
     part = stages_of(2, recipe)[index]

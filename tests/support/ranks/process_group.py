@@ -1,6 +1,8 @@
 """Rank processes that run functions of tests. They start once, because a start takes longer than most tests."""
 
 import contextlib
+import functools
+import gc
 import os
 import tempfile
 import time
@@ -28,12 +30,23 @@ IMPORTED_ONCE = [
 ]
 
 
+@functools.cache
+def made_mesh(device, sizes, names):
+    """The mesh of all ranks with these sizes, made once in each process: a second one would make groups of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
+
+
 def _serve(rank, size, rendezvous, pipe, device, group_timeout):
     """Run each received function in the group of the first ``world`` ranks, until the pipe closes."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.set_num_threads(1)
+    # As in the process of the tests (tests/conftest.py). Collections also copy the pages that processes share.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(BACKENDS[device], init_method=f"file://{rendezvous}", rank=rank, world_size=size)

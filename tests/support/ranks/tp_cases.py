@@ -2,7 +2,8 @@
 
 import torch
 from cases import generator, normal, with_specials
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from process_group import made_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +31,7 @@ def mesh_of(sizes):
     """A mesh of these sizes, which all ranks must make together; a mesh is returned unchanged."""
     if isinstance(sizes, DeviceMesh):
         return sizes
-    return init_device_mesh(device(), tuple(sizes), mesh_dim_names=("dp", "tp")[-len(sizes) :])
+    return made_mesh(device(), tuple(sizes), ("dp", "tp")[-len(sizes) :])
 
 
 def integers(*shape, seed=0):

@@ -252,11 +252,9 @@ def converted_llama(name, heads, layers):
     return model
 
 
-def llama_losses(name, local, float8, sequence, compiled=False, steps=10):
+def llama_losses(name, local, float8, sequence, compiled=False, steps=10, layers=1):
     """Losses of a Llama in one process, and sharded over all ranks."""
-    world = torch.distributed.get_world_size()
-    # One layer if compiled: layers are alike, and a second one compiles as long as the first.
-    heads, layers = world, 1 if compiled else 2
+    heads = torch.distributed.get_world_size()
     together = sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers)
     # Only rank 0 computes this, because the ranks share the machine's cores.
     alone = [losses_alone(name, heads, layers, steps) if torch.distributed.get_rank() == 0 else None]
@@ -264,7 +262,7 @@ def llama_losses(name, local, float8, sequence, compiled=False, steps=10):
     return alone[0], together
 
 
-def sharded_losses(name, local, float8, sequence, compiled=False, steps=4, heads=2, layers=2):
+def sharded_losses(name, local, float8, sequence, compiled=False, steps=4, heads=2, layers=1):
     """Losses of a Llama sharded over all ranks."""
     model = converted_llama(name, heads, layers)
     fp8 = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
