@@ -68,9 +68,8 @@ def _why_not(path: str, module: Any, selection: Selection | None, roles: Roles) 
         quantized = module.recipe.output.quantized
         reason = None if quantized else f"its recipe, {module.recipe.name!r}, keeps output in high precision"
     role = roles.of(path, module, *sizes)
-    if reason is None and role is not None and role.is_head:
-        return f"{role.what}: engines read heads in high precision"
-    return reason
+    # After the filter, which counts a pattern that only matches the head as used.
+    return reason if role is None or not role.is_head else f"{role.what}: engines read heads in high precision"
 
 
 def _why_tied(name: str, tied: Mapping[str, Place]) -> str | None:

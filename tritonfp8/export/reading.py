@@ -56,9 +56,9 @@ def load(
 
     Raises:
         ValueError: a tensor of the checkpoint that the model does not have, or the reverse; codes without a scale, or
-            the reverse; another shape, dtype, ``quant_method`` or block; a missing or truncated file; a scale that is NaN,
-            infinite or negative; a pattern that matches nothing. The model is unchanged. Also, with the layers before
-            changed: values that are NaN, or beyond the dtype of the parameter.
+            the reverse; another shape, dtype, ``quant_method`` or block; a missing or truncated file; a scale that is
+            NaN, infinite or negative; a pattern that matches nothing. The model is unchanged then. Also values that are
+            NaN, or beyond the dtype of the parameter; the layers before are changed then.
         TypeError: an argument of another type.
     """
     require_module(model)
