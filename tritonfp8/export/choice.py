@@ -11,7 +11,7 @@ from torch import nn
 from tritonfp8.conversion import Filter, Roles, Selection, linears, sizes_of, why_unfit
 from tritonfp8.export.checkpoint_formats import CheckpointFormat
 from tritonfp8.export.places import Place, joined, unwrapped
-from tritonfp8.layers.linear import is_conv1d, is_converted
+from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_converted
 
 # Layers that vLLM and SGLang fuse into one, which has one format.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -42,8 +42,9 @@ def choose(
     reasons: dict[str, str | None] = {}
     for path, module in linears(model):
         name = unwrapped(path)
-        if is_conv1d(module) or not is_converted(module):
-            unfit = TRANSPOSED if is_conv1d(module) else why_unfit(module)
+        is_transposed = is_conv1d(module) or isinstance(module, Float8Conv1D)
+        if is_transposed or not is_converted(module):
+            unfit = TRANSPOSED if is_transposed else why_unfit(module)
             if unfit is not None:
                 selection.note(path)
                 reasons[name] = unfit

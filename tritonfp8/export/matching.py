@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from tritonfp8.checks import require_type
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
@@ -33,6 +34,11 @@ class Job(NamedTuple):
     place: Place
     scale: str | None = None
     row: CheckpointFormat | None = None
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that has the tensor by this name."""
+        return self.place.owners[self.place.names.index(self.name)].module
 
     @property
     def layer(self) -> str:
@@ -99,8 +105,7 @@ def _jobs(
             jobs.append(Job(name, header, place))
             continue
         job = Job(name, header, place, _scale_of(name, stored))
-        owner = place.owners[place.names.index(name)].module
-        row = row_of(found, job.layer, tuple(cls.__name__ for cls in type(owner).__mro__))
+        row = row_of(found, job.layer, tuple(cls.__name__ for cls in type(job.owner).__mro__))
         job = job._replace(row=row)
         if job.scale is None or row is None or not job.scale.endswith(row.scale_name):
             expected = name.removesuffix("weight") + (row.scale_name if row else SCALE_NAMES[0])
@@ -149,6 +154,11 @@ def _check_job(job: Job, stored: Mapping[str, Stored]) -> None:
         return
     if target.dtype not in HIGH_PRECISION_DTYPES:
         raise ValueError(f"{job.name} is dequantized into bfloat16, float16 or float32; the model has {target.dtype}")
+    if not isinstance(job.owner, nn.Linear):
+        raise ValueError(
+            f"{job.name} has {header.dtype} codes, which are read for nn.Linear only; the model has a "
+            f"{type(job.owner).__name__}"
+        )
     if len(header.shape) != 2:
         raise ValueError(f"{job.name} has {header.dtype} codes and must be a matrix [N, K]; got {header.shape}")
     _check_scale(job.name, str(job.scale), header.shape, stored[str(job.scale)], job.row)

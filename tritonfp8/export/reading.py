@@ -157,7 +157,7 @@ def _fill(place: Place, x: Tensor) -> Tensor:
 
 def _again(job: Job, weight: Tensor, q: Quantized) -> str | None:
     """What the recipe of the layer makes of its new weight."""
-    owner: Any = job.place.owners[job.place.names.index(job.name)].module
+    owner: Any = job.owner
     spec = owner.recipe.output.rhs if is_converted(owner) else None
     if spec is None:
         return None
