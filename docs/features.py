@@ -15,6 +15,8 @@ _TRACED = "tests/layers/linear/test_traced.py"
 _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eager"
 _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
+_EXPORT = "tests/export/test_codes.py"
+_PLAN = "tests/export/test_plan.py"
 _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
 _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
@@ -97,6 +99,14 @@ ONE_PROCESS = (
         "save_pretrained and from_pretrained",
         (f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load",),
         known=_CHECKPOINT,
+    ),
+    Column(
+        "export in 8 bits, and load",
+        (f"{_EXPORT}::test_equal_specs_keep_the_values_and_most_codes",),
+        otherwise={
+            "bf16": ("no: nothing in 8 bits", f"{_PLAN}::test_the_report_says_whether_training_reads_the_same_codes")
+        },
+        known="A layer of `bf16` can be exported by a filter that names it.",
     ),
     Column(
         "CPU offload of accelerate",

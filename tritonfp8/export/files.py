@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,10 +80,30 @@ def opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: copy the whole checkpoint")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+        file = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is no complete safetensors file ({error}): copy it again") from error
+    with file:
+        yield file
+
+
+Read = Callable[[str], Tensor]
+"""Reads a tensor of a checkpoint by its name, on the CPU."""
+
+
+@contextmanager
+def opened_all(folder: Path, stored: Mapping[str, Stored]) -> Iterator[Read]:
+    """The files of a checkpoint, each opened once, when its first tensor is read."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+
+        def read(name: str) -> Tensor:
+            file = stored[name].file
+            if file not in files:
+                files[file] = stack.enter_context(opened(folder / file))
+            return files[file].get_tensor(name)
+
+        yield read
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -133,9 +153,3 @@ def _headers(folder: Path, file: str) -> dict[str, Stored]:
                 raise ValueError(f"{name} in {folder / file} must be of a dtype among {', '.join(DTYPES)}; got {kind}")
             found[name] = Stored(file, DTYPES[kind], tuple(header.get_shape()))
     return found
-
-
-def read_tensor(folder: Path, name: str, stored: Stored) -> Tensor:
-    """One tensor, on the CPU."""
-    with opened(folder / stored.file) as file:
-        return file.get_tensor(name)

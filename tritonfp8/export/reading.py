@@ -6,7 +6,7 @@ Everything that headers tell is checked before the model changes: names, shapes,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
 from tritonfp8.export.configs import groups
-from tritonfp8.export.files import Stored, opened, read_config, read_tensor, stored_tensors
+from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Job, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, places
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
@@ -67,8 +67,9 @@ def load(
     found, stored = groups(read_config(root)), stored_tensors(root)
     to = torch.device(device)
     jobs, ignored, left = match(stored, places(model), found, patterns)
-    _check_scales(root, jobs, stored)
-    layers, copied = _read(root, jobs, stored, to)
+    with opened_all(root, stored) as read:
+        _check_scales(jobs, read)
+        layers, copied = _fill_all(jobs, read, to)
     on_meta = buffers_on_meta(model)
     if on_meta:
         warnings.warn(
@@ -79,69 +80,73 @@ def load(
     return LoadReport(layers, copied, ignored, left, tuple(on_meta))
 
 
-def _scale(folder: Path, job: Job, stored: Mapping[str, Stored]) -> Tensor:
+def _scale(job: Job, read: Read) -> Tensor:
     """The scale of a job, in the dtype and shape of its spec."""
     assert job.scale is not None
     assert job.row is not None
-    x = read_tensor(folder, job.scale, stored[job.scale]).reshape(scale_shape(job.stored.shape, job.row.spec.block))
+    x = read(job.scale).reshape(scale_shape(job.stored.shape, job.row.spec.block))
     scales = SCALE_FORMATS[job.row.spec.scale_format]
     return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
 
 
-def _check_scales(folder: Path, jobs: Iterable[Job], stored: Mapping[str, Stored]) -> None:
+def _check_scales(jobs: Iterable[Job], read: Read) -> None:
     for job in jobs:
         if job.row is not None:
-            x = _scale(folder, job, stored).float()
+            x = _scale(job, read).float()
             if not bool((x.isfinite() & (x >= 0)).all()):
                 raise ValueError(
                     f"{job.scale} must be finite and not negative; the weights of {job.layer} are unusable"
                 )
 
 
-def _read(
-    folder: Path, jobs: list[Job], stored: Mapping[str, Stored], device: torch.device
-) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
+def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
+    """Read every tensor into its place, file by file. Returns the layers and the other tensors of the report."""
     layers: dict[str, LoadedLayer] = {}
     copied: dict[str, str] = {}
     filled: dict[int, Tensor] = {}
-    for file in dict.fromkeys(job.stored.file for job in jobs):
-        with opened(folder / file) as opened_file:
-            for job in (each for each in jobs if each.stored.file == file):
-                target = filled.get(id(job.place))
-                x, note = _values(folder, job, opened_file.get_tensor(job.name), stored, device)
-                if target is not None:
-                    if not torch.equal(target, x):
-                        raise ValueError(
-                            f"{job.name} and {job.place.names[0]} are one tensor in the model, and differ in the "
-                            "checkpoint: build the model with tie_word_embeddings=False"
-                        )
-                    copied[job.name] = "tied"
-                    continue
-                filled[id(job.place)] = _fill(job.place, x)
-                if isinstance(note, Quantized):
-                    assert job.row is not None
-                    again = _again(job, filled[id(job.place)], note)
-                    layers[job.layer] = LoadedLayer(f"{job.row.name} {BLOCKS[job.row.spec.block].name}", again)
-                else:
-                    copied[job.name] = note
+    for job in sorted(jobs, key=lambda job: job.stored.file):
+        target = filled.get(id(job.place))
+        x, made_from = _values(job, read, device)
+        if target is not None:
+            _check_tied(job, target, x)
+            copied[job.name] = "tied"
+            continue
+        filled[id(job.place)] = _fill(job.place, x)
+        if isinstance(made_from, Quantized):
+            assert job.row is not None
+            again = _again(job, filled[id(job.place)], made_from)
+            layers[job.layer] = LoadedLayer(f"{job.row.name} {BLOCKS[job.row.spec.block].name}", again)
+        else:
+            copied[job.name] = made_from
     return layers, copied
 
 
-def _values(
-    folder: Path, job: Job, x: Tensor, stored: Mapping[str, Stored], device: torch.device
-) -> tuple[Tensor, Quantized | str]:
+def _check_tied(job: Job, target: Tensor, x: Tensor) -> None:
+    if not torch.equal(target, x):
+        raise ValueError(
+            f"{' and '.join(job.place.names)} are one tensor in the model, and differ in the checkpoint: build the "
+            "model with tie_word_embeddings=False"
+        )
+
+
+def _values(job: Job, read: Read, device: torch.device) -> tuple[Tensor, Quantized | str]:
     """A tensor as the model has it, and what it was made from."""
     target = job.place.tensor
     to = device if target.device.type == "meta" else target.device
-    x = x.to(to)
+    x = read(job.name).to(to)
     if job.row is None:
-        same = x.dtype == target.dtype
-        return x.to(target.dtype), "copied" if same else f"copied, {x.dtype} to {target.dtype}".replace("torch.", "")
-    q = Quantized(x, _scale(folder, job, stored).to(to), job.row.spec)
-    values = dequantize(q, target.dtype)
-    if not bool(values.isfinite().all()):
+        values, shown = x.to(target.dtype), f"copied, {x.dtype} to {target.dtype}".replace("torch.", "")
+        if x.dtype == target.dtype:
+            return values, "copied"
+        finite = x.isfinite().equal(values.isfinite())
+        made_from: Quantized | str = shown
+    else:
+        made_from = Quantized(x, _scale(job, read).to(to), job.row.spec)
+        values = dequantize(made_from, target.dtype)
+        finite = bool(values.isfinite().all())
+    if not finite:
         raise ValueError(f"{job.name} must be finite in {target.dtype}; it has a NaN or values beyond that dtype")
-    return values, q
+    return values, made_from
 
 
 @torch.no_grad()
@@ -149,6 +154,8 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     """Put values into a place. Returns the tensor that the model has then."""
     if place.tensor.device.type != "meta":
         return place.tensor.copy_(x)
+    # The memory of a tensor that was read may be the file.
+    x = x.clone()
     tensor = nn.Parameter(x, requires_grad=place.tensor.requires_grad) if place.owners[0].is_parameter else x
     for owner in place.owners:
         setattr(owner.module, owner.key, tensor)

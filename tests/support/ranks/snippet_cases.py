@@ -83,6 +83,27 @@ def check_file(names):
     assert recipes_of(names["model"]) == {"rowwise_fast"}
 
 
+def exported(mesh):
+    class Engine:
+        def __init__(self):
+            self.weights = {}
+
+        def update(self, name, tensor):
+            self.weights[name] = tensor
+
+    model, other = (nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(2))
+    tritonfp8.convert(other, "blockwise")
+    return in_an_empty_folder(mesh) | {"model": model, "other_model": other, "engine": Engine()}
+
+
+def check_exported(names):
+    os.chdir(names["before"])
+    assert {"0.weight", "0.weight_scale_inv", "2.bias"} <= names["engine"].weights.keys()
+    assert {layer.again for layer in names["report"].layers.values()} <= {"codes kept", "values kept"}
+    assert torch.equal(names["other_model"][0].bias, names["model"][0].bias)
+    assert (names["other_model"][0].weight - names["model"][0].weight).abs().max() < 0.01
+
+
 def accumulation(mesh):
     model = converted(Mlp())
     before = [p.detach().clone() for p in model.parameters()]
@@ -364,6 +385,7 @@ CASES = {
     ),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
+    "export.md-0": Case(exported, check_exported, ranks=False),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(
         lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp(), "x": torch.randn(64, HIDDEN)}, check_mapping, ranks=False
