@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from tritonfp8.layers.linear import is_distributed
 
 # What torch.compile and checkpointing put into the names of modules. A state_dict of theirs has it, a checkpoint not.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -55,11 +57,12 @@ def places(model: nn.Module) -> list[Place]:
     """The parameters and persistent buffers of a model, in the order of its modules; tied tensors once.
 
     Raises:
-        ValueError: a lazy parameter, or a sharded one (a DTensor).
+        ValueError: a lazy parameter.
     """
     found: dict[object, Place] = {}
     for name, owner, tensor in _tensors(model):
-        _check(name, tensor)
+        if is_lazy(tensor):
+            raise ValueError(f"{name} is lazy and has no shape yet: run the model once")
         place = found.setdefault(_identity(tensor), Place([], tensor, []))
         place.names.append(name)
         place.owners.append(owner)
@@ -77,19 +80,32 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Owner, Tensor]]:
                 yield joined(prefix, key), Owner(module, key, False), buffer
 
 
-def _check(name: str, tensor: Tensor) -> None:
-    if is_lazy(tensor):
-        raise ValueError(f"{name} is lazy and has no shape yet: run the model once")
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "to_local"):
-        raise ValueError(
-            f"{name} is sharded (a {type(tensor).__name__}): tritonfp8.export needs whole tensors. Gather the weights "
-            "into a model that is not sharded, by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-            "full_state_dict=True"
-        )
+def check_whole(found: Iterable[Place], what: str) -> None:
+    """Raise ValueError for a sharded tensor (a DTensor), which ``what`` does not take."""
+    for place in found:
+        if is_distributed(place.tensor):
+            raise ValueError(
+                f"{place.name} is sharded (a {type(place.tensor).__name__}): {what} needs whole tensors. Gather the "
+                "weights into a model that is not sharded, by torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict with full_state_dict=True"
+            )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, without gradients. A sharded one is gathered, so that all ranks must call this."""
+    gather = getattr(tensor, "full_tensor", None) if is_distributed(tensor) else None
+    return (tensor if gather is None else gather()).detach()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop what it gathered, as it does for a state_dict: a gathered weight is rounded or in 8 bits."""
+    for module in model.modules():
+        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
 
 
 def _identity(tensor: Tensor) -> object:
-    if tensor.device.type == "meta" or not tensor.numel():
+    if is_distributed(tensor) or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 

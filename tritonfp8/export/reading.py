@@ -17,7 +17,7 @@ from tritonfp8.checks import require_type
 from tritonfp8.export.configs import groups
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Job, match, patterns_of
-from tritonfp8.export.places import Place, buffers_on_meta, places
+from tritonfp8.export.places import Place, buffers_on_meta, check_whole, places
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
@@ -55,10 +55,10 @@ def load(
         less gets twice the codes and half the scale, which stand for the same values.
 
     Raises:
-        ValueError: a tensor of the checkpoint that the model does not have, or the reverse; codes without a scale, or
-            the reverse; another shape, dtype, ``quant_method`` or block; a missing or truncated file; a scale that is
-            NaN, infinite or negative; a pattern that matches nothing. The model is unchanged then. Also values that are
-            NaN, or beyond the dtype of the parameter; the layers before are changed then.
+        ValueError: sharded weights; a tensor of the checkpoint that the model does not have, or the reverse; codes
+            without a scale, or the reverse; another shape, dtype, ``quant_method`` or block; a missing or truncated
+            file; a scale that is NaN, infinite or negative; a pattern that matches nothing. The model is unchanged
+            then. Also values that are NaN, or beyond the dtype of the parameter; the layers before are changed then.
         TypeError: an argument of another type.
     """
     require_module(model)
@@ -66,7 +66,9 @@ def load(
     patterns, root = patterns_of(ignore), Path(folder)
     found, stored = groups(read_config(root)), stored_tensors(root)
     to = torch.device(device)
-    jobs, ignored, left = match(stored, places(model), found, patterns)
+    model_places = places(model)
+    check_whole(model_places, "tritonfp8.export.load")
+    jobs, ignored, left = match(stored, model_places, found, patterns)
     with opened_all(root, stored) as read:
         _check_scales(jobs, read)
         layers, copied = _fill_all(jobs, read, to)

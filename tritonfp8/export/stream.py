@@ -12,7 +12,7 @@ from tritonfp8.checks import check_floating, require
 from tritonfp8.conversion import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, split_groups
-from tritonfp8.export.places import Place, joined, places
+from tritonfp8.export.places import Place, joined, places, reshard, whole
 from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import quantize
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
         Raises:
             ValueError: a weight has a NaN or an infinity.
         """
-        x = self.tensor.detach()
+        x = whole(self.tensor)
         if self.row is None:
             yield self.name, x.to(self.dtype)
             return
@@ -82,8 +82,8 @@ def plan(
     """What :func:`tensors` and :func:`save` write, without quantizing anything.
 
     Args:
-        model: converted or not, with weights in high precision. It may be compiled. Its weights must be whole: a
-            sharded model is gathered first.
+        model: converted or not, with weights in high precision. It may be compiled. Weights may be
+            sharded by FSDP2 or tensor parallelism.
         format: the name of a checkpoint format; ``X`` is a linear layer of weight ``[N, K]``. The codes ``X.weight
             [N, K]`` are float8_e4m3fn, and the scale multiplies to dequantize.
 
@@ -108,7 +108,7 @@ def plan(
 
     Raises:
         ValueError: an unknown format or option, no layer to quantize, a pattern that matches no layer, or a weight that
-            is sharded, lazy, on the meta device, or in 8 bits already.
+            is lazy, on the meta device, or in 8 bits already.
         TypeError: an argument of another type.
     """
     return planned(model, format, filter, scale_rounding, scale_fmt, dtype).report
@@ -126,7 +126,8 @@ def tensors(
     """The tensors of an export one layer at a time, for an engine that is running.
 
     Arguments are checked by the call. A layer is quantized when its codes are asked for, from the values that its
-    weight has then. No layer before it is kept, so memory grows by one layer's codes and scales.
+    weight has then. No layer before it is kept, so memory grows by one layer's codes and scales. Sharded weights are
+    gathered one at a time: every rank must take every tensor, and gets all of them.
 
     Args:
         model, format, filter, scale_rounding, scale_fmt, dtype: as for :func:`plan`.
@@ -158,6 +159,7 @@ def planned(
     require_module(model)
     require("dtype", dtype, (None, *HIGH_PRECISION_DTYPES))
     row = checkpoint_format(format, scale_rounding, scale_fmt)
+    reshard(model)
     found = places(model)
     for place in found:
         _check_written(place)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tritonfp8.checks import require_type
 from tritonfp8.conversion import Filter
 from tritonfp8.export.files import CONFIG, GENERATION_CONFIG, INDEX, ONE_FILE, QUANTIZATION_CONFIG, written_before
+from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.report import ExportReport
 from tritonfp8.export.stream import Entry, planned
 
@@ -54,7 +55,8 @@ def save(
         An :class:`ExportReport` with the files.
 
     Raises:
-        ValueError: as :func:`plan` and :func:`tensors`, a folder that has weights, or ``max_shard_bytes`` below 1.
+        ValueError: as :func:`plan` and :func:`tensors`, sharded weights, a folder that has weights, or
+            ``max_shard_bytes`` below 1.
         TypeError: an argument of another type.
         OSError: a file cannot be written.
     """
@@ -63,6 +65,7 @@ def save(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
     entries, report = planned(model, format, filter, scale_rounding, scale_fmt, dtype)
+    check_whole(places(model), "tritonfp8.export.save")
     root = Path(folder)
     if found := written_before(root):
         raise ValueError(f"{root} must not have weights yet; it has {', '.join(found)}. Give another folder")
