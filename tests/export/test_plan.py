@@ -220,6 +220,10 @@ def test_routers_and_experts_are_listed_as_modules_in_high_precision():
     report = tritonfp8.export.plan(model, "compressed_channel")
     assert report.quantization_config["ignore"] == ["experts", "router"]
     assert {"experts.gate_up", "router.weight"} <= set(report.others)
+    (note,) = report.notes
+    assert note.startswith(
+        "1 parameters have 3 dims, as of experts, such as experts.gate_up: they are in high precision"
+    )
 
 
 def test_conv1d_and_subclasses_stay_in_high_precision():

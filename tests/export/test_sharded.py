@@ -2,15 +2,24 @@
 
 import export_cases
 import pytest
+from cases import QUANTIZED
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PROCESSES = 2
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp2(ranks, reshard):
-    for exported in ranks.run(2, export_cases.fsdp, format="compressed_channel", reshard=reshard):
+def check_fsdp2(ranks, **options):
+    for exported in ranks.run(2, export_cases.fsdp, format="compressed_channel", **options):
         assert len(exported) > 6
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_fsdp2_that_left_weights_gathered(ranks, recipe):
+    check_fsdp2(ranks, recipe=recipe, reshard=False)
+
+
+def test_fsdp2(ranks):
+    check_fsdp2(ranks, recipe="rowwise", reshard=True)
 
 
 @pytest.mark.parametrize("format", ["fine_grained", "compressed_mxfp8", "compressed_tensor"])

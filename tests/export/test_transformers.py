@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from checkpoints import RAGGED, WHOLE, blocks_of, dequantized, files_of, model_of, write
+from checkpoints import EXPERTS, RAGGED, WHOLE, blocks_of, dequantized, files_of, model_of, write
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
@@ -37,6 +37,18 @@ def test_their_fine_grained_loader_reads_it(tmp_path, kind, sizes, options):
     config = FineGrainedFP8Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
     check_equal(theirs, ours)
+
+
+@pytest.mark.parametrize("format", ["fine_grained", "compressed_channel"])
+def test_they_read_a_mixture_of_experts(tmp_path, format):
+    report = tritonfp8.export.save(model_of("moe", EXPERTS), tmp_path, format)
+    assert len(report.exported) == 4
+    ours = model_of("moe", EXPERTS, seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    config = {"fine_grained": FineGrainedFP8Config, "compressed_channel": CompressedTensorsConfig}[format](
+        dequantize=True
+    )
+    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config), ours)
 
 
 def test_without_a_gpu_they_dequantize_by_themselves(tmp_path):

@@ -118,17 +118,29 @@ def _listed_apart(
     return reasons
 
 
-def split_groups(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
+def notes(reasons: Mapping[str, str | None], found: Iterable[Place]) -> tuple[str, ...]:
+    """What an engine may refuse, though the tensors are right."""
+    stacked = [place.name for place in found if place.owners[0].is_parameter and place.tensor.ndim == 3]
+    if not stacked:
+        return _split_groups(reasons)
+    of_experts = (
+        f"{len(stacked)} parameters have 3 dims, as of experts, such as {stacked[0]}: they are in high precision and "
+        "have the names of the model. transformers reads them; engines that expect a layer for each expert do not"
+    )
+    return (*_split_groups(reasons), of_experts)
+
+
+def _split_groups(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
     """A note for each group of layers that engines fuse, and of which only some are exported."""
-    notes: dict[tuple[str, ...], list[str]] = {}
+    split: dict[tuple[str, ...], list[str]] = {}
     for name in reasons:
         parent, _, last = name.rpartition(".")
         for group in FUSED:
             members = [reasons[f"{parent}.{each}"] for each in group if f"{parent}.{each}" in reasons]
             if last == group[0] and len({reason is None for reason in members}) > 1:
-                notes.setdefault(group, []).append(parent)
+                split.setdefault(group, []).append(parent)
     return tuple(
         f"vLLM and SGLang fuse {', '.join(group)} and refuse a mix of formats: {len(parents)} modules have one, such "
         f"as {parents[0]}. Leave them all out by filter, or take a format without blocks"
-        for group, parents in notes.items()
+        for group, parents in split.items()
     )

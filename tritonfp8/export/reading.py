@@ -156,7 +156,7 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     """Put values into a place. Returns the tensor that the model has then."""
     if place.tensor.device.type != "meta":
         return place.tensor.copy_(x)
-    # The memory of a tensor that was read may be the file.
+    # The memory of a tensor that was read is the file, which may change later.
     x = x.clone()
     tensor = nn.Parameter(x, requires_grad=place.tensor.requires_grad) if place.owners[0].is_parameter else x
     for owner in place.owners:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tritonfp8.checks import check_floating, require
 from tritonfp8.conversion import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
-from tritonfp8.export.choice import choose, ignored, split_groups
+from tritonfp8.export.choice import choose, ignored, notes
 from tritonfp8.export.places import Place, joined, places, reshard, whole
 from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
@@ -210,7 +210,7 @@ def _report(
         row.config(ignored(reasons, found), scale_fmt),
         sum(place.tensor.nbytes for place in found),
         sum(after.values()),
-        split_groups(reasons),
+        notes(reasons, found),
     )
 
 

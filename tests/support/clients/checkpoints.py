@@ -7,7 +7,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SIZES = {
     "vocab_size": 64,
@@ -19,7 +26,12 @@ SIZES = {
 # In multiples of 128, and not.
 WHOLE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
 RAGGED = {"hidden_size": 160, "intermediate_size": 200, "num_key_value_heads": 2, "head_dim": 40}
-MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXPERTS = WHOLE | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 FORMATS = ("fine_grained", "compressed_channel", "compressed_tensor", "compressed_block", "compressed_mxfp8")
 
 

@@ -34,9 +34,9 @@ def _equal(found, expected):
     return True
 
 
-def fsdp(mesh, format, reshard):
+def fsdp(mesh, format, recipe, reshard):
     """After a step, with weights that FSDP2 left gathered: the export has the sharded values."""
-    model, _ = build(mesh, Setup(reshard=reshard))
+    model, _ = build(mesh, Setup(recipe, reshard=reshard))
     model(tokens_of(0)).float().square().mean().backward()
     weights = full_parameters(model)
     report = tritonfp8.export.plan(model, format)
