@@ -16,6 +16,7 @@ _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eag
 _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _STORED = "tests/layers/stored/test_stored.py"
+_NOT_IN_8_BITS = "tests/export/test_plan.py::test_the_report_says_whether_training_reads_the_same_codes"
 _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
 _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
@@ -31,10 +32,8 @@ _TITAN = "tests/clients/test_torchtitan.py::test_all_parameters_train_and_the_ga
 _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
 _NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}::test_a_recipe_without_a_quantized_weight_is_refused")}
-# For recipes that no test runs with a feature; the page explains it.
 _SAME_CODE = "Same code."
 _NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
-
 _CHECKPOINT = "A checkpoint has the keys and the dtypes of `nn.Linear`: codes are never saved."
 
 
@@ -69,7 +68,6 @@ ONE_PROCESS = (
         otherwise=_NOT_STORED,
         known="Frozen weights of one process. `tensorwise` gets power-of-two scales.",
     ),
-    Column("stored weights in one graph", (f"{_STORED}::test_in_one_graph",), otherwise=_NOT_STORED),
     Column("Conv1D of transformers", ("tests/layers/linear/test_conv1d.py::test_computes_as_a_linear_layer",)),
     Column(
         "second derivative",
@@ -93,9 +91,7 @@ ONE_PROCESS = (
         known="Its state is the number of the next step.",
     ),
     Column(
-        "safetensors",
-        (f"{_CONVERT}::TestCheckpoints::test_safetensors_to_a_plain_model_and_back",),
-        known=_CHECKPOINT,
+        "safetensors", (f"{_CONVERT}::TestCheckpoints::test_safetensors_to_a_plain_model_and_back",), known=_CHECKPOINT
     ),
     Column(
         "torch.save, with the optimizer",
@@ -106,6 +102,12 @@ ONE_PROCESS = (
         "save_pretrained and from_pretrained",
         (f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load",),
         known=_CHECKPOINT,
+    ),
+    Column(
+        "export in 8 bits, and load",
+        ("tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most_codes",),
+        otherwise={"bf16": ("no: nothing in 8 bits", _NOT_IN_8_BITS)},
+        known="A layer of `bf16` can be exported by a filter that names it.",
     ),
     Column(
         "CPU offload of accelerate",
@@ -229,9 +231,7 @@ SHARDED = (
     ),
     Column("TP, torch.compile", (f"{_TP}::test_compiled_llama_trains_as_one_process",), known=_SAME_CODE),
     Column(
-        "TP, local scales",
-        (f"{_TP}::test_local_scales_are_as_accurate_as_global_ones",),
-        known="`bf16` has no scales.",
+        "TP, local scales", (f"{_TP}::test_local_scales_are_as_accurate_as_global_ones",), known="`bf16` has no scales."
     ),
     Column("TP, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_tensor_parallel",), known=_SAME_CODE),
     Column(
@@ -267,6 +267,11 @@ SHARDED = (
         "FSDP2, losses in chunks: F.linear(x, head.weight)",
         fixed={"rowwise": f"{_CHUNKED}::test_the_gather_changes_no_bit"},
         known=f"{_SAME_CODE} A head that is gathered in 8 bits is gathered in high precision too; a warning says so.",
+    ),
+    Column(
+        "FSDP2, export.tensors",
+        ("tests/export/test_sharded.py::test_fsdp2_that_left_weights_gathered",),
+        known="A model of `bf16` has nothing to export in 8 bits.",
     ),
     Column(
         "FSDP2, fuse=True",
@@ -309,11 +314,7 @@ CLIENTS = (
         fixed=_both(f"{_CALLBACK}::test_a_scheduled_run_is_resumed_to_the_same_bits"),
         known=_SAME_CODE,
     ),
-    Column(
-        "Trainer with FSDP2, FP8 all-gather",
-        (f"{_TRAINER}::test_trainer",),
-        known=_NOT_GATHERED,
-    ),
+    Column("Trainer with FSDP2, FP8 all-gather", (f"{_TRAINER}::test_trainer",), known=_NOT_GATHERED),
     Column("Trainer with FSDP2, torch.compile", (f"{_TRAINER}::test_trainer",), "compiled", known=_SAME_CODE),
     Column("Trainer with FSDP2, resumed", (f"{_TRAINER}::test_trainer",), "resumed", known=_SAME_CODE),
     Column(

@@ -25,6 +25,7 @@ LAYERS = (
     {"functional", "modules"},
     {"conversion"},
     {"convert"},
+    {"export"},
     {"tritonfp8"},
     {"distributed"},
     {"workflow"},

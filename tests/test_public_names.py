@@ -11,7 +11,8 @@ import tritonfp8
 NAMES = {
     "tritonfp8": (
         "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "RecipeSchedule",
-        "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "distributed", "inspect",
+        "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "distributed", "export",
+        "inspect",
         "quantize", "quantize_both", "quantize_weights_once", "recipes", "revert", "scaled_matmul", "sensitivity",
         "swap_recipe", "verify",
         "verify_training",
@@ -21,6 +22,10 @@ NAMES = {
     "tritonfp8.distributed": (
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",
         "enable_float8_all_gather", "scales", "sharded_linear", "token_counts",
+    ),
+    "tritonfp8.export": (
+        "CHECKPOINT_FORMATS", "CheckpointFormat", "ExportReport", "ExportedLayer", "LoadReport", "LoadedLayer", "load",
+        "plan", "save", "tensors",
     ),
     "tritonfp8.formats": ("FORMATS", "SCALE_FORMATS", "Format"),
     "tritonfp8.functional": (
@@ -45,7 +50,7 @@ def test_public_names_import(module):
 
 
 def test_the_package_lists_its_names():
-    assert {*tritonfp8.__all__, "__version__", "distributed"} == set(NAMES["tritonfp8"])
+    assert {*tritonfp8.__all__, "__version__", "distributed", "export"} == set(NAMES["tritonfp8"])
 
 
 def test_an_import_brings_neither_torch_distributed_tensors_nor_fused_layers():
@@ -59,7 +64,7 @@ tritonfp8.convert(model, "rowwise")
 model(torch.ones(2, 64)).sum().backward()
 tritonfp8.swap_recipe(model, "blockwise")
 tritonfp8.revert(model)
-unasked = ("tritonfp8.distributed", "tritonfp8.layers.fused", "tritonfp8.workflow")
+unasked = ("tritonfp8.distributed", "tritonfp8.export", "tritonfp8.layers.fused", "tritonfp8.workflow", "safetensors")
 print(sorted(m for m in set(sys.modules) - before if m.startswith(unasked)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

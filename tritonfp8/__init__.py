@@ -58,8 +58,8 @@ _LAZY = dict.fromkeys(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "distributed":
-        return importlib.import_module("tritonfp8.distributed")
+    if name in ("distributed", "export"):
+        return importlib.import_module(f"tritonfp8.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'tritonfp8' has no attribute {name!r}")

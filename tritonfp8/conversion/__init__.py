@@ -14,10 +14,11 @@ replaced   other FP8 libraries, which must not take the place of a converted lay
 from tritonfp8.conversion.choice import Choice, Recipes
 from tritonfp8.conversion.counters import teach_counters
 from tritonfp8.conversion.coverage import coverage
-from tritonfp8.conversion.filters import Filter
+from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.conversion.replaced import keep_layers
 from tritonfp8.conversion.report import ConversionReport, HighPrecision
-from tritonfp8.conversion.select import Selected, converted_layers, select
+from tritonfp8.conversion.roles import Roles
+from tritonfp8.conversion.select import Selected, converted_layers, linears, select, sizes_of, why_unfit
 
 __all__ = [
     "Choice",
@@ -25,10 +26,15 @@ __all__ = [
     "Filter",
     "HighPrecision",
     "Recipes",
+    "Roles",
     "Selected",
+    "Selection",
     "converted_layers",
     "coverage",
     "keep_layers",
+    "linears",
     "select",
+    "sizes_of",
     "teach_counters",
+    "why_unfit",
 ]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 HEADS = {"lm_head", "embed_out"}
+HEAD = "an output head"
 # Also the names of ordinary layers: heads only at the top of a model, or beside an embedding of as many rows.
 HEADS_BY_PLACE = {"output", "score"}
 ROUTERS = {"gate", "router"}
@@ -31,6 +32,11 @@ class Role(NamedTuple):
 
     what: str
     part: str
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the layer is an output head."""
+        return self.what.startswith(HEAD)
 
     def reason(self, name: str) -> str:
         """The entry of a report for the layer ``name``."""
@@ -58,9 +64,9 @@ class Roles:
         if adapter is not None:
             return Role("an adapter", adapter)
         if (embedding := self.embeddings.get(id(layer._parameters.get("weight")))) is not None:
-            return Role(f"an output head (its weight is {embedding})", path[-1])
+            return Role(f"{HEAD} (its weight is {embedding})", path[-1])
         if self._is_head(path, name, out_features):
-            return Role("an output head", path[-1])
+            return Role(HEAD, path[-1])
         if self._is_router(path, name, in_features, out_features):
             return Role("a router", path[-1] if path[-1] in ROUTERS else path[-2])
         return None

@@ -84,7 +84,7 @@ def select(model: nn.Module, recipe: Recipes | None, filter: Filter | None, toke
 def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection) -> str | None:
     """The reason why a layer is not converted, or None."""
     of_torchao = _is_of_torchao(module)
-    if (unfit := _why_unfit(module)) and not of_torchao:
+    if (unfit := why_unfit(module)) and not of_torchao:
         return unfit
     found, sizes = choice.find(name), sizes_of(module)
     if reason := selection.reason(name, module, sizes, found):
@@ -99,7 +99,8 @@ def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection)
     return None
 
 
-def _why_unfit(module: nn.Module) -> str | None:
+def why_unfit(module: nn.Module) -> str | None:
+    """The reason why a linear layer that is not converted may not be computed as ``nn.Linear``, or None."""
     if computes_linear(type(module)) or is_conv1d(module):
         return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
     if nn.utils.parametrize.is_parametrized(module):

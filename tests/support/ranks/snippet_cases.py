@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,6 +85,19 @@ def check_file(names):
     assert recipes_of(names["model"]) == {"rowwise_fast"}
 
 
+def exported(mesh):
+    model, other = (nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)) for _ in range(2))
+    names = {"model": model, "other_model": other, "weights": {}}
+    names["engine"] = SimpleNamespace(update=names["weights"].__setitem__)
+    return in_an_empty_folder(mesh) | names
+
+
+def check_exported(names):
+    os.chdir(names["before"])
+    assert {"0.weight", "0.weight_scale_inv", "2.bias"} <= names["weights"].keys()
+    assert (names["other_model"][0].weight - names["model"][0].weight).abs().max() < 0.01
+
+
 def accumulation(mesh):
     model = converted(Mlp())
     before = [p.detach().clone() for p in model.parameters()]
@@ -155,14 +169,8 @@ def check_mapping(names):
 def tiny_llama(mesh):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=HIDDEN,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 128}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     return {"torch": torch, "tritonfp8": tritonfp8, "model": LlamaForCausalLM(config)}
 
 
@@ -198,10 +206,8 @@ def named_mesh(name):
 
 
 def parallel(mesh):
-    return {
-        "block": nn.ModuleDict({"up": nn.Linear(HIDDEN, 128), "down": nn.Linear(128, HIDDEN)}),
-        "mesh": named_mesh("tp"),
-    }
+    block = nn.ModuleDict({"up": nn.Linear(HIDDEN, 128), "down": nn.Linear(128, HIDDEN)})
+    return {"block": block, "mesh": named_mesh("tp")}
 
 
 def check_parallel(names):
@@ -372,6 +378,7 @@ CASES = {
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
     "convert.md-2": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, check_stored, ranks=False),
+    "export.md-0": Case(exported, check_exported, ranks=False),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(
         lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp(), "x": torch.randn(64, HIDDEN)}, check_mapping, ranks=False

@@ -1,0 +1,385 @@
+"""A load uses every tensor of a checkpoint or says which one it cannot use, and changes nothing then."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from checkpoints import FINE_GRAINED, config_of, dequantized, files_of, model_of, write
+from torch import nn
+
+import tritonfp8
+
+E4M3 = torch.float8_e4m3fn
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+        }
+    },
+    "ignore": ["1"],
+}
+
+
+def small(bias=False, **options):
+    return nn.Sequential(nn.Linear(128, 256, bias=bias, **options), nn.Linear(256, 8, bias=False, **options))
+
+
+def codes(*shape):
+    return (torch.randn(shape) * 50).to(E4M3)
+
+
+def tensors(**changes):
+    torch.manual_seed(0)
+    found = {"0.weight": codes(256, 128), "0.weight_scale_inv": torch.rand(2, 1) + 0.5, "1.weight": torch.randn(8, 256)}
+    found |= {name.replace("__", "."): x for name, x in changes.items()}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def check_error(folder, message, model=None, **options):
+    """The load fails with this message, and the model is as before."""
+    model = model or small()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        tritonfp8.export.load(model, folder, **options)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
+def test_a_checkpoint_of_another_program(tmp_path):
+    stored = tensors()
+    model = small()
+    report = tritonfp8.export.load(model, write(tmp_path, stored, FINE_GRAINED))
+    expected = dequantized(stored["0.weight"], stored["0.weight_scale_inv"], (128, 128)).float()
+    assert torch.equal(model[0].weight, expected)
+    assert torch.equal(model[1].weight, stored["1.weight"])
+    assert report.layers.keys() == {"0"}
+    assert report.copied == {"1.weight": "copied"}
+    assert str(report).endswith("1 layers from 8 bits, 1 other tensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"modules_to_not_convert": None, "ignored_layers": ["1"]},
+        {"scale_fmt": "ue8m0"},
+        {"scale_fmt": "float"},
+        {"fmt": None},
+        {"modules_to_not_convert": None},
+    ],
+)
+def test_configs_of_deepseek_and_others(tmp_path, change):
+    config = {key: value for key, value in (FINE_GRAINED | change).items() if value is not None}
+    assert tritonfp8.export.load(small(), write(tmp_path, tensors(), config)).layers.keys() == {"0"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+def test_scales_of_other_dtypes(tmp_path, dtype):
+    scale = torch.tensor([[2.0], [0.25]])
+    stored = tensors(**{"0__weight_scale_inv": scale.to(dtype)})
+    model = small()
+    tritonfp8.export.load(model, write(tmp_path, stored, FINE_GRAINED))
+    assert torch.equal(model[0].weight.double(), dequantized(stored["0.weight"], scale, (128, 128)))
+
+
+@pytest.mark.parametrize("shape", [(256, 1), (256,)])
+def test_one_scale_a_row_comes_with_one_dim_or_two(tmp_path, shape):
+    stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.rand(shape)})
+    model = small()
+    tritonfp8.export.load(model, write(tmp_path, stored, CHANNEL))
+    scale = stored["0.weight_scale"].reshape(256, 1)
+    assert torch.equal(model[0].weight.double(), dequantized(stored["0.weight"], scale, (1, 128)).float().double())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_comes_with_any_number_of_dims(tmp_path, shape):
+    config = json.loads(json.dumps(CHANNEL).replace("channel", "tensor"))
+    stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.full(shape, 0.5)})
+    model = small()
+    tritonfp8.export.load(model, write(tmp_path, stored, config))
+    assert torch.equal(model[0].weight, stored["0.weight"].float() / 2)
+
+
+def test_groups_of_several_formats(tmp_path):
+    block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    config = json.loads(json.dumps(CHANNEL))
+    config["config_groups"] |= {
+        "group_1": {"targets": ["re:.*b$"], "weights": block},
+        "group_2": {"targets": ["c"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
+        "group_3": {"targets": ["Attention"], "weights": None},
+    }
+    model = nn.ModuleDict({name: nn.Linear(256, 128, bias=False) for name in "abc"})
+    scales = {"a": torch.rand(128, 1), "b": torch.rand(1, 2), "c": torch.rand(1)}
+    blocks = {"a": (1, 256), "b": (128, 128), "c": (128, 256)}
+    stored = {f"{name}.weight": codes(128, 256) for name in "abc"}
+    write(tmp_path, stored | {f"{name}.weight_scale": x for name, x in scales.items()}, config)
+    report = tritonfp8.export.load(model, tmp_path)
+    for name in "abc":
+        expected = dequantized(stored[f"{name}.weight"], scales[name], blocks[name]).float()
+        assert torch.equal(model[name].weight, expected), name
+    assert report.layers["b"].loaded_as == "compressed_block 128x128"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"0__weight_scale_inv": None}, r"0.weight has torch.float8_e4m3fn codes, .* got no scale and its group"),
+        ({"0__weight": None}, r"no place for these tensors .*: 0.weight_scale_inv; .* does not have .*: 0.weight\."),
+        ({"0__weight": torch.zeros(256, 128)}, "no place for these tensors of the checkpoint: 0.weight_scale_inv"),
+        ({"1__weight": None}, "the checkpoint does not have these tensors of the model: 1.weight"),
+        ({"2__weight": torch.zeros(3)}, "the model has no place for these tensors of the checkpoint: 2.weight"),
+        ({"0__activation_scale": torch.zeros(1)}, "has no place for .*: 0.activation_scale"),
+        ({"1__weight_scale_inv": torch.ones(1, 2)}, "has no place for .*: 1.weight_scale_inv"),
+        ({"0__weight": codes(256, 64)}, r"0.weight must have shape \(256, 128\), as in the model; got \(256, 64\)"),
+        ({"1__weight": torch.zeros(8, 128)}, r"1.weight must have shape \(8, 256\), as in the model; got \(8, 128\)"),
+        ({"1__weight": torch.zeros(8, 256).int()}, "1.weight must be of torch.float32 or .* its kind; got torch.int32"),
+        ({"1__weight": torch.zeros(8, 256).to(torch.float8_e5m2)}, "1.weight must be .*; got torch.float8_e5m2"),
+        ({"0__weight_scale_inv": torch.ones(1, 2)}, r"0.weight_scale_inv must have shape \(2, 1\), .* got \(1, 2\)"),
+        ({"0__weight_scale_inv": torch.ones(256, 1)}, r"must have shape \(2, 1\), for blocks of 128x128"),
+        ({"0__weight_scale_inv": torch.ones(())}, r"must have shape \(2, 1\), .* got \(\)"),
+        ({"0__weight_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}, "0.weight_scale_inv must be torch.float32 or"),
+        ({"0__weight_scale_inv": torch.tensor([[1.0], [torch.nan]])}, "0.weight_scale_inv must be finite and not neg"),
+        ({"0__weight_scale_inv": torch.tensor([[1.0], [torch.inf]])}, "0.weight_scale_inv must be finite and not neg"),
+        ({"0__weight_scale_inv": torch.tensor([[1.0], [-1.0]])}, "0.weight_scale_inv must be finite and not negative"),
+        (
+            {"0__weight_scale_inv": None, "0__weight_scale": torch.ones(2, 1)},
+            r"needs the scale 0.weight_scale_inv and a group of the config; got 0.weight_scale",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, changes, message):
+    check_error(write(tmp_path, tensors(**changes), FINE_GRAINED), message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "quant_method .* must be one of 'fp8', 'compressed-tensors'; got 'gptq'"),
+        ({"quant_method": None}, "quant_method of the quantization config must be one of"),
+        ({"quant_method": ["fp8"]}, "quant_method of the quantization config must be one of"),
+        ({"fmt": "e5m2"}, "fmt of the quantization config must be one of 'e4m3'; got 'e5m2'"),
+        ({"weight_block_size": None}, r"weight_block_size must be one of \[1, 128\], \[128, 128\]; got None"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size must be one of .*; got \[64, 64\]"),
+        ({"weight_block_size": "128x128"}, "weight_block_size must be one of"),
+        ({"scale_fmt": "e8m0"}, "scale_fmt of the quantization config must be one of None, 'float', 'ue8m0'"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert .* must be a list of names; got 'lm_head'"),
+        ({"ignored_layers": [3]}, r"ignored_layers of the quantization config must be a list of names; got \[3\]"),
+    ],
+)
+def test_fine_grained_configs_that_are_not_known(tmp_path, change, message):
+    check_error(write(tmp_path, tensors(), FINE_GRAINED | change), message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_bits", 4, "num_bits of the weights of group_0 must be one of 8; got 4"),
+        ("type", "int", "type of the weights of group_0 must be one of 'float'; got 'int'"),
+        ("type", None, "type of the weights of group_0 must be one of 'float'"),
+        ("symmetric", False, "symmetric of the weights of group_0 must be one of True; got False"),
+        ("strategy", "tensor_group", "strategy of the weights of group_0 must be one of 'channel', 'tensor', 'block'"),
+        ("strategy", "group", "group_size of the weights of group_0 must be one of 32; got None"),
+        ("strategy", "block", r"block_structure of group_0 must be one of \[1, 128\], \[128, 128\]; got None"),
+    ],
+)
+def test_compressed_weights_that_are_not_known(tmp_path, key, value, message):
+    config = json.loads(json.dumps(CHANNEL))
+    config["config_groups"]["group_0"]["weights"][key] = value
+    stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.rand(256, 1)})
+    check_error(write(tmp_path, stored, config), message)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (None, "config_groups of the quantization config must be a JSON object; got None"),
+        ({}, r"config_groups of the quantization config must be a JSON object; got {}"),
+        ({"FP8": ["Linear"]}, "FP8 of config_groups must be a JSON object"),
+        (
+            {"a": {"targets": "Linear", "weights": {}}},
+            "targets of a of the quantization config must be a list of names",
+        ),
+        ({"a": {"targets": ["Linear"], "weights": 3}}, "weights of a must be a JSON object; got 3"),
+        ({"a": CHANNEL["config_groups"]["group_0"] | {"targets": ["Conv2d"]}}, "got 0.weight_scale and no group"),
+    ],
+)
+def test_groups_that_cannot_be_read(tmp_path, groups, message):
+    stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.rand(256, 1)})
+    check_error(write(tmp_path, stored, CHANNEL | {"config_groups": groups}), message)
+
+
+def test_other_configs_are_errors(tmp_path):
+    folder = write(tmp_path / "a", tensors(), FINE_GRAINED)
+    for text, message in (
+        ("{", "config.json cannot be read as JSON"),
+        ("[]", "config.json must be a JSON object; got list"),
+        ("[" * 100_000, "config.json cannot be read as JSON"),
+        ('{"quantization_config": 3}', "quantization_config of .* must be a JSON object; got int"),
+        ("{}", "has no quantization config: neither config.json with an entry"),
+    ):
+        (folder / "config.json").write_text(text)
+        check_error(folder, message)
+    (folder / "config.json").unlink()
+    check_error(folder, "has no quantization config")
+    check_error(tmp_path / "nothing", "must be the folder of a checkpoint; there is none")
+
+
+def test_files_that_are_missing_or_broken(tmp_path):
+    folder = write(tmp_path / "a", tensors(), FINE_GRAINED)
+    whole = (folder / "model.safetensors").read_bytes()
+    for content, message in (
+        (whole[:-1], "is no complete safetensors file"),
+        (whole[: len(whole) // 2], "is no complete safetensors file"),
+        (whole[:4], "is no complete safetensors file"),
+        (b"", "is no complete safetensors file"),
+        (b"\xff" * 100, "is no complete safetensors file"),
+        (pickle.dumps({"0.weight": 1}), "is no complete safetensors file"),
+        (whole + b"more", "is no complete safetensors file"),
+    ):
+        (folder / "model.safetensors").write_bytes(content)
+        check_error(folder, message)
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    check_error(
+        folder, "must have model.safetensors or .*index.json; it has config.json, pytorch_model.bin. Files of pi"
+    )
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    tritonfp8.export.save(model_of(), tmp_path / "whole", "fine_grained", max_shard_bytes=30_000)
+    return tmp_path / "whole"
+
+
+def test_shards_that_are_missing_or_exchanged(sharded, tmp_path):
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+
+    def changed(name):
+        return shutil.copytree(sharded, tmp_path / name)
+
+    folder = changed("missing")
+    (folder / shards[1]).unlink()
+    check_error(folder, f"{shards[1]} is missing: copy the whole checkpoint", model_of())
+    folder = changed("exchanged")
+    shutil.copy(folder / shards[0], folder / shards[1])
+    check_error(folder, f"{shards[1]} has tensors that .* does not place there", model_of())
+    folder = changed("absent")
+    weight_map = index["weight_map"] | {"model.other": shards[0]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_error(folder, "places tensors in files that do not have them: model.other", model_of())
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", 3, None])
+def test_an_index_leads_to_no_other_folder(sharded, file):
+    path = sharded / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    check_error(sharded, "must place model.norm.weight in a safetensors file of its folder", model_of())
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}', "nothing"])
+def test_an_index_of_nothing(sharded, text):
+    (sharded / "model.safetensors.index.json").write_text(text)
+    check_error(sharded, "must have a 'weight_map' from names to files|cannot be read as JSON", model_of())
+
+
+def test_a_scale_in_another_shard_than_its_codes(tmp_path):
+    stored = tensors()
+    from safetensors.torch import save_file
+
+    for name, x in stored.items():
+        save_file({name: x}, tmp_path / f"{name}.safetensors")
+    weight_map = {name: f"{name}.safetensors" for name in stored}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "quantization_config.json").write_text(json.dumps(FINE_GRAINED))
+    model = small()
+    tritonfp8.export.load(model, tmp_path)
+    expected = dequantized(stored["0.weight"], stored["0.weight_scale_inv"], (128, 128)).float()
+    assert torch.equal(model[0].weight, expected)
+
+
+def test_patterns_leave_out_tensors_of_either_side(tmp_path):
+    stored = tensors(**{"0__input_scale": torch.ones(1), "9__weight": torch.ones(3)})
+    folder = write(tmp_path, stored, FINE_GRAINED)
+    model = nn.Sequential(*small(), nn.Linear(8, 1))
+    check_error(folder, "no place for .*: 0.input_scale, 9.weight; .* does not have .*: 2.bias, 2.weight", model)
+    check_error(folder, "no place for .*: 9.weight; .* does not have", model, ignore=["*.input_scale"])
+    new_head = model[2].weight.clone()
+    report = tritonfp8.export.load(model, folder, ignore=["*.input_scale", "9.*", "2.*"])
+    assert report.ignored == ("0.input_scale", "9.weight")
+    assert report.left == ("2.weight", "2.bias")
+    assert torch.equal(model[2].weight, new_head)
+    assert "0.input_scale  ignored: not read" in str(report)
+    assert "2.weight       not in the checkpoint: left as it was" in str(report)
+    check_error(folder, r"the patterns '\*.k_scale' of ignore match no tensor", model, ignore=["*", "*.k_scale"])
+
+
+def test_ignored_tensors_of_a_meta_model_are_an_error(tmp_path):
+    with torch.device("meta"):
+        model = nn.Sequential(*small(), nn.Linear(8, 1))
+    with pytest.raises(ValueError, match=r"2.weight, 2.bias must have values.*: they are on the meta device"):
+        tritonfp8.export.load(model, write(tmp_path, tensors(), FINE_GRAINED), ignore=["2.*"])
+
+
+def test_tied_weights_that_differ_in_the_checkpoint(tmp_path):
+    tritonfp8.export.save(model_of("qwen3"), tmp_path, "fine_grained")
+    tied = model_of("qwen3", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight and lm_head.weight are one tensor in the model"):
+        tritonfp8.export.load(tied, tmp_path)
+    stored = files_of(tmp_path)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    write(tmp_path, stored, config_of(tmp_path))
+    report = tritonfp8.export.load(tied, tmp_path)
+    assert sorted(note for name, note in report.copied.items() if "embed" in name or "head" in name) == [
+        "copied",
+        "tied",
+    ]
+    assert torch.equal(tied.lm_head.weight, stored["lm_head.weight"])
+
+
+def test_values_beyond_the_dtype_of_the_model(tmp_path):
+    stored = tensors(**{"0__weight_scale_inv": torch.full((2, 1), 1e6)})
+    folder = write(tmp_path / "a", stored, FINE_GRAINED)
+    with pytest.raises(ValueError, match=r"0.weight must be finite in torch.float16; it has a NaN or values beyond"):
+        tritonfp8.export.load(small(dtype=torch.float16), folder)
+    tritonfp8.export.load(small(dtype=torch.bfloat16), folder)
+    folder = write(tmp_path / "b", tensors(**{"1__weight": torch.full((8, 256), 1e6)}), FINE_GRAINED)
+    with pytest.raises(ValueError, match=r"1.weight must be finite in torch.float16"):
+        tritonfp8.export.load(small(dtype=torch.float16), folder)
+    nan = codes(256, 128).view(torch.uint8)
+    nan[5, 5] = 0x7F
+    folder = write(tmp_path / "c", tensors(**{"0__weight": nan.view(E4M3)}), FINE_GRAINED)
+    with pytest.raises(ValueError, match=r"0.weight must be finite in torch.float32; it has a NaN"):
+        tritonfp8.export.load(small(), folder)
+
+
+def test_a_cast_of_other_tensors_is_in_the_report(tmp_path):
+    model = small(dtype=torch.bfloat16)
+    report = tritonfp8.export.load(model, write(tmp_path, tensors(), FINE_GRAINED))
+    assert report.copied == {"1.weight": "copied, float32 to bfloat16"}
+
+
+def test_codes_go_into_linear_layers_in_high_precision_only(tmp_path):
+    model = small().double()
+    check_error(write(tmp_path / "a", tensors(), FINE_GRAINED), "0.weight is dequantized into bfloat16", model)
+    other = nn.Sequential(nn.Embedding(256, 128), nn.Linear(256, 8, bias=False))
+    check_error(write(tmp_path / "b", tensors(), FINE_GRAINED), "read for nn.Linear only; the model has a Emb", other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": "*.input_scale"}, "ignore must be a list of patterns; got str"),
+        ({"ignore": [3]}, "a pattern of ignore must be a str; got int"),
+        ({"folder": 3}, "folder must be a str or a Path; got int"),
+        ({"model": {}}, "model must be an nn.Module; got dict"),
+    ],
+)
+def test_arguments_of_other_types(tmp_path, options, message):
+    with pytest.raises(TypeError, match=message):
+        tritonfp8.export.load(**{"model": small(), "folder": tmp_path} | options)

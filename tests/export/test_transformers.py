@@ -1,0 +1,192 @@
+"""transformers and compressed-tensors read what is written here, and what they write is read here, on a CPU."""
+
+import itertools
+
+import pytest
+import torch
+from checkpoints import EXPERTS, RAGGED, WHOLE, blocks_of, dequantized, files_of, model_of, write
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+import tritonfp8
+
+compressed_tensors = pytest.importorskip("compressed_tensors")
+# gate_proj, up_proj and down_proj have a dim of 192, which is no multiple of 128.
+PARTLY = WHOLE | {"intermediate_size": 192}
+IDS = torch.arange(12).reshape(1, 12)
+
+
+def check_equal(theirs, ours):
+    """Their model has our weights, none of them in 8 bits."""
+    expected = ours.state_dict()
+    found = {name: x for name, x in theirs.state_dict().items() if not name.endswith("weight_scale")}
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        assert x.dtype == torch.bfloat16, name
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("sizes", [WHOLE, PARTLY], ids=["whole", "partly"])
+@pytest.mark.parametrize("options", [{}, {"scale_fmt": "ue8m0"}], ids=["float", "ue8m0"])
+def test_their_fine_grained_loader_reads_it(tmp_path, kind, sizes, options):
+    report = tritonfp8.export.save(model_of(kind, sizes), tmp_path, "fine_grained", **options)
+    assert len(report.exported) == (7 if sizes is WHOLE else 4)
+    ours = model_of(kind, sizes, seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    config = FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
+    check_equal(theirs, ours)
+
+
+@pytest.mark.parametrize("format", ["fine_grained", "compressed_channel"])
+def test_they_read_a_mixture_of_experts(tmp_path, format):
+    report = tritonfp8.export.save(model_of("moe", EXPERTS), tmp_path, format)
+    assert len(report.exported) == 4
+    ours = model_of("moe", EXPERTS, seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    config = {"fine_grained": FineGrainedFP8Config, "compressed_channel": CompressedTensorsConfig}[format](
+        dequantize=True
+    )
+    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config), ours)
+
+
+def test_without_a_gpu_they_dequantize_by_themselves(tmp_path):
+    tritonfp8.export.save(model_of(), tmp_path, "fine_grained")
+    ours = model_of(seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU they keep the codes")
+    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), ours)
+
+
+def test_they_misread_ragged_layers_which_is_why_these_stay_in_high_precision(tmp_path):
+    weight = torch.randn(192, 128) * torch.logspace(-4, 4, 192)[:, None]
+    q = tritonfp8.quantize(weight, tritonfp8.QuantSpec(block=(128, 128), scale_rounding="pow2"))
+    theirs = Fp8Dequantize(None)._dequantize_one(q.qdata, q.scale, torch.float32)
+    right = dequantized(q.qdata, q.scale, (128, 128))
+    assert torch.equal(theirs[:96].double(), right[:96])
+    assert not torch.equal(theirs.double(), right), "transformers reads ragged blocks now: export these layers"
+    report = tritonfp8.export.plan(model_of(sizes=PARTLY), "fine_grained")
+    assert "out_features=192 is no multiple of 128" in report.layers["model.layers.0.mlp.up_proj"].reason
+    assert "in_features=192 is no multiple of 128" in report.layers["model.layers.0.mlp.down_proj"].reason
+    assert "model.layers.0.mlp.up_proj" in report.quantization_config["modules_to_not_convert"]
+
+
+@pytest.mark.parametrize(
+    ("format", "sizes"),
+    [
+        *itertools.product(("compressed_channel", "compressed_tensor", "compressed_mxfp8"), (WHOLE, RAGGED)),
+        ("compressed_block", WHOLE),
+        ("compressed_block", PARTLY),
+    ],
+)
+def test_their_compressed_loader_reads_it(tmp_path, format, sizes):
+    tritonfp8.export.save(model_of("qwen3", sizes), tmp_path, format)
+    ours = model_of("qwen3", sizes, seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    config = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
+    check_equal(theirs, ours)
+
+
+@pytest.mark.parametrize("format", ["compressed_channel", "compressed_mxfp8"])
+def test_their_first_forward_decompresses_it(tmp_path, format):
+    tritonfp8.export.save(model_of(), tmp_path, format)
+    ours = model_of(seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert theirs.model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
+    theirs(IDS)
+    check_equal(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("format", "inferred"),
+    [
+        ("compressed_channel", "float-quantized"),
+        ("compressed_tensor", "float-quantized"),
+        ("compressed_block", "float-quantized"),
+        ("compressed_mxfp8", "mxfp8-quantized"),
+    ],
+)
+def test_the_config_is_one_that_they_would_write(format, inferred):
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = tritonfp8.export.plan(model_of(), format).quantization_config
+    parsed = QuantizationConfig.model_validate(config)
+    (scheme,) = parsed.config_groups.values()
+    assert infer_module_format(torch.nn.Linear, scheme).value == parsed.format == inferred
+    assert parsed.ignore == ["lm_head"]
+    presets = {"compressed_channel": "FP8_DYNAMIC", "compressed_block": "FP8_BLOCK", "compressed_mxfp8": "MXFP8"}
+    if format in presets:
+        (preset,) = QuantizationConfig(config_groups={presets[format]: ["Linear"]}).config_groups.values()
+        for ours, theirs in ((scheme.weights, preset.weights), (scheme.input_activations, preset.input_activations)):
+            same = (
+                "num_bits",
+                "type",
+                "symmetric",
+                "strategy",
+                "group_size",
+                "block_structure",
+                "dynamic",
+                "scale_dtype",
+            )
+            assert [getattr(ours, key) for key in same] == [getattr(theirs, key) for key in same]
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_what_their_fine_grained_quantizer_writes_is_read(tmp_path, scale_fmt):
+    model = model_of("qwen3")
+    config = FineGrainedFP8Config(scale_fmt=scale_fmt, modules_to_not_convert=["lm_head", "model.embed_tokens"])
+
+    class Quantizer:
+        quantization_config = config
+
+    tensors = {}
+    for name, x in model.state_dict().items():
+        is_layer = name.endswith("_proj.weight")
+        tensors |= Fp8Quantize(Quantizer).convert({name: x}) if is_layer else {name: x}
+    assert len(tensors) == len(model.state_dict()) + 7
+    write(tmp_path, tensors, {**config.to_dict(), "quant_method": "fp8"})
+    other = model_of("qwen3", seed=1)
+    report = tritonfp8.export.load(other, tmp_path)
+    assert len(report.layers) == 7
+    for name, parameter in other.named_parameters():
+        scale = tensors.get(f"{name}_scale_inv")
+        expected = tensors[name] if scale is None else dequantized(tensors[name], scale.float(), (128, 128)).float()
+        assert torch.equal(parameter, expected.bfloat16()), name
+
+
+@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_their_compressor_writes_is_read(tmp_path, preset, dtype):
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    format = {"FP8_DYNAMIC": "compressed_channel", "FP8_BLOCK": "compressed_block", "MXFP8": "compressed_mxfp8"}[preset]
+    model = model_of("qwen3", dtype=dtype)
+    config = QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=["lm_head"], quantization_status="frozen")
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            spec = tritonfp8.export.CHECKPOINT_FORMATS[format].spec
+            q = tritonfp8.quantize(module.weight.detach(), spec)
+            module.weight_scale.data.copy_(q.scale.float().reshape(module.weight_scale.shape))
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    stored = files_of(tmp_path)
+    other = model_of("qwen3", seed=1, dtype=dtype)
+    report = tritonfp8.export.load(other, tmp_path)
+    assert len(report.layers) == 7
+    compressor.decompress_model(model)
+    theirs = model.state_dict()
+    for name, parameter in other.named_parameters():
+        scale = stored.get(f"{name}_scale")
+        if scale is not None:
+            expected = dequantized(stored[name], scale, blocks_of(format, parameter.shape)).to(dtype)
+            assert torch.equal(parameter, expected), name
+        assert torch.equal(parameter, theirs[name].to(dtype)), name

@@ -1,0 +1,108 @@
+"""Small models, and the tensors of checkpoints computed without tritonfp8.export."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SIZES = {
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+# In multiples of 128, and not.
+WHOLE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
+RAGGED = {"hidden_size": 160, "intermediate_size": 200, "num_key_value_heads": 2, "head_dim": 40}
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXPERTS = WHOLE | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+FORMATS = ("fine_grained", "compressed_channel", "compressed_tensor", "compressed_block", "compressed_mxfp8")
+
+
+def model_of(kind="llama", sizes=WHOLE, seed=0, dtype=torch.bfloat16, **options):
+    """A transformers model with random weights; rows differ in size by many powers of two."""
+    config, cls = MODELS[kind]
+    torch.manual_seed(seed)
+    model = cls(config(**SIZES | sizes | options)).to(dtype)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                rows = torch.randint(-9, 6, (module.out_features, 1))
+                module.weight.copy_(torch.randn(module.weight.shape) * 2.0**rows)
+    return model
+
+
+def files_of(folder):
+    """Every tensor of a folder of safetensors files, by name."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def config_of(folder):
+    return json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
+
+
+def blocks_of(format, shape):
+    """The block of each format, by what the formats' own documents say."""
+    n, k = shape
+    return {
+        "fine_grained": (128, 128),
+        "compressed_channel": (1, k),
+        "compressed_tensor": (n, k),
+        "compressed_block": (128, 128),
+        "compressed_mxfp8": (1, 32),
+    }[format]
+
+
+def dequantized(codes, scale, block):
+    """``codes * scale`` in float64, by a loop over blocks."""
+    if scale.dtype == torch.uint8:
+        scale = 2.0 ** (scale.double() - 127)
+    rows, cols = block
+    out = codes.double()
+    grid = scale.double().reshape(-(-codes.shape[0] // rows), -(-codes.shape[1] // cols))
+    for i in range(grid.shape[0]):
+        for j in range(grid.shape[1]):
+            out[i * rows : (i + 1) * rows, j * cols : (j + 1) * cols] *= grid[i, j]
+    return out
+
+
+def scale_name(format):
+    return "weight_scale_inv" if format == "fine_grained" else "weight_scale"
+
+
+def write(folder, tensors, config):
+    """A checkpoint as another program writes it."""
+    folder = Path(folder)
+    folder.mkdir(exist_ok=True)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+FINE_GRAINED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["1"],
+}

@@ -1,0 +1,35 @@
+"""Checkpoints in FP8 that other engines read: written from a model, read into one.
+
+    report = tritonfp8.export.save(model, folder, "fine_grained")
+    report = tritonfp8.export.load(model, folder)
+
+checkpoint_formats   how a layer's codes and scales are named and shaped, as data
+places               the tensors of a model: where each lies, and which are tied
+choice               the layers that are exported, and the reasons for the others
+stream               plan and tensors: what is written, one layer at a time
+writing              save: files that are whole or absent
+configs              the quantization config of a checkpoint that is read
+files                safetensors files and their index
+matching             which tensor of a checkpoint goes where in a model; none is left over
+reading              load: weights are dequantized into a model
+report               ExportReport and LoadReport
+"""
+
+from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
+from tritonfp8.export.reading import load
+from tritonfp8.export.report import ExportedLayer, ExportReport, LoadedLayer, LoadReport
+from tritonfp8.export.stream import plan, tensors
+from tritonfp8.export.writing import save
+
+__all__ = [
+    "CHECKPOINT_FORMATS",
+    "CheckpointFormat",
+    "ExportReport",
+    "ExportedLayer",
+    "LoadReport",
+    "LoadedLayer",
+    "load",
+    "plan",
+    "save",
+    "tensors",
+]

@@ -1,0 +1,186 @@
+"""Checkpoint formats: how the codes and scales of a linear layer are named and shaped in a file.
+
+A checkpoint format is a row of a table. Its config is what an engine finds as ``quantization_config`` in config.json.
+
+Sources: the checkpoints of DeepSeek-V3, and ``FineGrainedFP8Config`` of transformers; ``QuantizationConfig``, the
+presets FP8_DYNAMIC, FP8_BLOCK and MXFP8, and the compressors of compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tritonfp8.checks import require
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
+
+UE8M0 = "ue8m0"
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """How a linear layer ``X`` of weight ``[N, K]`` is stored: ``X.weight`` in 8 bits, and its scale beside it.
+
+    Attributes:
+        name: its name in :func:`tritonfp8.export.save`.
+        method: ``quant_method`` of the config.
+        spec: the spec of the codes; its scale rounding is the default of an export.
+        scale_name: the last part of the name of the scale. The scale multiplies to dequantize, whatever its name says.
+        multiples: what N and K must be multiples of, so that engines read the layer as it was written.
+        why: the reason for ``multiples``, as a report gives it.
+        scale_fmts: the values of the option ``scale_fmt``.
+        matches_parts: whether engines take the names of modules in high precision for beginnings and ends of names.
+        arguments: what else the config has about the codes.
+    """
+
+    name: str
+    method: str
+    spec: QuantSpec
+    scale_name: str
+    multiples: tuple[int, int] = (1, 1)
+    why: str = ""
+    scale_fmts: tuple[str, ...] = ()
+    matches_parts: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the codes."""
+        return FORMATS[self.spec.format].dtype
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scale in a file: float32, or uint8 for an exponent biased by 127."""
+        scales = SCALE_FORMATS[self.spec.scale_format]
+        return torch.uint8 if scales.exponent_only else scales.dtype
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the scale in a file, for a weight of ``shape``: ``[1]`` for one scale, else the grid of blocks."""
+        return (1,) if self.spec.block == TENSORWISE else self.spec.scale_shape(shape)
+
+    def config(self, ignored: Sequence[str], scale_fmt: str | None = None) -> dict[str, Any]:
+        """The quantization config of a checkpoint in which the modules ``ignored`` are in high precision."""
+        return METHODS[self.method](self, list(ignored), scale_fmt)
+
+    def with_rounding(self, scale_rounding: str) -> CheckpointFormat:
+        """The same format with another rounding of scales. Raises ValueError for one that its scales do not have."""
+        return replace(self, spec=replace(self.spec, scale_rounding=scale_rounding))
+
+
+def _fine_grained_config(row: CheckpointFormat, ignored: list[str], scale_fmt: str | None) -> dict[str, Any]:
+    config = {
+        "quant_method": row.method,
+        "fmt": row.spec.format,
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(row.spec.block),
+        "modules_to_not_convert": ignored,
+    }
+    return config if scale_fmt is None else {**config, "scale_fmt": scale_fmt}
+
+
+def _compressed_config(row: CheckpointFormat, ignored: list[str], scale_fmt: str | None) -> dict[str, Any]:
+    codes = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**codes, "dynamic": False, **row.arguments["weights"]},
+        "input_activations": {**codes, "dynamic": True, **row.arguments["input_activations"]},
+        "output_activations": None,
+        "format": row.arguments["format"],
+    }
+    return {
+        "quant_method": row.method,
+        "format": row.arguments["format"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+METHODS: Mapping[str, Callable[[CheckpointFormat, list[str], str | None], dict[str, Any]]] = MappingProxyType(
+    {"fp8": _fine_grained_config, "compressed-tensors": _compressed_config}
+)
+"""How the config of each quant_method is written."""
+
+
+def _compressed(
+    name: str,
+    spec: QuantSpec,
+    weights: dict[str, Any],
+    activations: dict[str, Any],
+    multiples: tuple[int, int] = (1, 1),
+    why: str = "",
+    format: str = "float-quantized",
+) -> CheckpointFormat:
+    arguments = {"weights": weights, "input_activations": activations, "format": format}
+    return CheckpointFormat(name, "compressed-tensors", spec, "weight_scale", multiples, why, arguments=arguments)
+
+
+_MX = {"strategy": "group", "group_size": BLOCK_1X32[1], "scale_dtype": "torch.uint8"}
+_ROWS = (
+    CheckpointFormat(
+        "fine_grained",
+        "fp8",
+        QuantSpec(block=BLOCK_128X128, scale_rounding="pow2"),
+        "weight_scale_inv",
+        BLOCK_128X128,
+        "transformers derives blocks of other sizes from the grid of scales, and reads other weights",
+        (UE8M0,),
+        matches_parts=True,
+    ),
+    _compressed(
+        "compressed_channel",
+        QuantSpec(block=ROWWISE, scale_rounding="pow2"),
+        {"strategy": "channel"},
+        {"strategy": "token"},
+    ),
+    _compressed(
+        "compressed_tensor",
+        QuantSpec(block=TENSORWISE, scale_rounding="pow2"),
+        {"strategy": "tensor"},
+        {"strategy": "token"},
+    ),
+    _compressed(
+        "compressed_block",
+        QuantSpec(block=BLOCK_128X128, scale_rounding="pow2"),
+        {"strategy": "block", "block_structure": list(BLOCK_128X128)},
+        {"strategy": "group", "group_size": BLOCK_128X128[1]},
+        (1, BLOCK_128X128[1]),
+        "the kernels of vLLM need whole blocks of K",
+    ),
+    _compressed(
+        "compressed_mxfp8",
+        QuantSpec(block=BLOCK_1X32, scale_format="e8m0", scale_rounding="pow2"),
+        _MX,
+        _MX,
+        (1, BLOCK_1X32[1]),
+        "compressed-tensors needs whole groups of K",
+        "mxfp8-quantized",
+    ),
+)
+
+CHECKPOINT_FORMATS: Mapping[str, CheckpointFormat] = MappingProxyType({row.name: row for row in _ROWS})
+"""Checkpoint formats by name."""
+
+
+def checkpoint_format(name: object, scale_rounding: str, scale_fmt: str | None) -> CheckpointFormat:
+    """The row of this name with these options.
+
+    Raises:
+        ValueError: an unknown name, or an option that the format does not have.
+    """
+    require("format", name, tuple(CHECKPOINT_FORMATS))
+    row = CHECKPOINT_FORMATS[str(name)]
+    require(f"scale_fmt of {row.name!r}", scale_fmt, (None, *row.scale_fmts))
+    if scale_fmt is not None and scale_rounding != row.spec.scale_rounding:
+        raise ValueError(
+            f"scale_fmt {scale_fmt!r} says that scales are powers of two: it needs scale_rounding "
+            f"{row.spec.scale_rounding!r}; got {scale_rounding!r}"
+        )
+    return row.with_rounding(scale_rounding)

@@ -1,0 +1,146 @@
+"""Which linear layers an export quantizes, and why not the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from tritonfp8.conversion import Filter, Roles, Selection, linears, sizes_of, why_unfit
+from tritonfp8.export.checkpoint_formats import CheckpointFormat
+from tritonfp8.export.places import Place, joined, unwrapped
+from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_converted
+
+# Layers that vLLM and SGLang fuse into one, which has one format.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+TRANSPOSED = "a Conv1D, whose weight is transposed: engines read codes of nn.Linear only"
+
+
+def choose(
+    model: nn.Module, row: CheckpointFormat, filter: Filter | None, found: Iterable[Place]
+) -> dict[str, str | None]:
+    """For each linear layer by name, the reason why it stays in high precision; None if it is exported.
+
+    Args:
+        model: the model.
+        row: the checkpoint format.
+        filter: as of :func:`tritonfp8.export.plan`.
+        found: the tensors of the model.
+
+    Raises:
+        ValueError: a pattern of ``filter`` matches no layer, or no layer is exported.
+        TypeError: ``filter`` is of another type.
+    """
+    if isinstance(filter, str):
+        raise ValueError(f"filter must be patterns or a function for an export; got {filter!r}, a choice for training")
+    layers = {unwrapped(name): module for name, module in linears(model)}
+    selection, roles = Selection(model, filter, 1), Roles(model)
+    any_converted = any(map(is_converted, layers.values()))
+    tied = {name: place for place in found if len(place.names) > 1 for name in place.names}
+    reasons: dict[str, str | None] = {}
+    for path, module in linears(model):
+        name = unwrapped(path)
+        is_transposed = is_conv1d(module) or isinstance(module, Float8Conv1D)
+        if is_transposed or not is_converted(module):
+            unfit = TRANSPOSED if is_transposed else why_unfit(module)
+            if unfit is not None:
+                selection.note(path)
+                reasons[name] = unfit
+                continue
+        reasons[name] = _why_not(path, module, selection if filter is not None or not any_converted else None, roles)
+        reasons[name] = reasons[name] or _why_tied(name, tied) or _why_ragged(module, row)
+    selection.check_all_used()
+    reasons = _listed_apart(reasons, row, found)
+    if not any(reason is None for reason in reasons.values()):
+        lines = "\n".join(f"{name}: {reason}" for name, reason in reasons.items()) or "the model has no nn.Linear"
+        raise ValueError(f"no layer is exported in 8 bits as {row.name!r}:\n{lines}")
+    return reasons
+
+
+def _why_not(path: str, module: Any, selection: Selection | None, roles: Roles) -> str | None:
+    sizes = sizes_of(module)
+    if selection is not None:
+        reason = selection.reason(path, module, sizes, None)
+    elif not is_converted(module):
+        reason = "not converted"
+    else:
+        quantized = module.recipe.output.quantized
+        reason = None if quantized else f"its recipe, {module.recipe.name!r}, keeps output in high precision"
+    role = roles.of(path, module, *sizes)
+    # After the filter, which counts a pattern that only matches the head as used.
+    return reason if role is None or not role.is_head else f"{role.what}: engines read heads in high precision"
+
+
+def _why_tied(name: str, tied: Mapping[str, Place]) -> str | None:
+    place = tied.get(joined(name, "weight"))
+    if place is None:
+        return None
+    others = [other for other in place.names if other != joined(name, "weight")]
+    return f"its weight is also {', '.join(others)}: loaders tie weights, and not their scales"
+
+
+def _why_ragged(module: Any, row: CheckpointFormat) -> str | None:
+    k, n = sizes_of(module)
+    sizes = zip(("out_features", "in_features"), (n, k), row.multiples, strict=True)
+    ragged = [f"{name}={size} is no multiple of {multiple}" for name, size, multiple in sizes if size % multiple]
+    return f"{' and '.join(ragged)}: {row.why}" if ragged else None
+
+
+def ignored(reasons: Mapping[str, str | None], found: Iterable[Place]) -> list[str]:
+    """The modules in high precision that an engine could take for layers: linear layers, routers and experts."""
+    exported = {joined(name, "weight") for name, reason in reasons.items() if reason is None}
+    names = dict.fromkeys(name for name, reason in reasons.items() if reason is not None)
+    for place in found:
+        for name, owner in zip(place.names, place.owners, strict=True):
+            is_matrix = owner.is_parameter and place.tensor.ndim >= 2 and not isinstance(owner.module, nn.Embedding)
+            if is_matrix and name not in exported:
+                names.setdefault(name.rpartition(".")[0])
+    return [name for name in names if name]
+
+
+def _listed_apart(
+    reasons: dict[str, str | None], row: CheckpointFormat, found: Iterable[Place]
+) -> dict[str, str | None]:
+    """Keep in high precision what an engine would take for a listed module, because it matches beginnings and ends."""
+    while row.matches_parts:
+        names = ignored(reasons, found)
+        starts, ends = re.compile("|".join(map(re.escape, names)) or "(?!)"), tuple(names)
+        taken = [
+            name for name, reason in reasons.items() if reason is None and (starts.match(name) or name.endswith(ends))
+        ]
+        if not taken:
+            return reasons
+        for name in taken:
+            other = next(each for each in names if name.startswith(each) or name.endswith(each))
+            reasons[name] = f"its name begins or ends with {other}, which is in high precision: engines match by that"
+    return reasons
+
+
+def notes(reasons: Mapping[str, str | None], found: Iterable[Place]) -> tuple[str, ...]:
+    """What an engine may refuse, though the tensors are right."""
+    stacked = [place.name for place in found if place.owners[0].is_parameter and place.tensor.ndim == 3]
+    if not stacked:
+        return _split_groups(reasons)
+    of_experts = (
+        f"{len(stacked)} parameters have 3 dims, as of experts, such as {stacked[0]}: they are in high precision and "
+        "have the names of the model. transformers reads them; engines that expect a layer for each expert do not"
+    )
+    return (*_split_groups(reasons), of_experts)
+
+
+def _split_groups(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
+    """A note for each group of layers that engines fuse, and of which only some are exported."""
+    split: dict[tuple[str, ...], list[str]] = {}
+    for name in reasons:
+        parent, _, last = name.rpartition(".")
+        for group in FUSED:
+            members = [reasons[f"{parent}.{each}"] for each in group if f"{parent}.{each}" in reasons]
+            if last == group[0] and len({reason is None for reason in members}) > 1:
+                split.setdefault(group, []).append(parent)
+    return tuple(
+        f"vLLM and SGLang fuse {', '.join(group)} and refuse a mix of formats: {len(parents)} modules have one, such "
+        f"as {parents[0]}. Leave them all out by filter, or take a format without blocks"
+        for group, parents in split.items()
+    )

@@ -1,0 +1,129 @@
+"""The quantization config of a checkpoint that is read: in which checkpoint format a layer is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tritonfp8.checks import require, shown
+from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, UE8M0, CheckpointFormat
+from tritonfp8.specs import BLOCKS, QuantSpec
+
+# By key the default of compressed-tensors, and what is read here.
+_CODES = (("num_bits", 8, 8), ("type", "int", "float"), ("symmetric", True, True), ("dynamic", False, False))
+# What transformers calls scales that are no powers of two.
+FLOAT = "float"
+
+
+class Group(NamedTuple):
+    """Layers of one checkpoint format: names, regular expressions after ``re:``, or names of classes."""
+
+    targets: tuple[str, ...]
+    row: CheckpointFormat
+
+    def rank(self, name: str, classes: tuple[str, ...]) -> int | None:
+        """How closely a layer is matched: 0 by name, 1 by an expression, 2 by a class; None: not at all."""
+        for rank, matches in enumerate(
+            (
+                lambda target: target == name,
+                lambda target: target.startswith("re:") and re.match(target[3:], name) is not None,
+                lambda target: target in classes,
+            )
+        ):
+            if any(map(matches, self.targets)):
+                return rank
+        return None
+
+
+def groups(config: Mapping[str, Any]) -> list[Group]:
+    """The groups of a quantization config.
+
+    Raises:
+        ValueError: an unknown ``quant_method``, or another kind of codes or scales than a row of
+            :data:`CHECKPOINT_FORMATS` has.
+    """
+    method = config.get("quant_method")
+    require("quant_method of the quantization config", method, tuple(_READERS))
+    return _READERS[str(method)](config)
+
+
+def row_of(found: list[Group], name: str, classes: tuple[str, ...]) -> CheckpointFormat | None:
+    """The checkpoint format of the layer ``name``, or None if no group has it.
+
+    Args:
+        found: the groups.
+        name: of the layer.
+        classes: the names of its class and of those that it derives from.
+    """
+    ranked = [(rank, at) for at, group in enumerate(found) if (rank := group.rank(name, classes)) is not None]
+    return found[min(ranked)[1]].row if ranked else None
+
+
+def _fine_grained(config: Mapping[str, Any]) -> list[Group]:
+    row = CHECKPOINT_FORMATS["fine_grained"]
+    require("fmt of the quantization config", config.get("fmt", row.spec.format), (row.spec.format,))
+    require("scale_fmt of the quantization config", config.get("scale_fmt"), (None, FLOAT, UE8M0))
+    block = _block("weight_block_size", config.get("weight_block_size"), row)
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        _names(key, config.get(key) or [])
+    return [Group(("re:.*",), _with_block(row, block))]
+
+
+def _compressed(config: Mapping[str, Any]) -> list[Group]:
+    _names("ignore", config.get("ignore") or [])
+    schemes = config.get("config_groups")
+    if not isinstance(schemes, dict) or not schemes:
+        raise ValueError(f"config_groups of the quantization config must be a JSON object; got {shown(schemes)}")
+    found = []
+    for name, scheme in schemes.items():
+        if not isinstance(scheme, dict):
+            raise ValueError(f"{name} of config_groups must be a JSON object; got {shown(scheme)}")
+        # A group of activations alone, such as those of a cache.
+        if scheme.get("weights") is not None:
+            targets = _names(f"targets of {name}", scheme.get("targets"))
+            found.append(Group(targets, _compressed_row(name, scheme["weights"])))
+    return found
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], list[Group]]] = {
+    "fp8": _fine_grained,
+    "compressed-tensors": _compressed,
+}
+
+
+def _compressed_row(group: str, weights: object) -> CheckpointFormat:
+    if not isinstance(weights, dict):
+        raise ValueError(f"weights of {group} must be a JSON object; got {shown(weights)}")
+    rows = {
+        row.arguments["weights"]["strategy"]: row for row in CHECKPOINT_FORMATS.values() if "weights" in row.arguments
+    }
+    for key, default, needed in _CODES:
+        require(f"{key} of the weights of {group}", weights.get(key, default), (needed,))
+    require(f"strategy of the weights of {group}", weights.get("strategy"), tuple(rows))
+    row = rows[weights["strategy"]]
+    needed = row.arguments["weights"]
+    for key in ("group_size", "scale_dtype"):
+        if key in needed:
+            require(f"{key} of the weights of {group}", weights.get(key), (needed[key],))
+    if "block_structure" in needed:
+        return _with_block(row, _block(f"block_structure of {group}", weights.get("block_structure"), row))
+    return row
+
+
+def _block(name: str, value: object, row: CheckpointFormat) -> tuple[int, int]:
+    scales = row.spec.scale_format
+    blocks = tuple(list(block) for block, entry in BLOCKS.items() if min(block) > 0 and scales in entry.scale_formats)
+    require(name, value, blocks)
+    return value[0], value[1]  # type: ignore[index]
+
+
+def _with_block(row: CheckpointFormat, block: tuple[int, int]) -> CheckpointFormat:
+    return replace(row, spec=QuantSpec(row.spec.format, block))
+
+
+def _names(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{key} of the quantization config must be a list of names; got {shown(value)}")
+    return tuple(value)

@@ -1,0 +1,155 @@
+"""The files of a checkpoint: safetensors with an index, and configs. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonfp8.export.report import listed
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, QUANTIZATION_CONFIG, GENERATION_CONFIG = "config.json", "quantization_config.json", "generation_config.json"
+ENTRY = "quantization_config"
+# As safetensors spells them.
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, by its header."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def written_before(folder: Path) -> list[str]:
+    """The files of weights in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if path.name == INDEX or path.suffix == ".safetensors")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The quantization config of the checkpoint in ``folder``.
+
+    Raises:
+        ValueError: no folder, no config, or one that is no JSON object.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} must be the folder of a checkpoint; there is none")
+    for name in (CONFIG, QUANTIZATION_CONFIG):
+        if not (folder / name).is_file():
+            continue
+        data = _read_json(folder / name)
+        config = data.get(ENTRY) if name == CONFIG else data
+        if config is not None:
+            if not isinstance(config, dict):
+                raise ValueError(f"{ENTRY} of {folder / name} must be a JSON object; got {type(config).__name__}")
+            return config
+    raise ValueError(
+        f"{folder} has no quantization config: neither {CONFIG} with an entry {ENTRY!r}, nor {QUANTIZATION_CONFIG}. "
+        "A checkpoint in high precision is read by the loader of its library"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}. Copy the checkpoint again") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must be a JSON object; got {type(data).__name__}")
+    return data
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, open. Raises ValueError for one that is missing, truncated or of another kind."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: copy the whole checkpoint")
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no complete safetensors file ({error}): copy it again") from error
+    with file:
+        yield file
+
+
+Read = Callable[[str], Tensor]
+"""Reads a tensor of a checkpoint by its name, on the CPU."""
+
+
+@contextmanager
+def opened_all(folder: Path, stored: Mapping[str, Stored]) -> Iterator[Read]:
+    """The files of a checkpoint, each opened once, when its first tensor is read."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+
+        def read(name: str) -> Tensor:
+            file = stored[name].file
+            if file not in files:
+                files[file] = stack.enter_context(opened(folder / file))
+            return files[file].get_tensor(name)
+
+        yield read
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of the checkpoint in ``folder``, by name, read from the headers of its files.
+
+    Raises:
+        ValueError: no file, one that is missing or truncated, or an index that does not fit the files.
+    """
+    if not (folder / INDEX).is_file():
+        if not (folder / ONE_FILE).is_file():
+            others = sorted(path.name for path in folder.iterdir())
+            raise ValueError(
+                f"{folder} must have {ONE_FILE} or {INDEX}; it has {listed(others) or 'nothing'}. Files of pickles are "
+                "not read"
+            )
+        return _headers(folder, ONE_FILE)
+    weight_map = _weight_map(folder / INDEX)
+    found: dict[str, Stored] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        headers = _headers(folder, file)
+        if others := [name for name in headers if weight_map.get(name) != file]:
+            raise ValueError(f"{folder / file} has tensors that {INDEX} does not place there: {listed(others)}")
+        found.update(headers)
+    if missing := [name for name in weight_map if name not in found]:
+        raise ValueError(f"{INDEX} in {folder} places tensors in files that do not have them: {listed(missing)}")
+    return found
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path} must have a 'weight_map' from names to files; got {type(weight_map).__name__}")
+    for name, file in weight_map.items():
+        # A path could lead out of the folder.
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{path} must place {name} in a safetensors file of its folder; got {file!r}")
+    return weight_map
+
+
+def _headers(folder: Path, file: str) -> dict[str, Stored]:
+    found = {}
+    with opened(folder / file) as opened_file:
+        for name in opened_file.keys():  # noqa: SIM118  no mapping
+            header = opened_file.get_slice(name)
+            kind = header.get_dtype()
+            if kind not in DTYPES:
+                raise ValueError(f"{name} in {folder / file} must be of a dtype among {', '.join(DTYPES)}; got {kind}")
+            found[name] = Stored(file, DTYPES[kind], tuple(header.get_shape()))
+    return found

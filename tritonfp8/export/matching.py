@@ -1,0 +1,180 @@
+"""Which tensor of a checkpoint goes where in a model; headers are checked, and data is not read yet.
+
+Every tensor of the checkpoint and of the model has a partner, is named by a pattern, or is named in an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tritonfp8.checks import require_type
+from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
+from tritonfp8.export.configs import Group, row_of
+from tritonfp8.export.files import Stored
+from tritonfp8.export.places import Place
+from tritonfp8.export.report import listed
+from tritonfp8.formats import HIGH_PRECISION_DTYPES, SCALE_FORMATS
+from tritonfp8.specs import BLOCKS
+
+SCALE_NAMES = tuple(dict.fromkeys(row.scale_name for row in CHECKPOINT_FORMATS.values()))
+CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values())
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Job(NamedTuple):
+    """A tensor of the checkpoint and its place in the model; with codes also the name of the scale and its format."""
+
+    name: str
+    stored: Stored
+    place: Place
+    scale: str | None = None
+    row: CheckpointFormat | None = None
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that has the tensor by this name."""
+        return self.place.owners[self.place.names.index(self.name)].module
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer."""
+        return self.name.removesuffix("weight").removesuffix(".")
+
+
+class Match(NamedTuple):
+    """What is read, and the names on either side that have no partner and are allowed to."""
+
+    jobs: list[Job]
+    ignored: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def match(
+    stored: Mapping[str, Stored], model_places: Iterable[Place], found: list[Group], patterns: Collection[str]
+) -> Match:
+    """Find a partner for every tensor. Raises ValueError as :func:`tritonfp8.export.load` does."""
+    of_name = {name: place for place in model_places for name in place.names}
+    jobs, unused = _jobs(stored, of_name, found)
+    ignored = [name for name in unused if _matches(name, patterns)]
+    loaded = {id(job.place) for job in jobs}
+    missing = [place.name for place in of_name.values() if id(place) not in loaded]
+    left = [name for name in dict.fromkeys(missing) if _matches(name, patterns)]
+    _check_names(set(unused) - set(ignored), set(missing) - set(left))
+    _check_patterns(patterns, [*ignored, *left])
+    _check_left(left, of_name)
+    for job in jobs:
+        _check_job(job, stored)
+    return Match(jobs, tuple(ignored), tuple(left))
+
+
+def patterns_of(ignore: object) -> tuple[str, ...]:
+    """The argument ``ignore``, checked. Raises TypeError."""
+    if isinstance(ignore, str) or not isinstance(ignore, Collection):
+        raise TypeError(f"ignore must be a list of patterns; got {type(ignore).__name__}")
+    for pattern in ignore:
+        require_type("a pattern of ignore", pattern, str, "a str")
+    return tuple(ignore)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _scale_of(weight: str, stored: Mapping[str, Stored]) -> str | None:
+    """The name of the scale of codes, by the name of the codes."""
+    names = (weight.removesuffix("weight") + scale for scale in SCALE_NAMES) if weight.endswith("weight") else ()
+    return next((name for name in names if name in stored), None)
+
+
+def _jobs(
+    stored: Mapping[str, Stored], of_name: Mapping[str, Place], found: list[Group]
+) -> tuple[list[Job], list[str]]:
+    """What is read where, and the names of the tensors that nothing reads."""
+    jobs, used = [], set()
+    for name, header in stored.items():
+        place = of_name.get(name)
+        if place is None:
+            continue
+        used.add(name)
+        if header.dtype not in CODES:
+            jobs.append(Job(name, header, place))
+            continue
+        job = Job(name, header, place, _scale_of(name, stored))
+        row = row_of(found, job.layer, tuple(cls.__name__ for cls in type(job.owner).__mro__))
+        job = job._replace(row=row)
+        if job.scale is None or row is None or not job.scale.endswith(row.scale_name):
+            expected = name.removesuffix("weight") + (row.scale_name if row else SCALE_NAMES[0])
+            raise ValueError(
+                f"{name} has {header.dtype} codes, and so needs the scale {expected} and a group of the config; got "
+                f"{job.scale or 'no scale'} and {'its group' if row else 'no group'}. The checkpoint is incomplete"
+            )
+        used.add(job.scale)
+        jobs.append(job)
+    return jobs, [name for name in stored if name not in used]
+
+
+def _check_names(unused: set[str], missing: set[str]) -> None:
+    parts = []
+    if unused:
+        parts.append(f"the model has no place for these tensors of the checkpoint: {listed(sorted(unused))}")
+    if missing:
+        parts.append(f"the checkpoint does not have these tensors of the model: {listed(sorted(missing))}")
+    if parts:
+        raise ValueError(
+            f"the checkpoint must fit the model; {'; '.join(parts)}. Build the model of the checkpoint's config, or "
+            "name tensors that need no partner by patterns in ignore="
+        )
+
+
+def _check_patterns(patterns: Iterable[str], names: Collection[str]) -> None:
+    if unused := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
+        raise ValueError(
+            f"the patterns {', '.join(map(repr, unused))} of ignore match no tensor without a partner: leave them out"
+        )
+
+
+def _check_left(left: Iterable[str], of_name: Mapping[str, Place]) -> None:
+    if on_meta := [name for name in left if of_name[name].tensor.device.type == "meta"]:
+        raise ValueError(f"{listed(on_meta)} must have values, as the checkpoint has none: they are on the meta device")
+
+
+def _check_job(job: Job, stored: Mapping[str, Stored]) -> None:
+    target, header = job.place.tensor, job.stored
+    if tuple(target.shape) != header.shape:
+        raise ValueError(f"{job.name} must have shape {tuple(target.shape)}, as in the model; got {header.shape}")
+    if job.row is None:
+        same_kind = target.dtype.is_floating_point and header.dtype in (*HIGH_PRECISION_DTYPES, torch.float64)
+        if header.dtype != target.dtype and not same_kind:
+            raise ValueError(f"{job.name} must be of {target.dtype} or a dtype of its kind; got {header.dtype}")
+        return
+    if target.dtype not in HIGH_PRECISION_DTYPES:
+        raise ValueError(f"{job.name} is dequantized into bfloat16, float16 or float32; the model has {target.dtype}")
+    if not isinstance(job.owner, nn.Linear):
+        raise ValueError(
+            f"{job.name} has {header.dtype} codes, which are read for nn.Linear only; the model has a "
+            f"{type(job.owner).__name__}"
+        )
+    if len(header.shape) != 2:
+        raise ValueError(f"{job.name} has {header.dtype} codes and must be a matrix [N, K]; got {header.shape}")
+    _check_scale(job.name, str(job.scale), header.shape, stored[str(job.scale)], job.row)
+
+
+def _check_scale(name: str, scale: str, shape: tuple[int, ...], header: Stored, row: CheckpointFormat) -> None:
+    scales = SCALE_FORMATS[row.spec.scale_format]
+    dtypes = (torch.uint8, scales.dtype) if scales.exponent_only else (*_SCALE_DTYPES, torch.float8_e8m0fnu)
+    if header.dtype not in dtypes:
+        raise ValueError(f"{scale} must be {' or '.join(map(str, dtypes))}; got {header.dtype}")
+    expected = row.scale_shape(shape)
+    whole = row.spec.scale_shape(shape)
+    # One scale, or one a row, comes also without the dims of size 1.
+    flat = tuple(size for size in whole if size != 1)
+    if header.shape not in (expected, whole) and not (len(header.shape) < 2 and header.shape in (flat, (*flat, 1)[:1])):
+        raise ValueError(
+            f"{scale} must have shape {expected}, for blocks of {BLOCKS[row.spec.block].name} of {name} {shape}; got "
+            f"{header.shape}. The config and the tensors are of different checkpoints, or the config is wrong"
+        )

@@ -1,0 +1,122 @@
+"""The tensors of a model: in which modules each lies, and which names share one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from tritonfp8.layers.linear import is_distributed
+from tritonfp8.layers.stored import StoredWeight
+
+# What torch.compile and checkpointing put into the names of modules. A state_dict of theirs has it, a checkpoint not.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+class Owner(NamedTuple):
+    """A module that has a tensor, and the tensor's name in it."""
+
+    module: nn.Module
+    key: str
+    is_parameter: bool
+
+
+class Place(NamedTuple):
+    """A tensor of a model.
+
+    Attributes:
+        names: its names in a checkpoint; several if it is tied.
+        tensor: the parameter or buffer.
+        owners: the modules that have it, one for each name.
+    """
+
+    names: list[str]
+    tensor: Tensor
+    owners: list[Owner]
+
+    @property
+    def name(self) -> str:
+        """The name under which it is written: that of an embedding where it has one, else the first."""
+        names = zip(self.names, self.owners, strict=True)
+        return next((name for name, owner in names if isinstance(owner.module, nn.Embedding)), self.names[0])
+
+
+def unwrapped(name: str) -> str:
+    """A name as it is without ``torch.compile`` and checkpointing."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def joined(module: str, key: str) -> str:
+    """The name of ``key`` in ``module``; the root has no name."""
+    return f"{module}.{key}" if module else key
+
+
+def places(model: nn.Module) -> list[Place]:
+    """The parameters and persistent buffers of a model, in the order of its modules; tied tensors once.
+
+    Raises:
+        ValueError: a lazy parameter.
+    """
+    found: dict[object, Place] = {}
+    for name, owner, tensor in _tensors(model):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} is lazy and has no shape yet: run the model once")
+        place = found.setdefault(_identity(tensor), Place([], tensor, []))
+        place.names.append(name)
+        place.owners.append(owner)
+    return list(found.values())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Owner, Tensor]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = unwrapped(path)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield joined(prefix, key), Owner(module, key, True), parameter
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield joined(prefix, key), Owner(module, key, False), buffer
+
+
+def check_whole(found: Iterable[Place], what: str) -> None:
+    """Raise ValueError for a sharded tensor (a DTensor), which ``what`` does not take."""
+    for place in found:
+        if is_distributed(place.tensor):
+            raise ValueError(
+                f"{place.name} is sharded (a {type(place.tensor).__name__}): {what} needs whole tensors. Gather the "
+                "weights into a model that is not sharded, by torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict with full_state_dict=True"
+            )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, without gradients. A sharded one is gathered, so that all ranks must call this."""
+    gather = getattr(tensor, "full_tensor", None) if is_distributed(tensor) else None
+    return (tensor if gather is None else gather()).detach()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop what it gathered, as it does for a state_dict: a gathered weight is rounded or in 8 bits."""
+    for module in model.modules():
+        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
+
+
+def _identity(tensor: Tensor) -> object:
+    # A stored weight has no memory of its own, only that of its codes.
+    if is_distributed(tensor) or isinstance(tensor, StoredWeight) or tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def buffers_on_meta(model: nn.Module) -> list[str]:
+    """The buffers on the meta device that no checkpoint has."""
+    return [
+        unwrapped(joined(path, key))
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key in module._non_persistent_buffers_set and buffer.device == torch.device("meta")
+    ]

@@ -1,0 +1,190 @@
+"""load: a checkpoint in 8 bits into a model, file by file.
+
+Everything that headers tell is checked before the model changes: names, shapes, dtypes, files, and the scales.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.checks import require_type
+from tritonfp8.export.configs import groups
+from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
+from tritonfp8.export.matching import Job, match, patterns_of
+from tritonfp8.export.places import Place, buffers_on_meta, check_whole, places
+from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
+from tritonfp8.formats import SCALE_FORMATS
+from tritonfp8.functional import dequantize, quantize
+from tritonfp8.layers.linear import is_converted, require_module
+from tritonfp8.layers.stored import StoredWeight, plain_weight
+from tritonfp8.quantized import Quantized
+from tritonfp8.specs import BLOCKS, scale_shape
+
+
+def load(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    ignore: Collection[str] = (),
+    device: torch.device | str = "cpu",
+) -> LoadReport:
+    """Read a checkpoint in 8 bits into a model, in place; weights are dequantized.
+
+    Reads what :func:`save` writes, and checkpoints of DeepSeek, transformers, llm-compressor and compressed-tensors in
+    the formats of :func:`plan`: safetensors files beside ``config.json``. Codes with a scale are dequantized as
+    ``float32(code) * float32(scale)``, rounded once to the dtype of the parameter. Scales that are powers of two lose
+    nothing in bfloat16, but for magnitudes below 2^-133. Whether a layer is in 8 bits is what its tensors say; the
+    config says in which blocks.
+
+    Args:
+        model: converted or not. Parameters stay the same objects, except on the meta device, where they are replaced
+            by ones in memory.
+        folder: of the checkpoint.
+        ignore: patterns of tensors that need no partner: in the checkpoint they are not read, such as
+            ``"*.input_scale"`` of static activations; in the model they keep their values, such as a new head.
+        device: where parameters on the meta device are made.
+
+    Returns:
+        A :class:`LoadReport`. For each converted layer it says whether quantizing again gives the codes of the
+        checkpoint. This is computed, because equal specs do not guarantee it: a block whose largest code is 224 or
+        less gets twice the codes and half the scale, which stand for the same values.
+
+    Raises:
+        ValueError: sharded weights; a tensor of the checkpoint that the model does not have, or the reverse; codes
+            without a scale, or the reverse; another shape, dtype, ``quant_method`` or block; a missing or truncated
+            file; a scale that is NaN, infinite or negative; a pattern that matches nothing. The model is unchanged
+            then. Also values that are NaN, or beyond the dtype of the parameter; the layers before are changed then.
+        TypeError: an argument of another type.
+    """
+    require_module(model)
+    require_type("folder", folder, str | Path, "a str or a Path")
+    patterns, root = patterns_of(ignore), Path(folder)
+    found, stored = groups(read_config(root)), stored_tensors(root)
+    to = torch.device(device)
+    model_places = places(model)
+    check_whole(model_places, "tritonfp8.export.load")
+    jobs, ignored, left = match(stored, model_places, found, patterns)
+    with opened_all(root, stored) as read:
+        _check_scales(jobs, read)
+        layers, copied = _fill_all(jobs, read, to)
+    on_meta = buffers_on_meta(model)
+    if on_meta:
+        warnings.warn(
+            f"checkpoints do not have these buffers, which are on the meta device still: {listed(on_meta)}. Build the "
+            "model with its buffers in memory, or compute them",
+            stacklevel=2,
+        )
+    return LoadReport(layers, copied, ignored, left, tuple(on_meta))
+
+
+def _scale(job: Job, read: Read) -> Tensor:
+    """The scale of a job, in the dtype and shape of its spec."""
+    assert job.scale is not None
+    assert job.row is not None
+    x = read(job.scale).reshape(scale_shape(job.stored.shape, job.row.spec.block))
+    scales = SCALE_FORMATS[job.row.spec.scale_format]
+    return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
+
+
+def _check_scales(jobs: Iterable[Job], read: Read) -> None:
+    for job in jobs:
+        if job.row is not None:
+            x = _scale(job, read).float()
+            if not bool((x.isfinite() & (x >= 0)).all()):
+                raise ValueError(
+                    f"{job.scale} must be finite and not negative; the weights of {job.layer} are unusable"
+                )
+
+
+def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
+    """Read every tensor into its place, file by file. Returns the layers and the other tensors of the report."""
+    layers: dict[str, LoadedLayer] = {}
+    copied: dict[str, str] = {}
+    filled: dict[int, Tensor] = {}
+    for job in sorted(jobs, key=lambda job: job.stored.file):
+        target = filled.get(id(job.place))
+        x, made_from = _values(job, read, device)
+        if target is not None:
+            _check_tied(job, target, x)
+            copied[job.name] = "tied"
+            continue
+        filled[id(job.place)] = _fill(job.place, _kept(job.place.tensor, made_from, x))
+        if isinstance(made_from, Quantized):
+            assert job.row is not None
+            again = _again(job, filled[id(job.place)], made_from)
+            layers[job.layer] = LoadedLayer(f"{job.row.name} {BLOCKS[job.row.spec.block].name}", again)
+        else:
+            copied[job.name] = made_from
+    return layers, copied
+
+
+def _check_tied(job: Job, target: Tensor, x: Tensor) -> None:
+    if not torch.equal(plain_weight(target), x):
+        raise ValueError(
+            f"{' and '.join(job.place.names)} are one tensor in the model, and differ in the checkpoint: build the "
+            "model with tie_word_embeddings=False"
+        )
+
+
+def _values(job: Job, read: Read, device: torch.device) -> tuple[Tensor, Quantized | str]:
+    """A tensor as the model has it, and what it was made from."""
+    target = job.place.tensor
+    to = device if target.device.type == "meta" else target.device
+    x = read(job.name).to(to)
+    if job.row is None:
+        values, shown = x.to(target.dtype), f"copied, {x.dtype} to {target.dtype}".replace("torch.", "")
+        if x.dtype == target.dtype:
+            return values, "copied"
+        finite = x.isfinite().equal(values.isfinite())
+        made_from: Quantized | str = shown
+    else:
+        made_from = Quantized(x, _scale(job, read).to(to), job.row.spec)
+        values = dequantize(made_from, target.dtype)
+        finite = bool(values.isfinite().all())
+    if not finite:
+        raise ValueError(f"{job.name} must be finite in {target.dtype}; it has a NaN or values beyond that dtype")
+    return values, made_from
+
+
+def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
+    """``x``, or the codes that it was made from, where a stored weight of the same spec takes its place."""
+    if not isinstance(target, StoredWeight) or not isinstance(made_from, Quantized):
+        return x
+    # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
+    are_powers = bool((torch.frexp(made_from.scale.float()).mantissa == 0.5).all())
+    if are_powers and replace(made_from.spec, scale_rounding=target.spec.scale_rounding) == target.spec:
+        return StoredWeight(made_from.qdata, made_from.scale, target.spec, target.dtype, target.is_transposed)
+    return x
+
+
+@torch.no_grad()
+def _fill(place: Place, x: Tensor) -> Tensor:
+    """Put values into a place. Returns the tensor that the model has then."""
+    if place.tensor.device.type != "meta":
+        return place.tensor.copy_(x)
+    # The memory of a tensor that was read is the file, which may change later.
+    x = x.clone()
+    tensor = nn.Parameter(x, requires_grad=place.tensor.requires_grad) if place.owners[0].is_parameter else x
+    for owner in place.owners:
+        setattr(owner.module, owner.key, tensor)
+    return tensor
+
+
+def _again(job: Job, weight: Tensor, q: Quantized) -> str | None:
+    """What the recipe of the layer makes of its new weight."""
+    owner: Any = job.owner
+    spec = owner.recipe.output.rhs if is_converted(owner) else None
+    if spec is None:
+        return None
+    again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, spec)
+    same_scales = spec.block == q.spec.block and torch.equal(again.scale.float(), q.scale.float())
+    if same_scales and torch.equal(again.qdata.view(torch.uint8), q.qdata.view(torch.uint8)):
+        return SAME_CODES
+    return SAME_VALUES if torch.equal(dequantize(again, torch.float32), dequantize(q, torch.float32)) else ROUNDED

@@ -1,0 +1,154 @@
+"""The results of an export and of a load; ``str`` of each is a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+SAME_CODES = "codes kept"
+SAME_VALUES = "values kept"
+ROUNDED = "rounded again"
+
+
+@dataclass(frozen=True)
+class ExportedLayer:
+    """A linear layer in an export.
+
+    Attributes:
+        exported_as: the spec of its codes as text; None if it stays in high precision.
+        reason: why it stays in high precision; None if it is exported in 8 bits.
+        bytes_before: of its weight in the model.
+        bytes_after: of its weight in the export, with its scales; 0 for a tied weight that another name has.
+        same_codes: whether these are the codes that the layer's GEMM ``output`` reads in training, with weights of the
+            same dtype; None if the layer is not converted or stays in high precision.
+    """
+
+    exported_as: str | None
+    reason: str | None
+    bytes_before: int
+    bytes_after: int
+    same_codes: bool | None = None
+
+    def __str__(self) -> str:
+        if self.exported_as is None:
+            return f"high precision: {self.reason}"
+        same = {None: "", True: ", the codes of its recipe", False: ", not the codes of its recipe"}[self.same_codes]
+        return f"{self.exported_as}, {shown_bytes(self.bytes_before)} -> {shown_bytes(self.bytes_after)}{same}"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export has; ``str(report)`` is a table.
+
+    Attributes:
+        format: the name of the checkpoint format.
+        layers: every linear layer by fully qualified name.
+        others: bytes of every other tensor of the export, by name.
+        tied: for each name that is not written, the name of the tensor that it shares.
+        quantization_config: the entry of ``config.json`` that tells an engine how to read the tensors.
+        bytes_before: of all tensors in the model.
+        bytes_after: of all tensors in the export.
+        notes: what an engine may refuse.
+        files: the files that ``save`` wrote, by name with their bytes; empty without a file.
+    """
+
+    format: str
+    layers: dict[str, ExportedLayer]
+    others: dict[str, int]
+    tied: dict[str, str]
+    quantization_config: dict[str, Any]
+    bytes_before: int
+    bytes_after: int
+    notes: tuple[str, ...] = ()
+    files: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def exported(self) -> list[str]:
+        """The names of the layers in 8 bits."""
+        return [name for name, layer in self.layers.items() if layer.exported_as is not None]
+
+    def __str__(self) -> str:
+        rows = [(name, str(layer)) for name, layer in self.layers.items()]
+        rows += [(name, f"tied: written as {other}") for name, other in self.tied.items()]
+        count = len(self.exported)
+        total = (
+            f"{count} layers in 8 bits as {self.format!r}, {len(self.layers) - count} in high precision, "
+            f"{len(self.others)} other tensors; {shown_bytes(self.bytes_before)} -> {shown_bytes(self.bytes_after)}"
+        )
+        return "\n".join([*columns(rows), *(f"note: {note}" for note in self.notes), total])
+
+
+@dataclass(frozen=True)
+class LoadedLayer:
+    """A linear layer whose weight came in 8 bits.
+
+    Attributes:
+        loaded_as: the checkpoint format, and the blocks of its scales, as text.
+        again: what quantizing the weight by the layer's recipe gives: ``"codes kept"`` (the codes and scales of the
+            checkpoint, to the bit), ``"values kept"`` (other codes that stand for the same values), or
+            ``"rounded again"``. None if the layer is not converted, or its recipe keeps ``output`` in high precision.
+    """
+
+    loaded_as: str
+    again: str | None
+
+    def __str__(self) -> str:
+        return self.loaded_as if self.again is None else f"{self.loaded_as}; by its recipe: {self.again}"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was read into a model; ``str(report)`` is a table.
+
+    Attributes:
+        layers: the layers whose weight came in 8 bits, by fully qualified name.
+        copied: every other tensor that was read, with a note on its dtype.
+        ignored: the tensors of the checkpoint that a pattern of ``ignore`` left out.
+        left: the tensors of the model that the checkpoint does not have and a pattern of ``ignore`` allows.
+        on_meta: buffers that are on the meta device still, because checkpoints do not have them.
+    """
+
+    layers: dict[str, LoadedLayer]
+    copied: dict[str, str]
+    ignored: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    on_meta: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [(name, str(layer)) for name, layer in self.layers.items()]
+        rows += [(name, note) for name, note in self.copied.items()]
+        rows += [(name, "ignored: not read") for name in self.ignored]
+        rows += [(name, "not in the checkpoint: left as it was") for name in self.left]
+        rows += [(name, "on the meta device: checkpoints do not have it") for name in self.on_meta]
+        total = f"{len(self.layers)} layers from 8 bits, {len(self.copied)} other tensors"
+        if kept := [layer.again for layer in self.layers.values() if layer.again is not None]:
+            total += "".join(
+                f", {kept.count(again)} {again}" for again in (SAME_CODES, SAME_VALUES, ROUNDED) if again in kept
+            )
+        if self.ignored:
+            total += f", {len(self.ignored)} ignored"
+        return "\n".join([*columns(rows), total])
+
+
+def columns(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines of two columns."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {what}" for name, what in rows]
+
+
+def shown_bytes(count: int) -> str:
+    """A number of bytes, as text: 512 B, 1.5 kB, 16.1 GB."""
+    value, units = float(count), ("B", "kB", "MB", "GB")
+    for unit in units:
+        if value < 1000 or unit == units[-1]:
+            break
+        value /= 1000
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def listed(names: Iterable[str], limit: int = 40) -> str:
+    """Names for a message: all up to ``limit``, then how many more."""
+    found = list(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more

@@ -1,0 +1,228 @@
+"""plan and tensors: what an export has, and its tensors one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.checks import check_floating, require
+from tritonfp8.conversion import Filter
+from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
+from tritonfp8.export.choice import choose, ignored, notes
+from tritonfp8.export.places import Place, joined, places, reshard, whole
+from tritonfp8.export.report import ExportedLayer, ExportReport
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.functional import quantize
+from tritonfp8.layers.linear import is_converted, require_module
+from tritonfp8.layers.stored import StoredWeight, plain_weight
+from tritonfp8.quantized import Quantized
+
+
+class Entry(NamedTuple):
+    """One tensor of a model that is written.
+
+    Attributes:
+        name: its name in the export.
+        tensor: the tensor of the model.
+        row: the checkpoint format of its codes and scale, or None in high precision.
+        dtype: the dtype in which it is written in high precision.
+    """
+
+    name: str
+    tensor: Tensor
+    row: CheckpointFormat | None
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the export, with scales."""
+        count = self.tensor.numel()
+        if self.row is None:
+            return count * self.dtype.itemsize
+        scales = torch.Size(self.row.scale_shape(self.tensor.shape)).numel()
+        return count * self.row.dtype.itemsize + scales * self.row.scale_dtype.itemsize
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the export: one, or codes and scale.
+
+        Raises:
+            ValueError: a weight has a NaN or an infinity.
+        """
+        x = whole(self.tensor)
+        if self.row is None:
+            yield self.name, plain_weight(x).to(self.dtype)
+            return
+        q = _codes(x, self.row)
+        if not bool(q.scale.float().isfinite().all()):
+            raise ValueError(
+                f"{self.name} has a NaN or an infinity: an engine would compute with it. Check the training"
+            )
+        scale = q.scale.contiguous().view(self.row.scale_dtype).reshape(self.row.scale_shape(x.shape))
+        yield self.name, q.qdata
+        yield self.name.removesuffix("weight") + self.row.scale_name, scale
+
+
+def _codes(x: Tensor, row: CheckpointFormat) -> Quantized:
+    """``x [N, K]`` as the checkpoint format has it: the codes of a stored weight as they are, if it has these."""
+    if isinstance(x, StoredWeight) and x.spec == row.spec:
+        return x.quantized
+    return quantize(plain_weight(x), row.spec)
+
+
+class Plan(NamedTuple):
+    """What an export writes, and its report."""
+
+    entries: list[Entry]
+    report: ExportReport
+
+
+def plan(
+    model: nn.Module,
+    format: str,
+    *,
+    filter: Filter | None = None,
+    scale_rounding: str = "pow2",
+    scale_fmt: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ExportReport:
+    """What :func:`tensors` and :func:`save` write, without quantizing anything.
+
+    Args:
+        model: converted or not, with weights in high precision or stored by ``mode="inference"``, whose codes are
+            written as they are if the format has them. It may be compiled. Weights may be sharded by FSDP2 or tensor
+            parallelism.
+        format: the name of a checkpoint format; ``X`` is a linear layer of weight ``[N, K]``. The codes ``X.weight
+            [N, K]`` are float8_e4m3fn, and the scale multiplies to dequantize.
+
+            ``"fine_grained"``: ``X.weight_scale_inv [ceil(N/128), ceil(K/128)]`` float32 (DeepSeek-V3, transformers).
+            ``"compressed_channel"``: ``X.weight_scale [N, 1]`` float32 (compressed-tensors, as the next ones).
+            ``"compressed_tensor"``: ``X.weight_scale [1]`` float32.
+            ``"compressed_block"``: ``X.weight_scale [ceil(N/128), K/128]`` float32.
+            ``"compressed_mxfp8"``: ``X.weight_scale [N, K/32]`` uint8, an exponent biased by 127.
+        filter: which layers are quantized: a list of patterns or names, or a function ``filter(module, fqn) -> bool``.
+            Without one these are the converted layers whose recipe quantizes ``output``, and in a model without
+            converted layers those that :func:`tritonfp8.convert` would take. Output heads, tied weights and ``Conv1D``
+            always stay in high precision, as do layers whose size the format's readers misread.
+        scale_rounding: of :class:`~tritonfp8.QuantSpec`. ``"pow2"``: powers of two, which a cast to bfloat16 keeps.
+            ``"none"`` (float32 scales) is finer by up to one bit; loaders that cast scales to bfloat16 round it.
+            ``"floor"`` (``"compressed_mxfp8"``) is the OCP rule, which may saturate.
+        scale_fmt: ``"ue8m0"`` (``"fine_grained"``) is written into the config: it says that scales are powers of two,
+            so that engines use kernels for those and quantize activations alike.
+        dtype: bfloat16, float16 or float32, to which other floating tensors are cast; None leaves them as they are.
+
+    Returns:
+        An :class:`ExportReport` with the ``quantization_config``.
+
+    Raises:
+        ValueError: an unknown format or option, no layer to quantize, a pattern that matches no layer, or a weight that
+            is lazy, on the meta device, or in 8 bits already.
+        TypeError: an argument of another type.
+    """
+    return planned(model, format, filter, scale_rounding, scale_fmt, dtype).report
+
+
+def tensors(
+    model: nn.Module,
+    format: str,
+    *,
+    filter: Filter | None = None,
+    scale_rounding: str = "pow2",
+    scale_fmt: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an export one layer at a time, for an engine that is running.
+
+    Arguments are checked by the call. A layer is quantized when its codes are asked for, from the values that its
+    weight has then. No layer before it is kept, so memory grows by one layer's codes and scales. Sharded weights are
+    gathered one at a time: every rank must take every tensor, and gets all of them.
+
+    Args:
+        model, format, filter, scale_rounding, scale_fmt, dtype: as for :func:`plan`.
+
+    Returns:
+        ``(name, tensor)`` in the order of the modules, on the device of the model. Codes are followed by their scale.
+        Tensors in high precision share the memory of the model, unless ``dtype`` casts them. Tied tensors come once.
+
+    Raises:
+        ValueError, TypeError: as :func:`plan`; and, when its layer is reached, a weight with a NaN or an infinity.
+    """
+    return _stream(planned(model, format, filter, scale_rounding, scale_fmt, dtype).entries)
+
+
+def _stream(entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
+    for entry in entries:
+        yield from entry.tensors()
+
+
+def planned(
+    model: nn.Module,
+    format: str,
+    filter: Filter | None,
+    scale_rounding: str,
+    scale_fmt: str | None,
+    dtype: torch.dtype | None,
+) -> Plan:
+    """The entries and the report of an export; see :func:`plan`."""
+    require_module(model)
+    require("dtype", dtype, (None, *HIGH_PRECISION_DTYPES))
+    row = checkpoint_format(format, scale_rounding, scale_fmt)
+    reshard(model)
+    found = places(model)
+    for place in found:
+        _check_written(place)
+    reasons = choose(model, row, filter, found)
+    chosen = {joined(name, "weight") for name, reason in reasons.items() if reason is None}
+    entries = []
+    for place in found:
+        if place.name in chosen:
+            check_floating(place.name, place.tensor)
+        to = dtype if dtype is not None and place.tensor.dtype.is_floating_point else place.tensor.dtype
+        entries.append(Entry(place.name, place.tensor, row if place.name in chosen else None, to))
+    return Plan(entries, _report(row, reasons, found, entries, scale_fmt))
+
+
+def _check_written(place: Place) -> None:
+    tensor = place.tensor
+    if tensor.device.type == "meta":
+        raise ValueError(f"{place.name} is on the meta device: load its values before the export")
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        raise ValueError(
+            f"{place.name} is {tensor.dtype}: an export needs weights in high precision. Load the model dequantized"
+        )
+
+
+def _report(
+    row: CheckpointFormat,
+    reasons: dict[str, str | None],
+    found: list[Place],
+    entries: list[Entry],
+    scale_fmt: str | None,
+) -> ExportReport:
+    modules = {name: owner.module for place in found for name, owner in zip(place.names, place.owners, strict=True)}
+    tensors_of = {name: place.tensor for place in found for name in place.names}
+    after = {entry.name: entry.nbytes for entry in entries}
+    layers = {}
+    for name, reason in reasons.items():
+        key = joined(name, "weight")
+        module, before = modules.get(key), tensors_of[key].nbytes if key in tensors_of else 0
+        exported_as = str(row.spec) if reason is None else None
+        same = _same_codes(module, row) if reason is None else None
+        layers[name] = ExportedLayer(exported_as, reason, before, after.get(key, 0), same)
+    weights = {joined(name, "weight") for name in layers}
+    return ExportReport(
+        row.name,
+        layers,
+        {name: count for name, count in after.items() if name not in weights},
+        {name: place.name for place in found for name in place.names if name != place.name},
+        row.config(ignored(reasons, found), scale_fmt),
+        sum(place.tensor.nbytes for place in found),
+        sum(after.values()),
+        notes(reasons, found),
+    )
+
+
+def _same_codes(module: Any, row: CheckpointFormat) -> bool | None:
+    return bool(module.recipe.output.rhs == row.spec) if module is not None and is_converted(module) else None
