@@ -133,8 +133,12 @@ def _owned(x: Tensor) -> Tensor:
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
+    # safetensors lets only the user read its files, so an engine of another user could not: take the usual mode.
+    path.touch()
+    mode = path.stat().st_mode
     # transformers reads a file only if its metadata names the framework.
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
     _sync(path)
 
 
