@@ -16,7 +16,8 @@ _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eag
 _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _STORED = "tests/layers/stored/test_stored.py"
-_NOT_IN_8_BITS = "tests/export/test_plan.py::test_the_report_says_whether_training_reads_the_same_codes"
+_EXPORT = "tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most_codes"
+_SHARDED_EXPORT = "tests/export/test_sharded.py::test_fsdp2_that_left_weights_gathered"
 _SCHEDULE = "tests/workflow/test_schedule.py"
 _FSDP = "tests/distributed/fsdp/test_fsdp.py"
 _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
@@ -34,6 +35,7 @@ _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 _NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}::test_a_recipe_without_a_quantized_weight_is_refused")}
 _SAME_CODE = "Same code."
 _NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
+_NO_CODES = "Layers of `bf16` are exported in 8 bits if a filter names them."
 _CHECKPOINT = "A checkpoint has the keys and the dtypes of `nn.Linear`: codes are never saved."
 
 
@@ -103,12 +105,7 @@ ONE_PROCESS = (
         (f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load",),
         known=_CHECKPOINT,
     ),
-    Column(
-        "export in 8 bits, and load",
-        ("tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most_codes",),
-        otherwise={"bf16": ("no: nothing in 8 bits", _NOT_IN_8_BITS)},
-        known="A layer of `bf16` can be exported by a filter that names it.",
-    ),
+    Column("export in 8 bits, and load", (_EXPORT,), known=_NO_CODES),
     Column(
         "CPU offload of accelerate",
         (_ACCELERATE_HOOKS,),
@@ -268,11 +265,7 @@ SHARDED = (
         fixed={"rowwise": f"{_CHUNKED}::test_the_gather_changes_no_bit"},
         known=f"{_SAME_CODE} A head that is gathered in 8 bits is gathered in high precision too; a warning says so.",
     ),
-    Column(
-        "FSDP2, export.tensors",
-        ("tests/export/test_sharded.py::test_fsdp2_that_left_weights_gathered",),
-        known="A model of `bf16` has nothing to export in 8 bits.",
-    ),
+    Column("FSDP2, export.tensors", (_SHARDED_EXPORT,), known=_NO_CODES),
     Column(
         "FSDP2, fuse=True",
         (

@@ -82,6 +82,8 @@ def test_a_model_without_a_config_of_transformers(tmp_path):
     report = tritonfp8.export.save(model, tmp_path, "fine_grained")
     assert {path.name for path in tmp_path.iterdir()} == {"quantization_config.json", "model.safetensors"}
     assert json.loads((tmp_path / "quantization_config.json").read_text()) == report.quantization_config
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1, "other users may read the weights as they may read the config"
     other = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
     assert len(tritonfp8.export.load(other, tmp_path).layers) == 2
 

@@ -27,6 +27,10 @@ def test_tensor_parallel(ranks, format):
     assert ranks.run(2, export_cases.tensor_parallel, format=format) == [True, True]
 
 
+def test_data_parallel(ranks):
+    assert ranks.run(2, export_cases.data_parallel) == [True, True]
+
+
 def test_files_are_of_whole_models(ranks):
     for save, load in ranks.run(2, export_cases.refused):
         assert "is sharded (a DTensor): tritonfp8.export.save needs whole tensors. Gather the weights" in save

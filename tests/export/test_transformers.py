@@ -101,6 +101,17 @@ def test_their_first_forward_decompresses_it(tmp_path, format):
     check_equal(theirs, ours)
 
 
+@pytest.mark.parametrize("rounding", ["pow2", "none"])
+def test_their_cast_of_scales_to_bfloat16_rounds_all_but_powers_of_two(tmp_path, rounding):
+    tritonfp8.export.save(model_of(), tmp_path, "compressed_channel", scale_rounding=rounding)
+    ours = model_of(seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    config = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(theirs.state_dict()[name], ours.state_dict()[name]) == (rounding == "pow2")
+
+
 @pytest.mark.parametrize(
     ("format", "inferred"),
     [

@@ -235,6 +235,27 @@ MUTANTS = (
         "a compiled layer saves its quantized input though backward has the original",
         ("tests/layers/linear/test_compile_saved.py",),
     ),
+    Mutant(
+        "tritonfp8/export/choice.py",
+        "or _why_ragged(module, row)",
+        "or None",
+        "transformers reads layers of ragged blocks as other weights",
+        ("tests/export",),
+    ),
+    Mutant(
+        "tritonfp8/export/matching.py",
+        "_check_names(set(unused) - set(ignored), ",
+        "_check_names(set(), ",
+        "tensors of a checkpoint that the model does not have are dropped",
+        ("tests/export",),
+    ),
+    Mutant(
+        "tritonfp8/export/reading.py",
+        "return SAME_VALUES if torch.equal(",
+        "return SAME_CODES if torch.equal(",
+        "codes that change are called kept",
+        ("tests/export",),
+    ),
 )
 
 

@@ -44,6 +44,17 @@ class Place(NamedTuple):
         return next((name for name, owner in names if isinstance(owner.module, nn.Embedding)), self.names[0])
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside of ``torch.compile`` and ``DistributedDataParallel``, which has its config and its names."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
 def unwrapped(name: str) -> str:
     """A name as it is without ``torch.compile`` and checkpointing."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

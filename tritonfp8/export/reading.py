@@ -18,7 +18,7 @@ from tritonfp8.checks import require_type
 from tritonfp8.export.configs import groups
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Job, match, patterns_of
-from tritonfp8.export.places import Place, buffers_on_meta, check_whole, places
+from tritonfp8.export.places import Place, bare, buffers_on_meta, check_whole, places
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
@@ -64,6 +64,7 @@ def load(
         TypeError: an argument of another type.
     """
     require_module(model)
+    model = bare(model)
     require_type("folder", folder, str | Path, "a str or a Path")
     patterns, root = patterns_of(ignore), Path(folder)
     found, stored = groups(read_config(root)), stored_tensors(root)

@@ -12,7 +12,7 @@ from tritonfp8.checks import check_floating, require
 from tritonfp8.conversion import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, notes
-from tritonfp8.export.places import Place, joined, places, reshard, whole
+from tritonfp8.export.places import Place, bare, joined, places, reshard, whole
 from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import quantize
@@ -167,6 +167,7 @@ def planned(
 ) -> Plan:
     """The entries and the report of an export; see :func:`plan`."""
     require_module(model)
+    model = bare(model)
     require("dtype", dtype, (None, *HIGH_PRECISION_DTYPES))
     row = checkpoint_format(format, scale_rounding, scale_fmt)
     reshard(model)

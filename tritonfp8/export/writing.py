@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tritonfp8.checks import require_type
 from tritonfp8.conversion import Filter
 from tritonfp8.export.files import CONFIG, GENERATION_CONFIG, INDEX, ONE_FILE, QUANTIZATION_CONFIG, written_before
-from tritonfp8.export.places import check_whole, places
+from tritonfp8.export.places import bare, check_whole, places
 from tritonfp8.export.report import ExportReport
 from tritonfp8.export.stream import Entry, planned
 
@@ -65,6 +65,7 @@ def save(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
     entries, report = planned(model, format, filter, scale_rounding, scale_fmt, dtype)
+    model = bare(model)
     check_whole(places(model), "tritonfp8.export.save")
     root = Path(folder)
     if found := written_before(root):
@@ -133,8 +134,12 @@ def _owned(x: Tensor) -> Tensor:
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
+    # safetensors lets only the user read its files, so an engine of another user could not: take the usual mode.
+    path.touch()
+    mode = path.stat().st_mode
     # transformers reads a file only if its metadata names the framework.
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
     _sync(path)
 
 
@@ -163,7 +168,7 @@ def _configs(model: nn.Module, report: ExportReport, dtype: torch.dtype) -> dict
         texts[GENERATION_CONFIG] = generation.to_json_string() + "\n"
     data = json.loads(config.to_json_string())  # type: ignore[union-attr]
     data.setdefault("architectures", None)
-    data["architectures"] = data["architectures"] or [type(getattr(model, "_orig_mod", model)).__name__]
+    data["architectures"] = data["architectures"] or [type(model).__name__]
     data["dtype"] = str(dtype).removeprefix("torch.")
     return {**texts, CONFIG: _json({**data, "quantization_config": report.quantization_config})}
 

@@ -56,6 +56,13 @@ def tensor_parallel(mesh, format):
     return _equal(_taken(model, format), _expected(weights, ("0", "2"), format))
 
 
+def data_parallel(mesh):
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    tritonfp8.convert(model, "blockwise")
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(model))
+    return _equal(_taken(wrapped, "fine_grained"), _taken(model, "fine_grained"))
+
+
 def refused(mesh):
     model, _ = build(mesh, Setup())
     messages = []
