@@ -236,6 +236,20 @@ MUTANTS = (
         ("tests/layers/linear/test_compile_saved.py",),
     ),
     Mutant(
+        "tritonfp8/compat/inductor_private.py",
+        "found.append(defaults[name] if is_default else by_name[name])",
+        "found.append(by_name.get(name, defaults[name]))",
+        "a dtype that a compiled graph leaves out is passed as a number",
+        ("tests/ops/test_direct.py", "-k", "left_out"),
+    ),
+    Mutant(
+        "tritonfp8/layers/stored/weight.py",
+        "if spec == self.spec and (square or not transposed):",
+        "if spec == self.spec:",
+        "grad_input reads the scales of rows of a stored weight as scales of columns",
+        ("tests/layers/stored", "-k", "plain_model"),
+    ),
+    Mutant(
         "tritonfp8/export/choice.py",
         "or _why_ragged(module, row)",
         "or None",
