@@ -1,6 +1,7 @@
 """Code that Inductor writes calls the functions of the ops, without torch's dispatcher."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,24 @@ def test_defaults_are_left_out_at_the_end_and_written_in_the_middle(device):
     assert_bitwise_equal([found], [expected])
     assert "tritonfp8_calls.quantize(arg0_1, 'e4m3:rowwise:fp32:pow2')" in code
     assert re.search(r"scaled_matmul\(.*, None, None, None, torch.bfloat16, 'fast'\)", code)
+
+
+def test_a_default_in_the_middle_is_an_expression_and_not_the_number_of_the_schema():
+    """Inductor names arguments that the graph left out. In the schema the default of a dtype is a number."""
+    op = ops.scaled_matmul
+    left_out = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    given = left_out | {"accumulation": "fast"}
+    node = SimpleNamespace(
+        op_overload=op,
+        kwargs=given,
+        codegen_args=lambda: ["a", "s", "'x'", "b", "t", "'y'"],
+        codegen_kwargs=lambda: [f"{name}={value!r}" for name, value in given.items()],
+    )
+    defaults = direct._calls["torch.ops.tritonfp8.scaled_matmul.default"].defaults
+    written = inductor_private.positional(node, defaults)
+    assert written[6:] == ["None", "None", "None", "torch.bfloat16", "'fast'"]
+    given["accumulation"] = "precise"
+    assert inductor_private.positional(node, defaults) == node.codegen_args()
 
 
 def test_the_code_imports_what_it_calls():

@@ -240,7 +240,7 @@ MUTANTS = (
         "found.append(defaults[name] if is_default else by_name[name])",
         "found.append(by_name.get(name, defaults[name]))",
         "a dtype that a compiled graph leaves out is passed as a number",
-        ("tests/ops/test_direct.py", "-k", "left_out"),
+        ("tests/ops/test_direct.py", "-k", "in_the_middle_is"),
     ),
     Mutant(
         "tritonfp8/layers/stored/weight.py",
