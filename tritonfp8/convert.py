@@ -104,7 +104,7 @@ def convert(
             replaces the defaults; or ``"auto"``, which leaves out layers that would get slower, by the tuned table or
             the cost model of the GPU (without a GPU, of an H200).
         fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`). The report
-            lists those that are not fused, with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
+            lists the others with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; read by ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: frozen weights of the converted layers are replaced by
             :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. The state_dict has plain values.

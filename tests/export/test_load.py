@@ -226,7 +226,7 @@ def test_other_configs_are_errors(tmp_path):
         check_error(folder, message)
     (folder / "config.json").unlink()
     check_error(folder, "has no quantization config")
-    check_error(tmp_path / "nothing", "must be the folder of a checkpoint; there is none")
+    check_error(tmp_path / "nothing", "must be the folder of a checkpoint; it does not exist")
 
 
 def test_files_that_are_missing_or_broken(tmp_path):

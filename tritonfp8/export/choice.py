@@ -131,7 +131,7 @@ def notes(reasons: Mapping[str, str | None], found: Iterable[Place]) -> tuple[st
 
 
 def _split_groups(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
-    """A note for each group of layers that engines fuse, and of which only some are exported."""
+    """A note for each group of layers that engines fuse, if only a part of the group is exported."""
     split: dict[tuple[str, ...], list[str]] = {}
     for name in reasons:
         parent, _, last = name.rpartition(".")

@@ -55,7 +55,7 @@ def row_of(found: list[Group], name: str, classes: tuple[str, ...]) -> Checkpoin
     Args:
         found: the groups.
         name: of the layer.
-        classes: the names of its class and of those that it derives from.
+        classes: the names of its class and of the base classes.
     """
     ranked = [(rank, at) for at, group in enumerate(found) if (rank := group.rank(name, classes)) is not None]
     return found[min(ranked)[1]].row if ranked else None

@@ -46,7 +46,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: no folder, no config, or one that is no JSON object.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} must be the folder of a checkpoint; there is none")
+        raise ValueError(f"{folder} must be the folder of a checkpoint; it does not exist")
     for name in (CONFIG, QUANTIZATION_CONFIG):
         if not (folder / name).is_file():
             continue

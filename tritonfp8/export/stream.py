@@ -104,7 +104,7 @@ def plan(
             ``"compressed_mxfp8"``: ``X.weight_scale [N, K/32]`` uint8, an exponent biased by 127.
         filter: which layers are quantized: a list of patterns or names, or a function ``filter(module, fqn) -> bool``.
             Without one these are the converted layers whose recipe quantizes ``output``, and in a model without
-            converted layers those that :func:`tritonfp8.convert` would take. Output heads, tied weights and ``Conv1D``
+            converted layers the choice of :func:`tritonfp8.convert`. Output heads, tied weights and ``Conv1D``
             always stay in high precision, as do layers whose size the format's readers misread.
         scale_rounding: of :class:`~tritonfp8.QuantSpec`. ``"pow2"``: powers of two, which a cast to bfloat16 keeps.
             ``"none"`` (float32 scales) is finer by up to one bit; loaders that cast scales to bfloat16 round it.

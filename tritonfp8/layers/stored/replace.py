@@ -144,7 +144,7 @@ def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
     """The recipe that a layer with a stored weight follows when ``recipe`` is asked for.
 
     Raises:
-        ValueError: it reads other codes than those that are stored.
+        ValueError: it reads other codes than the stored ones.
     """
     if not is_stored(layer):
         return recipe
