@@ -313,6 +313,17 @@ def test_a_conv1d_is_stored_as_the_linear_layer_that_it_is(name):
     assert torch.equal(conv.weight, values)
 
 
+def test_save_pretrained_writes_the_values(tmp_path):
+    model = llama(num_hidden_layers=1).bfloat16()
+    tritonfp8.convert(model, "rowwise", mode="inference")
+    model.save_pretrained(tmp_path)
+    found = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert_bitwise_equal(list(found.values()), list(expected.values()))
+    assert any(type(p) is StoredWeight for p in model.parameters())
+
+
 def trained(model):
     return {"weight_storage": "quantized"}, model
 
