@@ -10,6 +10,7 @@ import triton
 from strategies import VALID_SPECS as SPECS
 
 from tritonfp8 import recipes, reference
+from tritonfp8.ops import direct
 from tritonfp8.specs import BLOCKS
 
 # The names of recipes that quantize.
@@ -167,7 +168,9 @@ def recorded_casts(device="cpu"):
 
         return run
 
-    with torch.library._scoped_library("tritonfp8", "IMPL") as library:
+    with torch.library._scoped_library("tritonfp8", "IMPL") as library, pytest.MonkeyPatch.context() as patch:
         for name in ("quantize", "quantize_both"):
             library.impl(name, recording(name), device.upper(), allow_override=True)
+            # Graphs of Inductor call these in place of the ops.
+            patch.setattr(direct.CALLS, name, recording(name))
         yield results

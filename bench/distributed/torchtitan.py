@@ -1,0 +1,280 @@
+"""torchtitan's Qwen3 with tensor parallelism over two processes against one process, with the same weights and text:
+``python -m bench.distributed.torchtitan --out bench/results/nvidia-h200/torchtitan-x2``
+
+torchtitan's own functions shard the models; ``Float8Converter`` converts them, and the output head too. A run is valid
+only if every parameter changed. The losses of all steps must then be within 1e-3 of those of one process. bf16 shows
+how much of the difference is the order of sums. With FSDP2 over both processes, losses with and without the 8-bit
+gather must be equal to the bit. On CPUs the processes use gloo, and the reference implementation computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bench.contest.machine import write_results
+from bench.distributed.compare import make_deterministic
+from bench.distributed.run import DETERMINISTIC_CUBLAS, QUANTIZED
+from bench.models import with_head
+
+LIMIT = 1e-3
+BATCH, LENGTH, STEPS, RATE = 4, 256, 10, 1e-3
+PLAIN = "bf16"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training run.
+
+    Attributes:
+        recipe: a recipe, or ``"bf16"`` for torchtitan without this package.
+        flavor: one of torchtitan's debug models.
+        processes: their number.
+        tp: degree of tensor parallelism; FSDP2 takes the other processes.
+        gather: whether FSDP2 gathers weights in 8 bits.
+        dtype: of activations and gathered weights, ``mixed_precision_param`` of torchtitan.
+    """
+
+    recipe: str
+    flavor: str = "debugmodel"
+    processes: int = 1
+    tp: int = 1
+    gather: bool = True
+    dtype: str = "bfloat16"
+
+
+def _supply_missing(device: str) -> None:
+    """torchtitan 0.3 imports a name that torch 2.11 lacks, for a mode not used here, and takes CUDA without a GPU."""
+    import torch.distributed.fsdp
+
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})  # type: ignore[misc]
+    if device == "cpu":
+        torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
+
+
+def _config(program: Program) -> Any:
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+    from torchtitan.models.qwen3 import model_registry
+    from torchtitan.trainer import Trainer
+
+    from tritonfp8.integrations.torchtitan import Float8Converter
+
+    convert = Float8Converter.Config(recipe=with_head(program.recipe), all_gather=program.gather)
+    spec = model_registry(program.flavor, converters=[] if program.recipe == PLAIN else [convert])
+    # Flex attention needs a mask, and has no backward on CPUs.
+    for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    return Trainer.Config(
+        model_spec=spec,
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=program.tp),
+        training=TrainingConfig(
+            local_batch_size=BATCH,
+            seq_len=LENGTH,
+            mixed_precision_param=program.dtype,
+            mixed_precision_reduce="float32",
+            disable_cuda_graphs=True,
+        ),
+    )
+
+
+def _build(program: Program, device: str) -> tuple[Any, nn.Module, Any]:
+    """The config, the model as torchtitan's Trainer shards it, and the parallel dims."""
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    config = _config(program)
+    spec = config.model_spec
+    set_spmd_backend(config.parallelism.spmd_backend)
+    dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
+    spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        model = spec.model.build()
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+    )
+    if device == "cpu":
+        # Gloo adds gradients, and cannot scale them in the same call.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_initial(name, parameter))
+    return config, model.train(), dims
+
+
+def _initial(name: str, parameter: Tensor) -> Tensor:
+    """Values that depend on the name only, so that a parameter has them however it is sharded."""
+    name = name.replace("_checkpoint_wrapped_module.", "")
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    whole = torch.ones(parameter.shape)
+    if parameter.dim() > 1:
+        whole.normal_(std=0.02, generator=generator)
+    whole = whole.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    return whole
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+
+
+def train(program: Program, device: str) -> dict[str, Any]:
+    """Train for :data:`STEPS` steps.
+
+    Returns:
+        ``losses``, means over the tokens of all ranks, in nats a token; ``stuck``, names of parameters that did not
+        change; ``converted``, the number of layers.
+    """
+    from torchtitan.components.loss import CrossEntropyLoss
+
+    from tritonfp8 import Float8Linear
+    from tritonfp8.training import corpus
+
+    config, model, dims = _build(program, device)
+    before = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    vocabulary = config.model_spec.model.vocab_size
+    loss_fn = CrossEntropyLoss.Config(global_vocab_size=vocabulary).build(compile_config=config.compile)
+    replicas = program.processes // program.tp
+    place = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
+    text, losses = corpus.load().data.long(), []
+    for step in range(STEPS):
+        begin = (step * replicas + place) * BATCH * (LENGTH + 1)
+        rows = text[begin : begin + BATCH * (LENGTH + 1)].view(BATCH, LENGTH + 1).to(device)
+        tokens = torch.tensor(BATCH * LENGTH * replicas, device=device)
+        loss, _ = loss_fn(model(rows[:, :-1]), rows[:, 1:], tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / program.tp)
+    stuck = [name for name, p in model.named_parameters() if torch.equal(_whole(p), before[name])]
+    converted = sum(isinstance(module, Float8Linear) for module in model.modules())
+    return {"losses": losses, "stuck": stuck, "converted": converted}
+
+
+def serve(programs: list[Program], path: Path, device: str) -> None:
+    """Train ``programs`` in this rank; rank 0 writes their results."""
+    # cuBLAS reads this when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
+    make_deterministic()
+    _supply_missing(device)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    found = []
+    for program in programs:
+        found.append(train(program, device))
+        if dist.get_rank() == 0:
+            print(program, found[-1]["losses"][-1], file=sys.stderr, flush=True)
+            path.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def run(programs: list[Program], device: str) -> dict[Program, dict[str, Any]]:
+    """Train each program by the processes that it names.
+
+    Raises:
+        RuntimeError: the processes failed; their output says why.
+    """
+    results: dict[Program, dict[str, Any]] = {}
+    for processes in sorted({program.processes for program in programs}):
+        chosen = [program for program in programs if program.processes == processes]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "found.json"
+            request = json.dumps([asdict(program) for program in chosen])
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            command = [*launcher, "-m", "bench.distributed.torchtitan", "--serve", request, "--out", str(path)]
+            done = subprocess.run([*command, "--device", device], check=False)
+            if done.returncode:
+                raise RuntimeError(f"{processes} processes failed: exit status {done.returncode}")
+            results |= dict(zip(chosen, json.loads(path.read_text()), strict=True))
+    return results
+
+
+def judge(first: dict[str, Any], second: dict[str, Any], limit: float) -> dict[str, Any]:
+    """Whether all parameters changed in both runs, and no loss differs by more than ``limit``."""
+    differences = [abs(a - b) for a, b in zip(first["losses"], second["losses"], strict=True)]
+    stuck = sorted({*first["stuck"], *second["stuck"]})
+    return {
+        "difference": max(differences),
+        "stuck": stuck,
+        # A comparison with NaN is false, and max() may miss a NaN.
+        "ok": not stuck and all(each <= limit for each in differences) and first["converted"] == second["converted"],
+        "converted": first["converted"],
+        "losses": [first["losses"], second["losses"]],
+    }
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def pairs_of(recipes: list[str], flavors: list[str], dtypes: list[str]) -> list[tuple[str, Program, Program]]:
+    """What is compared, and the two programs: ``"tp"``, two processes and one; ``"gather"``, in 8 bits and not."""
+    pairs = []
+    for flavor, dtype, recipe in itertools.product(flavors, dtypes, [PLAIN, *recipes]):
+        options = {"recipe": recipe, "flavor": flavor, "dtype": dtype}
+        pairs.append(("tp", Program(processes=2, tp=2, **options), Program(**options)))
+        if recipe != PLAIN:
+            pairs.append(("gather", Program(processes=2, **options), Program(processes=2, gather=False, **options)))
+    return pairs
+
+
+@app.command(help=__doc__)
+def main(
+    names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = QUANTIZED,
+    flavors: Annotated[str, typer.Option(help="torchtitan's debug models, comma-separated.")] = "debugmodel",
+    dtypes: Annotated[str, typer.Option(help="dtypes of activations, comma-separated.")] = "float32,bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if available]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for torchtitan.json.")] = None,
+    requested: Annotated[str | None, typer.Option("--serve", hidden=True)] = None,
+) -> None:
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if requested is not None:
+        serve([Program(**each) for each in json.loads(requested)], out or Path("found.json"), device)
+        return
+    pairs = pairs_of(names.split(","), flavors.split(","), dtypes.split(","))
+    found = run(list(dict.fromkeys(program for _, *pair in pairs for program in pair)), device)
+    rows = []
+    for way, first, other in pairs:
+        verdict = judge(found[first], found[other], LIMIT if way == "tp" else 0.0)
+        rows.append({"compared": way, "recipe": first.recipe, "flavor": first.flavor, "dtype": first.dtype, **verdict})
+        named = f"{way:<7}{first.flavor:<16}{first.dtype:<10}{first.recipe:<24}{verdict['converted']:>3} layers"
+        print("ok " if verdict["ok"] else "BAD", named, f"{verdict['difference']:.2e}", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_results(out / "torchtitan.json", {"limit": LIMIT, "steps": STEPS, "rows": rows})
+    sys.exit(not all(row["ok"] for row in rows))
+
+
+if __name__ == "__main__":
+    app()

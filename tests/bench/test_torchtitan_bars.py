@@ -1,0 +1,41 @@
+"""The comparison of torchtitan's runs: what is compared, and which results it accepts."""
+
+import math
+
+import pytest
+
+from bench.distributed import torchtitan
+
+
+def run(losses=(4.0, 3.0), stuck=(), converted=41):
+    return {"losses": list(losses), "stuck": list(stuck), "converted": converted}
+
+
+@pytest.mark.parametrize(
+    ("other", "limit", "ok"),
+    [
+        (run((4.0, 3.0009)), 1e-3, True),
+        (run((4.0, 3.0011)), 1e-3, False),
+        (run((4.0011, 3.0)), 1e-3, False),
+        (run((4.0, 3.0000001)), 0.0, False),
+        (run((4.0, math.nan)), 1e-3, False),
+        (run(stuck=["layers.0.attention.wq.weight"]), 1e-3, False),
+        (run(converted=40), 1e-3, False),
+    ],
+)
+def test_runs_must_agree_and_every_parameter_must_change(other, limit, ok):
+    for pair in ((run(), other), (other, run())):
+        assert torchtitan.judge(*pair, limit)["ok"] == ok
+
+
+def test_each_recipe_is_compared_with_one_process_and_without_the_gather():
+    pairs = torchtitan.pairs_of(["rowwise", "mxfp8"], ["debugmodel"], ["float32"])
+    compared = {(way, first.recipe, first.processes, other.processes) for way, first, other in pairs}
+    assert compared == {
+        ("tp", "bf16", 2, 1), ("tp", "rowwise", 2, 1), ("tp", "mxfp8", 2, 1),
+        ("gather", "rowwise", 2, 2), ("gather", "mxfp8", 2, 2),
+    }  # fmt: skip
+    for way, first, other in pairs:
+        assert (first.tp, other.tp) == ((2, 1) if way == "tp" else (1, 1))
+        assert first.gather
+        assert other.gather == (way == "tp")
