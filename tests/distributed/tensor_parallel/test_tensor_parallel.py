@@ -342,7 +342,7 @@ def test_prepare_float8_module_input_keeps_dtensors():
 
 
 def test_equal_results_of_all_ranks(two):
-    first, second = two.run(tp_model_cases.llama_losses, "rowwise", True, False, False, False, 2)
+    first, second = two.run(tp_model_cases.llama_losses, "rowwise", *LLAMAS["plain"], FEW_STEPS)
     assert_bitwise_equal([torch.tensor(first[1])], [torch.tensor(second[1])])
 
 

@@ -7,6 +7,7 @@ import torch
 from fsdp_models import VOCABULARY, Linears, Llama, initialize
 from process_group import made_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather
@@ -89,8 +90,6 @@ def build(mesh, setup):
 
 def load_full(model, full, **options):
     """Load plain tensors, the same on all ranks, into the sharded model."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     state = {}
     for name, now in model.state_dict().items():
         value = full[name].to(now.device, now.dtype)
@@ -108,10 +107,16 @@ def tokens_of(micro, batch=2, length=7):
 
 
 def full_parameters(model):
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict().items()
-    }
+    """The whole parameters, on the CPU, in one collective: one for each would take a tenth of the time of the tests."""
+    state = model.state_dict()
+    sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+    if not sharded:
+        return state
+    mesh = next(iter(sharded.values())).device_mesh
+    parts = [None] * mesh.size(-1)
+    mine = {name: value.to_local().cpu() for name, value in sharded.items()}
+    torch.distributed.all_gather_object(parts, mine, group=mesh.get_group(-1))
+    return {name: torch.cat([part[name] for part in parts]) if name in sharded else state[name] for name in state}
 
 
 def gathers_like_a_plain_parameter(mesh):

@@ -1,5 +1,7 @@
 """Functions of each rank in the tests of sharded modules and models. Each returns plain data or raises."""
 
+import functools
+
 import torch
 from cases import give_up, llama, normal, tokens, with_head
 from torch import nn
@@ -263,7 +265,12 @@ def llama_losses(name, local, float8, sequence, compiled=False, steps=10, layers
 
 
 def sharded_losses(name, local, float8, sequence, compiled=False, steps=4, heads=2, layers=1):
-    """Losses of a Llama sharded over all ranks."""
+    """Losses of a Llama sharded over all ranks. Each is trained once in all tests of these processes."""
+    return _sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers)
+
+
+@functools.cache
+def _sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers):
     model = converted_llama(name, heads, layers)
     fp8 = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
     styles = fp8 if float8 else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
