@@ -9,9 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tritonfp8.layers.linear import Float8Conv1D
-from tritonfp8.layers.stored.weight import DTYPES, StoredWeight, store
+from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_distributed
+from tritonfp8.layers.stored.rows import DTYPES
+from tritonfp8.layers.stored.sharding import plain_weight, sharding, spec_of_weight, stored_part
+from tritonfp8.layers.stored.weight import store
 from tritonfp8.recipes import Gemm, Recipe
+from tritonfp8.specs import QuantSpec
 
 
 def recipe_of_storage(recipe: Recipe) -> Recipe:
@@ -41,8 +44,12 @@ def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) 
         return f"recipe {recipe.name!r} computes the output in high precision: leave the layer out by filter="
     if weight is None or parametrize.is_parametrized(layer):
         return "its weight is computed (parametrized or pruned): make that permanent first"
-    if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}: store weights before they are sharded"
+    if type(weight) is not nn.Parameter and not is_distributed(weight):
+        return f"its weight is a {type(weight).__name__}, not a plain or a sharded Parameter"
+    if is_distributed(weight) and is_conv1d(layer):
+        return "it is a Conv1D and its weight is sharded: leave it out by filter="
+    if getattr(layer, "on_revert", None) is not None:
+        return "enable_float8_all_gather gathers its weight: leave that out, as stored weights are gathered as codes"
     if weight.is_meta:
         return "its weight is on the meta device: load the model first"
     if weight.dtype not in DTYPES:
@@ -78,7 +85,7 @@ def store_weights(layers: Mapping[str, Any]) -> None:
     done: list[Any] = []
     for name, layer in layers.items():
         try:
-            stored = store(layer.weight, layer.recipe.output.rhs, isinstance(layer, Float8Conv1D))
+            _put(layer, _stored(layer, layer.weight, layer.recipe.output.rhs))
         except Exception as error:
             for each in done:
                 _give_back(each)
@@ -86,27 +93,51 @@ def store_weights(layers: Mapping[str, Any]) -> None:
                 f"storing the weight of {name} failed. The {len(done)} layers before it have plain weights again, and "
                 "these are rounded: load the model again"
             ) from error
-        layer._parameters["weight"] = nn.Parameter(stored, requires_grad=False)
         layer.on_revert = _give_back
         layer.register_state_dict_post_hook(_write_values)
         layer.register_load_state_dict_pre_hook(_read_values)
         done.append(layer)
 
 
+def _stored(layer: Any, values: Tensor, spec: QuantSpec) -> Tensor:
+    """The stored weight of a layer from values, whole or sharded as these are."""
+    if is_distributed(values):
+        return sharding().store(layer, values, spec)
+    return store(values, spec, isinstance(layer, Float8Conv1D))
+
+
+def _put(layer: Any, weight: Tensor) -> None:
+    """Give a layer another frozen weight."""
+    parameter = nn.Parameter(weight, requires_grad=False)
+    if is_distributed(weight):
+        sharding().put(layer, parameter)
+    else:
+        layer._parameters["weight"] = parameter
+
+
 def _write_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state_dict has the values of a stored weight, so that any model can load it."""
     name = f"{prefix}weight"
-    if isinstance(state.get(name), StoredWeight):
+    if name in state:
         state[name] = plain_weight(state[name])
 
 
 def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *others: object) -> None:
-    """With ``assign=True`` a tensor of the state_dict takes the place of the weight: it must be a stored one."""
+    """Quantize the values of a state_dict where a copy cannot.
+
+    With ``assign=True`` a tensor of the state_dict takes the place of the weight: it must be a stored one. And a copy
+    into a shard would know this rank's values only, but scales are those of the whole weight.
+    """
     name, before = f"{prefix}weight", layer._parameters["weight"]
-    if metadata.get("assign_to_params_buffers") and isinstance(before, StoredWeight) and name in state:
-        state[name] = nn.Parameter(
-            store(state[name].to(before.dtype), before.spec, before.is_transposed), requires_grad=False
-        )
+    found, part = state.get(name), stored_part(before)
+    if part is None or not isinstance(found, Tensor) or stored_part(found) is not None:
+        return
+    if is_distributed(before) != is_distributed(found) or before.shape != found.shape:
+        # torch says what is wrong.
+        return
+    if metadata.get("assign_to_params_buffers") or is_distributed(before):
+        weight = _stored(layer, found.to(before.dtype), part.spec)
+        state[name] = nn.Parameter(weight, requires_grad=False)
 
 
 def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:
@@ -118,12 +149,12 @@ def _give_back(layer: Any) -> Any:
     stored = layer.weight
     names = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
     hooks = {name: dict(getattr(layer, name)) for name in names}
-    layer._parameters["weight"] = nn.Parameter(plain_weight(stored), requires_grad=False)
+    _put(layer, plain_weight(stored))
     for name, ours in zip(names, (_write_values, _read_values), strict=True):
         _refill(getattr(layer, name), _without_hooks(hooks[name], ours))
 
     def undo() -> None:
-        layer._parameters["weight"] = stored
+        _put(layer, stored)
         for name in names:
             _refill(getattr(layer, name), hooks[name])
 
@@ -135,11 +166,6 @@ def _refill(found: dict[int, Any], content: Mapping[int, Any]) -> None:
     found.update(content)
 
 
-def plain_weight(weight: Tensor) -> Tensor:
-    """The values of a stored weight; any other weight as it is."""
-    return weight.dequantize() if isinstance(weight, StoredWeight) else weight
-
-
 def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
     """The recipe that a layer with a stored weight follows when ``recipe`` is asked for.
 
@@ -149,9 +175,10 @@ def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
     if not is_stored(layer):
         return recipe
     recipe = recipe_of_storage(recipe)
-    if recipe.output.rhs != layer.weight.spec:
+    spec = spec_of_weight(layer._parameters["weight"])
+    if recipe.output.rhs != spec:
         raise ValueError(
-            f"the weight of {name} is stored as {layer.weight.spec}, and recipe {recipe.name!r} reads "
+            f"the weight of {name} is stored as {spec}, and recipe {recipe.name!r} reads "
             f"{recipe.output.rhs}: convert the model again from high precision"
         )
     return recipe
@@ -159,10 +186,10 @@ def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
 
 def is_stored(layer: nn.Module) -> bool:
     """Whether the weight of a layer is stored in 8 bits."""
-    return isinstance(layer._parameters.get("weight"), StoredWeight)
+    return stored_part(layer._parameters.get("weight")) is not None
 
 
 def weight_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the stored weights of a model, and what the same weights take in their dtype."""
-    stored = [p for p in model.parameters() if isinstance(p, StoredWeight)]
+    """Bytes of the stored weights of a model on this rank, and what the same weights take in their dtype."""
+    stored = [part for p in model.parameters() if (part := stored_part(p)) is not None]
     return sum(p.nbytes for p in stored), sum(p.numel() * p.element_size() for p in stored)

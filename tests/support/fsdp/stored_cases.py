@@ -1,0 +1,349 @@
+"""Functions of each rank in the tests of sharded weights that are stored in 8 bits."""
+
+import copy
+import io
+
+import torch
+import torch.distributed.checkpoint as dcp
+from fsdp_models import recomputed
+from process_group import made_mesh
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers.pytorch_utils import Conv1D
+
+import tritonfp8
+from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather
+from tritonfp8.layers.stored import is_stored, stored_part
+
+HIDDEN, WIDE, FEW = 201, 137, 9
+
+
+class Block(nn.Module):
+    """Linear layers of sizes that no block divides, one of them of fewer rows than some ranks get; and an adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, HIDDEN)
+        self.few, self.back = nn.Linear(HIDDEN, FEW), nn.Linear(FEW, HIDDEN, bias=False)
+        self.lora_a, self.lora_b = nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, WIDE, bias=False)
+        self.recompute = None
+
+    def forward(self, x):
+        return recomputed(self.layer, x, self.recompute)
+
+    def layer(self, x):
+        h = self.norm(x)
+        x = x + self.down(nn.functional.gelu(self.up(h) + self.lora_b(self.lora_a(h))))
+        return x + self.back(self.few(h))
+
+
+def is_base(module, name):
+    return isinstance(module, nn.Linear) and "lora" not in name
+
+
+def plain_model(dtype=torch.bfloat16, blocks=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(blocks))).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(torch.exp(1.5 * torch.randn(parameter.shape)))
+    for name, layer in model.named_modules():
+        if is_base(layer, name):
+            layer.weight.requires_grad_(False)
+    return model
+
+
+def stored_model(recipe, dtype=torch.bfloat16, recompute=None):
+    model = plain_model(dtype)
+    tritonfp8.convert(model, recipe, filter=is_base, weight_storage="quantized")
+    for block in model:
+        block.recompute = recompute
+    return model
+
+
+def shard(model, mesh, *, hybrid=False, offload=False, param_dtype=None, reshard=True, root=True):
+    if hybrid:
+        mesh = made_mesh(mesh.device_type, (2, mesh.size() // 2), ("replicate", "shard"))
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
+        "reshard_after_forward": reshard,
+    }
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options) if root else model
+
+
+def data(dtype=torch.bfloat16, seed=1):
+    return torch.randn(3, 11, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def results(model, x):
+    """Output and gradients of the input and of each trained parameter, by name."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.float().square().mean().backward()
+    found = {"output": out.detach(), "input": x.grad}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            found[name] = whole(parameter.grad)
+            parameter.grad = None
+        else:
+            assert parameter.grad is None, name
+    return found
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype, name
+        assert torch.equal(found[name], x), f"{name} differs by {(found[name] - x).abs().max()}"
+
+
+def compares(
+    mesh,
+    recipe,
+    dtype=torch.bfloat16,
+    recompute=None,
+    order="stored_first",
+    param_dtype=None,
+    compiled=False,
+    **options,
+):
+    """A sharded model computes the bits of the whole one, twice, before and after it is saved."""
+    model = stored_model(recipe, dtype)
+    if param_dtype is not None:
+        # The copy that computes in that dtype has the biases and adapters rounded to it.
+        model = model.to(param_dtype)
+    expected = results(model, data(param_dtype or dtype))
+    if order == "stored_first":
+        sharded = shard(stored_model(recipe, dtype, recompute), mesh, param_dtype=param_dtype, **options)
+    else:
+        sharded = shard(plain_model(dtype), mesh, param_dtype=param_dtype, **options)
+        tritonfp8.convert(sharded, recipe, filter=is_base, weight_storage="quantized")
+        for block in sharded:
+            block.recompute = recompute
+    assert [is_stored(layer) for name, layer in sharded.named_modules() if is_base(layer, name)] == [True] * 8
+    if compiled:
+        for block in sharded:
+            block.compile(backend="aot_eager")
+    for step in range(2):
+        found = results(sharded, data(param_dtype or dtype))
+        if param_dtype is not None:
+            found = {name: x.to(param_dtype) for name, x in found.items()}
+        assert_equal(found, expected)
+        if step == 0:
+            sharded.state_dict()
+    return True
+
+
+def tp_plan(model, local=False):
+    plan = {}
+    for i in range(len(model)):
+        plan |= {f"{i}.{name}": ColwiseParallel(use_local_output=local) for name in ("up", "few", "lora_b")}
+        plan |= {f"{i}.{name}": RowwiseParallel() for name in ("down", "back")}
+    return plan
+
+
+def parallel(mesh, recipe, first, rows, dtype=torch.bfloat16, stored=True, source=0, styles=tp_plan, **options):
+    """A model under tensor parallelism and, with two or more ``rows`` of the mesh, FSDP2. Stored, or of the values."""
+    model = plain_model(dtype)
+    values = stored_model(recipe, dtype)
+    options_of = {"filter": is_base, "weight_storage": "quantized"} if stored else {"filter": is_base}
+    recipe = values[0].up.recipe
+    if not stored:
+        model.load_state_dict(values.state_dict())
+    if first:
+        tritonfp8.convert(model, recipe, **options_of)
+    dp, tp = None, mesh
+    if rows > 1:
+        grid = made_mesh(mesh.device_type, (rows, mesh.size() // rows), ("dp", "tp"))
+        dp, tp = grid["dp"], grid["tp"]
+    parallelize_module(model, tp, styles(model), src_data_rank=source)
+    if rows > 1:
+        shard(model, dp, **options)
+    if not first:
+        tritonfp8.convert(model, recipe, **options_of)
+    return model
+
+
+def tensor_parallel(mesh, recipe, first=True, rows=1, **options):
+    """A stored model computes the bits of a model of its values."""
+    model, plain = (parallel(mesh, recipe, first, rows, stored=stored, **options) for stored in (True, False))
+    assert [is_stored(layer) for name, layer in model.named_modules() if is_base(layer, name)] == [True] * 8
+    for _ in range(2):
+        assert_equal(results(model, data()), results(plain, data()))
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value), whole(plain.state_dict()[name])), name
+    return True
+
+
+def other_values(recipe):
+    """A stored model of other values, and its plain state_dict before it was stored."""
+    model = plain_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.flip(0) * 1.3 + 0.01)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    tritonfp8.convert(model, recipe, filter=is_base, weight_storage="quantized")
+    return model, state
+
+
+def distributed_state(model, state):
+    return {
+        name: distribute_tensor(state[name], now.device_mesh, now.placements, src_data_rank=None)
+        if isinstance(now, DTensor)
+        else state[name]
+        for name, now in model.state_dict().items()
+    }
+
+
+def checkpoints(mesh, recipe, folder, how="fsdp"):
+    """What a sharded model saves has plain values; what it loads it computes with, also after it has computed."""
+    model = shard(stored_model(recipe), mesh) if how == "fsdp" else parallel(mesh, recipe, True, 1)
+    expected = stored_model(recipe).state_dict()
+    sharded = model.state_dict()
+    options = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(model, options=options)
+    assert list(full) == list(sharded) == list(expected)
+    for name, x in expected.items():
+        local = sharded[name].to_local() if isinstance(sharded[name], DTensor) else sharded[name]
+        assert type(local) is torch.Tensor
+        assert local.dtype == x.dtype
+        assert torch.equal(full[name], x), name
+    dcp.save(sharded, checkpoint_id=folder)
+    x = data()
+    before = results(model, x)
+    for load in (
+        lambda state: set_model_state_dict(model, state, options=options),
+        lambda state: model.load_state_dict(distributed_state(model, state), assign=how == "fsdp"),
+    ):
+        reference, state = other_values(recipe)
+        load(dict(state))
+        assert [is_stored(layer) for name, layer in model.named_modules() if is_base(layer, name)] == [True] * 8
+        found = results(model, x)
+        if how == "fsdp":
+            assert_equal(found, results(reference, x))
+        assert not torch.equal(found["output"], before["output"])
+        loaded = model.state_dict()
+        for name, value in reference.state_dict().items():
+            assert torch.equal(whole(loaded[name]), value), name
+        dcp.load(loaded, checkpoint_id=folder)
+        model.load_state_dict(loaded)
+        assert_equal(results(model, x), before)
+    return True
+
+
+def moved_and_copied(mesh, recipe):
+    """Casts, copies and pickles of sharded stored weights keep the codes."""
+    model = parallel(mesh, recipe, True, 1)
+    expected = results(model, data())
+    copied = copy.deepcopy(model)
+    assert_equal(results(copied, data()), expected)
+    part = model[0].up.weight.to_local()
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(again.dequantize(), part.dequantize())
+    assert again._qdata.data_ptr() != part._qdata.data_ptr()
+    sharded = shard(stored_model(recipe), mesh)
+    codes = [bits_of(p) for p in sharded.parameters() if stored_part(p) is not None]
+    sharded.to("cpu")
+    sharded.float()
+    assert sharded[0].up.weight.dtype == torch.float32
+    assert_equal(results(sharded, data(torch.float32)), results(stored_model(recipe).float(), data(torch.float32)))
+    now = [bits_of(p) for p in sharded.parameters() if stored_part(p) is not None]
+    assert all(torch.equal(a, b) for a, b in zip(now, codes, strict=True))
+    return True
+
+
+def bits_of(parameter):
+    return stored_part(parameter)._qdata.view(torch.uint8).clone()
+
+
+def beside_trained_weights(mesh, recipe):
+    """Some layers stored and some trained, the latter gathered in 8 bits by enable_float8_all_gather."""
+    found = []
+    for enabled in (True, False):
+        model = stored_model(recipe)
+        lora = lambda module, name: "lora" in name  # noqa: E731
+        tritonfp8.convert(model, recipe, filter=lora)
+        if enabled:
+            report = enable_float8_all_gather(model)
+            assert len(report.converted) == 4
+            assert set(report.skipped.values()) == {"stored in 8 bits: FSDP2 gathers its codes without this"}
+        shard(model, mesh)
+        with torch.no_grad():
+            first = model(data())
+        again = results(model, data())
+        assert torch.equal(first, again["output"])
+        found.append(again)
+    assert_equal(*found)
+    return True
+
+
+def reverted(mesh, recipe):
+    """revert gives sharded plain weights of the values, which FSDP2 gathers from then on; convert stores them again."""
+    model = shard(stored_model(recipe), mesh)
+    expected = results(model, data())
+    tritonfp8.revert(model)
+    plain = plain_model()
+    plain.load_state_dict(stored_model(recipe).state_dict())
+    assert_equal(results(model, data()), results(plain, data()))
+    tritonfp8.convert(model, recipe, filter=is_base, weight_storage="quantized")
+    assert_equal(results(model, data()), expected)
+    return True
+
+
+def traffic(mesh, recipe):
+    """Bytes that a step gathers, with weights in 8 bits over those in bf16."""
+    found = []
+    for make in (stored_model, lambda recipe: plain_model()):
+        # The large weights alone: nothing else is halved.
+        model = nn.Sequential(*(layer for block in make(recipe) for layer in (block.up, block.down)))
+        for layer in model:
+            layer.bias = None
+            fully_shard(layer, mesh=mesh)
+        results(model, data())
+        with count_collective_bytes() as counted:
+            results(model, data())
+        found.append(counted.bytes["all_gather"])
+    return found[0] / found[1]
+
+
+def refused(mesh, how):
+    """The message of the error."""
+    model = stored_model("rowwise")
+    try:
+        if how == "number":
+            shard(model, mesh, reshard=2)(data())
+        elif how == "columns":
+            layer = nn.Linear(64, 32, bias=False).bfloat16()
+            tritonfp8.convert(layer, "rowwise", mode="inference")
+            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(1))
+            layer(torch.ones(2, 64, dtype=torch.bfloat16))
+        elif how == "conv1d":
+            conv = nn.Sequential(Conv1D(64, 32)).bfloat16()
+            tritonfp8.convert(conv, "rowwise", mode="inference")
+            fully_shard(conv, mesh=mesh)
+        elif how == "gather twice":
+            enable_float8_all_gather(model)
+        elif how == "float16":
+            shard(model, mesh, param_dtype=torch.float16)(data(torch.float16))
+        elif how == "copy":
+            shard(model, mesh)[0].up.weight.to_local().zero_()
+    except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,65 @@
+"""What ``tritonfp8.distributed`` does for stored weights: the core does not import it, and calls what it registers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from tritonfp8.layers.linear import is_distributed
+from tritonfp8.layers.stored.rows import StoredRows
+from tritonfp8.layers.stored.weight import StoredWeight
+from tritonfp8.specs import QuantSpec
+
+
+class StoredSharding(NamedTuple):
+    """What sharded weights need. Each function but ``values`` is called on all ranks together.
+
+    Attributes:
+        store: ``store(layer, values, spec)``, the stored DTensor of a DTensor of values.
+        shard: ``shard(layer, stored)``, this rank's part of a whole stored weight as the layer's stored DTensor.
+        values: ``values(weight)``, the plain DTensor of a stored one.
+        put: ``put(layer, parameter)`` in place of the layer's weight, also where FSDP2 manages it.
+    """
+
+    store: Callable[[nn.Module, Tensor, QuantSpec], Tensor]
+    shard: Callable[[nn.Module, StoredWeight], Tensor]
+    values: Callable[[Tensor], Tensor]
+    put: Callable[[nn.Module, nn.Parameter], None]
+
+
+_registered: list[StoredSharding] = []
+
+
+def register_stored_sharding(sharding: StoredSharding) -> None:
+    """Let stored weights be sharded."""
+    _registered[:] = [sharding]
+
+
+def sharding() -> StoredSharding:
+    """The registered functions, imported on demand."""
+    importlib.import_module("tritonfp8.distributed")
+    return _registered[0]
+
+
+def stored_part(weight: Tensor | None) -> StoredWeight | StoredRows | None:
+    """What this rank has of a stored weight; None if the weight is not stored in 8 bits."""
+    local = getattr(weight, "_local_tensor", None) if is_distributed(weight) else weight
+    return local if isinstance(local, StoredWeight | StoredRows) else None
+
+
+def plain_weight(weight: Tensor) -> Tensor:
+    """The values of a stored weight, a DTensor if that is one; any other weight as it is."""
+    part = stored_part(weight)
+    if part is None:
+        return weight
+    return sharding().values(weight) if is_distributed(weight) else part.dequantize()
+
+
+def spec_of_weight(weight: Tensor) -> QuantSpec:
+    """The spec by which a weight is stored."""
+    part = stored_part(weight)
+    assert part is not None
+    return part.spec
