@@ -16,6 +16,7 @@ from tritonfp8.layers.stored import (
     StoredRows,
     StoredSharding,
     StoredWeight,
+    read_operand,
     register_stored_sharding,
     store,
     stored_part,
@@ -81,6 +82,31 @@ def values_of(weight: Tensor) -> Tensor:
     return _distributed(part.dequantize(), weight)
 
 
+@torch.no_grad()
+def whole(weight: Tensor) -> Tensor:
+    """The whole of a stored DTensor, on each rank: a stored weight of the same codes.
+
+    If ranks have parts of its rows (``RowwiseParallel``), it is a plain tensor of the values.
+    """
+    assert isinstance(weight, DTensor)
+    part = stored_part(weight)
+    assert part is not None
+    if any(not p.is_replicate() and p.dim != 0 for p in weight.placements):  # type: ignore[attr-defined]
+        return _distributed(part.dequantize(), weight).full_tensor()
+    rows = part if isinstance(part, StoredRows) else part.as_rows()
+    qdata, exponents = (_joined(x, weight) for x in (rows._qdata.view(torch.uint8), rows._exponents))
+    found = StoredRows(qdata.view(rows._qdata.dtype), exponents, rows.spec, rows.dtype, rows.cols)
+    return StoredWeight(*read_operand(found, rows.spec, False), rows.spec, rows.dtype)  # type: ignore[arg-type]
+
+
+def _joined(local: Tensor, like: DTensor) -> Tensor:
+    """A part of each row of ``like``, from all ranks."""
+    shape = torch.Size((like.shape[0], local.shape[1]))
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    ).full_tensor()
+
+
 def put(layer: nn.Module, parameter: nn.Parameter) -> None:
     """Give a layer another sharded weight, in the place of the one that FSDP2 manages if it does."""
     managed = _managed(layer)
@@ -117,4 +143,4 @@ def _why_not(managed: Managed) -> str | None:
     return None
 
 
-register_stored_sharding(StoredSharding(store_sharded, shard, values_of, put))
+register_stored_sharding(StoredSharding(store_sharded, shard, values_of, whole, put))

@@ -5,6 +5,7 @@ import io
 
 import torch
 import torch.distributed.checkpoint as dcp
+from cast_counts import HighPrecisionMemory
 from fsdp_models import recomputed
 from process_group import made_mesh
 from torch import nn
@@ -16,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import tritonfp8
 from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather
-from tritonfp8.layers.stored import is_stored, stored_part
+from tritonfp8.layers.stored import is_stored, store, stored_part
 
 HIDDEN, WIDE, FEW = 201, 137, 9
 
@@ -58,8 +59,8 @@ def plain_model(dtype=torch.bfloat16, blocks=2):
     return model
 
 
-def stored_model(recipe, dtype=torch.bfloat16, recompute=None):
-    model = plain_model(dtype)
+def stored_model(recipe, dtype=torch.bfloat16, recompute=None, blocks=2):
+    model = plain_model(dtype, blocks)
     tritonfp8.convert(model, recipe, filter=is_base, weight_storage="quantized")
     for block in model:
         block.recompute = recompute
@@ -294,6 +295,24 @@ def beside_trained_weights(mesh, recipe):
     return True
 
 
+def other_tools(mesh, recipe):
+    """verify, inspect, quantize_weights_once and export take a sharded stored model."""
+    model, one_rank = shard(stored_model(recipe), mesh), stored_model(recipe)
+    assert "e4m3 x e4m3" in str(tritonfp8.verify(model, data()))
+    with tritonfp8.inspect(model, every=1, thresholds=()) as stats:
+        model(data())
+        stats.step()
+    assert stats.to_dict()[0]["0.up"]["weight"]["sqnr"] == float("inf")
+    expected = results(model, data())
+    with tritonfp8.quantize_weights_once(model):
+        assert_equal(results(model, data()), expected)
+    exported, wanted = (dict(tritonfp8.export.tensors(each, "compressed_channel")) for each in (model, one_rank))
+    assert exported.keys() == wanted.keys()
+    assert torch.equal(exported["0.up.weight_scale"], wanted["0.up.weight_scale"])
+    assert torch.equal(exported["0.up.weight"].view(torch.uint8), wanted["0.up.weight"].view(torch.uint8))
+    return True
+
+
 def reverted(mesh, recipe):
     """revert gives sharded plain weights of the values, which FSDP2 gathers from then on; convert stores them again."""
     model = shard(stored_model(recipe), mesh)
@@ -347,3 +366,29 @@ def refused(mesh, how):
     except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return "nothing"
+
+
+def made_on_meta(mesh, recipe):
+    """A model that is never whole in high precision: stored as it is made, sharded, filled file by file."""
+    expected = stored_model(recipe, blocks=6)
+    files = [{f"{i}.{name}": x for name, x in block.state_dict().items()} for i, block in enumerate(expected)]
+    whole_size = sum(x.nbytes for file in files for x in file.values())
+    with HighPrecisionMemory() as memory:
+        with tritonfp8.quantized_init(recipe, filter=is_base), torch.device("meta"):
+            model = nn.Sequential(*(Block() for _ in range(6))).bfloat16()
+        shard(model, mesh)
+        model.to_empty(device=mesh.device_type)
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        for file in files:
+            set_model_state_dict(model, file, options=options)
+    assert [is_stored(layer) for name, layer in model.named_modules() if is_base(layer, name)] == [True] * 24
+    assert_equal(results(model, data()), results(expected, data()))
+    for layer in model.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    weight = whole(model.state_dict()["3.up.weight"])
+    assert 0.5 < weight.float().std() * (3 * HIDDEN) ** 0.5 < 2
+    spec = stored_part(model[3].up.weight).spec
+    assert torch.equal(store(weight, spec).dequantize(), weight)
+    assert not torch.equal(results(model, data())["output"], results(expected, data())["output"])
+    return memory.peak / whole_size

@@ -18,7 +18,13 @@ from tritonfp8.layers.stored.replace import (
     weight_bytes,
 )
 from tritonfp8.layers.stored.rows import DTYPES, StoredRows
-from tritonfp8.layers.stored.sharding import StoredSharding, plain_weight, register_stored_sharding, stored_part
+from tritonfp8.layers.stored.sharding import (
+    StoredSharding,
+    plain_weight,
+    register_stored_sharding,
+    stored_part,
+    whole_weight,
+)
 from tritonfp8.layers.stored.weight import StoredWeight, read_operand, store
 
 __all__ = [
@@ -37,4 +43,5 @@ __all__ = [
     "store_weights",
     "stored_part",
     "weight_bytes",
+    "whole_weight",
 ]

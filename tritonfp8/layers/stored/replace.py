@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -38,7 +40,7 @@ def recipe_of_storage(recipe: Recipe) -> Recipe:
     )
 
 
-def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) -> str | None:
+def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]], on_meta: bool) -> str | None:
     weight = layer._parameters.get("weight")
     if recipe.output.rhs is None:
         return f"recipe {recipe.name!r} computes the output in high precision: leave the layer out by filter="
@@ -50,7 +52,7 @@ def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) 
         return "it is a Conv1D and its weight is sharded: leave it out by filter="
     if getattr(layer, "on_revert", None) is not None:
         return "enable_float8_all_gather gathers its weight: leave that out, as stored weights are gathered as codes"
-    if weight.is_meta:
+    if weight.is_meta and not on_meta:
         return "its weight is on the meta device: load the model first"
     if weight.dtype not in DTYPES:
         return f"its weight is {weight.dtype}: cast the model to bfloat16 or float32 first"
@@ -59,8 +61,10 @@ def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) 
     return None
 
 
-def check_storable(model: nn.Module, layers: Mapping[str, nn.Module], recipes: Mapping[str, Recipe]) -> None:
-    """Check that the weight of each layer can be stored.
+def check_storable(
+    model: nn.Module, layers: Mapping[str, nn.Module], recipes: Mapping[str, Recipe], on_meta: bool = False
+) -> None:
+    """Check that the weight of each layer can be stored; with ``on_meta`` also on the meta device.
 
     Raises:
         ValueError: it cannot; names the first layers and what to do.
@@ -68,7 +72,7 @@ def check_storable(model: nn.Module, layers: Mapping[str, nn.Module], recipes: M
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
-    reasons = {name: _why_not(layer, recipes[name], owners) for name, layer in layers.items()}
+    reasons = {name: _why_not(layer, recipes[name], owners, on_meta) for name, layer in layers.items()}
     if found := [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]:
         more = f" (and {len(found) - 3} more layers)" if len(found) > 3 else ""
         raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(found[:3])}{more}")
@@ -93,7 +97,7 @@ def store_weights(layers: Mapping[str, Any]) -> None:
                 f"storing the weight of {name} failed. The {len(done)} layers before it have plain weights again, and "
                 "these are rounded: load the model again"
             ) from error
-        layer.on_revert = _give_back
+        layer.on_revert, layer.on_reset, layer.on_assign = _give_back, _in_high_precision, _taken
         layer.register_state_dict_post_hook(_write_values)
         layer.register_load_state_dict_pre_hook(_read_values)
         done.append(layer)
@@ -113,6 +117,33 @@ def _put(layer: Any, weight: Tensor) -> None:
         sharding().put(layer, parameter)
     else:
         layer._parameters["weight"] = parameter
+
+
+def _taken(layer: Any, parameter: nn.Parameter) -> nn.Parameter:
+    """A Parameter that is assigned, stored: loaders put theirs in the place of weights on the meta device."""
+    part = stored_part(layer._parameters.get("weight"))
+    alike = part is not None and is_distributed(parameter) == is_distributed(layer._parameters["weight"])
+    if part is None or not alike or stored_part(parameter) is not None:
+        return parameter
+    return nn.Parameter(_stored(layer, parameter.detach(), part.spec), requires_grad=False)
+
+
+@contextmanager
+def _in_high_precision(layer: Any) -> Iterator[None]:
+    """The layer has a plain weight inside the block, for code that initializes it; its values are stored then."""
+    stored = layer._parameters["weight"]
+    part = stored_part(stored)
+    if part is None or stored.is_meta:
+        yield
+        return
+    values = plain_weight(stored)
+    layer._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+    try:
+        yield
+    finally:
+        layer._parameters["weight"] = stored
+    with torch.no_grad():
+        stored.copy_(_stored(layer, values, part.spec))
 
 
 def _write_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:

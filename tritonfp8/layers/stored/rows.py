@@ -235,7 +235,7 @@ class StoredRows(Tensor):
             return _OPERATIONS[func](first, *args[1:], **options)
         raise NotImplementedError(
             f"{func} does not work on a weight that is stored in 8 bits and sharded. Read its values from the "
-            "state_dict of the model, which has plain values"
+            "state_dict of the model, which has plain values; initialize it by reset_parameters of its layer"
         )
 
 
@@ -345,6 +345,7 @@ _OPERATIONS: dict[Any, Any] = {
     aten.slice.Tensor: _slice,
     aten.split.Tensor: lambda rows, size, dim=0: rows._split(size, dim),
     aten.view.default: _viewed,
+    aten.view_as.default: lambda rows, other: _viewed(rows, other.shape),
     aten.zeros_like.default: _zeros_like,
     ops.weight_operand: _operand,
 }

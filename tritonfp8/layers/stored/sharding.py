@@ -15,18 +15,20 @@ from tritonfp8.specs import QuantSpec
 
 
 class StoredSharding(NamedTuple):
-    """What sharded weights need. Each function but ``values`` is called on all ranks together.
+    """What sharded weights need. Each function but ``values`` and ``put`` is called on all ranks together.
 
     Attributes:
         store: ``store(layer, values, spec)``, the stored DTensor of a DTensor of values.
         shard: ``shard(layer, stored)``, this rank's part of a whole stored weight as the layer's stored DTensor.
         values: ``values(weight)``, the plain DTensor of a stored one.
+        whole: ``whole(weight)``, all of a stored DTensor: a stored weight, or a plain tensor of the values.
         put: ``put(layer, parameter)`` in place of the layer's weight, also where FSDP2 manages it.
     """
 
     store: Callable[[nn.Module, Tensor, QuantSpec], Tensor]
     shard: Callable[[nn.Module, StoredWeight], Tensor]
     values: Callable[[Tensor], Tensor]
+    whole: Callable[[Tensor], Tensor]
     put: Callable[[nn.Module, nn.Parameter], None]
 
 
@@ -56,6 +58,12 @@ def plain_weight(weight: Tensor) -> Tensor:
     if part is None:
         return weight
     return sharding().values(weight) if is_distributed(weight) else part.dequantize()
+
+
+def whole_weight(weight: Tensor) -> Tensor:
+    """All of a stored weight if it is sharded, which all ranks call together; any other weight as it is."""
+    is_sharded = is_distributed(weight) and stored_part(weight) is not None
+    return sharding().whole(weight) if is_sharded else weight
 
 
 def spec_of_weight(weight: Tensor) -> QuantSpec:

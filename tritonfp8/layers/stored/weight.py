@@ -166,6 +166,13 @@ class StoredWeight(Tensor):
                 return first._to(**options)
             if func is aten.copy_.default:
                 return first._fill(args[1])
+            if func is aten.empty_like.default and first.is_meta:
+                # Module.to_empty: other callers want memory of their own.
+                qdata, scale = (torch.zeros_like(x, device=options.get("device")) for x in first._both())
+                return first._with(qdata, scale)
+            if func in _INITIALIZATIONS:
+                values = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+                return first._fill(func(values, *args[1:], **options))
             if func in _FACTORIES:
                 given = {name: options[name] for name in ("dtype", "device") if options.get(name) is not None}
                 return _FACTORIES[func](first.shape, **{"dtype": first.dtype, "device": first.device, **given})
@@ -182,6 +189,14 @@ class StoredWeight(Tensor):
 
 
 _VALUES = VALUES - {aten.t.default, aten.transpose.int} | {aten.slice.Tensor}
+# Each overwrites all values. A function that needs several operations would round between them.
+_INITIALIZATIONS = {
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+}
 _SHARDING = {aten.new_empty.default, aten.new_zeros.default, aten.split.Tensor}
 _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.empty_like.default: torch.empty,
