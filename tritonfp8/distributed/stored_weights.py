@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,13 @@ def _joined(local: Tensor, like: DTensor) -> Tensor:
     ).full_tensor()
 
 
+def reshard(layers: Iterable[nn.Module]) -> None:
+    """Have FSDP2 drop what it gathered of the weights of these layers; no rank sends anything."""
+    for managed in managed_weights(layers).values():
+        if not managed.is_sharded:
+            managed.shard_again()
+
+
 def put(layer: nn.Module, parameter: nn.Parameter) -> None:
     """Give a layer another sharded weight, in the place of the one that FSDP2 manages if it does."""
     managed = _managed(layer)
@@ -143,4 +150,4 @@ def _why_not(managed: Managed) -> str | None:
     return None
 
 
-register_stored_sharding(StoredSharding(store_sharded, shard, values_of, whole, put))
+register_stored_sharding(StoredSharding(store_sharded, shard, values_of, whole, reshard, put))

@@ -75,14 +75,17 @@ def test_checkpoints(ranks, recipe, how, tmp_path):
     assert all(ranks.run(4, stored_cases.checkpoints, recipe=recipe, how=how, folder=str(tmp_path)))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_a_model_that_is_never_whole_in_high_precision(ranks, recipe):
-    # One of six files, and the layer that is read from it.
-    assert all(share < 0.5 for share in ranks.run(4, stored_cases.made_on_meta, recipe=recipe))
+def test_a_model_that_is_never_whole_in_high_precision(ranks):
+    # One of six files, a layer that is read from it, and the values of this rank's quarter.
+    assert all(share < 0.5 for share in ranks.run(4, stored_cases.made_on_meta, recipe="blockwise"))
 
 
 def test_tools_that_read_weights(ranks):
     assert all(ranks.run(2, stored_cases.other_tools, recipe="rowwise"))
+
+
+def test_changes_of_weights_that_are_gathered(ranks):
+    assert all(ranks.run(2, stored_cases.changed_while_gathered, recipe="blockwise"))
 
 
 def test_copies_casts_and_pickles(ranks):

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_distributed
 from tritonfp8.layers.stored.rows import DTYPES
-from tritonfp8.layers.stored.sharding import plain_weight, sharding, spec_of_weight, stored_part
+from tritonfp8.layers.stored.sharding import plain_weight, reshard, sharding, spec_of_weight, stored_part
 from tritonfp8.layers.stored.weight import store
 from tritonfp8.recipes import Gemm, Recipe
 from tritonfp8.specs import QuantSpec
@@ -69,6 +69,7 @@ def check_storable(
     Raises:
         ValueError: it cannot; names the first layers and what to do.
     """
+    reshard(layers.values())
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -131,6 +132,7 @@ def _taken(layer: Any, parameter: nn.Parameter) -> nn.Parameter:
 @contextmanager
 def _in_high_precision(layer: Any) -> Iterator[None]:
     """The layer has a plain weight inside the block, for code that initializes it; its values are stored then."""
+    reshard([layer])
     stored = layer._parameters["weight"]
     part = stored_part(stored)
     if part is None or stored.is_meta:
@@ -177,6 +179,7 @@ def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:
 
 def _give_back(layer: Any) -> Any:
     """Give a layer a plain weight of the values; returns what undoes that."""
+    reshard([layer])
     stored = layer.weight
     names = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
     hooks = {name: dict(getattr(layer, name)) for name in names}

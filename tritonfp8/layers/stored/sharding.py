@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -15,13 +16,14 @@ from tritonfp8.specs import QuantSpec
 
 
 class StoredSharding(NamedTuple):
-    """What sharded weights need. Each function but ``values`` and ``put`` is called on all ranks together.
+    """What sharded weights need. ``store`` and ``whole`` are called on all ranks together.
 
     Attributes:
         store: ``store(layer, values, spec)``, the stored DTensor of a DTensor of values.
         shard: ``shard(layer, stored)``, this rank's part of a whole stored weight as the layer's stored DTensor.
         values: ``values(weight)``, the plain DTensor of a stored one.
         whole: ``whole(weight)``, all of a stored DTensor: a stored weight, or a plain tensor of the values.
+        reshard: ``reshard(layers)``, has FSDP2 drop what it gathered of their weights.
         put: ``put(layer, parameter)`` in place of the layer's weight, also where FSDP2 manages it.
     """
 
@@ -29,6 +31,7 @@ class StoredSharding(NamedTuple):
     shard: Callable[[nn.Module, StoredWeight], Tensor]
     values: Callable[[Tensor], Tensor]
     whole: Callable[[Tensor], Tensor]
+    reshard: Callable[[Iterable[nn.Module]], None]
     put: Callable[[nn.Module, nn.Parameter], None]
 
 
@@ -58,6 +61,13 @@ def plain_weight(weight: Tensor) -> Tensor:
     if part is None:
         return weight
     return sharding().values(weight) if is_distributed(weight) else part.dequantize()
+
+
+def reshard(layers: Iterable[nn.Module]) -> None:
+    """Have FSDP2 drop what it gathered of the weights of these layers: a change of that would be lost with it."""
+    # Without this module no weight is gathered, and tritonfp8.distributed is not needed.
+    if "torch.distributed.fsdp" in sys.modules:
+        sharding().reshard(layers)
 
 
 def whole_weight(weight: Tensor) -> Tensor:
