@@ -181,8 +181,7 @@ class StoredRows(Tensor):
         if not alike:
             raise NotImplementedError(
                 "values cannot be copied into a shard of a weight that is stored in 8 bits: its scales are those of "
-                "the whole weight. Use load_state_dict of the model, reset_parameters of the layer, or "
-                "tritonfp8.export.load"
+                "the whole weight. Use load_state_dict of the model, or reset_parameters of the layer"
             )
         assert isinstance(source, StoredRows)
         cols = self.cols if self.cols == source.cols else math.gcd(self.cols, source.cols)
