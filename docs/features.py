@@ -16,6 +16,7 @@ _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eag
 _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _STORED = "tests/layers/stored/test_stored.py"
+_SHARDS = "tests/distributed/fsdp/test_stored.py::test_the_bits_of_one_rank"
 _EXPORT = "tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most_codes"
 _SHARDED_EXPORT = "tests/export/test_sharded.py::test_fsdp2_that_left_weights_gathered"
 _SCHEDULE = "tests/workflow/test_schedule.py"
@@ -68,7 +69,7 @@ ONE_PROCESS = (
         'weights stored in 8 bits (`mode="inference"`)',
         (f"{_STORED}::test_a_stored_model_is_the_plain_model_of_its_values",),
         otherwise=_NOT_STORED,
-        known="Frozen weights of one process. `tensorwise` gets power-of-two scales.",
+        known="Frozen weights. `tensorwise` gets power-of-two scales.",
     ),
     Column("Conv1D of transformers", ("tests/layers/linear/test_conv1d.py::test_computes_as_a_linear_layer",)),
     Column(
@@ -266,6 +267,8 @@ SHARDED = (
         known=f"{_SAME_CODE} A head that is gathered in 8 bits is gathered in high precision too; a warning says so.",
     ),
     Column("FSDP2, export.tensors", (_SHARDED_EXPORT,), known=_NO_CODES),
+    Column("FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_fsdp2",), otherwise=_NOT_STORED),
+    Column("TP x FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_tp_and_fsdp2",), otherwise=_NOT_STORED),
     Column(
         "FSDP2, fuse=True",
         (

@@ -12,10 +12,8 @@ NAMES = {
     "tritonfp8": (
         "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "RecipeSchedule",
         "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "distributed", "export",
-        "inspect",
-        "quantize", "quantize_both", "quantize_weights_once", "recipes", "revert", "scaled_matmul", "sensitivity",
-        "swap_recipe", "verify",
-        "verify_training",
+        "inspect", "quantize", "quantize_both", "quantize_weights_once", "quantized_init", "recipes", "revert",
+        "scaled_matmul", "sensitivity", "swap_recipe", "verify", "verify_training",
     ),
     "tritonfp8.convert": ("ConversionReport", "convert", "revert", "swap_recipe"),
     "tritonfp8.counting": ("count_gemms",),

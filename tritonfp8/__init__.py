@@ -14,7 +14,7 @@ from typing import Any
 # Imported first: it rejects unsupported versions of torch and triton, which would fail later on a missing name.
 import tritonfp8.compat  # noqa: F401
 from tritonfp8 import recipes
-from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
+from tritonfp8.convert import ConversionReport, convert, quantized_init, revert, swap_recipe
 from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_matmul
 from tritonfp8.layers.linear import Float8Linear, quantize_weights_once
 from tritonfp8.quantized import Quantized
@@ -38,6 +38,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_weights_once",
+    "quantized_init",
     "recipes",
     "revert",
     "scaled_matmul",

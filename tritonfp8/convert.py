@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from tritonfp8.checks import require, require_flag
 from tritonfp8.conversion import (
@@ -27,10 +28,18 @@ from tritonfp8.conversion import (
 )
 from tritonfp8.functional import SharedInput
 from tritonfp8.layers import all_or_nothing, change_class, forget_names, is_own_forward, rebase, record_names, swapping
-from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, conv1d_class, is_conv1d, linear_class, require_module
-from tritonfp8.recipes import Recipe
+from tritonfp8.layers.linear import (
+    Float8Conv1D,
+    Float8Linear,
+    computes_linear,
+    conv1d_class,
+    is_conv1d,
+    linear_class,
+    require_module,
+)
+from tritonfp8.recipes import Recipe, get
 
-__all__ = ["ConversionReport", "convert", "revert", "swap_recipe"]
+__all__ = ["ConversionReport", "convert", "quantized_init", "revert", "swap_recipe"]
 
 _Layer = Float8Linear | Float8Conv1D
 
@@ -158,7 +167,9 @@ def _stores(weight_storage: str, mode: str, fuse: bool) -> bool:
     return stores
 
 
-def _for_storage(model: nn.Module, selected: Selected, mode: str) -> tuple[Selected, dict[str, Recipe]]:
+def _for_storage(
+    model: nn.Module, selected: Selected, mode: str, on_meta: bool = False
+) -> tuple[Selected, dict[str, Recipe]]:
     """``selected`` with the recipes of stored weights; and these of all layers whose weights are to be stored.
 
     Layers that are converted already are among them.
@@ -171,7 +182,7 @@ def _for_storage(model: nn.Module, selected: Selected, mode: str) -> tuple[Selec
     layers = {**selected.modules, **before}
     recipes = {name: selected.recipes.get(name) or before[name].recipe for name in layers}
     recipes = {name: found.recipe_of_storage(recipe) for name, recipe in recipes.items()}
-    found.check_storable(model, layers, recipes)
+    found.check_storable(model, layers, recipes, on_meta)
     trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
     if trained and mode != "inference":
         raise ValueError(
@@ -209,6 +220,55 @@ def _apply(
     teach_counters()
     keep_layers()
     return fused, left
+
+
+@contextmanager
+def quantized_init(recipe: str | Recipe, filter: Callable[[nn.Module, str], bool] | None = None) -> Iterator[None]:
+    """Store the weight of each linear layer in 8 bits as the layer is made, for models that never fit in bfloat16.
+
+    A layer is converted when it becomes a child of a module, as by ``convert(mode="inference")``; its weight in high
+    precision is freed then. On the meta device no weight is ever in memory: ``fully_shard`` the model,
+    ``to_empty(device=...)``, then load a checkpoint, or call ``reset_parameters`` of its layers::
+
+        with tritonfp8.quantized_init("rowwise"), torch.device("meta"):
+            model = Model()
+
+    Modules that are made in other threads meanwhile are converted, too.
+
+    Args:
+        recipe: a name or a :class:`~tritonfp8.Recipe`, of all layers.
+        filter: ``filter(layer, name) -> bool``; by default the choice of :func:`convert`. Both know the name of a layer
+            in its parent only: layers called ``output`` or ``score`` count as heads, and stay in high precision.
+
+    Raises:
+        ValueError: the block made no layer to store, or an unfit weight (float16); names the layer.
+        TypeError: an argument of another type.
+    """
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a layer and its name, or None; got {type(filter).__name__}")
+    chosen, made = get(recipe), dict[nn.Module, dict[str, nn.Module]]()
+
+    def on_child(parent: nn.Module, name: str, child: Any) -> None:
+        if child is None or not computes_linear(type(child)):
+            return
+        holder = nn.Module()
+        holder._modules[name] = child
+        selected = select(holder, chosen, filter, 1)
+        if selected.modules:
+            selected, recipes = _for_storage(holder, selected, "inference", on_meta=True)
+            _apply(holder, selected, False, recipes)
+            made.setdefault(parent, {})[name] = child
+
+    handle = register_module_module_registration_hook(on_child)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not made:
+        raise ValueError("no layer was made inside quantized_init whose weight could be stored: make the model inside")
+    for parent, layers in made.items():
+        _share_inputs(parent, layers.values(), layers.values())
+        record_names(parent, layers)
 
 
 def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionReport:
@@ -313,7 +373,7 @@ def revert(model: nn.Module) -> list[str]:
     with all_or_nothing(model), _released(layers.values()):
         for module, cls in classes.items():
             change_class(module, cls)
-            for name in ("recipe", "on_revert"):
+            for name in ("recipe", "on_revert", "on_reset", "on_assign"):
                 module.__dict__.pop(name, None)
         _unshare_inputs(model)
         forget_names(model, layers.values())

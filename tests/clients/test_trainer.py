@@ -83,3 +83,20 @@ def test_a_parameter_that_does_not_move_fails_the_comparison(ranks):
     (row, _) = ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, learning_rate=0.0)
     assert not row["ok"]
     assert len(row["on"]["stuck"]) == len(row["off"]["stuck"]) > 20
+
+
+@pytest.mark.parametrize("ram_efficient", [False, True])
+def test_accelerate_and_peft_on_a_stored_base(ranks, ram_efficient):
+    """Adapters train on codes as on bf16 weights of the same values, to the bit."""
+    on, off = (
+        ranks.run(2, trainer_cases.lora_on_a_stored_base, stored=stored, ram_efficient=ram_efficient)
+        for stored in (True, False)
+    )
+    assert [kept for _, kept, _ in on] == [14, 14]
+    assert [kept for _, kept, _ in off] == [0, 0]
+    for mine, theirs in zip(on, off, strict=True):
+        assert mine[0] == theirs[0]
+        assert len(set(mine[0])) == 3
+        assert mine[2] == theirs[2]
+        # They begin as zeros.
+        assert all(any(values) for name, values in mine[2].items() if "lora_B" in name)

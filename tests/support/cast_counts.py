@@ -1,6 +1,8 @@
-"""How often tensors are quantized."""
+"""How often tensors are quantized, and how much high-precision memory is alive."""
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -22,3 +24,25 @@ def casts_of(function, shape):
     with Casts() as casts:
         out = function()
     return casts.shapes.count(shape), out
+
+
+class HighPrecisionMemory(TorchDispatchMode):
+    """Counts the bytes of floating tensors of 16 bits or more that are made inside the block and alive together.
+
+    Attributes:
+        peak: the most bytes at any time.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            if type(x) is torch.Tensor and x.is_floating_point() and x.itemsize > 1 and not x.is_meta:
+                storage = x.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out

@@ -68,6 +68,20 @@ MUTANTS = (
         ("tests/distributed/fsdp/test_grouped.py",),
     ),
     Mutant(
+        "tritonfp8/layers/stored/rows.py",
+        "exponents = exponents.repeat_interleave(rows, 0)[: qdata.shape[0]]",
+        "exponents = exponents.repeat_interleave(rows, 0).roll(1, 0)[: qdata.shape[0]]",
+        "the first row of each block of a stored weight has the scale of the block before",
+        ("tests/layers/stored/test_rows.py",),
+    ),
+    Mutant(
+        "tritonfp8/distributed/tensor_parallel/stored_operands.py",
+        "return pair, global_amax(_values(weight), None, spec_t, layouts)[1]",
+        "return pair, None",
+        "each rank scales the transpose of its part of a stored weight by itself",
+        ("tests/distributed/fsdp/test_stored.py", "-k", "tensor_parallel and rowwise"),
+    ),
+    Mutant(
         "kernels/matmul/block_scaled.py",
         "b_scales += first // SCALE_K * stride_b_scale_k",
         "b_scales += 0 * stride_b_scale_k",

@@ -4,6 +4,7 @@
     fsdp             weights gathered in 8 bits
     shard_layout     which part of each dim lies here, and where its blocks begin
     global_scales    quantize shards by the scales of the global tensor
+    stored_weights   weights that are stored in 8 bits and sharded
     weight_scope     weights that are quantized once for several passes
 
 A layer gets its quantized operands from an :class:`~tritonfp8.layers.linear.OperandProvider`, from which both folders
@@ -11,9 +12,10 @@ derive. The core never imports this package.
 """
 
 # They check torch, and register the rules of the ops and the weights of quantize_weights_once.
-from tritonfp8.distributed import dtensor_rules, torch_private, weight_scope  # noqa: F401
+from tritonfp8.distributed import dtensor_rules, stored_weights, torch_private, weight_scope  # noqa: F401
 from tritonfp8.distributed.fsdp import enable_float8_all_gather
 from tritonfp8.distributed.options import scales, token_counts
+from tritonfp8.distributed.stored_weights import check_stored_gather
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -26,6 +28,7 @@ __all__ = [
     "Float8ColwiseParallel",
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
+    "check_stored_gather",
     "count_collective_bytes",
     "enable_float8_all_gather",
     "scales",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tritonfp8.layers.linear import is_distributed
-from tritonfp8.layers.stored import StoredWeight
+from tritonfp8.layers.stored import StoredWeight, whole_weight
 
 # What torch.compile and checkpointing put into the names of modules. A state_dict of theirs has it, a checkpoint not.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -105,6 +105,7 @@ def check_whole(found: Iterable[Place], what: str) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor, without gradients. A sharded one is gathered, so that all ranks must call this."""
+    tensor = whole_weight(tensor)
     gather = getattr(tensor, "full_tensor", None) if is_distributed(tensor) else None
     return (tensor if gather is None else gather()).detach()
 

@@ -23,7 +23,7 @@ from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLaye
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted, require_module
-from tritonfp8.layers.stored import StoredWeight, plain_weight
+from tritonfp8.layers.stored import StoredWeight, plain_weight, store
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import BLOCKS, scale_shape
 
@@ -172,6 +172,9 @@ def _fill(place: Place, x: Tensor) -> Tensor:
         return place.tensor.copy_(x)
     # The memory of a tensor that was read is the file, which may change later.
     x = x.clone()
+    target = place.tensor
+    if isinstance(target, StoredWeight) and not isinstance(x, StoredWeight):
+        x = store(x, target.spec, target.is_transposed)
     tensor = nn.Parameter(x, requires_grad=place.tensor.requires_grad) if place.owners[0].is_parameter else x
     for owner in place.owners:
         setattr(owner.module, owner.key, tensor)

@@ -1,5 +1,6 @@
 """Functions of each rank in the tests of Hugging Face's Trainer."""
 
+import copy
 import functools
 import os
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import tritonfp8
 from bench.distributed.trainer import Program, Tokens, compare, model_of, reset, train
 from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.layers.stored import is_stored
 
 SMALL = {"layers": 2, "hidden": 64, "tokens": 16, "steps": 3, "backend": "aot_eager", "use_cpu": True}
 
@@ -87,3 +89,41 @@ def accelerate_loop(mesh, gather, order):
     stuck = [name for name, p in model.named_parameters() if torch.equal(p.full_tensor(), before[name])]
     reset()
     return losses, stuck
+
+
+def lora_on_a_stored_base(mesh, stored, ram_efficient):
+    """Losses and trained adapters of accelerate and peft; the base has codes, or the same values in bf16."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from peft import LoraConfig, get_peft_model
+
+    act_as_launched()
+    program = Program(**SMALL, dtype="bfloat16")
+    model = get_peft_model(model_of(program), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
+    values = copy.deepcopy(model)
+    tritonfp8.convert(values, "mxfp8", weight_storage="quantized")
+    if stored:
+        model = values
+    else:
+        model.load_state_dict(values.state_dict())
+        tritonfp8.convert(model, "mxfp8")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        cpu_ram_efficient_loading=ram_efficient,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    kept = sum(is_stored(module) for module in model.modules())
+    losses = []
+    for row in Tokens(6, program.tokens).rows.chunk(2)[dist.get_rank()]:
+        loss = model(input_ids=row[None], labels=row[None]).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    adapters = {name: p.full_tensor().detach() for name, p in model.named_parameters() if p.requires_grad}
+    reset()
+    return losses, kept, {name: x.float().flatten().tolist() for name, x in adapters.items()}

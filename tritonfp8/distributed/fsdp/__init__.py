@@ -6,12 +6,13 @@ that FSDP2 manages.
 
 from tritonfp8.distributed.fsdp.enable import enable_float8_all_gather, gather_of
 from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, GatheredWeightOperands
-from tritonfp8.distributed.fsdp.torch_fsdp import Managed, managed_weights
+from tritonfp8.distributed.fsdp.torch_fsdp import Managed, all_managed, managed_weights
 
 __all__ = [
     "GatheredWeight",
     "GatheredWeightOperands",
     "Managed",
+    "all_managed",
     "enable_float8_all_gather",
     "gather_of",
     "managed_weights",

@@ -28,13 +28,17 @@ from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 from tritonfp8.distributed.torch_private import FSDP, require_names
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, require_module
+from tritonfp8.layers.stored import is_stored
 
 CASTS = ("param_dtype", "master")
 CONV1D = "a Conv1D: its weight is stored transposed, and is gathered in its own dtype"
+STORED = "stored in 8 bits: FSDP2 gathers its codes without this"
 
 
 def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
     """Why a parameter with these owners cannot be gathered in 8 bits, or None."""
+    if any(is_stored(module) for _, module, _ in layers):
+        return STORED
     for name, module, parameter in layers:
         if not isinstance(module, Float8Linear) or parameter != "weight":
             return f"shared with {name}.{parameter}, which needs it in high precision"
@@ -48,7 +52,7 @@ def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
 
 def _check_once(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear) and module.on_revert is not None:
+        if isinstance(module, Float8Linear) and module.on_revert is not None and not is_stored(module):
             raise ValueError(
                 f"the weight of {name or 'the model'} is gathered in 8 bits already: call enable_float8_all_gather once"
             )

@@ -51,6 +51,11 @@ class Managed(NamedTuple):
     group: Any
     param: Any
 
+    @property
+    def name(self) -> str:
+        """Its name below the outermost ``fully_shard``, or in its module before the first forward."""
+        return self.param._param_fqn or self.param._module_info.param_name
+
     def require_mesh(self) -> None:
         """Raise RuntimeError unless this torch says how the parameter is sharded."""
         require_of_instance(_USER, MESH_INFO, self.group.mesh_info)
@@ -105,8 +110,9 @@ class Managed(NamedTuple):
 
     @property
     def local(self) -> torch.Tensor:
-        """The local shard."""
-        return self.param.sharded_param._local_tensor
+        """The local shard; the codes of a weight that is stored in 8 bits."""
+        local: torch.Tensor = self.param.sharded_param._local_tensor
+        return getattr(local, "_qdata", local)
 
     @property
     def in_backward(self) -> bool:
@@ -132,9 +138,8 @@ class Managed(NamedTuple):
     @property
     def stamp(self) -> tuple[object, ...]:
         """Changes with every write to the shard that torch counts, on the DTensor or on its local tensor."""
-        param = self.param.sharded_param
-        local = param._local_tensor
-        return local.data_ptr(), _version(param), _version(local)
+        local = self.local
+        return local.data_ptr(), _version(self.param.sharded_param), _version(local)
 
     @property
     def holder(self) -> StorageWeakRef | None:
@@ -197,6 +202,20 @@ class Managed(NamedTuple):
                 self.param.unsharded_accumulated_grad = gathered.grad
             else:
                 self.param.unsharded_accumulated_grad += gathered.grad
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """Shard another DTensor of the same shape and placements in the place of this parameter, in all its modules."""
+        self.forget_gathered()
+        local = parameter._local_tensor  # type: ignore[attr-defined]
+        if type(local) is not torch.Tensor:
+            # FSDP would compare its memory with the memory of the shard before, and such a tensor has none.
+            self.param._sharded_param_data = local
+        info = self.param._module_info
+        owners = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+        for module, name in owners:
+            module._parameters[name] = parameter
+        self.param.reset_sharded_param()
+        self.param._init_extensions()
 
     @property
     def reshards_to_fewer(self) -> bool:
@@ -262,6 +281,14 @@ def managed_weights(layers: Iterable[nn.Module]) -> dict[nn.Module, Managed]:
             for group in _groups(module._get_fsdp_state()):
                 found.update({owner: m for (owner, name), m in _owners(group) if name == "weight" and owner in wanted})
     return found
+
+
+def all_managed() -> Iterator[Managed]:
+    """Every parameter that FSDP manages in this process."""
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                yield from (Managed(group, param) for param in group.fsdp_params)
 
 
 def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:

@@ -19,11 +19,17 @@ from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands
 from tritonfp8.distributed.shard_layout import align, largest_blocks, plain_mesh, unalign
 from tritonfp8.distributed.tensor_parallel.placements import Layer, cached_layer_of, layer_of
 from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands
+from tritonfp8.distributed.tensor_parallel.stored_operands import StoredShardOperands
 from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
 from tritonfp8.layers import register_linear
 from tritonfp8.layers.linear import OperandProvider, Operands, SharedInput, local_linear, weight_operands
+from tritonfp8.layers.stored import StoredRows, StoredWeight
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
+
+_STORED = (StoredRows, StoredWeight)
+# Types of weights whose scales are those of the global weight already.
+_HAVE_CODES = (GatheredWeight, *_STORED)
 
 
 class _AddedOnce(torch.autograd.Function):
@@ -173,7 +179,7 @@ def sharded_linear(
     build = layer_of if torch.compiler.is_compiling() else cached_layer_of
     layer = build(
         plain_mesh(mesh), leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
-        largest_blocks(recipe), isinstance(weight._local_tensor, GatheredWeight), *options.current(),
+        largest_blocks(recipe), isinstance(weight._local_tensor, _HAVE_CODES), *options.current(),
     )  # fmt: skip
     out = _local(input, weight, bias, recipe, shared_input, layer, cached)
     shape = (*input.shape[:-1], weight.shape[0])
@@ -217,7 +223,8 @@ def _local(
     if summed_later:
         operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
     w = _aligned_weight(weight, layer)
-    provider: OperandProvider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k)
+    operands = StoredShardOperands if isinstance(weight._local_tensor, _STORED) else ShardedOperands
+    provider: OperandProvider = operands(*layer.scaled, layer.gather if in_8_bits else None, layer.k)
     if isinstance(weight._local_tensor, GatheredWeight):
         provider = GatheredWeightOperands(provider)
     out = local_linear(

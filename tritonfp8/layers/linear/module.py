@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeGuard
 
 from torch import Tensor, nn
@@ -50,6 +51,10 @@ class Float8Linear(nn.Linear):
     is_fused: bool = False
     # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
     on_revert: Callable[[Any], object] | None = None
+    # Takes a Parameter that is assigned as the weight, and returns the one to keep.
+    on_assign: Callable[[Any, nn.Parameter], nn.Parameter] | None = None
+    # A context around reset_parameters, if the weight cannot be initialized as it is.
+    on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
     # The class that a converted layer had.
     linear: type[nn.Linear] = nn.Linear
 
@@ -78,7 +83,14 @@ class Float8Linear(nn.Linear):
         # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
+        if name == "weight" and param is not None and self.on_assign is not None:
+            param = self.on_assign(self, param)
         super().register_parameter(name, param)
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear``; a weight that is stored in 8 bits is initialized in high precision and quantized."""
+        with nullcontext() if self.on_reset is None else self.on_reset(self):
+            super().reset_parameters()
 
     def forward(self, input: Tensor | QuantizedInput) -> Tensor:
         """``input @ weight.T + bias`` by the recipe."""

@@ -108,7 +108,8 @@ def _computed(name: str, layer: ConvertedLayer) -> Tensor:
 
 def _has_codes(layer: ConvertedLayer) -> bool:
     weight = layer._parameters.get("weight")
-    return weight is not None and provider_of(weight).weight_has_codes
+    # A sharded weight has codes if its shard does.
+    return weight is not None and provider_of(getattr(weight, "_local_tensor", weight)).weight_has_codes
 
 
 def _check_weight(name: str, layer: ConvertedLayer, weight: Tensor) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tritonfp8.layers.linear import Float8Conv1D
-from tritonfp8.layers.stored.weight import DTYPES, StoredWeight, store
+from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_distributed
+from tritonfp8.layers.stored.rows import DTYPES
+from tritonfp8.layers.stored.sharding import plain_weight, reshard, sharding, spec_of_weight, stored_part
+from tritonfp8.layers.stored.weight import store
 from tritonfp8.recipes import Gemm, Recipe
+from tritonfp8.specs import QuantSpec
 
 
 def recipe_of_storage(recipe: Recipe) -> Recipe:
@@ -35,15 +40,19 @@ def recipe_of_storage(recipe: Recipe) -> Recipe:
     )
 
 
-def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) -> str | None:
+def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]], on_meta: bool) -> str | None:
     weight = layer._parameters.get("weight")
     if recipe.output.rhs is None:
         return f"recipe {recipe.name!r} computes the output in high precision: leave the layer out by filter="
     if weight is None or parametrize.is_parametrized(layer):
         return "its weight is computed (parametrized or pruned): make that permanent first"
-    if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}: store weights before they are sharded"
-    if weight.is_meta:
+    if type(weight) is not nn.Parameter and not is_distributed(weight):
+        return f"its weight is a {type(weight).__name__}, not a plain or a sharded Parameter"
+    if is_distributed(weight) and is_conv1d(layer):
+        return "it is a Conv1D and its weight is sharded: leave it out by filter="
+    if getattr(layer, "on_revert", None) is not None:
+        return "enable_float8_all_gather gathers its weight: leave that out, as stored weights are gathered as codes"
+    if weight.is_meta and not on_meta:
         return "its weight is on the meta device: load the model first"
     if weight.dtype not in DTYPES:
         return f"its weight is {weight.dtype}: cast the model to bfloat16 or float32 first"
@@ -52,16 +61,19 @@ def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]]) 
     return None
 
 
-def check_storable(model: nn.Module, layers: Mapping[str, nn.Module], recipes: Mapping[str, Recipe]) -> None:
-    """Check that the weight of each layer can be stored.
+def check_storable(
+    model: nn.Module, layers: Mapping[str, nn.Module], recipes: Mapping[str, Recipe], on_meta: bool = False
+) -> None:
+    """Check that the weight of each layer can be stored; with ``on_meta`` also on the meta device.
 
     Raises:
         ValueError: it cannot; names the first layers and what to do.
     """
+    reshard(layers.values())
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
-    reasons = {name: _why_not(layer, recipes[name], owners) for name, layer in layers.items()}
+    reasons = {name: _why_not(layer, recipes[name], owners, on_meta) for name, layer in layers.items()}
     if found := [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]:
         more = f" (and {len(found) - 3} more layers)" if len(found) > 3 else ""
         raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(found[:3])}{more}")
@@ -78,7 +90,7 @@ def store_weights(layers: Mapping[str, Any]) -> None:
     done: list[Any] = []
     for name, layer in layers.items():
         try:
-            stored = store(layer.weight, layer.recipe.output.rhs, isinstance(layer, Float8Conv1D))
+            _put(layer, _stored(layer, layer.weight, layer.recipe.output.rhs))
         except Exception as error:
             for each in done:
                 _give_back(each)
@@ -86,27 +98,79 @@ def store_weights(layers: Mapping[str, Any]) -> None:
                 f"storing the weight of {name} failed. The {len(done)} layers before it have plain weights again, and "
                 "these are rounded: load the model again"
             ) from error
-        layer._parameters["weight"] = nn.Parameter(stored, requires_grad=False)
-        layer.on_revert = _give_back
+        layer.on_revert, layer.on_reset, layer.on_assign = _give_back, _in_high_precision, _taken
         layer.register_state_dict_post_hook(_write_values)
         layer.register_load_state_dict_pre_hook(_read_values)
         done.append(layer)
 
 
+def _stored(layer: Any, values: Tensor, spec: QuantSpec) -> Tensor:
+    """The stored weight of a layer from values, whole or sharded as these are."""
+    if is_distributed(values):
+        return sharding().store(layer, values, spec)
+    return store(values, spec, isinstance(layer, Float8Conv1D))
+
+
+def _put(layer: Any, weight: Tensor) -> None:
+    """Give a layer another frozen weight."""
+    parameter = nn.Parameter(weight, requires_grad=False)
+    if is_distributed(weight):
+        sharding().put(layer, parameter)
+    else:
+        layer._parameters["weight"] = parameter
+
+
+def _taken(layer: Any, parameter: nn.Parameter) -> nn.Parameter:
+    """A Parameter that is assigned, stored: loaders put theirs in the place of weights on the meta device."""
+    part = stored_part(layer._parameters.get("weight"))
+    alike = part is not None and is_distributed(parameter) == is_distributed(layer._parameters["weight"])
+    if part is None or not alike or stored_part(parameter) is not None:
+        return parameter
+    return nn.Parameter(_stored(layer, parameter.detach(), part.spec), requires_grad=False)
+
+
+@contextmanager
+def _in_high_precision(layer: Any) -> Iterator[None]:
+    """The layer has a plain weight inside the block, for code that initializes it; its values are stored then."""
+    reshard([layer])
+    stored = layer._parameters["weight"]
+    part = stored_part(stored)
+    if part is None or stored.is_meta:
+        yield
+        return
+    values = plain_weight(stored)
+    layer._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+    try:
+        yield
+    finally:
+        layer._parameters["weight"] = stored
+    with torch.no_grad():
+        stored.copy_(_stored(layer, values, part.spec))
+
+
 def _write_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state_dict has the values of a stored weight, so that any model can load it."""
     name = f"{prefix}weight"
-    if isinstance(state.get(name), StoredWeight):
+    if name in state:
         state[name] = plain_weight(state[name])
 
 
 def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *others: object) -> None:
-    """With ``assign=True`` a tensor of the state_dict takes the place of the weight: it must be a stored one."""
+    """Quantize the values of a state_dict where a copy cannot.
+
+    With ``assign=True`` a tensor of the state_dict takes the place of the weight: it must be a stored one. And a copy
+    into a shard would know this rank's values only, but scales are those of the whole weight.
+    """
     name, before = f"{prefix}weight", layer._parameters["weight"]
-    if metadata.get("assign_to_params_buffers") and isinstance(before, StoredWeight) and name in state:
-        state[name] = nn.Parameter(
-            store(state[name].to(before.dtype), before.spec, before.is_transposed), requires_grad=False
-        )
+    found, part = state.get(name), stored_part(before)
+    if part is None or not isinstance(found, Tensor) or stored_part(found) is not None:
+        return
+    if is_distributed(before) != is_distributed(found) or before.shape != found.shape:
+        # torch says what is wrong.
+        return
+    if metadata.get("assign_to_params_buffers") or is_distributed(before):
+        weight = _stored(layer, found.to(before.dtype), part.spec)
+        state[name] = nn.Parameter(weight, requires_grad=False)
 
 
 def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:
@@ -115,15 +179,16 @@ def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:
 
 def _give_back(layer: Any) -> Any:
     """Give a layer a plain weight of the values; returns what undoes that."""
+    reshard([layer])
     stored = layer.weight
     names = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
     hooks = {name: dict(getattr(layer, name)) for name in names}
-    layer._parameters["weight"] = nn.Parameter(plain_weight(stored), requires_grad=False)
+    _put(layer, plain_weight(stored))
     for name, ours in zip(names, (_write_values, _read_values), strict=True):
         _refill(getattr(layer, name), _without_hooks(hooks[name], ours))
 
     def undo() -> None:
-        layer._parameters["weight"] = stored
+        _put(layer, stored)
         for name in names:
             _refill(getattr(layer, name), hooks[name])
 
@@ -135,11 +200,6 @@ def _refill(found: dict[int, Any], content: Mapping[int, Any]) -> None:
     found.update(content)
 
 
-def plain_weight(weight: Tensor) -> Tensor:
-    """The values of a stored weight; any other weight as it is."""
-    return weight.dequantize() if isinstance(weight, StoredWeight) else weight
-
-
 def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
     """The recipe that a layer with a stored weight follows when ``recipe`` is asked for.
 
@@ -149,9 +209,10 @@ def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
     if not is_stored(layer):
         return recipe
     recipe = recipe_of_storage(recipe)
-    if recipe.output.rhs != layer.weight.spec:
+    spec = spec_of_weight(layer._parameters["weight"])
+    if recipe.output.rhs != spec:
         raise ValueError(
-            f"the weight of {name} is stored as {layer.weight.spec}, and recipe {recipe.name!r} reads "
+            f"the weight of {name} is stored as {spec}, and recipe {recipe.name!r} reads "
             f"{recipe.output.rhs}: convert the model again from high precision"
         )
     return recipe
@@ -159,10 +220,10 @@ def check_swap(name: str, layer: Any, recipe: Recipe) -> Recipe:
 
 def is_stored(layer: nn.Module) -> bool:
     """Whether the weight of a layer is stored in 8 bits."""
-    return isinstance(layer._parameters.get("weight"), StoredWeight)
+    return stored_part(layer._parameters.get("weight")) is not None
 
 
 def weight_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the stored weights of a model, and what the same weights take in their dtype."""
-    stored = [p for p in model.parameters() if isinstance(p, StoredWeight)]
+    """Bytes of the stored weights of a model on this rank, and what the same weights take in their dtype."""
+    stored = [part for p in model.parameters() if (part := stored_part(p)) is not None]
     return sum(p.nbytes for p in stored), sum(p.numel() * p.element_size() for p in stored)

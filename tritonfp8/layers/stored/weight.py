@@ -13,12 +13,11 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
+from tritonfp8.layers.stored.rows import DTYPES, VALUES, StoredRows, raise_other_spec, rows_of
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
 
 aten = torch.ops.aten
-DTYPES = (torch.bfloat16, torch.float32)
-"""The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
 
 
 class StoredWeight(Tensor):
@@ -122,15 +121,25 @@ class StoredWeight(Tensor):
         if spec == self.spec and (square or not transposed):
             return (self._qdata.t().contiguous(), self._scale.t().contiguous()) if transposed else self._both()
         if not transposed:
-            raise ValueError(
-                f"the weight is stored as {self.spec}, and its recipe reads {spec}: swap to a recipe with the same "
-                "weights, or convert the model again from high precision"
-            )
+            raise_other_spec(self.spec, spec)
         qdata, scale = ops.quantize(self.dequantize(), *spec.args, True)
         return qdata, scale
 
     def _both(self) -> tuple[Tensor, Tensor]:
         return self._qdata, self._scale
+
+    def as_rows(self) -> StoredRows:
+        """The weight in the form that can be sharded; its codes are not copied.
+
+        Raises:
+            NotImplementedError: it is the weight of a ``Conv1D``.
+        """
+        if self.is_transposed:
+            raise NotImplementedError(
+                f"the weight {tuple(self.shape)} of a Conv1D cannot be sharded while it is stored in 8 bits: its codes "
+                "lie in the order of its columns. Leave the Conv1D layers out of convert by filter="
+            )
+        return rows_of(*self._both(), self.spec, self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -157,11 +166,21 @@ class StoredWeight(Tensor):
                 return first._to(**options)
             if func is aten.copy_.default:
                 return first._fill(args[1])
+            if func is aten.empty_like.default and first.is_meta:
+                # Module.to_empty: other callers want memory of their own.
+                qdata, scale = (torch.zeros_like(x, device=options.get("device")) for x in first._both())
+                return first._with(qdata, scale)
+            if func in _INITIALIZATIONS:
+                values = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+                return first._fill(func(values, *args[1:], **options))
             if func in _FACTORIES:
                 given = {name: options[name] for name in ("dtype", "device") if options.get(name) is not None}
                 return _FACTORIES[func](first.shape, **{"dtype": first.dtype, "device": first.device, **given})
             if func is ops.weight_operand:
                 return first._operand(spec_of(args[1]), args[2])
+            if func in _SHARDING:
+                # FSDP2 and DTensor make shards by these.
+                return func(first.as_rows(), *args[1:], **options)
         # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
         raise NotImplementedError(
             f"{func} does not work on a weight that is stored in 8 bits. Read its values by weight.dequantize(), or "
@@ -169,17 +188,16 @@ class StoredWeight(Tensor):
         )
 
 
-# Read by others: a loss in chunks, a tied embedding, statistics.
-_VALUES = {
-    aten.addmm.default,
-    aten.embedding.default,
-    aten.equal.default,
-    aten.isfinite.default,
-    aten.linalg_vector_norm.default,
-    aten.linear.default,
-    aten.mm.default,
-    aten.slice.Tensor,
+_VALUES = VALUES - {aten.t.default, aten.transpose.int} | {aten.slice.Tensor}
+# Each overwrites all values. A function that needs several operations would round between them.
+_INITIALIZATIONS = {
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
 }
+_SHARDING = {aten.new_empty.default, aten.new_zeros.default, aten.split.Tensor}
 _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.empty_like.default: torch.empty,
     aten.ones_like.default: torch.ones,
@@ -201,7 +219,10 @@ def store(weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Store
 
 @dataclass(frozen=True)
 class StoredWeightOperands(OperandProvider):
-    """Reads the operands of a weight from its codes; the other operands are quantized as usual."""
+    """Reads the operands of a weight from its codes; the other operands are quantized as usual.
+
+    The weight is a :class:`StoredWeight` or, if FSDP2 gathered it, a :class:`StoredRows`.
+    """
 
     @property
     def weight_has_codes(self) -> bool:
@@ -209,28 +230,29 @@ class StoredWeightOperands(OperandProvider):
         return True
 
     def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
-        """``weight`` is a :class:`StoredWeight`.
+        """The codes and their scales.
 
         Raises:
-            ValueError: it is stored for another recipe.
+            ValueError: the weight is stored for another recipe.
         """
         assert spec is not None
-        return _read(weight, spec, False), None
+        return read_operand(weight, spec, False), None
 
     def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """As :meth:`weight` and :meth:`weight_t`."""
         none: Pair = (None, None)
         return (
-            none if spec is None else _read(weight, spec, False),
-            none if spec_t is None else _read(weight, spec_t, True),
+            none if spec is None else read_operand(weight, spec, False),
+            none if spec_t is None else read_operand(weight, spec_t, True),
         )
 
     def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
         """The transpose, quantized from the values unless its blocks are square."""
-        return _read(weight, spec_t, True, grad_output)
+        return read_operand(weight, spec_t, True, grad_output)
 
 
-def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
+def read_operand(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
+    """``(qdata, scale)`` of a stored weight or of its transpose, quantized by ``spec``."""
     if torch.compiler.is_compiling():
         # A graph does not look into subclasses. This op dispatches to _operand when the graph is made.
         qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
@@ -239,4 +261,5 @@ def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | 
     return found
 
 
-register_weight_type(StoredWeight, StoredWeightOperands())
+for _kind in (StoredWeight, StoredRows):
+    register_weight_type(_kind, StoredWeightOperands())

@@ -1,0 +1,155 @@
+"""Layers whose weights are stored in 8 bits as they are made."""
+
+import copy
+
+import pytest
+import torch
+from cast_counts import HighPrecisionMemory
+from torch import nn
+
+import tritonfp8
+from tritonfp8 import Float8Linear
+from tritonfp8.layers.stored import StoredWeight, is_stored
+from tritonfp8.testing import assert_bitwise_equal
+
+SIZE, LAYERS = 128, 10
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        return x + self.down(self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.router, self.lm_head = nn.Linear(SIZE, 4), nn.Linear(SIZE, 64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def made(recipe="rowwise", device="cpu"):
+    torch.manual_seed(0)
+    with tritonfp8.quantized_init(recipe), torch.device(device):
+        return Model()
+
+
+def converted(recipe="rowwise"):
+    torch.manual_seed(0)
+    model = Model()
+    tritonfp8.convert(model, recipe, mode="inference")
+    return model
+
+
+def data():
+    return torch.randn(5, SIZE, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_is_the_model_that_convert_makes(recipe):
+    model, expected = made(recipe), converted(recipe)
+    assert [type(m) for m in model.modules()] == [type(m) for m in expected.modules()]
+    assert type(model.lm_head) is type(model.router) is nn.Linear
+    assert is_stored(model.blocks[3].up)
+    assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert "e4m3 x e4m3" in str(tritonfp8.verify(model, data()))
+    assert type(nn.Sequential(nn.Linear(SIZE, SIZE))[0]) is nn.Linear
+
+
+def test_one_layer_at_a_time_is_in_high_precision():
+    weight = 4 * SIZE * SIZE
+    with HighPrecisionMemory() as memory:
+        made()
+    # A layer, its parent's siblings before they are children, and what the cast works on.
+    assert memory.peak < 6 * weight
+    # Converted afterwards all layers are there at once: the measure sees them.
+    with HighPrecisionMemory() as memory:
+        converted()
+    assert memory.peak > 2 * LAYERS * weight
+
+
+def test_on_the_meta_device_and_loaded_after_to_empty():
+    model, expected = made(device="meta"), converted()
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert is_stored(model.blocks[0].up)
+    model.load_state_dict(expected.state_dict())
+    assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+
+
+@pytest.mark.parametrize("how", ["assign", "attribute"])
+def test_a_loader_that_replaces_parameters_on_the_meta_device(how):
+    model, expected = made(device="meta"), converted()
+    state = expected.state_dict()
+    if how == "assign":
+        model.load_state_dict(state, assign=True)
+    else:
+        for name, module in model.named_modules():
+            for key in list(module._parameters):
+                setattr(module, key, nn.Parameter(state[f"{name}.{key}"]))
+    assert type(model.blocks[0].up.weight) is StoredWeight
+    assert not model.blocks[0].up.weight.requires_grad
+    assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+
+
+def test_a_checkpoint_in_8_bits_onto_the_meta_device(tmp_path):
+    expected = converted("blockwise")
+    tritonfp8.export.save(expected, tmp_path, "fine_grained")
+    model = made("blockwise", "meta")
+    tritonfp8.export.load(model, tmp_path)
+    assert is_stored(model.blocks[9].down)
+    assert_bitwise_equal([model.state_dict()], [expected.state_dict()])
+
+
+@pytest.mark.parametrize(
+    "initialize",
+    [
+        lambda layer: layer.reset_parameters(),
+        lambda layer: nn.init.normal_(layer.weight, std=0.05),
+        lambda layer: nn.init.xavier_uniform_(layer.weight),
+    ],
+)
+def test_initializations_are_those_of_a_plain_layer(initialize):
+    model, plain = made(), nn.Linear(SIZE, SIZE)
+    layer = model.blocks[0].up
+    copied = copy.deepcopy(layer)
+    torch.manual_seed(3)
+    initialize(layer)
+    torch.manual_seed(3)
+    initialize(plain)
+    holder = nn.Sequential(plain)
+    tritonfp8.convert(holder, "rowwise", mode="inference")
+    assert_bitwise_equal([layer.weight.dequantize()], [holder[0].weight.dequantize()])
+    # The copy has hooks of its own.
+    initialize(copied)
+    assert not torch.equal(copied.weight.dequantize(), layer.weight.dequantize())
+
+
+def test_a_filter_decides_by_the_name_in_the_parent():
+    with tritonfp8.quantized_init("rowwise", filter=lambda layer, name: name == "down"):
+        block = Block()
+    assert (type(block.up), type(block.down)) == (nn.Linear, Float8Linear)
+
+
+def test_errors_name_what_is_wrong():
+    with (
+        pytest.raises(ValueError, match="no layer was made inside quantized_init"),
+        tritonfp8.quantized_init("rowwise"),
+    ):
+        nn.LayerNorm(3)
+    with pytest.raises(ValueError, match="up: its weight is torch.float16"), tritonfp8.quantized_init("rowwise"):
+        nn.Module().up = nn.Linear(SIZE, SIZE, dtype=torch.float16)
+    with pytest.raises(ValueError, match="computes the output in high precision"), tritonfp8.quantized_init("bf16"):
+        Block()
+    with pytest.raises(TypeError, match="filter must be a function"), tritonfp8.quantized_init("rowwise", ["*"]):
+        Block()
+    assert type(Block().up) is nn.Linear

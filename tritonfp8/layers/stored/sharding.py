@@ -1,0 +1,83 @@
+"""What ``tritonfp8.distributed`` does for stored weights: the core does not import it, and calls what it registers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from tritonfp8.layers.linear import is_distributed
+from tritonfp8.layers.stored.rows import StoredRows
+from tritonfp8.layers.stored.weight import StoredWeight
+from tritonfp8.specs import QuantSpec
+
+
+class StoredSharding(NamedTuple):
+    """What sharded weights need. ``store`` and ``whole`` are called on all ranks together.
+
+    Attributes:
+        store: ``store(layer, values, spec)``, the stored DTensor of a DTensor of values.
+        shard: ``shard(layer, stored)``, this rank's part of a whole stored weight as the layer's stored DTensor.
+        values: ``values(weight)``, the plain DTensor of a stored one.
+        whole: ``whole(weight)``, all of a stored DTensor: a stored weight, or a plain tensor of the values.
+        reshard: ``reshard(layers)``, has FSDP2 drop what it gathered of their weights.
+        put: ``put(layer, parameter)`` in place of the layer's weight, also where FSDP2 manages it.
+    """
+
+    store: Callable[[nn.Module, Tensor, QuantSpec], Tensor]
+    shard: Callable[[nn.Module, StoredWeight], Tensor]
+    values: Callable[[Tensor], Tensor]
+    whole: Callable[[Tensor], Tensor]
+    reshard: Callable[[Iterable[nn.Module]], None]
+    put: Callable[[nn.Module, nn.Parameter], None]
+
+
+_registered: list[StoredSharding] = []
+
+
+def register_stored_sharding(sharding: StoredSharding) -> None:
+    """Let stored weights be sharded."""
+    _registered[:] = [sharding]
+
+
+def sharding() -> StoredSharding:
+    """The registered functions, imported on demand."""
+    importlib.import_module("tritonfp8.distributed")
+    return _registered[0]
+
+
+def stored_part(weight: Tensor | None) -> StoredWeight | StoredRows | None:
+    """What this rank has of a stored weight; None if the weight is not stored in 8 bits."""
+    local = getattr(weight, "_local_tensor", None) if is_distributed(weight) else weight
+    return local if isinstance(local, StoredWeight | StoredRows) else None
+
+
+def plain_weight(weight: Tensor) -> Tensor:
+    """The values of a stored weight, a DTensor if that is one; any other weight as it is."""
+    part = stored_part(weight)
+    if part is None:
+        return weight
+    return sharding().values(weight) if is_distributed(weight) else part.dequantize()
+
+
+def reshard(layers: Iterable[nn.Module]) -> None:
+    """Have FSDP2 drop what it gathered of the weights of these layers: a change of that would be lost with it."""
+    # Without this module no weight is gathered, and tritonfp8.distributed is not needed.
+    if "torch.distributed.fsdp" in sys.modules:
+        sharding().reshard(layers)
+
+
+def whole_weight(weight: Tensor) -> Tensor:
+    """All of a stored weight if it is sharded, which all ranks call together; any other weight as it is."""
+    is_sharded = is_distributed(weight) and stored_part(weight) is not None
+    return sharding().whole(weight) if is_sharded else weight
+
+
+def spec_of_weight(weight: Tensor) -> QuantSpec:
+    """The spec by which a weight is stored."""
+    part = stored_part(weight)
+    assert part is not None
+    return part.spec
