@@ -1,10 +1,11 @@
-"""The tables of training runs and of compiled steps, from the data in bench/results/."""
+"""The tables of training runs, compiled steps and decoding, from the data in bench/results/."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from bench.health import cost
+from bench.inference.decode import PLAIN
 from bench.tables import table
 from docs.results import DATA, data, text
 
@@ -82,7 +83,19 @@ def inspection() -> str:
     return table(("model", "step", *(f"`rows={count}`" for count in counts)), lines)
 
 
+def decoding() -> str:
+    """Speed and memory of stored weights over those of bf16, by tokens decoded together."""
+    rows = [row for row in data("decode.json")["rows"] if row["recipe"] != PLAIN]
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    counts = sorted({row["tokens"] for row in rows})
+    speeds = {(row["recipe"], row["tokens"]): row["speed_over_bf16"] for row in rows}
+    memory = {row["recipe"]: row["bytes_of_bf16"] for row in rows}
+    lines = [(name, f"{memory[name]:.3f}", *(f"{speeds[name, n]:.2f}" for n in counts)) for name in recipes]
+    return table(("recipe", "bytes of the weights", *(f"{n} token{'s' * (n > 1)}" for n in counts)), lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "decoding": decoding,
     "direct call times": direct_call_times,
     "direct calls": direct_calls,
     "inspection": inspection,

@@ -109,7 +109,8 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", [])
     for mark, (met, reason) in NEEDS.items():
-        count = sum(mark in report.keywords for report in skipped)
+        # A module that is skipped as a whole has no keywords.
+        count = sum(mark in getattr(report, "keywords", ()) for report in skipped)
         if count and not met:
             terminalreporter.write_line(f"not run: {count} marked {mark!r} ({reason})", yellow=True)
 

@@ -1,0 +1,1 @@
+"""What stored weights cost and save in inference."""

@@ -1,0 +1,123 @@
+"""Memory of weights, and time to decode a token, with weights in bf16 and stored in 8 bits.
+
+    python -m bench.inference.decode --out bench/results/nvidia-h200
+
+The layers are the linear layers of Llama-8B's decoder layers, with SwiGLU and without attention. Each contestant is
+captured in a CUDA graph, so host time does not count. Rounds go through the contestants in turn. The outputs of the
+replayed graph must equal those of a call to the bit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor, nn
+
+import tritonfp8
+from bench.contest.machine import results_folder, write_results
+
+HIDDEN, HEADS, FFN, LAYERS = 4096, 1024, 14336, 8
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+PLAIN = "bf16"
+ROUNDS, REPLAYS = 5, 20
+
+
+class Layer(nn.Module):
+    """The linear layers of a decoder layer of Llama-8B; the queries stand for the result of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k, self.v = nn.Linear(HIDDEN, HEADS, bias=False), nn.Linear(HIDDEN, HEADS, bias=False)
+        self.gate, self.up = nn.Linear(HIDDEN, FFN, bias=False), nn.Linear(HIDDEN, FFN, bias=False)
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, HIDDEN]`` to the same shape."""
+        y = F.rms_norm(x, (HIDDEN,))
+        # Attention of one token reads its key and value.
+        others = self.k(y).mean(-1, keepdim=True) + self.v(y).mean(-1, keepdim=True)
+        x = x + self.o(self.q(y) + others)
+        y = F.rms_norm(x, (HIDDEN,))
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def model_of(recipe: str) -> tuple[nn.Module, int]:
+    """The layers, and the bytes that they allocated on the GPU."""
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Layer() for _ in range(LAYERS))).bfloat16()
+    if recipe != PLAIN:
+        tritonfp8.convert(model, recipe, mode="inference")
+    torch.cuda.synchronize()
+    return model.eval(), torch.cuda.memory_allocated() - before
+
+
+class Captured:
+    """A call of ``model`` in a CUDA graph."""
+
+    def __init__(self, model: nn.Module, tokens: int) -> None:
+        x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        with torch.inference_mode():
+            expected = [model(x) for _ in range(3)][-1]
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.out = model(x)
+        self.graph.replay()
+        self.same = torch.equal(self.out, expected)
+
+    def seconds(self) -> float:
+        """Mean of some replays."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPLAYS):
+            self.graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / REPLAYS
+
+
+def measure(recipes: list[str]) -> list[dict[str, Any]]:
+    """A row for each contestant and number of tokens, and its ratios to bf16."""
+    models = {recipe: model_of(recipe) for recipe in (PLAIN, *recipes)}
+    rows = []
+    for tokens in TOKENS:
+        calls = {recipe: Captured(model, tokens) for recipe, (model, _) in models.items()}
+        times: dict[str, list[float]] = {recipe: [] for recipe in calls}
+        for _ in range(ROUNDS):
+            for recipe, call in calls.items():
+                times[recipe].append(call.seconds())
+        base = statistics.median(times[PLAIN])
+        for recipe, call in calls.items():
+            seconds, size = statistics.median(times[recipe]), models[recipe][1]
+            row = {"recipe": recipe, "tokens": tokens, "seconds": seconds, "bytes": size, "same_bits": call.same}
+            rows.append({**row, "speed_over_bf16": base / seconds, "bytes_of_bf16": size / models[PLAIN][1]})
+    return rows
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(help=__doc__)
+def main(
+    names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = "rowwise,blockwise,mxfp8,tensorwise",
+    out: Annotated[Path | None, typer.Option(help="Folder for decode.json.")] = None,
+) -> None:
+    rows = measure(names.split(","))
+    for row in rows:
+        print(
+            f"{row['recipe']:<12}{row['tokens']:>4} tokens {1e6 * row['seconds']:8.1f} us  {row['speed_over_bf16']:.2f}"
+            f"  memory {row['bytes_of_bf16']:.3f}  {'same bits' if row['same_bits'] else 'OTHER BITS'}"
+        )
+    write_results((out or results_folder()) / "decode.json", {"layers": LAYERS, "rows": rows})
+
+
+if __name__ == "__main__":
+    app()
