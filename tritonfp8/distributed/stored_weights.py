@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tritonfp8.distributed.fsdp import Managed, all_managed, managed_weights
 from tritonfp8.distributed.shard_layout import Interval, Mesh, chunk, plain_mesh
+from tritonfp8.formats import FORMATS
 from tritonfp8.layers.stored import (
     DTYPES,
     StoredRows,
@@ -94,8 +95,8 @@ def whole(weight: Tensor) -> Tensor:
     if any(not p.is_replicate() and p.dim != 0 for p in weight.placements):  # type: ignore[attr-defined]
         return _distributed(part.dequantize(), weight).full_tensor()
     rows = part if isinstance(part, StoredRows) else part.as_rows()
-    qdata, exponents = (_joined(x, weight) for x in (rows._qdata.view(torch.uint8), rows._exponents))
-    found = StoredRows(qdata.view(rows._qdata.dtype), exponents, rows.spec, rows.dtype, rows.cols)
+    qdata, exponents = (_joined(x, weight) for x in rows.as_bytes())
+    found = StoredRows(qdata.view(FORMATS[rows.spec.format].dtype), exponents, rows.spec, rows.dtype, rows.cols)
     return StoredWeight(*read_operand(found, rows.spec, False), rows.spec, rows.dtype)  # type: ignore[arg-type]
 
 

@@ -192,6 +192,10 @@ class StoredRows(Tensor):
         self._exponents.copy_(theirs._exponents)
         return self
 
+    def as_bytes(self) -> tuple[Tensor, Tensor]:
+        """Codes ``[n, K]`` and exponents as uint8, not copied: what ranks send to each other."""
+        return self._qdata.detach().view(torch.uint8), self._exponents.detach()
+
     # What FSDP2 asks of a shard. It calls both by name.
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
@@ -201,8 +205,7 @@ class StoredRows(Tensor):
             self.is_checked = True
         shards = mesh.size()
         missing = -(-(self.shape[0] if self.total is None else self.total) // shards) - self.shape[0]
-        sent = [x.detach().view(torch.uint8) for x in self._both()]
-        return tuple(F.pad(x, (0, 0, 0, missing)) if missing else x for x in sent), None  # type: ignore[return-value]
+        return tuple(F.pad(x, (0, 0, 0, missing)) if missing else x for x in self.as_bytes()), None  # type: ignore[return-value]
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
