@@ -239,7 +239,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def pairs_of(recipes: list[str], flavors: list[str], dtypes: list[str]) -> list[tuple[str, Program, Program]]:
-    """What is compared, and the two programs: ``"tp"``, two processes and one; ``"gather"``, in 8 bits and not."""
+    """Pairs of programs and their kind: ``"tp"``, two processes and one; ``"gather"``, in 8 bits and not."""
     pairs = []
     for flavor, dtype, recipe in itertools.product(flavors, dtypes, [PLAIN, *recipes]):
         options = {"recipe": recipe, "flavor": flavor, "dtype": dtype}

@@ -1,4 +1,4 @@
-"""The comparison of torchtitan's runs: what is compared, and which results it accepts."""
+"""The comparison of torchtitan's runs: its pairs of programs, and the results that it accepts."""
 
 import math
 

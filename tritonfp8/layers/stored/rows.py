@@ -210,7 +210,7 @@ class StoredRows(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """The gathered rows, views of what FSDP2 gathered; FSDP2 cuts off those that fill uneven shards up."""
+        """The gathered rows, views of the gathered bytes; FSDP2 cuts off the rows that fill uneven shards."""
         if out is not None:
             # It is a view of the same memory, which FSDP2 has filled again.
             return None
@@ -226,13 +226,8 @@ class StoredRows(Tensor):
         first = args[0] if args else None
         if func in _SENT:
             return _send(func, args, options)
-        if func in VALUES:
-            return func(*(x.dequantize() if isinstance(x, StoredRows) else x for x in args), **options)
-        if func is aten.copy_.default and not isinstance(first, StoredRows):
-            return func(first, args[1].dequantize(), *args[2:], **options)
-        if func is ops.without_backward:
-            # It ties a result to what it was computed from. A frozen weight gets no gradient anyway.
-            return func(*(None if isinstance(x, StoredRows) else x for x in args))
+        if (found := read_values(cls, VALUES, func, args, options)) is not OTHER:
+            return found
         if isinstance(first, StoredRows) and func in _OPERATIONS:
             return _OPERATIONS[func](first, *args[1:], **options)
         raise NotImplementedError(
@@ -277,6 +272,20 @@ VALUES = {
     aten.t.default,
     aten.transpose.int,
 }
+OTHER = object()
+"""What :func:`read_values` returns for an operation that is none of these."""
+
+
+def read_values(kind: type[Tensor], readers: set[Any], func: Any, args: Any, options: Any) -> Any:
+    """The result of ``func`` if it only reads stored tensors, which are of the type ``kind``, as ``readers`` do."""
+    if func in readers:
+        return func(*(x.dequantize() if isinstance(x, kind) else x for x in args), **options)
+    if func is aten.copy_.default and not isinstance(args[0], kind):
+        return func(args[0], args[1].dequantize(), *args[2:], **options)
+    if func is ops.without_backward:
+        # It ties a result to what it was computed from. A frozen weight gets no gradient anyway.
+        return func(*(None if isinstance(x, kind) else x for x in args))
+    return OTHER
 
 
 def _viewed(rows: StoredRows, size: Any, *others: Any) -> StoredRows:

@@ -13,7 +13,7 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
-from tritonfp8.layers.stored.rows import DTYPES, VALUES, StoredRows, raise_other_spec, rows_of
+from tritonfp8.layers.stored.rows import DTYPES, OTHER, VALUES, StoredRows, raise_other_spec, read_values, rows_of
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
 
@@ -147,13 +147,8 @@ class StoredWeight(Tensor):
     ) -> Any:
         options = kwargs or {}
         first = args[0] if args else None
-        if func in _VALUES:
-            return func(*(x.dequantize() if isinstance(x, StoredWeight) else x for x in args), **options)
-        if func is aten.copy_.default and not isinstance(first, StoredWeight):
-            return func(first, args[1].dequantize(), *args[2:], **options)
-        if func is ops.without_backward:
-            # It ties a result to what it was computed from. A frozen weight gets no gradient anyway.
-            return func(*(None if isinstance(x, StoredWeight) else x for x in args))
+        if (found := read_values(cls, _VALUES, func, args, options)) is not OTHER:
+            return found
         if isinstance(first, StoredWeight):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
