@@ -21,11 +21,19 @@ from tritonfp8.testing import assert_bitwise_equal
 
 DISPATCHED = re.compile(r"^ *(?:\w+ = )?torch\.ops\.tritonfp8\.(\w+)", re.MULTILINE)
 CALLED = re.compile(r"tritonfp8_calls\.(\w+)\(")
+AT_SITES = re.compile(r"^(tritonfp8_site_\d+) = tritonfp8_site\('(\w+)'\)", re.MULTILINE)
 SPEC = "e4m3:rowwise:fp32:pow2"
 
 
 def tensors(values):
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def called(code):
+    """The names of the ops whose functions the code calls, also those with a site, each of which it calls once."""
+    sites = AT_SITES.findall(code)
+    assert all(len(re.findall(rf"\b{site}\(", code)) == 1 for site, _ in sites)
+    return [name for _, name in sites] + CALLED.findall(code)
 
 
 def compiled(function, *args, **options):
@@ -85,13 +93,13 @@ def test_compiled_code_calls_every_op_directly_to_the_same_bits(registry, device
         return [op(*args) for op, args in zip(chosen, inputs, strict=True)]
 
     straight, code = compiled(run, list(chosen.values()))
-    assert (set(CALLED.findall(code)), DISPATCHED.findall(code)) == (names, [])
+    assert (set(called(code)), DISPATCHED.findall(code)) == (names, [])
     with direct.through_the_dispatcher():
         dispatched, code = compiled(run, list(chosen.values()))
-    assert (CALLED.findall(code), set(DISPATCHED.findall(code))) == ([], names)
+    assert (called(code), set(DISPATCHED.findall(code))) == ([], names)
     assert_bitwise_equal(tensors(straight), tensors(dispatched))
     _, code = compiled(product, *operands())
-    assert CALLED.findall(code)
+    assert called(code)
 
 
 def test_an_op_that_writes_is_called_directly():
@@ -104,7 +112,7 @@ def test_an_op_that_writes_is_called_directly():
         return out + 0
 
     found, code = compiled(run, args[0].clone(), *args[1:])
-    assert (CALLED.findall(code), DISPATCHED.findall(code)) == (["amax_of_shards"], [])
+    assert (called(code), DISPATCHED.findall(code)) == (["amax_of_shards"], [])
     assert_bitwise_equal([found], [expected])
 
 
@@ -113,8 +121,17 @@ def test_defaults_are_left_out_at_the_end_and_written_in_the_middle(device):
     expected = product(*operands(device))
     found, code = compiled(product, *operands(device))
     assert_bitwise_equal([found], [expected])
-    assert "tritonfp8_calls.quantize(arg0_1, 'e4m3:rowwise:fp32:pow2')" in code
-    assert re.search(r"scaled_matmul\(.*, None, None, None, torch.bfloat16, 'fast'\)", code)
+    assert "tritonfp8_site_0(arg0_1, 'e4m3:rowwise:fp32:pow2')" in code
+    assert re.search(r"tritonfp8_site_2\(.*, None, None, None, torch.bfloat16, 'fast'\)", code)
+
+
+def test_sizes_that_change_have_no_site():
+    """A site is for tensors that always have the same layouts."""
+    function = torch.compile(product, dynamic=True)
+    torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, code = run_and_get_code(function, *operands())
+    assert (AT_SITES.findall(code[0]), called(code[0])) == ([], ["quantize", "quantize", "scaled_matmul"])
 
 
 def test_a_default_in_the_middle_is_an_expression_and_not_the_number_of_the_schema():
@@ -150,7 +167,7 @@ def test_a_torch_without_the_table_calls_through_the_dispatcher(registry, monkey
     monkeypatch.delattr(custom_extern_kernel_codegen, name)
     assert inductor_private.call_directly(direct._calls, direct._IMPORT) is False
     found, code = compiled(product, *operands())
-    assert (CALLED.findall(code), len(DISPATCHED.findall(code))) == ([], 3)
+    assert (called(code), len(DISPATCHED.findall(code))) == ([], 3)
     assert_bitwise_equal([found], [product(*operands())])
 
 

@@ -7,11 +7,15 @@ are the same, and each call takes more host time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 _COMPILER = "torch._inductor.compile_fx"
+SITE = "tritonfp8_site_"
+"""Begins the names of functions for one place in the code; the number of the place follows."""
 
 
 def is_loaded() -> bool:
@@ -25,10 +29,13 @@ class Direct(NamedTuple):
     Attributes:
         function: its name in the code. It is called by position, with the arguments of the op.
         defaults: Python expressions of the defaults, by argument.
+        site: a Python expression that makes a function for one place in the code, where tensors always have the same
+            layouts; None if ``function`` serves there, too.
     """
 
     function: str
     defaults: Mapping[str, str]
+    site: str | None = None
 
 
 def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
@@ -57,16 +64,19 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
     class DirectCall(ExternKernelAllocLine):
         """A line that calls the other function. The rest of it is as Inductor writes it."""
 
+        function: str
+
         def codegen(self, code: Any) -> None:
             node: Any = self.node
             name = node.python_kernel_name
-            function, defaults = calls[name]
-            arguments = positional(node, defaults)
-            node.python_kernel_name = function
+            arguments = positional(node, calls[name].defaults)
+            node.python_kernel_name = self.function
             try:
                 self.wrapper._generate_extern_kernel_alloc_helper(node, arguments)
             finally:
                 node.python_kernel_name = name
+
+    sites: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
     def write(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = V.graph.wrapper_code
@@ -76,10 +86,23 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
         # A graph inside of another one has no imports of its own.
         root = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper
         root.add_import_once(import_line)
-        writeline(DirectCall(wrapper, node))
+        line = DirectCall(wrapper, node)
+        line.function, _, maker = calls[node.python_kernel_name]
+        if maker is not None and has_fixed_layouts(node):
+            line.function = f"{SITE}{next(sites.setdefault(root, itertools.count()))}"
+            root.add_import_once(f"{line.function} = {maker}")
+        writeline(line)
 
     CUSTOM_EXTERN_KERNEL_CODEGEN.update(dict.fromkeys(calls, CustomCodegen(python=write)))
     return True
+
+
+def has_fixed_layouts(node: Any) -> bool:
+    """Whether every tensor that the call gets has sizes and strides that are numbers, not symbols."""
+    if any(isinstance(x, list | tuple) for x in node.inputs):
+        return False
+    sizes = itertools.chain.from_iterable((*x.get_size(), *x.get_stride()) for x in node.inputs)
+    return all(isinstance(size, int) or size.is_Integer for size in sizes)
 
 
 def call_ops(names: Iterable[str]) -> None:

@@ -1,11 +1,30 @@
 """The host side of the kernels: plan a call (choose tiles, describe buffers and launches), run the plan, repeat it.
 
-Exports the Triton twin of each op.
+Exports the Triton twin of each op, and what plans it.
 """
 
-from tritonfp8.launch.cast import amax, dequantize, quantize, quantize_both, scaled_matmul, transpose
-from tritonfp8.launch.fused import rms_norm_backward, rms_norm_quantize, silu_mul_backward_quantize, silu_mul_quantize
-from tritonfp8.launch.matmul import has_tma_layout, product_kind
+from tritonfp8.launch.cast import (
+    amax,
+    dequantize,
+    plan_dequantize,
+    plan_quantize,
+    plan_quantize_both,
+    plan_transpose,
+    quantize,
+    quantize_both,
+    transpose,
+)
+from tritonfp8.launch.fused import (
+    plan_rms_norm_backward,
+    plan_rms_norm_quantize,
+    plan_silu_mul_backward_quantize,
+    plan_silu_mul_quantize,
+    rms_norm_backward,
+    rms_norm_quantize,
+    silu_mul_backward_quantize,
+    silu_mul_quantize,
+)
+from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
 from tritonfp8.launch.plan import ALIGNMENT
 from tritonfp8.launch.shards import amax_of_shards, quantize_shards
 
@@ -15,6 +34,15 @@ __all__ = [
     "amax_of_shards",
     "dequantize",
     "has_tma_layout",
+    "plan_dequantize",
+    "plan_quantize",
+    "plan_quantize_both",
+    "plan_rms_norm_backward",
+    "plan_rms_norm_quantize",
+    "plan_scaled_matmul",
+    "plan_silu_mul_backward_quantize",
+    "plan_silu_mul_quantize",
+    "plan_transpose",
     "product_kind",
     "quantize",
     "quantize_both",

@@ -38,10 +38,14 @@ class _Known(NamedTuple):
 
 _plans: dict[tuple[object, ...], _Known] = {}
 _warned: set[str] = set()
+generation = 0
+"""Counts how often the plans were dropped. Who keeps what repeats a plan compares it."""
 
 
 def forget() -> None:
     """Drop every plan: the choice of configurations changed."""
+    global generation
+    generation += 1
     _plans.clear()
 
 
@@ -56,7 +60,17 @@ def planned(function: PlanFunction, tensors: Sequence[Tensor | None], options: t
         tensors: of the call, all on one device. The first is not None.
         options: the other arguments, hashable.
     """
-    # The slots of a plan begin with these.
+    addresses, key = _described(function, tensors, options)
+    found = _plans.get(key)
+    if found is None or found.repeat is None or launches_are_watched():
+        return _planned_slowly(key, found, function, tensors, options)
+    return found.repeat(addresses)
+
+
+def _described(
+    function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]
+) -> tuple[list[Any], tuple[object, ...]]:
+    """The addresses of the tensors, with which the slots of a plan begin; and the key of the plan."""
     addresses: list[Any] = []
     key: list[object] = [function, options]
     for x in tensors:
@@ -67,10 +81,19 @@ def planned(function: PlanFunction, tensors: Sequence[Tensor | None], options: t
             address = x.data_ptr()
             addresses.append(address)
             key += (x.shape, x.stride(), x.dtype, x.get_device(), address % ALIGNMENT)
-    found = _plans.get(tuple(key))
-    if found is None or found.repeat is None or launches_are_watched():
-        return _planned_slowly(tuple(key), found, function, tensors, options)
-    return found.repeat(addresses)
+    return addresses, tuple(key)
+
+
+def repeat_of(
+    function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]
+) -> Callable[[list[Any]], Results] | None:
+    """What repeats a call like this one, which ran before; None if only :func:`planned` serves it.
+
+    It takes the addresses of the tensors in a list, which it extends, and is right for tensors with the layouts and
+    alignments of these, until :data:`generation` changes, and while nobody watches launches.
+    """
+    found = _plans.get(_described(function, tensors, options)[1])
+    return None if found is None else found.repeat
 
 
 def _planned_slowly(

@@ -1,7 +1,8 @@
 """The ops as plain functions, which compiled graphs call without torch's dispatcher.
 
 In the code that Inductor writes, torch's dispatcher takes about half of the host time of a call: 39.6 us with
-it and 21.0 without, on the host of an H200 (2026-11). So Inductor is asked to write calls of :data:`CALLS`.
+it and 21.0 without, on the host of an H200 (2026-11). So Inductor is asked to write calls of :data:`CALLS`; and of call
+sites, where the layouts of the tensors are fixed (:mod:`tritonfp8.ops.call_site`).
 
 A profiler and a dispatch mode, such as torch's FLOP counter, see ops. While there is one, the functions call their ops.
 """
@@ -18,18 +19,36 @@ from typing import Any
 from torch import Tensor
 
 from tritonfp8.compat import inductor_private, torch_private
+from tritonfp8.ops.call_site import Plannable, call_site
 
 CALLS = SimpleNamespace()
 """The functions by the names of their ops. Compiled graphs on disk import it, so it must keep its place and name."""
 
 _ALIAS = "tritonfp8_calls"
-_IMPORT = f"from {__name__} import CALLS as {_ALIAS}"
+_SITE_ALIAS = "tritonfp8_site"
+_IMPORT = f"from {__name__} import CALLS as {_ALIAS}, site as {_SITE_ALIAS}"
 
+_plannable: dict[str, Plannable] = {}
 _calls: dict[str, inductor_private.Direct] = {}
 _is_offered = False
 
 
-def add(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], like: Callable[..., Any]) -> None:
+def site(name: str) -> Callable[..., Any]:
+    """The function of an op for one place in a graph, where tensors always have the same layouts.
+
+    Compiled graphs on disk import it, so it must keep its place and name.
+    """
+    return call_site(_plannable[name], lambda *args: getattr(CALLS, name)(*args))
+
+
+def add(
+    name: str,
+    op: Any,
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
+    like: Callable[..., Any],
+    planner: Callable[..., Any] | None = None,
+) -> None:
     """Add the function of an op.
 
     Args:
@@ -38,6 +57,7 @@ def add(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], l
         cpu: implements it on a CPU.
         cuda: implements it on a GPU.
         like: has the parameters and defaults of the schema.
+        planner: makes the plans of ``cuda``, if a plan serves all that ``cuda`` does.
     """
     modes, is_profiled = torch_private.dispatch_mode_count, torch_private.is_profiled
 
@@ -47,7 +67,16 @@ def add(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], l
         return cuda(x, *args) if x.is_cuda else cpu(x, *args)
 
     setattr(CALLS, name, call)
-    _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", _defaults(op, like))
+    maker = None
+    if planner is not None:
+        _plannable[name] = Plannable.of(planner, like, is_one=_returns_one(op))
+        maker = f"{_SITE_ALIAS}({name!r})"
+    _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", _defaults(op, like), maker)
+
+
+def _returns_one(op: Any) -> bool:
+    """Whether the op returns one tensor, not several or a list."""
+    return [str(result.type) for result in op._schema.returns] == ["Tensor"]
 
 
 def _defaults(op: Any, like: Callable[..., Any]) -> dict[str, str]:

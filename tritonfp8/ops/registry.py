@@ -32,6 +32,8 @@ class Op:
         reference: the op in plain torch, with the parameters and defaults of the schema. It runs on a CPU and defines
             what the kernels must return. None for an op that another module implements (:func:`implement`).
         launch: the same by kernels. None if the reference runs on CUDA, too.
+        planner: makes the plan of ``launch``, whose parameters have the names of those in the schema. None if
+            ``launch`` does more than to run a plan.
         kind: the kind under which a GEMM is counted (:mod:`tritonfp8.counting`).
         sharding: how DTensor may shard it. None for an op that is not called on DTensors, or that takes or returns a
             list of tensors: the schema does not say how many there are.
@@ -41,6 +43,7 @@ class Op:
     fake: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
     launch: Callable[..., Any] | None = None
+    planner: Callable[..., Any] | None = None
     kind: Callable[..., str] | None = None
     sharding: Rule | None = None
 
@@ -63,6 +66,7 @@ _CASTS = {
         fakes.quantize,
         reference.quantize,
         launch.quantize,
+        launch.plan_quantize,
         sharding=Rule(
             {"x": Operand("RC"), "amax": Operand("RC", "spec")},
             (Operand("RC"), Operand("RC", "spec")),
@@ -75,6 +79,7 @@ _CASTS = {
         fakes.quantize_both,
         reference.quantize_both,
         launch.quantize_both,
+        launch.plan_quantize_both,
         sharding=Rule(
             {"x": Operand("RC")},
             (Operand("RC"), Operand("RC", "spec", None), Operand("CR"), Operand("CR", "spec_t", None)),
@@ -85,6 +90,7 @@ _CASTS = {
         fakes.dequantize,
         reference.dequantize,
         launch.dequantize,
+        launch.plan_dequantize,
         sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
     ),
     "transpose": Op(
@@ -92,6 +98,7 @@ _CASTS = {
         fakes.transpose,
         reference.transpose,
         launch.transpose,
+        launch.plan_transpose,
         sharding=Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
     ),
 }
@@ -119,6 +126,7 @@ _GEMMS = {
         fakes.scaled_matmul,
         reference.scaled_matmul,
         launch.scaled_matmul,
+        launch.plan_scaled_matmul,
         kind=scaled_matmul_kind,
         sharding=Rule(
             {
@@ -149,6 +157,7 @@ _FUSED = {
         fakes.rms_norm_quantize,
         reference.rms_norm_quantize,
         launch.rms_norm_quantize,
+        launch.plan_rms_norm_quantize,
     ),
     "rms_norm_backward": Op(
         "(Tensor grad, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? residual, bool needs_weight) "
@@ -156,18 +165,21 @@ _FUSED = {
         fakes.rms_norm_backward,
         reference.rms_norm_backward,
         launch.rms_norm_backward,
+        launch.plan_rms_norm_backward,
     ),
     "silu_mul_quantize": Op(
         f"(Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]",
         fakes.silu_mul_quantize,
         reference.silu_mul_quantize,
         launch.silu_mul_quantize,
+        launch.plan_silu_mul_quantize,
     ),
     "silu_mul_backward_quantize": Op(
         f"(Tensor grad, Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]",
         fakes.silu_mul_backward_quantize,
         reference.silu_mul_backward_quantize,
         launch.silu_mul_backward_quantize,
+        launch.plan_silu_mul_backward_quantize,
     ),
 }
 # Implemented above the ops, in terms of them.
@@ -245,7 +257,7 @@ def _register() -> None:
             cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind)
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
-            direct.add(name, _overload(name), cpu, cuda, op.reference)
+            direct.add(name, _overload(name), cpu, cuda, op.reference, op.planner)
         if name not in _SHARDS:
             batching.register(f"{NAMESPACE}::{name}", _library)
 

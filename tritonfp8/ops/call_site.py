@@ -1,0 +1,130 @@
+"""Calls of one op at one place of a compiled graph, where tensors always have the same layouts.
+
+To look a plan up, the sizes, strides, dtype and device of each tensor are read and hashed: about 5 us of a GEMM's host
+time. A call site does so once and keeps what repeats the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tritonfp8 import counting
+from tritonfp8.compat import torch_private
+from tritonfp8.compat.triton_private import launches_are_watched
+from tritonfp8.launch import ALIGNMENT, executor
+
+
+class Plannable(NamedTuple):
+    """How the arguments of an op become those of its planner.
+
+    Attributes:
+        planner: makes the plans of the op.
+        parameters: names of the arguments of the op, in order.
+        defaults: values of arguments that a call may leave out.
+        is_one: whether the op returns one tensor, which its plan returns as a tuple of one.
+    """
+
+    planner: Callable[..., Any]
+    parameters: Sequence[str]
+    defaults: Mapping[str, Any]
+    is_one: bool
+
+    @classmethod
+    def of(cls, planner: Callable[..., Any], like: Callable[..., Any], is_one: bool) -> Plannable:
+        """For an op with the parameters and defaults of ``like``."""
+        parameters = inspect.signature(like).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        return cls(planner, tuple(parameters), defaults, is_one)
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """The parameters of the planner that are tensors, and the others, in order."""
+        _, *parameters = inspect.signature(self.planner).parameters.values()
+        tensors = [p.name for p in parameters if str(p.annotation).startswith("View")]
+        return tensors, [p.name for p in parameters if p.name not in tensors]
+
+
+class _Repeat(NamedTuple):
+    """A plan that was looked up.
+
+    Attributes:
+        run: repeats it.
+        pick: gives the tensors among the arguments of a call.
+        absent: stands for the tensors that the call does not have, which follow those that it has.
+        generation: of the plans to which it belongs.
+        device: index of the current device of each call.
+    """
+
+    run: Callable[[list[Any]], Any]
+    pick: Callable[[Sequence[Any]], Sequence[Tensor]]
+    absent: list[None]
+    generation: int
+    device: int
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(places) == 1:
+        (place,) = places
+        return lambda args: (args[place],)
+    return operator.itemgetter(*places)
+
+
+def _look_up(plannable: Plannable, args: Sequence[Any]) -> _Repeat | None:
+    """What repeats the plan of a call that ran; None if nothing does."""
+    values = {**plannable.defaults, **dict(zip(plannable.parameters, args, strict=False))}
+    tensor_names, option_names = plannable.names()
+    tensors = [values.get(name) for name in tensor_names]
+    given = [x for x in tensors if x is not None]
+    # Addresses are joined from two lists, which serves calls whose last tensors are absent.
+    if any(x is None for x in tensors[: len(given)]) or any(x.data_ptr() % ALIGNMENT for x in given):
+        return None
+    run = executor.repeat_of(plannable.planner, tensors, tuple(values.get(name) for name in option_names))
+    if run is None:
+        return None
+    places = [plannable.parameters.index(name) for name in tensor_names[: len(given)]]
+    absent = [None] * (len(tensors) - len(given))
+    return _Repeat(run, _picker(places), absent, executor.generation, given[0].get_device())
+
+
+def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for one place in a graph: each of its calls must get tensors of the same layouts and devices.
+
+    Args:
+        plannable: the op.
+        general: the same for any tensors. It also serves tensors at odd addresses, and calls that somebody counts,
+            profiles or intercepts.
+    """
+    known: _Repeat | None = None
+    is_learned = False
+    modes, is_profiled, current_device = (
+        torch_private.dispatch_mode_count,
+        torch_private.is_profiled,
+        torch_private.current_device_getter(),
+    )
+
+    def learn(*args: Any) -> Any:
+        nonlocal known, is_learned
+        result = general(*args)
+        known, is_learned = _look_up(plannable, args), True
+        return result
+
+    def call(*args: Any) -> Any:
+        if modes() or is_profiled() or counting.is_active() or launches_are_watched():
+            return general(*args)
+        if known is None:
+            return general(*args) if is_learned else learn(*args)
+        run, pick, absent, generation, device = known
+        if generation != executor.generation:
+            return learn(*args)
+        addresses = [x.data_ptr() for x in pick(args)]
+        if functools.reduce(operator.or_, addresses) % ALIGNMENT or device != current_device():
+            return general(*args)
+        results = run(addresses + absent)
+        return results[0] if plannable.is_one else results
+
+    return call
