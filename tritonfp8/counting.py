@@ -100,7 +100,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_active: list[_Listener] = []
+listeners: list[_Listener] = []
+"""Those that count or log now: always the same list."""
 _logs: list[GemmLog] = []
 is_logging = False
 """Whether a :func:`log_gemms` block is open. Layers read it in each eager call, so it is a plain name."""
@@ -108,12 +109,12 @@ is_logging = False
 
 @contextmanager
 def _listening(listener: _Listener) -> Iterator[None]:
-    _active.append(listener)
+    listeners.append(listener)
     try:
         yield
     finally:
         # By identity: nested blocks may have equal counts, and each must remove only its own.
-        _active[:] = [other for other in _active if other is not listener]
+        listeners[:] = [other for other in listeners if other is not listener]
 
 
 @contextmanager
@@ -142,7 +143,7 @@ def log_gemms() -> Iterator[GemmLog]:
 
 def is_active() -> bool:
     """Whether a :func:`count_gemms` or :func:`log_gemms` block is open."""
-    return bool(_active)
+    return bool(listeners)
 
 
 def calling(*layers: Any) -> None:
@@ -172,5 +173,5 @@ def record(kind: str, m: int, n: int, k: int, operands: tuple[str, str] = ("", "
     """Count one GEMM of ``[m, k]`` by ``[n, k].T`` that ran as ``kind``; see :class:`RanGemm`."""
     layer, gemm = _thread.announced or (None, None)
     _thread.announced = None
-    for listener in _active:
+    for listener in listeners:
         listener.add(RanGemm(kind, m, n, k, operands, device, layer, gemm))

@@ -222,20 +222,18 @@ def _repeat_of(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[An
         )
         for launch, kernel in zip(plan.launches, compiled, strict=True)
     ]
-    buffers = plan.buffers
+    buffers, zeroed = plan.buffers, [i for i, buffer in enumerate(plan.buffers) if buffer.zeroed]
+    layouts = [buffer[:3] for buffer in buffers]
     launch_all = triton_private.raw_launches(plan.inputs + len(buffers), calls)
     outputs = [_output(plan, view) for view in plan.outputs]
     # The usual case: the first buffers are returned as they are.
     first = len(outputs) if outputs == [(i, None) for i in range(len(outputs))] else None
 
     def repeat(addresses: list[Any]) -> Results:
-        tensors = []
-        for shape, strides, dtype, zeroed in buffers:
-            tensor = allocate(shape, strides, dtype)
-            if zeroed:
-                tensor.zero_()
-            tensors.append(tensor)
-            addresses.append(tensor.data_ptr())
+        tensors = [allocate(*layout) for layout in layouts]
+        for i in zeroed:
+            tensors[i].zero_()
+        addresses += [tensor.data_ptr() for tensor in tensors]
         # The stream is that of this thread, at this call.
         launch_all(stream_of(index), addresses)
         if first is not None:

@@ -6,7 +6,6 @@ time. A call site does so once and keeps what repeats the plan.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -100,31 +99,32 @@ def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[...
             profiles or intercepts.
     """
     known: _Repeat | None = None
-    is_learned = False
+    is_learned, is_one, listeners = False, plannable.is_one, counting.listeners
     modes, is_profiled, current_device = (
         torch_private.dispatch_mode_count,
         torch_private.is_profiled,
         torch_private.current_device_getter(),
     )
 
-    def learn(*args: Any) -> Any:
+    def serve(*args: Any) -> Any:
+        """Any call, which may be the first."""
         nonlocal known, is_learned
         result = general(*args)
-        known, is_learned = _look_up(plannable, args), True
+        if not is_learned or (known is not None and known.generation != executor.generation):
+            known, is_learned = _look_up(plannable, args), True
         return result
 
     def call(*args: Any) -> Any:
-        if modes() or is_profiled() or counting.is_active() or launches_are_watched():
-            return general(*args)
-        if known is None:
-            return general(*args) if is_learned else learn(*args)
+        if known is None or modes() or is_profiled() or listeners or launches_are_watched():
+            return serve(*args)
         run, pick, absent, generation, device = known
-        if generation != executor.generation:
-            return learn(*args)
-        addresses = [x.data_ptr() for x in pick(args)]
-        if functools.reduce(operator.or_, addresses) % ALIGNMENT or device != current_device():
-            return general(*args)
-        results = run(addresses + absent)
-        return results[0] if plannable.is_one else results
+        if generation != executor.generation or device != current_device():
+            return serve(*args)
+        addresses: list[Any] = [x.data_ptr() for x in pick(args)]
+        for address in addresses:
+            if address % ALIGNMENT:
+                return serve(*args)
+        addresses += absent
+        return run(addresses)[0] if is_one else run(addresses)
 
     return call
