@@ -7,6 +7,7 @@ Of the cases, those whose label contains one of the arguments; all without argum
 
 import contextlib
 import ctypes
+import math
 import re
 import sys
 import warnings
@@ -18,7 +19,7 @@ stub.patch()
 
 from tritonfp8 import hardware, recipes, reference
 from tritonfp8.compat import triton_private
-from tritonfp8.launch import cast, executor, fused, kernel_cache
+from tritonfp8.launch import cast, executor, figures, fused, kernel_cache
 from tritonfp8.specs import BLOCKS, QuantSpec
 
 stub.patch_abilities(hardware)
@@ -139,6 +140,19 @@ def fused_cases():
         yield f"gradient of rms_norm residual={residual}", fused.rms_norm_backward, gradient
 
 
+def figure_cases():
+    for spec in (None, "e4m3:1x32:e8m0:floor"):
+
+        def operands(spec=spec):
+            x, whole = torch.randn(2, 64, 256).bfloat16(), torch.rand(2)
+            if spec is None:
+                return x, whole, x[0].numel(), math.inf
+            qdata, _ = reference.quantize(x, spec)
+            return x, whole, x[0].numel(), 448.0, x.float(), qdata, whole, whole.clone()
+
+        yield f"figures {spec}", figures.operand_figures, operands
+
+
 def product(gemm, m, n, k, epilogue, out):
     a, b = torch.randn(m, k), torch.randn(n, k)
     qa, qb = cast.quantize(a, *gemm.lhs.args), cast.quantize(b, *gemm.rhs.args)
@@ -178,7 +192,7 @@ def main():
     wanted = sys.argv[1:] or [""]
     results = [
         compare(label, function, [make() for _ in range(3)])
-        for label, function, make in (*cases(), *fused_cases())
+        for label, function, make in (*cases(), *fused_cases(), *figure_cases())
         if any(text in label for text in wanted)
     ]
     different = sum(not same for same, _ in results)

@@ -52,6 +52,7 @@ def samples(device):
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, True, True, "gelu", torch.float32)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, k=0)
     yield from fused_samples(device)
+    yield from figure_samples(device)
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x, *(banded(24, k, dtype=torch.bfloat16).to(device).squeeze(1) for k in (70, 1)))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
@@ -94,6 +95,16 @@ def fused_samples(device):
         yield ops.silu_mul_backward_quantize, (grad, x, up, *specs)
     yield ops.rms_norm_backward, (grad, x, weight, rstd, "output", None, False)
     yield ops.rms_norm_backward, (grad, x, weight, rstd, "normalized", up, True)
+
+
+def figure_samples(device):
+    """Operands that are quantized by scales which may clip. Without scales, figures are NaN, which equal nothing."""
+    x = banded(130, 70, dtype=torch.bfloat16).to(device).view(2, 65, 70)
+    whole = x.float().abs().amax((1, 2))
+    spec = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "floor")
+    qdata, scale = reference.quantize(x, *spec.args)
+    result, flat = reference.dequantize(qdata, scale, *spec.args, torch.float32), scale.float().flatten(1)
+    yield ops.operand_figures, (x, whole, 10_000, 448.0, result, qdata, flat.amin(1), flat.amax(1))
 
 
 SAMPLES = list(samples("cpu"))

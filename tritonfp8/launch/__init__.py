@@ -1,6 +1,6 @@
 """The host side of the kernels: plan a call (choose tiles, describe buffers and launches), run the plan, repeat it.
 
-Exports the Triton twin of each op, and what plans it.
+Exports the Triton twin of each op, what plans it, and what repeats a plan.
 """
 
 from tritonfp8.launch.cast import (
@@ -14,6 +14,8 @@ from tritonfp8.launch.cast import (
     quantize_both,
     transpose,
 )
+from tritonfp8.launch.executor import generation, repeat_of
+from tritonfp8.launch.figures import operand_figures, plan_operand_figures
 from tritonfp8.launch.fused import (
     plan_rms_norm_backward,
     plan_rms_norm_quantize,
@@ -33,8 +35,11 @@ __all__ = [
     "amax",
     "amax_of_shards",
     "dequantize",
+    "generation",
     "has_tma_layout",
+    "operand_figures",
     "plan_dequantize",
+    "plan_operand_figures",
     "plan_quantize",
     "plan_quantize_both",
     "plan_rms_norm_backward",
@@ -47,6 +52,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_shards",
+    "repeat_of",
     "rms_norm_backward",
     "rms_norm_quantize",
     "scaled_matmul",

@@ -38,14 +38,13 @@ class _Known(NamedTuple):
 
 _plans: dict[tuple[object, ...], _Known] = {}
 _warned: set[str] = set()
-generation = 0
-"""Counts how often the plans were dropped. Who keeps what repeats a plan compares it."""
+generation = [0]
+"""How often the plans were dropped, in a list that never changes. Who keeps what repeats a plan compares the number."""
 
 
 def forget() -> None:
     """Drop every plan: the choice of configurations changed."""
-    global generation
-    generation += 1
+    generation[0] += 1
     _plans.clear()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonfp8 import counting
 from tritonfp8.compat import torch_private
 from tritonfp8.compat.triton_private import launches_are_watched
-from tritonfp8.launch import ALIGNMENT, executor
+from tritonfp8.launch import ALIGNMENT, generation, repeat_of
 
 
 class Plannable(NamedTuple):
@@ -55,7 +55,7 @@ class _Repeat(NamedTuple):
         run: repeats it.
         pick: gives the tensors among the arguments of a call.
         absent: stands for the tensors that the call does not have, which follow those that it has.
-        generation: of the plans to which it belongs.
+        generation: how often plans had been dropped before this one was made.
         device: index of the current device of each call.
     """
 
@@ -82,12 +82,12 @@ def _look_up(plannable: Plannable, args: Sequence[Any]) -> _Repeat | None:
     # Addresses are joined from two lists, which serves calls whose last tensors are absent.
     if any(x is None for x in tensors[: len(given)]) or any(x.data_ptr() % ALIGNMENT for x in given):
         return None
-    run = executor.repeat_of(plannable.planner, tensors, tuple(values.get(name) for name in option_names))
+    run = repeat_of(plannable.planner, tensors, tuple(values.get(name) for name in option_names))
     if run is None:
         return None
     places = [plannable.parameters.index(name) for name in tensor_names[: len(given)]]
     absent = [None] * (len(tensors) - len(given))
-    return _Repeat(run, _picker(places), absent, executor.generation, given[0].get_device())
+    return _Repeat(run, _picker(places), absent, generation[0], given[0].get_device())
 
 
 def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,15 +110,15 @@ def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[...
         """Any call, which may be the first."""
         nonlocal known, is_learned
         result = general(*args)
-        if not is_learned or (known is not None and known.generation != executor.generation):
+        if not is_learned or (known is not None and known.generation != generation[0]):
             known, is_learned = _look_up(plannable, args), True
         return result
 
     def call(*args: Any) -> Any:
         if known is None or modes() or is_profiled() or listeners or launches_are_watched():
             return serve(*args)
-        run, pick, absent, generation, device = known
-        if generation != executor.generation or device != current_device():
+        run, pick, absent, dropped, device = known
+        if dropped != generation[0] or device != current_device():
             return serve(*args)
         addresses: list[Any] = [x.data_ptr() for x in pick(args)]
         for address in addresses:

@@ -75,6 +75,10 @@ def silu_mul_backward_quantize(grad: Tensor, gate: Tensor, up: Tensor, *args: An
     return [*_results_fake(gate, 2, args), *([gate.new_empty((2, *gate.shape))] if args[-1] else [])]
 
 
+def operand_figures(x: Tensor, whole: Tensor, *args: Any) -> Tensor:
+    return whole.new_empty((x.shape[0], reference.FIGURES), dtype=torch.float64)
+
+
 def whole_linear(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 

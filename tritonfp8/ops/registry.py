@@ -182,6 +182,16 @@ _FUSED = {
         launch.plan_silu_mul_backward_quantize,
     ),
 }
+_HEALTH = {
+    "operand_figures": Op(
+        "(Tensor x, Tensor whole, int elements, float limit, Tensor? result=None, Tensor? qdata=None, "
+        "Tensor? low=None, Tensor? high=None) -> Tensor",
+        fakes.operand_figures,
+        reference.operand_figures,
+        launch.operand_figures,
+        launch.plan_operand_figures,
+    ),
+}
 # Implemented above the ops, in terms of them.
 _LAYERS = {
     # torch caches compiled graphs on disk by their text. The last two arguments are there for that text only: without
@@ -210,7 +220,7 @@ _LAYERS = {
         fakes.gathered_operand,
     ),
 }
-OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_SHARDS, **_GEMMS, **_FUSED, **_LAYERS})
+OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_SHARDS, **_GEMMS, **_FUSED, **_HEALTH, **_LAYERS})
 """Every op of the package by name."""
 
 
@@ -277,6 +287,7 @@ rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
 rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default
 silu_mul_quantize = torch.ops.tritonfp8.silu_mul_quantize.default
 silu_mul_backward_quantize = torch.ops.tritonfp8.silu_mul_backward_quantize.default
+operand_figures = torch.ops.tritonfp8.operand_figures.default
 whole_linear = torch.ops.tritonfp8.whole_linear.default
 """``whole_linear(input, weight, *recipe.args, bias, *cached)``, of plain tensors of one dtype, in which it computes.
 

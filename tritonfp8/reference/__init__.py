@@ -5,6 +5,7 @@ tolerances.
 """
 
 from tritonfp8.reference.casts import amax, dequantize, quantize, quantize_both, transpose
+from tritonfp8.reference.figures import FIGURES, operand_figures
 from tritonfp8.reference.fused import (
     empty_results,
     rms_norm,
@@ -19,11 +20,13 @@ from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
 
 __all__ = [
+    "FIGURES",
     "amax",
     "amax_of_shards",
     "dequantize",
     "empty_results",
     "matmul",
+    "operand_figures",
     "quantize",
     "quantize_both",
     "quantize_shards",

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from tritonfp8 import ops
 from tritonfp8.formats import FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.stored import plain_weight
@@ -29,9 +30,6 @@ FIELDS = (
 
 RUN = 128
 """Consecutive rows that are measured together: the rows of the largest block, so that no block is cut."""
-
-# Scaling rounds in float32: an amax may come out a little above the format's largest value without being clipped.
-_ROUNDING = 1 + 2.0**-20
 
 
 def local_matrix(x: Tensor) -> Tensor:
@@ -108,28 +106,13 @@ def measure_all(parts: Tensor, whole: Tensor, elements: int, spec: QuantSpec | N
         float64 ``[operands, len(FIELDS)]`` on the device of ``parts``. The host does not wait for it.
     """
     with torch.autocast(parts.device.type, enabled=False):
-        values = parts.float()
-        finite = values.isfinite()
-        lost = _nonfinite_share(finite, whole, elements)
-        values = values.where(finite, 0)
-        zero = _share(parts == 0)
-        columns = torch.linalg.vector_norm(values, math.inf, dim=1)
-        median = columns.where(columns > 0, math.nan).nanmedian(1).values
-        ratio = (columns.amax(1) / median).nan_to_num(1.0)
-        low, high, saturated, flushed, sqnr = _loss(parts, values, finite, whole, spec)
-        found = (whole.double(), low, high, saturated, flushed, zero, lost, sqnr, ratio, columns.argmax(1))
-        return torch.stack(found, 1)
-
-
-def _share(mask: Tensor) -> Tensor:
-    """The share of True in each ``mask[i]``."""
-    return mask.sum((1, 2)).double() / mask[0].numel()
-
-
-def _nonfinite_share(finite: Tensor, whole: Tensor, elements: int) -> Tensor:
-    share = _share(~finite)
-    # A row that was not measured may have the only one.
-    return share.where(whole.isfinite(), share.clamp(min=1 / elements))
+        if spec is None:
+            return ops.operand_figures(parts, whole, elements, math.inf)
+        qdata, result, scale = _round_trip(parts, whole, spec)
+        low, high = scale.float().flatten(1).aminmax(dim=1)
+        # Other scales reach up to the amax. Nothing is clipped by them.
+        limit = FORMATS[spec.format].qmax if spec.scale_rounding == "floor" else math.inf
+        return ops.operand_figures(parts, whole, elements, limit, result, qdata, low, high)
 
 
 def _round_trip(parts: Tensor, whole: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,25 +123,3 @@ def _round_trip(parts: Tensor, whole: Tensor, spec: QuantSpec) -> tuple[Tensor, 
     # One scale for the whole tensor is that of all rows, not of those measured. Each operand, as one row, has its own.
     q = quantize(parts.flatten(1), dataclasses.replace(spec, block=ROWWISE), amax=whole[:, None])
     return q.qdata.view(parts.shape), dequantize(q).view(parts.shape), q.scale
-
-
-def _loss(
-    parts: Tensor, values: Tensor, finite: Tensor, whole: Tensor, spec: QuantSpec | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(scale_min, scale_max, saturated_share, flushed_share, sqnr)``; ``values`` are the finite ones, others 0."""
-    if spec is None:
-        nan, none = torch.full_like(whole, math.nan), torch.zeros_like(whole)
-        return nan, nan, none, none, torch.full_like(whole, math.inf)
-    qdata, result, scale = _round_trip(parts, whole, spec)
-    low, high = scale.float().flatten(1).aminmax(dim=1)
-    saturated = torch.zeros_like(low, dtype=torch.float64)
-    # Other scales reach up to the amax. Nothing is clipped by them.
-    if spec.scale_rounding == "floor":
-        at_end = qdata.float().abs() == FORMATS[spec.format].qmax
-        saturated = _share(at_end & (values.abs() > result.abs() * _ROUNDING))
-    flushed = _share(torch.logical_and(result == 0, values))
-    # As norms in float64: squares of large float32 values are infinite.
-    signal = torch.linalg.vector_norm(values, dim=(1, 2), dtype=torch.float64)
-    noise = torch.linalg.vector_norm((result - values).where(finite, 0), dim=(1, 2), dtype=torch.float64)
-    sqnr = (20 * torch.log10(signal / noise)).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    return low, high, saturated, flushed, sqnr.where(noise != 0, math.inf)

@@ -1,0 +1,1 @@
+"""The figures of operands: how large they are, and what their quantization loses."""
