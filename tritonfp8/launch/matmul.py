@@ -367,9 +367,11 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return all(x is y for x, y in zip(some, others, strict=True))
 
 
-def product_kind(a_spec: str, device: torch.device) -> str:
-    """The hardware path of a GEMM of operands with this spec: a key of :data:`tritonfp8.counting.KINDS`."""
+def product_kind(a_spec: str, device: torch.device, m: int) -> str:
+    """How a GEMM of ``m`` rows of operands with this spec runs: a key of :data:`tritonfp8.counting.KINDS`."""
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"
-    return "emulated" if spec_of(a_spec).block == BLOCK_1X32 and not abilities.has_native_mx else "fp8"
+    if spec_of(a_spec).block != BLOCK_1X32 or abilities.has_native_mx:
+        return "fp8"
+    return "dequantized" if _is_widened(a_spec, m, device) else "emulated"

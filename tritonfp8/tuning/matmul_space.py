@@ -128,8 +128,9 @@ LARGEST_PROMOTED = MatmulConfig(
 FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
 # MX codes that become bf16 in registers: conversions limit the rate, which is an estimate.
 FEW_ROWS_MX = (
-    *_few_rows((1, 2, 4, 8), (16, 4, 0.10), (32, 4, 0.20), (64, 4, 0.30), blocks_per_sm=2),
-    *_few_rows((1, 2, 4), (16, 6, 0.08), (32, 6, 0.16), (64, 5, 0.24), block_n=64, blocks_per_sm=3),
+    *_few_rows((1, 2, 4, 8), (16, 4, 0.10), (32, 4, 0.20), blocks_per_sm=2),
+    *_few_rows((1, 2, 4), (16, 6, 0.08), block_n=64, blocks_per_sm=3),
+    *_few_rows((1, 2, 4), (32, 6, 0.16), (64, 5, 0.30), block_n=64, blocks_per_sm=2),
 )
 
 SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
@@ -191,9 +192,9 @@ def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     if config.specialized and family == "blockwise":
         scales = max(config.block_m, SCALE_VECTOR) + max(config.block_n, SCALE_VECTOR)
         operands += config.num_stages * SCALE_BYTES * scales
-    # Without an MX instruction the right operand of the bf16 one is written back in bf16.
-    columns = config.block_m if config.swap else config.block_n
-    widened = WIDENED_BYTES * columns * config.block_k if family == "mx" else 0
+    # Without an MX instruction the right operand is written back in bf16; if swapped, the left one changes its layout.
+    rows = config.block_n + (config.block_m if config.swap else 0)
+    widened = WIDENED_BYTES * rows * config.block_k if family == "mx" else 0
     out = config.block_m * config.block_n
     vectors = 0
     if config.specialized:
