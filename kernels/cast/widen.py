@@ -21,11 +21,12 @@ def widen_kernel(
     k_blocks = tl.cdiv(K, SCALE_K)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     # A division of 32-bit numbers; offsets of elements take 64.
-    row = (block // k_blocks).to(tl.int64)
-    k_block = (block % k_blocks).to(tl.int64)
-    exponents = tl.load(s_ptr + row * stride_sm + k_block * stride_sk, mask=row < M, other=0)
+    row, k_block = block // k_blocks, block % k_blocks
+    scale_offsets = row.to(tl.int64) * stride_sm + k_block.to(tl.int64) * stride_sk
+    exponents = tl.load(s_ptr + scale_offsets, mask=row < M, other=0)
     cols = k_block[:, None] * SCALE_K + tl.arange(0, SCALE_K)[None, :]
     mask = (row < M)[:, None] & (cols < K)
-    codes = tl.load(q_ptr + row[:, None] * stride_qm + cols * stride_qk, mask=mask, other=0.0)
+    offsets = row.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64) * stride_qk
+    codes = tl.load(q_ptr + offsets, mask=mask, other=0.0)
     out = (codes.to(tl.float32) * decode_e8m0(exponents)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row[:, None] * stride_out + cols, out, mask=mask)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * stride_out + cols, out, mask=mask)
