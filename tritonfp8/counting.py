@@ -1,4 +1,4 @@
-"""Counts of the GEMMs that really ran, by kind: FP8 tensor cores, emulated, reference or high precision.
+"""Counts of the GEMMs that really ran, by kind: FP8 tensor cores, bf16 of codes, reference or high precision.
 
 The ops record each GEMM when they execute it: eager or inside a compiled graph, in forward and in backward (on
 autograd's threads). So a count shows what ran, not what a recipe asks for. A CUDA graph replays kernels without the
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 KINDS = {
     "fp8": "FP8 tensor cores",
+    "dequantized": "torch's GEMM in bf16, after a kernel that converts the operands, which is exact",
     "emulated": "a Triton kernel that multiplies in bf16, to which the operands convert exactly",
     "reference": "the reference on the CPU, in float32",
     "high_precision": "a GEMM that the recipe keeps in the input's dtype",

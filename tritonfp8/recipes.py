@@ -292,7 +292,7 @@ def mxfp8() -> Recipe:
     grad_weight = Q[e4m3 1x32](grad_output.T) @ Q[e4m3 1x32](input.T).T
 
     Scales are rounded up (RCEIL), so nothing saturates. Tensor cores support MX from sm_100 on. On older GPUs the GEMM
-    runs in bf16, to which MX data converts exactly, and reports call it emulated.
+    runs in bf16, to which MX data converts exactly, and reports call it dequantized; up to 64 rows, emulated.
 
     Source: OCP "Microscaling Formats (MX) Specification" v1.0; rounding: Mishra et al., "Recipes for Pre-training LLMs
     with MXFP8" (arXiv 2506.08027).

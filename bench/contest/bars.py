@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import shapes
 from bench.contest import cases
-from bench.shapes import LARGE_GEMMS
+from bench.shapes import ALL_MODELS, BAR_GEMMS
 
 # The epilogue should cost no measurable time: rounds of one GEMM differ by more than 2%.
 EPILOGUE_SHARE = 0.98
@@ -40,6 +40,10 @@ def _more_seconds(row: Row, over: Row) -> float:
     return row["seconds"] - over["seconds"]
 
 
+def _microseconds(row: Row, over: Row) -> float:
+    return 1e6 * row["seconds"]
+
+
 def _memory_ratio(row: Row, over: Row) -> float:
     return row["peak_bytes"] / over["peak_bytes"]
 
@@ -54,6 +58,7 @@ QUANTITIES: dict[str, tuple[Callable[[Row, Row], float], str]] = {
     "speed-up": (_speed_up, "seconds"),
     "share of copy speed": (_rate_share, "seconds"),
     "host time ratio": (_time_ratio, "seconds"),
+    "microseconds": (_microseconds, "seconds"),
     _MORE: (_more_seconds, "seconds"),
     "peak memory ratio": (_memory_ratio, "peak_bytes"),
     _EXTRA: (_extra_launches, "extra_launches"),
@@ -156,34 +161,42 @@ def known_cases() -> set[str]:
     }
 
 
+# Of each case and accumulation: geometric mean and lowest over the shapes of BAR_GEMMS.
+_GEMM_BARS = {
+    ("rowwise", "precise"): (1.07, 0.98),
+    ("tensorwise", "precise"): (1.03, 0.97),
+    ("rowwise", "fast"): (1.01, 0.97),
+    ("tensorwise", "fast"): (1.03, 0.97),
+}
+
+
 def _products() -> list[Bar]:
     bars = []
-    for accumulation, mean in (("precise", 1.06), ("fast", 1.03)):
-        for case in ("rowwise", "tensorwise"):
-            own, peer = f"tritonfp8 {accumulation}", f"torch {accumulation}"
-            common = ("gemm", "scaled_matmul", case, own, peer)
-            what = f"{case} GEMM, {accumulation}, over torch._scaled_mm"
-            bars += [
-                Bar(f"{what}, large shapes", *common, mean, LARGE_GEMMS, reduce=MEAN),
-                Bar(f"{what}, each large shape", *common, 0.97, LARGE_GEMMS),
-                Bar(f"{what}, M of 1 to 256", *common, 1.0, ("decode",), reduce=MEAN),
-            ]
+    for (case, accumulation), (mean, lowest) in _GEMM_BARS.items():
+        own, peer = f"tritonfp8 {accumulation}", f"torch {accumulation}"
+        common = ("gemm", "scaled_matmul", case, own, peer)
+        what = f"{case} GEMM, {accumulation}, over torch._scaled_mm"
+        bars += [
+            Bar(f"{what}, large shapes", *common, mean, BAR_GEMMS, reduce=MEAN),
+            Bar(f"{what}, each large shape", *common, lowest, BAR_GEMMS),
+            Bar(f"{what}, M of 1 to 256", *common, 1.0, ("decode",), reduce=MEAN),
+        ]
     own, peer = "tritonfp8 precise", "torch precise"
     block = ("gemm", "scaled_matmul", "blockwise", own, peer)
     what = "blockwise GEMM (1x128 by 128x128) over F.scaled_mm"
+    grad_weight = ("gemm", "scaled_matmul", "blockwise grad_weight", own, peer)
+    what_t = "blockwise grad_weight GEMM (1x128 by 1x128) over F.scaled_mm"
     return [
         *bars,
         Bar(
             "rowwise GEMM, precise over our fast, large shapes",
-            "gemm", "scaled_matmul", "rowwise", own, "tritonfp8 fast", 0.95, LARGE_GEMMS, reduce=MEAN,
+            "gemm", "scaled_matmul", "rowwise", own, "tritonfp8 fast", 0.95, BAR_GEMMS, reduce=MEAN,
         ),
-        Bar(f"{what}, large shapes", *block, 1.10, LARGE_GEMMS, reduce=MEAN),
+        Bar(f"{what}, large shapes", *block, 1.10, BAR_GEMMS, reduce=MEAN),
         Bar(f"{what}, M of 1 to 256", *block, 1.15, ("decode",), reduce=MEAN),
-        Bar(f"{what}, each shape", *block, 1.0, (*LARGE_GEMMS, "decode")),
-        Bar(
-            "blockwise grad_weight GEMM (1x128 by 1x128) over F.scaled_mm, large shapes",
-            "gemm", "scaled_matmul", "blockwise grad_weight", own, peer, 1.05, LARGE_GEMMS, reduce=MEAN,
-        ),
+        Bar(f"{what}, each shape", *block, 1.0, (*BAR_GEMMS, "decode")),
+        Bar(f"{what_t}, large shapes", *grad_weight, 1.0, BAR_GEMMS, reduce=MEAN),
+        Bar(f"{what_t}, each large shape", *grad_weight, 0.96, BAR_GEMMS),
         *(
             Bar(
                 f"rowwise GEMM with an epilogue of {name}, precise, over the one without",
@@ -239,8 +252,10 @@ def _layers() -> list[Bar]:
         for shape, bar in zip(layers, values, strict=True)
     ]  # fmt: skip
     what = "linear layer, forward + backward, tensorwise precise, over torchao tensorwise, each shape"
+    mx = "linear layer, forward + backward, mxfp8 precise, over bf16, each shape"
     return [
         *bars,
+        Bar(mx, "layer", "linear", "layer", "mxfp8 precise", "bf16", 0.85, ("layers",)),
         Bar(
             what, "layer", "linear", "layer", "tensorwise precise", "torchao tensorwise", 1.0, ("layers",)
         ),
@@ -249,32 +264,51 @@ def _layers() -> list[Bar]:
 
 _MODEL_BARS = {
     "llama 8b layers": {
-        "rowwise precise": 1.38,
-        "rowwise fast": 1.42,
-        "tensorwise precise": 1.43,
-        "blockwise precise": 1.38,
+        "rowwise precise": 1.50, "rowwise fast": 1.42, "tensorwise precise": 1.43, "blockwise precise": 1.43
     },
+    "qwen 14b layers": {"rowwise precise": 1.47, "blockwise precise": 1.40},
+    "gemma layers": {"rowwise precise": 1.42, "blockwise precise": 1.38},
+    "hidden 2048 layers": {"rowwise precise": 1.33, "blockwise precise": 1.30},
+    "vit h layers": {"rowwise precise": 1.25, "blockwise precise": 1.20},
+    "gpt 2 xl layers": {"rowwise precise": 1.22, "blockwise precise": 1.18},
+    "hidden 1024 layers": {"rowwise precise": 1.10},
+}  # fmt: skip
+_FUSED_BARS = {
+    "llama 8b layers": {"rowwise precise": 1.38, "tensorwise precise": 1.43, "blockwise precise": 1.38},
     "hidden 2048 layers": {"rowwise precise": 1.20, "blockwise precise": 1.20},
 }
-_MEMORY_BAR = 0.85
+_MEMORY_BAR, _MEMORY_SHAPE = 0.85, "llama 8b layers"
+_GRAPH_BARS = {"hidden 1024 layers": 1.15}
+_TORCHAO = "torchao tensorwise"
 
 
 def _models() -> list[Bar]:
     bars = []
-    for shape, values in _MODEL_BARS.items():
-        fused = {name + cases.FUSES: bar for name, bar in values.items() if name + cases.FUSES in cases.FUSED_VARIANTS}
-        for contender, bar in {**values, **fused}.items():
+    fused = {shape: {name + cases.FUSES: bar for name, bar in values.items()} for shape, values in _FUSED_BARS.items()}
+    memory = {"quantity": "peak memory ratio", "reduce": HIGHEST, "at_most": True}
+    for shape, values in (*_MODEL_BARS.items(), *fused.items()):
+        for contender, bar in values.items():
             common = ("model", "model", "model", contender, "bf16")
             what = f"{shape}, forward + backward, {contender}, over bf16"
-            bars.append(Bar(what, *common, bar, ("models",), shape))
-            if shape == "llama 8b layers":
-                quantity = "peak memory ratio"
-                bars.append(
-                    Bar(
-                        f"{what}: peak memory", *common, _MEMORY_BAR, ("models",), shape,
-                        quantity=quantity, reduce=HIGHEST, at_most=True,
-                    )
-                )  # fmt: skip
+            bars.append(Bar(what, *common, bar, ALL_MODELS, shape))
+            if shape == _MEMORY_SHAPE:
+                bars.append(Bar(f"{what}: peak memory", *common, _MEMORY_BAR, ALL_MODELS, shape, **memory))
+    for shape, bar in _GRAPH_BARS.items():
+        bars.append(
+            Bar(
+                f"{shape} in a CUDA graph, forward + backward, {cases.GRAPHED_VARIANT}, over bf16", "model", "model",
+                cases.MODEL_GRAPH.name, cases.GRAPHED_VARIANT, "bf16", bar, ALL_MODELS, shape,
+            )
+        )  # fmt: skip
+    peer = ("model", "model", "model", "tensorwise precise", _TORCHAO)
+    what = f"models, forward + backward, tensorwise precise, over {_TORCHAO}"
+    bars += [
+        Bar(f"{what}, each", *peer, 1.0, ALL_MODELS),
+        Bar(f"{what}, all", *peer, 1.03, ALL_MODELS, reduce=MEAN),
+    ]
+    for contender in ("rowwise precise", "tensorwise precise", "blockwise precise"):
+        what = f"models, forward + backward, {contender}, over {_TORCHAO}, each: peak memory"
+        bars.append(Bar(what, "model", "model", "model", contender, _TORCHAO, 1.0, ALL_MODELS, **memory))
     return bars
 
 
@@ -290,8 +324,16 @@ def _launches() -> list[Bar]:
     ]  # fmt: skip
     first = ("first_step", "launch", "first step")
     sets = ("first-step",)
+    in_graph = [
+        Bar(
+            f"host time of a {op} in a compiled graph, in microseconds",
+            "launch", "launch", cases.IN_GRAPH.name, op, op, 10.0, ("launch",), quantity="microseconds", **most,
+        )
+        for op in cases.OPS_IN_GRAPHS
+    ]  # fmt: skip
     return [
         *calls,
+        *in_graph,
         Bar("first step, cold: seconds beyond bf16's", *first, "cold", "bf16", 10.0, sets, quantity=_MORE, **most),
         Bar(
             "first step, warm: seconds beyond bf16's",

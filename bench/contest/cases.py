@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import tritonfp8
 from bench.contest.peers import block_scaled, epilogue_scaled
-from bench.shapes import LARGE_GEMMS, SMOKE
+from bench.shapes import BAR_GEMMS, LARGE_GEMMS, SMOKE
 from tritonfp8 import Quantized, QuantSpec, Recipe, recipes, reference
 from tritonfp8.formats import FORMATS
 from tritonfp8.layers.fused import Produced, rms_norm_quantize, silu_mul_quantize
@@ -206,7 +206,12 @@ GEMM_CASES = (
     Product("rowwise", gemm=recipes.get("rowwise").output, accumulations=BOTH, peer=epilogue_scaled),
     Product("tensorwise", gemm=recipes.get("tensorwise").output, accumulations=BOTH, peer=epilogue_scaled),
     Product("blockwise", gemm=recipes.get("blockwise").output, peer=block_scaled),
-    Product("blockwise grad_weight", LARGE_GEMMS, gemm=recipes.get("blockwise").grad_weight, peer=block_scaled),
+    Product(
+        "blockwise grad_weight",
+        tuple(dict.fromkeys((*LARGE_GEMMS, *BAR_GEMMS))),
+        gemm=recipes.get("blockwise").grad_weight,
+        peer=block_scaled,
+    ),
     Product("mxfp8", ("square", "llama-8b"), gemm=recipes.get("mxfp8").output),
 )
 
@@ -263,4 +268,10 @@ CALLS = tuple(
     if case.name in _CALLED
 )
 # "layer kernels" measures the GPU time of each kind of kernel in a layer.
-WHOLE = LAYER, LAYER_KERNELS, MODEL, FIRST_STEP = tuple(map(Case, ("layer", "layer kernels", "model", "first step")))
+WHOLE = LAYER, LAYER_KERNELS, MODEL, MODEL_GRAPH, FIRST_STEP, IN_GRAPH = tuple(
+    map(Case, ("layer", "layer kernels", "model", "model in a CUDA graph", "first step", "op in a compiled graph"))
+)
+# The ops whose host time inside a compiled graph is measured.
+OPS_IN_GRAPHS = ("quantize", "scaled_matmul")
+# Models so small that the host decides: measured as a CUDA graph, too, in this recipe.
+GRAPHED_MODELS, GRAPHED_VARIANT = ("hidden 1024 layers", "tiny"), "rowwise precise"

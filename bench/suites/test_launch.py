@@ -12,9 +12,10 @@ import torch
 
 import tritonfp8
 from bench.contest import gates
-from bench.contest.cases import CALLS, FIRST_STEP, GEMM_CASES, Product
+from bench.contest.cases import CALLS, FIRST_STEP, GEMM_CASES, IN_GRAPH, OPS_IN_GRAPHS, Product
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import epilogue_scaled
+from bench.training.direct_calls import OPS_IN_GRAPH, functions_of_graphs, host_seconds
 from tritonfp8 import ops
 
 PEER = "torch._scaled_mm"
@@ -61,6 +62,23 @@ def test_call(benchmark, contest, case, shape):
     peer = Contender(PEER, lambda: epilogue_scaled(*rowwise.quantized(a, b), "precise"))
     own = product_contenders(case, a, b) if isinstance(case, Product) else cast_contenders(case, a)
     contest(benchmark, case, shape, [*own, peer], clock=contest.device.host_seconds)
+
+
+@measures("launch", (IN_GRAPH,))
+def test_op_in_a_compiled_graph(benchmark, contest, case, shape):
+    m, n, k = shape.size
+    graphs = functions_of_graphs(contest.device.device, m, n, k)
+
+    def contender(name):
+        function, argument = graphs[name]
+        graph = torch.compile(function, fullgraph=True, backend="eager" if contest.smoke else "inductor")
+        return Contender(name, lambda: lambda: graph(argument), own=True)
+
+    def seconds(function):
+        return host_seconds(contest.device, function) / OPS_IN_GRAPH
+
+    with torch.no_grad():
+        contest(benchmark, case, shape, [contender(name) for name in OPS_IN_GRAPHS], clock=seconds)
 
 
 def run(command, environment):

@@ -5,7 +5,17 @@ import torch
 
 import tritonfp8
 from bench.contest import gates
-from bench.contest.cases import FUSED_VARIANTS, FUSES, LAYER_RECIPES, MODEL, MODEL_VARIANTS, recipe_variants
+from bench.contest.cases import (
+    FUSED_VARIANTS,
+    FUSES,
+    GRAPHED_MODELS,
+    GRAPHED_VARIANT,
+    LAYER_RECIPES,
+    MODEL,
+    MODEL_GRAPH,
+    MODEL_VARIANTS,
+    recipe_variants,
+)
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
 from bench.models import build
@@ -33,13 +43,62 @@ def training_step(model, x, grad_output):
     return step
 
 
-@measures("model", (MODEL,))
-def test_model(benchmark, contest, case, shape):
-    device = contest.device.device
+def inputs(shape, device):
+    """Hidden states, which need a gradient, and the gradient of the output."""
     *_, batch, sequence = shape.size
     hidden = (batch, sequence, shape.size[1])
     x = torch.randn(hidden, device=device, dtype=torch.bfloat16).requires_grad_()
-    grad_output = torch.randn(hidden, device=device, dtype=torch.bfloat16)
+    return x, torch.randn(hidden, device=device, dtype=torch.bfloat16)
+
+
+def captured(step):
+    """``step`` as a CUDA graph, after a few calls that compile and allocate; on a CPU the step itself."""
+    if not torch.cuda.is_available():
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay():
+        graph.replay()
+        return results
+
+    return replay
+
+
+@measures("model", (MODEL_GRAPH,))
+def test_graph(benchmark, contest, case, shape):
+    if shape.name not in GRAPHED_MODELS:
+        pytest.skip("the host does not decide how long this model takes")
+    device = contest.device.device
+    x, grad_output = inputs(shape, device)
+
+    def make(recipe):
+        model = build(shape, device)
+        if recipe is not None:
+            tritonfp8.convert(model, recipe)
+        compile_layers(model, contest.smoke)
+        return captured(training_step(model, x, grad_output))
+
+    check = gates.close_model(training_step(build(shape, device), x, grad_output)())
+    recipe = recipe_variants(LAYER_RECIPES)[GRAPHED_VARIANT]
+    contenders = [
+        Contender(GRAPHED_VARIANT, lambda: make(recipe), check, own=True, same_bits=False, peer="bf16"),
+        Contender("bf16", lambda: make(None)),
+    ]
+    contest(benchmark, case, shape, contenders, contest.device.settled_seconds)
+
+
+@measures("model", (MODEL,))
+def test_model(benchmark, contest, case, shape):
+    device = contest.device.device
+    x, grad_output = inputs(shape, device)
 
     def make(convert):
         model = build(shape, device)

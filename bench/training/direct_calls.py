@@ -73,11 +73,11 @@ def model_rows(device: Device, shape: shapes.Shape, names: list[str]) -> Iterato
         device.release()
 
 
-def op_rows(device: Device) -> Iterator[dict[str, Any]]:
-    """Host time of one op in a graph of :data:`OPS_IN_GRAPH`."""
+def functions_of_graphs(device: torch.device, m: int, n: int, k: int) -> dict[str, tuple[Callable[..., Any], Any]]:
+    """For each op a function that calls it :data:`OPS_IN_GRAPH` times, to be compiled, and its argument."""
     spec = recipes.get("rowwise").output.lhs.args
-    xs = [torch.randn(128, 768, device=device.device, dtype=torch.bfloat16) for _ in range(OPS_IN_GRAPH)]
-    weight = torch.randn(768, 768, device=device.device, dtype=torch.bfloat16)
+    xs = [torch.randn(m, k, device=device, dtype=torch.bfloat16) for _ in range(OPS_IN_GRAPH)]
+    weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     pairs, operand = [ops.quantize(x, *spec) for x in xs], ops.quantize(weight, *spec)
 
     def casts(xs: list[torch.Tensor]) -> list[Any]:
@@ -86,8 +86,13 @@ def op_rows(device: Device) -> Iterator[dict[str, Any]]:
     def gemms(pairs: list[Any]) -> list[Any]:
         return [ops.scaled_matmul(*pair, *spec, *operand, *spec) for pair in pairs]
 
-    cases = (("quantize", casts, xs), ("scaled_matmul", gemms, pairs))
-    for (name, function, argument), way in itertools.product(cases, (DIRECT, DISPATCHER)):
+    return {"quantize": (casts, xs), "scaled_matmul": (gemms, pairs)}
+
+
+def op_rows(device: Device) -> Iterator[dict[str, Any]]:
+    """Host time of one op in a graph of :data:`OPS_IN_GRAPH`."""
+    cases = functions_of_graphs(device.device, 128, 768, 768)
+    for (name, (function, argument)), way in itertools.product(cases.items(), (DIRECT, DISPATCHER)):
         graph = torch.compile(function, fullgraph=True)
         with torch.no_grad():
             compiled_afresh(way, graph, argument)

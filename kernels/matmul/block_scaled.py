@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.matmul.tiles import load_operand, multiply, piece_of_work, store_part, store_tile, tile_index
+from tritonfp8.kernels.matmul.tiles import load_operand, multiply, piece_of_work, store_part, store_tile
 from tritonfp8.kernels.numerics import decode_e8m0, scale_blocks
 from tritonfp8.kernels.pdl import begin
 from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
@@ -109,28 +109,31 @@ def _widen(x, exponents, SCALE_K: tl.constexpr):
 def mx_matmul_kernel(
     a, b, out, a_scale_ptr, b_scale_ptr, bias_ptr, residual_ptr, M, N, K,
     stride_am, stride_ak, stride_bn, stride_bk, stride_out, stride_rm, stride_rn,
-    stride_a_scale_m, stride_a_scale_k, stride_b_scale_n, stride_b_scale_k,
+    stride_a_scale_m, stride_a_scale_k, stride_b_scale_n, stride_b_scale_k, split_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_K: tl.constexpr, NATIVE: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+    SWAP: tl.constexpr, SPLIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``out [M, N] = epilogue(a @ b.T)`` on MX operands; a scale is a biased exponent (uint8) for each SCALE_K of K.
 
-    NATIVE uses tensor cores that take MX operands. Otherwise operands are dequantized to bf16 first, which is exact
-    except for magnitudes below 2^-126.
+    NATIVE uses tensor cores that take MX operands. Otherwise operands are dequantized to bf16 in registers, as
+    ``widen_kernel`` does in memory. With SWAP the weight is the operand that the tensor core takes from registers: it
+    is read once, as codes. SWAP and SPLIT: see ``scaled_matmul_kernel``.
     """
     begin(DEPENDENT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     k_blocks = tl.cdiv(K, SCALE_K)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = tile_index(tile, tiles_m, tiles_n, GROUP_M)
+    pieces = tiles_m * tiles_n * split_k
+    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n, part, first, last = piece_of_work(piece, tiles_m, tiles_n, K, split_k, BLOCK_K, GROUP_M, SPLIT)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, K, BLOCK_K):
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(first, last, BLOCK_K):
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)
             rhs = load_operand(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, TMA)
             a_scale = _load_exponents(
@@ -156,10 +159,16 @@ def mx_matmul_kernel(
                 BLOCK_K // SCALE_K,
             )
             if NATIVE:
+                tl.static_assert(not SWAP, "the native instruction takes 128 rows of the input")
                 acc = tl.dot_scaled(lhs, a_scale, A_FORMAT, rhs.T, b_scale, B_FORMAT, acc)
             else:
-                acc = tl.dot(_widen(lhs, a_scale, SCALE_K), _widen(rhs, b_scale, SCALE_K).T, acc)
-        store_tile(
-            acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
-            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,
-        )  # fmt: skip
+                acc = multiply(_widen(lhs, a_scale, SCALE_K), _widen(rhs, b_scale, SCALE_K), acc, SWAP, None)
+        if SWAP:
+            acc = acc.T
+        if SPLIT:
+            store_part(acc, out, part, row, col, M, N, tiles_m * BLOCK_M, stride_out)
+        else:
+            store_tile(
+                acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+                HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,
+            )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from bench_rows import LLAMA, SQUARE, UP, gemm_rows, synthetic_rows
 from typer.testing import CliRunner
 
-from bench import report, tables
+from bench import report, shapes, tables
 from bench.contest import cases
 from bench.contest.bars import BARS, judge
 from bench.plots import PLOTS, layer_breakdown
@@ -192,7 +192,8 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     assert untimed == ({cases.LAYER_KERNELS.name} if not torch.cuda.is_available() else set())
     assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
     assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
-    assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), "first step"}
+    others = {cases.FIRST_STEP.name, cases.IN_GRAPH.name}
+    assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), *others}
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
     assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
     # Of every op, that is; a whole model holds attention, and the first step is a time.
@@ -226,7 +227,7 @@ def test_the_report_keeps_what_a_suite_measured(tmp_path):
 def test_without_a_gpu_the_suites_are_skipped_visibly():
     done = bench("pytest", "bench/suites/test_model.py")
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "2 skipped" in done.stdout
+    assert f"{2 * len(shapes.select('model'))} skipped" in done.stdout
     assert "needs a GPU with FP8 tensor cores; --shapes smoke runs the suites on a CPU" in done.stdout
 
 

@@ -7,6 +7,7 @@ from tritonfp8 import recipes, reference
 from tritonfp8.recipes import GEMMS
 from tritonfp8.specs import BLOCKS
 from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.tuning import store
 from tritonfp8.warmup.run import read_shapes
 
 DIMS = {"gemm": 3, "cast": 2, "layer": 3, "model": 7, "launch": 3, "first_step": 2}
@@ -74,6 +75,19 @@ def test_what_to_tune_has_to_be_said(monkeypatch, names, message):
         tune.main()
 
 
+def test_shapes_that_nobody_tuned_are_in_no_table():
+    """Not with the same N and K: the nearest M of those would serve, too."""
+    untuned = {shape.size[1:] for shape in gemms("untuned")}
+    assert len(gemms("untuned")) == len(untuned) == 10
+    entries = [at for file in store.SHIPPED.glob("*.json") for at in store.read_shipped(file.stem)]
+    assert entries
+    assert not untuned & {(at.n, at.k) for at in entries}
+
+
+def test_the_bars_of_gemms_are_about_27_shapes():
+    assert len(gemms(*shapes.BAR_GEMMS)) == 27
+
+
 def test_large_casts_are_large():
     for shape in shapes.select("cast", ["large"]):
         assert shape.size[0] * shape.size[1] * BF16_BYTES >= shapes.LARGE_CAST_BYTES
@@ -88,7 +102,7 @@ def test_decode_has_the_token_counts_of_the_bars():
 
 def test_large_products_suit_torch():
     # torch._scaled_mm takes N and K that are multiples of 16 only.
-    for shape in gemms(*shapes.LARGE_GEMMS, "decode", "hidden-1024", "hidden-2048"):
+    for shape in gemms(*shapes.LARGE_GEMMS, "untuned", "decode", "hidden-1024", "hidden-2048"):
         assert all(size % 16 == 0 for size in shape.size[1:])
 
 

@@ -11,7 +11,7 @@ from compile_target import compile_launch, note_launches
 from tritonfp8 import reference
 from tritonfp8.kernels.cast.quantize import quantize_kernel
 from tritonfp8.launch import cast as launch
-from tritonfp8.launch import partial_maxima
+from tritonfp8.launch import executor, partial_maxima, widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 
 
@@ -159,3 +159,18 @@ def test_dequantize_compiles_for_every_target(launches, cc):
     qdata, scale = reference.quantize(torch.zeros(4096, 64), *spec.args)
     (launched,) = launches(cc, lambda: launch.dequantize(qdata, scale, *spec.args, torch.bfloat16))
     assert launched.compile(cc).spill_bytes == 0
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+def test_mx_codes_become_bf16_as_vectors(launches, cc):
+    q = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(4096, 128, dtype=torch.float8_e8m0fnu, device="meta")
+    found = launches(cc, lambda: executor.planned(widened.plan_operands, (q, scale, q[:2048], scale[:2048]), ()))
+    assert len(found) == 2
+    for launched in found:
+        report = launched.compile(cc)
+        assert report.spill_bytes == 0, report.log
+        assert "ld.global.v4.b32" in report.ptx
+        assert "st.global.v4.b32" in report.ptx
+        # Of a thread: one scale, which is one byte.
+        assert shared_bytes_at_once(report.ptx).count(1) <= 1

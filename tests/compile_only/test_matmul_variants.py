@@ -129,7 +129,9 @@ def test_mx_is_native_where_a_report_calls_it_so(tma):
         c for c in SPACES["mx"]["precise"] if supports(c, "mx", 2, True, False, HOPPER_SHARED_BYTES, native_mx=True)
     ]
     assert chosen
-    for config in SPACES["mx"]["precise"]:
+    assert not any(config.swap for config in chosen)
+    # A swapped tile has few rows of the input, and the kernel refuses to be compiled as native.
+    for config in (c for c in SPACES["mx"]["precise"] if not c.swap):
         native = "kind::mxf8f6f4" in compile_tiles("mx", config, (1, 1), cc=100, tma=tma).ptx
         assert native == (config in chosen)
 

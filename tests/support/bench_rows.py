@@ -51,6 +51,14 @@ def synthetic_rows():
             own = [row(suite, case.name, shape, name, 2.0, True, "bf16", **fields) for name in contenders[:-1]]
             peers = [row(suite, case.name, shape, name, 3.0, **fields) for name in (contenders[-1], "bf16")]
             rows += [*own, *peers]
+    for shape in (s for s in shapes.select("model") if s.name in cases.GRAPHED_MODELS):
+        rows += [
+            row("model", cases.MODEL_GRAPH.name, shape, cases.GRAPHED_VARIANT, 2.0, True, "bf16"),
+            row("model", cases.MODEL_GRAPH.name, shape, "bf16", 3.0),
+        ]
+    for op in cases.OPS_IN_GRAPHS:
+        for shape in shapes.select("launch"):
+            rows.append(row("launch", cases.IN_GRAPH.name, shape, op, 5e-6, True))
     for case in cases.CALLS:
         for shape in shapes.select("launch"):
             rows += [

@@ -41,5 +41,6 @@ def test_shares_name_what_ran_them():
     assert text() == "0 %"
     assert text(fp8=1.0) == "100 %"
     assert text(fp8=2 / 3, high_precision=1 / 3) == "66.7 %"
+    assert text(dequantized=1.0) == "100 % (dequantized to bf16)"
     assert text(emulated=1.0) == "100 % (emulated in bf16)"
     assert text(fp8=0.5, emulated=0.25, reference=0.25) == "50 % + 25 % (emulated in bf16) + 25 % (reference)"

@@ -12,7 +12,7 @@ import torch
 from tritonfp8.hardware import Abilities, abilities, machine_key
 from tritonfp8.recipes import GEMMS, Gemm, Recipe
 from tritonfp8.specs import QuantSpec, matmul_family
-from tritonfp8.tuning import COPY_BANDWIDTH, choose, key, kind, predicted_time, table
+from tritonfp8.tuning import COPY_BANDWIDTH, choose, is_widened, key, kind, predicted_time, table
 
 BF16_RATE = 7.1e14
 CAST_BANDWIDTH = 2.4e12
@@ -80,6 +80,10 @@ def _fp8_seconds(
     lhs: QuantSpec, rhs: QuantSpec, accumulation: str, mnk: tuple[int, int, int], machine: Abilities
 ) -> float:
     family = matmul_family(lhs.block, rhs.block)
+    m, n, k = mnk
+    if family == "mx" and is_widened(m, machine.has_native_mx):
+        # Codes are read and bf16 is written, and a GEMM in bf16 follows.
+        return 2 * m * n * k / BF16_RATE + (m + n) * k * (1 + ITEMSIZE) / COPY_BANDWIDTH
     rows = (lhs.block[0], rhs.block[0])
     # TMA addresses rows of whole 16 bytes.
     tma = machine.has_tma and all(size % 16 == 0 for size in mnk)

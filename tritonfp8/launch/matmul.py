@@ -14,6 +14,7 @@ from tritonfp8.kernels.matmul import block_scaled as block_kernels
 from tritonfp8.kernels.matmul import hopper as hopper_kernels
 from tritonfp8.kernels.matmul import scaled as matmul_kernels
 from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
+from tritonfp8.launch import widened
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family, spec_of
@@ -118,16 +119,14 @@ def _plan_tiles(
                 "NATIVE": plan.device.has_native_mx,
             }
         )
-    integers = [m, n, k, *p.a.strides, *p.b.strides, p.out.strides[0], *p.residual_strides(), *scale_strides]
+    strides = (*p.a.strides, *p.b.strides, p.out.strides[0], *p.residual_strides(), *scale_strides)
     paths = {"TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves, "FLATTEN": config.flatten}
-    if family != "mx":
-        integers.append(config.split_k)
-        paths |= {"SWAP": config.swap, "SPLIT": split}
+    paths |= {"SWAP": config.swap, "SPLIT": split}
     plan.launch(
         _KERNELS[family],
         programs,
         (*operands, out, *p.pointers()),
-        integers,
+        (m, n, k, *strides, config.split_k),
         {**_tile_sizes(config), **constants, **p.epilogue(), **paths},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -333,10 +332,12 @@ def scaled_matmul(
     """Launch the twin of :func:`tritonfp8.reference.scaled_matmul`.
 
     Args:
-        config: use this configuration, not the chosen one.
+        config: use this configuration, not the chosen one. For MX operands that is always a kernel that reads codes.
         tma: use TMA or not, if the layouts allow it; by default what the device has.
         out: write here, ``[M, N]`` contiguous.
     """
+    if config is None and _is_widened(a_spec, a.shape[0], a.device):
+        return widened.scaled_matmul(a, a_scale, b, b_scale, bias, activation, residual, out_dtype, out)
     tensors = (a, a_scale, b, b_scale, bias, residual, out)
     options = (a_spec, b_spec, activation, out_dtype, accumulation, config, tma)
     results = planned(plan_scaled_matmul, tensors, options)
@@ -358,13 +359,19 @@ def scaled_matmul(
     )  # fmt: skip
 
 
+def _is_widened(a_spec: str, m: int, device: torch.device) -> bool:
+    return spec_of(a_spec).block == BLOCK_1X32 and tuning.is_widened(m, hardware.abilities(device).has_native_mx)
+
+
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return all(x is y for x, y in zip(some, others, strict=True))
 
 
-def product_kind(a_spec: str, device: torch.device) -> str:
-    """The hardware path of a GEMM of operands with this spec: a key of :data:`tritonfp8.counting.KINDS`."""
+def product_kind(a_spec: str, device: torch.device, m: int) -> str:
+    """How a GEMM of ``m`` rows of operands with this spec runs: a key of :data:`tritonfp8.counting.KINDS`."""
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"
-    return "emulated" if spec_of(a_spec).block == BLOCK_1X32 and not abilities.has_native_mx else "fp8"
+    if spec_of(a_spec).block != BLOCK_1X32 or abilities.has_native_mx:
+        return "fp8"
+    return "dequantized" if _is_widened(a_spec, m, device) else "emulated"

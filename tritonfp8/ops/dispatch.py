@@ -62,7 +62,7 @@ def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None
 
 def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:
     """The kind under which a GEMM on quantized operands is counted: how this device computes it."""
-    return launch.product_kind(a_spec, a.device)
+    return launch.product_kind(a_spec, a.device, a.shape[0])
 
 
 def matmul_kind(*args: object) -> str:

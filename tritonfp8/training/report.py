@@ -21,7 +21,12 @@ from tritonfp8.training.loop import UNTIMED_STEPS, Result, Run
 from tritonfp8.training.settings import BASELINE, Job
 from tritonfp8.workflow import MISSING, doctor
 
-KIND_LABELS = {"fp8": "", "emulated": " (emulated in bf16)", "reference": " (reference)"}
+KIND_LABELS = {
+    "fp8": "",
+    "dequantized": " (dequantized to bf16)",
+    "emulated": " (emulated in bf16)",
+    "reference": " (reference)",
+}
 JSON_NAME, PLOT_NAME, TABLE_NAME = "training.json", "loss.png", "table.md"
 NO_SPEED_ON_A_CPU = (
     "no speeds: a CPU has no FP8 tensor cores, so FP8 recipes run the reference in plain torch, and the speed of bf16 "

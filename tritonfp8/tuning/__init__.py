@@ -13,6 +13,7 @@ from tritonfp8.tuning.matmul_space import (
     REDUCE_WARPS,
     MatmulConfig,
     find,
+    is_widened,
     predicted_time,
     space,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "find",
     "fused_tiles",
     "install",
+    "is_widened",
     "key",
     "kind",
     "on_change",

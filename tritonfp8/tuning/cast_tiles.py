@@ -124,6 +124,8 @@ LONGEST_SHORT_ROW = 2048
 PARTIAL_AMAX_STAGES = 1
 TRANSPOSE = CastTile(128, 128, 4, group=8)
 DEQUANTIZE = CastTile(64, 128, 4)
+# Blocks of MX codes to bf16: a thread reads 16 codes at a time.
+WIDEN = CastTile(128, 32, 4)
 # Of the casts of many shards in one launch.
 SHARDS = CastTile(128, 128, 8)
 

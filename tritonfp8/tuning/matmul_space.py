@@ -32,6 +32,9 @@ REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
 REDUCE_WARPS = 4
 # Small M: the bytes of the weight decide. Tiles of as many tokens, in as many parts of K.
 SMALL_M = 256
+# Up to this M a kernel reads MX codes and makes them bf16 in registers, if no tensor core takes them. From there on it
+# pays to write the operands as bf16 first, five bytes of traffic an element, and to call the GEMM in bf16.
+MAX_M_OF_CODES = 64
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,12 @@ LARGEST_PROMOTED = MatmulConfig(
     256, 128, 128, 4, 4, 1.20, halves=True, group_m=16, specialized=True, bare=True, stagger=True, tight=True
 )
 FEW_ROWS = _few_rows((1, 4), (16, 4, 0.25), (64, 4, 0.70), blocks_per_sm=2)
+# MX codes that become bf16 in registers: conversions limit the rate, which is an estimate.
+FEW_ROWS_MX = (
+    *_few_rows((1, 2, 4, 8), (16, 4, 0.10), (32, 4, 0.20), blocks_per_sm=2),
+    *_few_rows((1, 2, 4), (16, 6, 0.08), block_n=64, blocks_per_sm=3),
+    *_few_rows((1, 2, 4), (32, 6, 0.16), (64, 5, 0.30), block_n=64, blocks_per_sm=2),
+)
 
 SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
     "epilogue": {
@@ -170,6 +179,7 @@ SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
     "mx": {
         "precise": (
             MatmulConfig(128, 128, 64, 8, 4, 0.25),
+            *FEW_ROWS_MX,
             MatmulConfig(64, 64, 64, 4, 3, 0.21, blocks_per_sm=4),
         ),
     },
@@ -182,8 +192,9 @@ def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     if config.specialized and family == "blockwise":
         scales = max(config.block_m, SCALE_VECTOR) + max(config.block_n, SCALE_VECTOR)
         operands += config.num_stages * SCALE_BYTES * scales
-    # Without an MX instruction the right operand is written back in bf16.
-    widened = WIDENED_BYTES * config.block_n * config.block_k if family == "mx" else 0
+    # Without an MX instruction the right operand is written back in bf16; if swapped, the left one changes its layout.
+    rows = config.block_n + (config.block_m if config.swap else 0)
+    widened = WIDENED_BYTES * rows * config.block_k if family == "mx" else 0
     out = config.block_m * config.block_n
     vectors = 0
     if config.specialized:
@@ -223,6 +234,14 @@ def supports(
     # Partial sums have no epilogue.
     holds = (bare or not config.bare or config.split_k > 1) and (config.column_scales or not column_scales)
     return fits and native and holds and (specialized or not config.specialized)
+
+
+def is_widened(m: int, native_mx: bool) -> bool:
+    """Whether an MX GEMM of ``m`` rows multiplies operands that were written as bf16, by torch's GEMM.
+
+    The one place where that is decided. Otherwise a kernel of the space ``"mx"`` reads the codes.
+    """
+    return not native_mx and m > MAX_M_OF_CODES
 
 
 def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, num_sms: int) -> float:

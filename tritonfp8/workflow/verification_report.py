@@ -59,8 +59,8 @@ class GemmReport:
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether both operands have 8 bits, on hardware that computes with them or by the reference on a CPU."""
-        return self.kind in ("fp8", "emulated") or (self.kind == "reference" and self.device == "cpu")
+        """Whether both operands have 8 bits, by kernels that compute with them or by the reference on a CPU."""
+        return self.kind in ("fp8", "dequantized", "emulated") or (self.kind == "reference" and self.device == "cpu")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class VerificationReport:
         line = f"{_percent(self.fp8_share)} of the linear FLOPs run in FP8"
         # Operands have 8 bits in each of these, but only FP8 tensor cores make that quick.
         kinds = {gemm.kind for gemm in self._gemms() if gemm.in_8_bits}
-        slow = [kind for kind in ("emulated", "reference") if kind in kinds]
+        slow = [kind for kind in ("dequantized", "emulated", "reference") if kind in kinds]
         shares = [f"{_percent(self.share(kind))} " if len(kinds) > 1 else "" for kind in slow]
         notes = [f"{share}by {KINDS[kind]}" for share, kind in zip(shares, slow, strict=True)]
         line += f" ({', '.join(notes)})" if notes else ""

@@ -64,8 +64,7 @@ def compile_tiles(
     constants |= {f"BLOCK_{d}": getattr(config, f"block_{d.lower()}") for d in "MNK"}
     constants |= {"GROUP_M": config.group_m, "TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves}
     constants |= {"FLATTEN": config.flatten, "stride_ak": 1, "stride_bk": 1, **more}
-    if family != "mx":
-        constants |= {"SWAP": config.swap, "SPLIT": config.split_k > 1}
+    constants |= {"SWAP": config.swap, "SPLIT": config.split_k > 1}
     if family == "blockwise":
         constants |= {"A_ROWS": rows[0], "B_ROWS": rows[1], "SCALE_K": 128}
     if family == "mx":

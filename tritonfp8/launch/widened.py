@@ -1,0 +1,141 @@
+"""GEMMs of MX operands where no tensor core takes them: dequantize both to bf16, and multiply by torch's GEMM.
+
+A code times its scale has at most four significant bits, so bf16 holds it exactly from 2^-130 (e5m2: 2^-131) on. Below
+that, where bf16 is subnormal, it is rounded once, as :func:`tritonfp8.dequantize` to bf16 does. From 2^128 on it is
+infinite, as in the float32 of the reference. torch's GEMM is cuBLAS, with float32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tritonfp8.kernels.cast.widen import widen_kernel
+from tritonfp8.kernels.matmul.scaled import reduce_parts_kernel
+from tritonfp8.launch.executor import planned
+from tritonfp8.launch.plan import Planner, View
+from tritonfp8.specs import BLOCK_1X32
+from tritonfp8.tuning import REDUCE_TILE, REDUCE_WARPS, cast_tiles
+
+WIDE = torch.bfloat16
+# cuBLAS reads rows fastest that start at multiples of 16 bytes.
+ROW_UNIT = 8
+
+
+def _plan_operand(plan: Planner, codes: View, scale: View) -> View:
+    """One operand in bf16, its rows K-contiguous and aligned."""
+    m, k = codes.shape
+    out = plan.empty((m, k), WIDE, (max(1, -(-k // ROW_UNIT)) * ROW_UNIT, 1))
+    if out.numel():
+        tile = cast_tiles.WIDEN
+        plan.launch(
+            widen_kernel,
+            tile.programs(m * -(-k // BLOCK_1X32[1]), tile.n),
+            (codes, scale.retyped(torch.uint8), out),
+            (m, k, *codes.strides, *scale.strides, out.strides[0]),
+            {"SCALE_K": BLOCK_1X32[1], "BLOCKS": tile.m},
+            **tile.options(),
+        )
+    return out
+
+
+def plan_operands(plan: Planner, a: View, a_scale: View, b: View, b_scale: View) -> list[View]:
+    """Outputs: ``a`` and ``b`` in bf16."""
+    return [_plan_operand(plan, a, a_scale), _plan_operand(plan, b, b_scale)]
+
+
+def plan_epilogue(
+    plan: Planner, sums: View, bias: View | None, residual: View | None, out: View, activation: str | None
+) -> list[View]:
+    """No output: writes ``out``."""
+    m, n = sums.shape
+    residual_strides = (0, 0) if residual is None else residual.strides
+    tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
+    plan.launch(
+        reduce_parts_kernel,
+        tiles,
+        (sums, out, None, None, bias, residual),
+        (m, n, m, sums.strides[0], out.strides[0], *residual_strides, 0, 0),
+        {
+            **REDUCE_TILE, "SPLIT_K": 1, "SCALED": False, "HAS_BIAS": bias is not None, "ACTIVATION": activation,
+            "HAS_RESIDUAL": residual is not None,
+        },
+        num_warps=REDUCE_WARPS,
+    )  # fmt: skip
+    return []
+
+
+@contextmanager
+def _sums_in_float32() -> Iterator[None]:
+    """Keep cuBLAS from adding up the parts of a split K in bf16, which torch allows by default.
+
+    The setting is the process's. A GEMM that another thread starts meanwhile is at most more precise.
+    """
+    settings = torch.backends.cuda.matmul
+    allowed = settings.allow_bf16_reduced_precision_reduction
+    if not allowed:
+        yield
+        return
+    # Newer versions of torch keep two settings under one name.
+    split = getattr(settings, "allow_bf16_reduced_precision_reduction_split_k", None)
+    settings.allow_bf16_reduced_precision_reduction = False if split is None else (False, split)
+    try:
+        yield
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = allowed if split is None else (allowed, split)
+
+
+def _multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = a @ b.T + bias``. Variants with ``out`` know no autocast, which would change the dtype of others."""
+    if not a.is_cuda:
+        # Interpreted kernels run on a CPU, where torch returns the dtype of the operands only.
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    with _sums_in_float32():
+        if bias is not None:
+            torch.addmm(bias, a, b.t(), out=out)
+        elif a.dtype == out.dtype:
+            torch.mm(a, b.t(), out=out)
+        else:
+            torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
+
+
+def _has_gemm(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """Whether one GEMM of torch returns this from bf16 operands."""
+    if bias is None:
+        return out_dtype in (WIDE, torch.float32)
+    return out_dtype == bias.dtype == WIDE and bias.is_contiguous()
+
+
+def scaled_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    """As :func:`tritonfp8.reference.scaled_matmul` with MX operands; ``out`` as in the launch of other GEMMs.
+
+    The bf16 operands take 2 (M + N) K bytes while the GEMM runs. An activation, a residual, a bias in another dtype and
+    an output in float16 take a float32 sum first, 4 M N bytes.
+    """
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
+    operands = planned(plan_operands, (a, a_scale, b, b_scale), ())
+    assert operands is not None
+    wide_a, wide_b = operands
+    if activation is None and residual is None and _has_gemm(bias, out_dtype):
+        _multiply(wide_a, wide_b, bias, out)
+        return out
+    sums = torch.empty(out.shape, dtype=torch.float32, device=a.device)
+    _multiply(wide_a, wide_b, None, sums)
+    planned(plan_epilogue, (sums, None if bias is None else bias.contiguous(), residual, out), (activation,))
+    return out
