@@ -348,10 +348,7 @@ def scaled_matmul(
     if _are_same(copied, given):
         copied = (_readable_along_k(a_scale, a_spec), _readable_along_k(b_scale, b_spec), bias)
     if _are_same(copied, given):
-        raise ValueError(
-            f"scales must have fewer than 2^31 elements; got {tuple(a_scale.shape)} and {tuple(b_scale.shape)}: "
-            "multiply parts of the operands"
-        )
+        raise widened.too_many_scales(a_scale, b_scale)
     a_scale, b_scale, bias = copied
     return scaled_matmul(
         a, a_scale, a_spec, b, b_scale, b_spec, bias, activation, residual, out_dtype, accumulation,

@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonfp8.kernels.cast.widen import widen_kernel
 from tritonfp8.kernels.matmul.scaled import reduce_parts_kernel
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.plan import Planner, View
+from tritonfp8.launch.plan import MAX_OFFSET, Planner, View
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.tuning import REDUCE_TILE, REDUCE_WARPS, cast_tiles
 
@@ -42,8 +42,18 @@ def _plan_operand(plan: Planner, codes: View, scale: View) -> View:
     return out
 
 
-def plan_operands(plan: Planner, a: View, a_scale: View, b: View, b_scale: View) -> list[View]:
-    """Outputs: ``a`` and ``b`` in bf16."""
+def too_many_scales(a_scale: Tensor, b_scale: Tensor) -> ValueError:
+    """The error of a GEMM whose scales kernels cannot count in 32 bits."""
+    return ValueError(
+        f"scales must have fewer than 2^31 elements; got {tuple(a_scale.shape)} and {tuple(b_scale.shape)}: "
+        "multiply parts of the operands"
+    )
+
+
+def plan_operands(plan: Planner, a: View, a_scale: View, b: View, b_scale: View) -> list[View] | None:
+    """Outputs: ``a`` and ``b`` in bf16. No plan if there are too many scales."""
+    if max(a_scale.numel(), b_scale.numel()) >= MAX_OFFSET:
+        return None
     return [_plan_operand(plan, a, a_scale), _plan_operand(plan, b, b_scale)]
 
 
@@ -124,13 +134,17 @@ def scaled_matmul(
 
     The bf16 operands take 2 (M + N) K bytes while the GEMM runs. An activation, a residual, a bias in another dtype and
     an output in float16 take a float32 sum first, 4 M N bytes.
+
+    Raises:
+        ValueError: an operand has 2^31 scales or more.
     """
     if out is None:
         out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
     operands = planned(plan_operands, (a, a_scale, b, b_scale), ())
-    assert operands is not None
+    if operands is None:
+        raise too_many_scales(a_scale, b_scale)
     wide_a, wide_b = operands
     if activation is None and residual is None and _has_gemm(bias, out_dtype):
         _multiply(wide_a, wide_b, bias, out)

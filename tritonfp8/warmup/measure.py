@@ -65,6 +65,10 @@ class GemmCall:
         )
         return cls(call, tuning.key(kind, m, n, k), m)
 
+    def has_configurations(self, device: torch.device) -> bool:
+        """Whether a launch chooses a configuration: torch's GEMM of MX operands that were converted has none."""
+        return self.key.kind.family != "mx" or not tuning.is_widened(self.m, hardware.abilities(device).has_native_mx)
+
     def candidates(self, device: torch.device) -> list[MatmulConfig]:
         """The configurations worth measuring, the most promising first."""
         runnable = tuning.candidates(self.key.kind, self.m, self.key.n, self.key.k, hardware.abilities(device))
@@ -133,12 +137,13 @@ class OpJob:
 
 
 def distinct_gemms(calls: Sequence[Call], device: torch.device) -> list[GemmCall]:
-    """The GEMMs among ``calls``, one for each key; empty ones launch no configuration and are left out."""
+    """The GEMMs among ``calls``, one for each key; those without a configuration, such as empty ones, are left out."""
     found: dict[Key, GemmCall] = {}
     for call in calls:
         if call.op == MATMUL and math.prod((*call.named()["a"].shape, *call.named()["b"].shape)):
             gemm = GemmCall.of(call, device)
-            found.setdefault(gemm.key, gemm)
+            if gemm.has_configurations(device):
+                found.setdefault(gemm.key, gemm)
     return list(found.values())
 
 

@@ -365,4 +365,5 @@ class _WarmUp:
         """The configuration that this process chose. A worker must not choose again: it may read other files."""
         if call.op != MATMUL or not all(size for name in ("a", "b") for size in call.named()[name].shape):
             return None
-        return GemmCall.of(call, self.device).chosen(self.device).name
+        gemm = GemmCall.of(call, self.device)
+        return gemm.chosen(self.device).name if gemm.has_configurations(self.device) else None
