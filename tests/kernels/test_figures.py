@@ -45,9 +45,12 @@ def check(args):
     found, expected = launch.operand_figures(*args), reference.operand_figures(*args)
     assert torch.equal(planned[0].isnan(), found.isnan())
     torch.testing.assert_close(found, expected, equal_nan=True, **TOLERANCE)
-    # Ratios and counts are exact.
-    exact = [0, 1, 2, 3, 4, 5, 6, 8, 9]
-    torch.testing.assert_close(found[:, exact], expected[:, exact], equal_nan=True, rtol=0, atol=0)
+    shares, others = [3, 4, 5, 6], [0, 1, 2, 8, 9]
+    torch.testing.assert_close(found[:, others], expected[:, others], equal_nan=True, rtol=0, atol=0)
+    # Counts are equal. On a GPU torch divides them by multiplying, so a share may differ in the last bit.
+    count = args[0][0].numel()
+    assert torch.equal((found[:, shares] * count).round(), (expected[:, shares] * count).round())
+    torch.testing.assert_close(found[:, shares], expected[:, shares], rtol=2.3e-16, atol=0)
     return found
 
 
