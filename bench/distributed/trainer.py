@@ -137,9 +137,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), parameter
 
 
-def _trainer(
+def trainer_of(
     program: Program, model: nn.Module, folder: str, steps: int, losses: list[float], callbacks: list[Any]
 ) -> Any:
+    """A Trainer of ``model`` that notes the loss of each batch in ``losses``."""
     from transformers import Trainer, TrainingArguments
 
     def loss_of(outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
@@ -254,7 +255,7 @@ def train(program: Program) -> dict[str, Any]:
             called = torch.compile(model, backend=program.backend)
         if not program.use_cpu and "nccl" not in dist.get_backend_config():
             callbacks.append(_sums())
-        trainer = _trainer(program, called, folder[0], steps, losses, callbacks)
+        trainer = trainer_of(program, called, folder[0], steps, losses, callbacks)
         trainer.train(resume_from_checkpoint=index > 0 or None)
         gathered = len(gathered_layers(model))
         if program.save:

@@ -85,13 +85,8 @@ def test_a_parameter_that_does_not_move_fails_the_comparison(ranks):
     assert len(row["on"]["stuck"]) == len(row["off"]["stuck"]) > 20
 
 
-@pytest.mark.parametrize("ram_efficient", [False, True])
-def test_accelerate_and_peft_on_a_stored_base(ranks, ram_efficient):
-    """Adapters train on codes as on bf16 weights of the same values, to the bit."""
-    on, off = (
-        ranks.run(2, trainer_cases.lora_on_a_stored_base, stored=stored, ram_efficient=ram_efficient)
-        for stored in (True, False)
-    )
+def check_adapters(on, off):
+    """Adapters trained on codes as on bf16 weights of the same values, to the bit."""
     assert [kept for _, kept, _ in on] == [14, 14]
     assert [kept for _, kept, _ in off] == [0, 0]
     for mine, theirs in zip(on, off, strict=True):
@@ -100,3 +95,27 @@ def test_accelerate_and_peft_on_a_stored_base(ranks, ram_efficient):
         assert mine[2] == theirs[2]
         # They begin as zeros.
         assert all(any(values) for name, values in mine[2].items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("ram_efficient", [False, True])
+def test_accelerate_and_peft_on_a_stored_base(ranks, ram_efficient):
+    check_adapters(
+        *(
+            ranks.run(2, trainer_cases.lora_by_accelerate, stored=stored, ram_efficient=ram_efficient)
+            for stored in (True, False)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "rowwise", "ram_efficient": True},
+        {"recipe": "blockwise", "dtype": "float32", "checkpointing": True},
+    ],
+    ids=["rowwise, ram efficient", "blockwise, float32, recomputed"],
+)
+def test_trainer_and_peft_on_a_stored_base(ranks, options):
+    check_adapters(
+        *(ranks.run(2, trainer_cases.lora_by_trainer, timeout=300, stored=s, **options) for s in (True, False))
+    )

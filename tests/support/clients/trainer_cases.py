@@ -3,12 +3,13 @@
 import copy
 import functools
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
 
 import tritonfp8
-from bench.distributed.trainer import Program, Tokens, compare, model_of, reset, train
+from bench.distributed.trainer import Program, Tokens, compare, model_of, reset, train, trainer_of
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.stored import is_stored
 
@@ -91,22 +92,36 @@ def accelerate_loop(mesh, gather, order):
     return losses, stuck
 
 
-def lora_on_a_stored_base(mesh, stored, ram_efficient):
-    """Losses and trained adapters of accelerate and peft; the base has codes, or the same values in bf16."""
+def _with_adapters(program, recipe, stored):
+    """A model with adapters, whose base is stored in 8 bits, or has the same values in bf16."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model_of(program), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
+    values = copy.deepcopy(model)
+    tritonfp8.convert(values, recipe, weight_storage="quantized")
+    if stored:
+        return values
+    model.load_state_dict(values.state_dict())
+    tritonfp8.convert(model, recipe)
+    return model
+
+
+def _adapters(model):
+    return {
+        name: p.full_tensor().detach().float().flatten().tolist()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def lora_by_accelerate(mesh, stored, ram_efficient):
+    """Losses, the number of stored layers, and trained adapters of a loop with accelerate."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
-    from peft import LoraConfig, get_peft_model
 
     act_as_launched()
     program = Program(**SMALL, dtype="bfloat16")
-    model = get_peft_model(model_of(program), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
-    values = copy.deepcopy(model)
-    tritonfp8.convert(values, "mxfp8", weight_storage="quantized")
-    if stored:
-        model = values
-    else:
-        model.load_state_dict(values.state_dict())
-        tritonfp8.convert(model, "mxfp8")
+    model = _with_adapters(program, "mxfp8", stored)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -124,6 +139,22 @@ def lora_on_a_stored_base(mesh, stored, ram_efficient):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    adapters = {name: p.full_tensor().detach() for name, p in model.named_parameters() if p.requires_grad}
+    adapters = _adapters(model)
     reset()
-    return losses, kept, {name: x.float().flatten().tolist() for name, x in adapters.items()}
+    return losses, kept, adapters
+
+
+def lora_by_trainer(mesh, stored, **options):
+    """Losses, the number of stored layers, and trained adapters of Trainer with FSDP2."""
+    act_as_launched()
+    options = {"recipe": "rowwise", "dtype": "bfloat16", "learning_rate": 1e-2, **options}
+    program = Program(**{**SMALL, **options})
+    model = _with_adapters(program, program.recipe, stored)
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(program, model, folder, program.steps, losses, [])
+        trainer.train()
+    kept = sum(is_stored(module) for module in trainer.model.modules())
+    adapters = _adapters(trainer.model)
+    reset()
+    return losses, kept, adapters
