@@ -96,6 +96,7 @@ SCHEMA_TYPES = {
     "bool",
     "float",
     "ScalarType",
+    "Optional[ScalarType]",
 }
 INVERSE_SCALE = re.compile(r"inv(erse)?_?scale|scales?_?inv", re.IGNORECASE)
 

@@ -5,7 +5,7 @@ from compile_target import compile_kernel
 
 from tritonfp8.kernels.fused.rms_norm import rms_norm_backward_kernel, rms_norm_rows_kernel, sum_partials_kernel
 from tritonfp8.kernels.fused.swiglu import partial_amax_of_result_kernel, quantize_tile_kernel, silu_mul_rows_kernel
-from tritonfp8.launch.constants import kernel_constants
+from tritonfp8.launch.plan import kernel_constants
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.tuning.fused_tiles import (
     AMAX_TILES,

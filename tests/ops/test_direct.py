@@ -122,7 +122,7 @@ def test_defaults_are_left_out_at_the_end_and_written_in_the_middle(device):
     found, code = compiled(product, *operands(device))
     assert_bitwise_equal([found], [expected])
     assert "tritonfp8_site_0(arg0_1, 'e4m3:rowwise:fp32:pow2')" in code
-    assert re.search(r"tritonfp8_site_2\(.*, None, None, None, torch.bfloat16, 'fast'\)", code)
+    assert re.search(r"tritonfp8_site_2\(.*, None, None, None, None, 'fast'\)", code)
 
 
 def test_sizes_that_change_have_no_site():
@@ -134,8 +134,8 @@ def test_sizes_that_change_have_no_site():
     assert (AT_SITES.findall(code[0]), called(code[0])) == ([], ["quantize", "quantize", "scaled_matmul"])
 
 
-def test_a_default_in_the_middle_is_an_expression_and_not_the_number_of_the_schema():
-    """Inductor names arguments that the graph left out. In the schema the default of a dtype is a number."""
+def test_an_argument_after_defaults_in_the_middle_is_kept():
+    """Inductor names the arguments that the graph left out, and those after them."""
     op = ops.scaled_matmul
     left_out = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     given = left_out | {"accumulation": "fast"}
@@ -145,11 +145,9 @@ def test_a_default_in_the_middle_is_an_expression_and_not_the_number_of_the_sche
         codegen_args=lambda: ["a", "s", "'x'", "b", "t", "'y'"],
         codegen_kwargs=lambda: [f"{name}={value!r}" for name, value in given.items()],
     )
-    defaults = direct._calls["torch.ops.tritonfp8.scaled_matmul.default"].defaults
-    written = inductor_private.positional(node, defaults)
-    assert written[6:] == ["None", "None", "None", "torch.bfloat16", "'fast'"]
+    assert inductor_private.positional(node)[6:] == ["None", "None", "None", "None", "'fast'"]
     given["accumulation"] = "precise"
-    assert inductor_private.positional(node, defaults) == node.codegen_args()
+    assert inductor_private.positional(node) == node.codegen_args()
 
 
 def test_the_code_imports_what_it_calls():

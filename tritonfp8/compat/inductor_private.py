@@ -28,13 +28,11 @@ class Direct(NamedTuple):
 
     Attributes:
         function: its name in the code. It is called by position, with the arguments of the op.
-        defaults: Python expressions of the defaults, by argument.
         site: a Python expression that makes a function for one place in the code, where tensors always have the same
             layouts; None if ``function`` serves there, too.
     """
 
     function: str
-    defaults: Mapping[str, str]
     site: str | None = None
 
 
@@ -69,7 +67,7 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
         def codegen(self, code: Any) -> None:
             node: Any = self.node
             name = node.python_kernel_name
-            arguments = positional(node, calls[name].defaults)
+            arguments = positional(node)
             node.python_kernel_name = self.function
             try:
                 self.wrapper._generate_extern_kernel_alloc_helper(node, arguments)
@@ -87,7 +85,7 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
         root = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper
         root.add_import_once(import_line)
         line = DirectCall(wrapper, node)
-        line.function, _, maker = calls[node.python_kernel_name]
+        line.function, maker = calls[node.python_kernel_name]
         if maker is not None and has_fixed_layouts(node):
             line.function = f"{SITE}{next(sites.setdefault(root, itertools.count()))}"
             root.add_import_once(f"{line.function} = {maker}")
@@ -114,11 +112,10 @@ def call_ops(names: Iterable[str]) -> None:
             CUSTOM_EXTERN_KERNEL_CODEGEN.pop(name, None)
 
 
-def positional(node: Any, defaults: Mapping[str, str]) -> list[str]:
+def positional(node: Any) -> list[str]:
     """The arguments of a call in the code, by position and without defaults at the end.
 
-    Inductor names each argument that the graph left out, and gives it the default of the schema, in which a dtype is a
-    number.
+    Inductor names each argument that the graph left out, and gives it the default of the schema.
     """
     schema = node.op_overload._schema.arguments
     by_position = node.codegen_args()
@@ -129,6 +126,6 @@ def positional(node: Any, defaults: Mapping[str, str]) -> list[str]:
         is_default = name not in by_name or (
             argument.has_default_value() and node.kwargs.get(name) == argument.default_value
         )
-        found.append(defaults[name] if is_default else by_name[name])
+        found.append(by_name.get(name, repr(argument.default_value)))
         given = given if is_default else index
     return found[:given]

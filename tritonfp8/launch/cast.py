@@ -19,11 +19,10 @@ from torch import Tensor
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels.cast import quantize as quantize_kernels
-from tritonfp8.launch.constants import kernel_constants
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.matmul import product_kind, scaled_matmul
 from tritonfp8.launch.partial_maxima import PartialMaxima, row_chunks
-from tritonfp8.launch.plan import Planner, View
+from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, CastTile, cast_tiles
 

@@ -15,10 +15,9 @@ from tritonfp8 import reference
 from tritonfp8.kernels.fused import rms_norm as rms_norm_kernels
 from tritonfp8.kernels.fused import swiglu as kernels
 from tritonfp8.launch import cast
-from tritonfp8.launch.constants import kernel_constants
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.partial_maxima import PartialMaxima
-from tritonfp8.launch.plan import Planner, View
+from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.launch.tile_casts import Inputs, Side, plan_amax, plan_tiles, results_of, sides_of
 from tritonfp8.specs import COLUMNWISE, ORIENTATIONS, ROWWISE, TENSORWISE, QuantSpec, spec_of
 from tritonfp8.tuning import BlockShape, fused_tiles

@@ -275,7 +275,7 @@ def plan_scaled_matmul(
     a_spec: str,
     b_spec: str,
     activation: str | None,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
     accumulation: str,
     config: MatmulConfig | None = None,
     tma: bool | None = None,
@@ -285,7 +285,7 @@ def plan_scaled_matmul(
     family = matmul_family(spec.block, spec_b.block)
     outputs = []
     if out is None:
-        out = plan.empty((a.shape[0], b.shape[0]), out_dtype)
+        out = plan.empty((a.shape[0], b.shape[0]), out_dtype or torch.bfloat16)
         outputs.append(out)
     if not out.numel():
         return outputs
@@ -322,7 +322,7 @@ def scaled_matmul(
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = torch.bfloat16,
     accumulation: str = "precise",
     *,
     config: MatmulConfig | None = None,
@@ -337,7 +337,8 @@ def scaled_matmul(
         out: write here, ``[M, N]`` contiguous.
     """
     if config is None and _is_widened(a_spec, a.shape[0], a.device):
-        return widened.scaled_matmul(a, a_scale, b, b_scale, bias, activation, residual, out_dtype, out)
+        dtype = out_dtype or torch.bfloat16
+        return widened.scaled_matmul(a, a_scale, b, b_scale, bias, activation, residual, dtype, out)
     tensors = (a, a_scale, b, b_scale, bias, residual, out)
     options = (a_spec, b_spec, activation, out_dtype, accumulation, config, tma)
     results = planned(plan_scaled_matmul, tensors, options)

@@ -12,9 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tritonfp8 import hardware
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.cast import shards as kernels
-from tritonfp8.launch.constants import kernel_constants
 from tritonfp8.launch.kernel_cache import run
-from tritonfp8.launch.plan import ALIGNMENT
+from tritonfp8.launch.plan import ALIGNMENT, kernel_constants
 from tritonfp8.specs import spec_of, transposed
 from tritonfp8.tuning import VECTOR_BYTES, cast_tiles
 

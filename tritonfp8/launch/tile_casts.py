@@ -17,9 +17,8 @@ import torch
 
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels.fused import swiglu as kernels
-from tritonfp8.launch.constants import kernel_constants
 from tritonfp8.launch.partial_maxima import PartialMaxima, row_chunks
-from tritonfp8.launch.plan import Planner, View
+from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.reference import empty_results
 from tritonfp8.specs import COLUMNWISE, ORIENTATIONS, ROWWISE, TENSORWISE, QuantSpec, transposed
 from tritonfp8.tuning import BlockShape, fused_tiles

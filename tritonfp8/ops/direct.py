@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -71,23 +70,12 @@ def add(
     if planner is not None:
         _plannable[name] = Plannable.of(planner, like, is_one=_returns_one(op))
         maker = f"{_SITE_ALIAS}({name!r})"
-    _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", _defaults(op, like), maker)
+    _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", maker)
 
 
 def _returns_one(op: Any) -> bool:
     """Whether the op returns one tensor, not several or a list."""
     return [str(result.type) for result in op._schema.returns] == ["Tensor"]
-
-
-def _defaults(op: Any, like: Callable[..., Any]) -> dict[str, str]:
-    """Expressions of the defaults of the op. That of a dtype, a number in the schema, is read from the function."""
-    ours = inspect.signature(like).parameters
-    found = {}
-    for argument in op._schema.arguments:
-        if argument.has_default_value():
-            is_dtype = str(argument.real_type) == "ScalarType"
-            found[argument.name] = repr(ours[argument.name].default if is_dtype else argument.default_value)
-    return found
 
 
 def offered(fake: Callable[..., Any]) -> Callable[..., Any]:

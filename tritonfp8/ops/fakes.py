@@ -45,7 +45,7 @@ def transpose(qdata: Tensor) -> Tensor:
 
 
 def scaled_matmul(a: Tensor, *args: Any) -> Tensor:
-    b, out_dtype = args[2], args[8] if len(args) > 8 else torch.bfloat16
+    b, out_dtype = args[2], (args[8] if len(args) > 8 else None) or torch.bfloat16
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 

@@ -121,7 +121,8 @@ _SHARDS = {
 _GEMMS = {
     "scaled_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
-        "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType out_dtype=bfloat16, "
+        # Without a dtype: bfloat16. As the default it would be a number in a graph, which AOTInductor refuses.
+        "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, "
         "str accumulation='precise') -> Tensor",
         fakes.scaled_matmul,
         reference.scaled_matmul,

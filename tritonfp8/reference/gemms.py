@@ -24,7 +24,7 @@ def scaled_matmul(
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = torch.bfloat16,
     accumulation: str = "precise",
 ) -> Tensor:
     """``activation(a @ b.T + bias) + residual`` on quantized operands, in float32, rounded to ``out_dtype`` at the end.
@@ -35,7 +35,7 @@ def scaled_matmul(
         bias: ``[N]`` or None.
         activation: None, ``"relu"``, ``"gelu"`` (by erf) or ``"silu"``.
         residual: ``[M, N]`` or None.
-        out_dtype: bfloat16, float16 or float32.
+        out_dtype: bfloat16, float16 or float32; None for bfloat16.
         accumulation: no effect here: float32 is the reference for both.
 
     Returns:
@@ -51,7 +51,7 @@ def scaled_matmul(
         out = _ACTIVATIONS[activation](out)
     if residual is not None:
         out = out + residual.float()
-    return out.to(out_dtype)
+    return out.to(out_dtype or torch.bfloat16)
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
