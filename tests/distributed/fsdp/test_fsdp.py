@@ -194,7 +194,7 @@ def test_weights_only_loads(ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def bytes_off(ranks):
-    """Bytes of plain FSDP2's collectives. It gathers weights in bf16, whatever the recipe, so one run stands for all."""
+    """Bytes of plain FSDP2's collectives, in one run: it gathers weights in bf16, whatever the recipe."""
 
     @functools.cache
     def run(**options):

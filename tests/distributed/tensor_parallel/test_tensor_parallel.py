@@ -182,9 +182,10 @@ def test_plain_styles_of_features_that_do_not_divide(three):
     three.run(tp_model_cases.check_mlp, NAMES, False, True, False, 100)
 
 
+# Each recipe with one kind of outputs, and each kind with a recipe: compiled Llamas below have the other pairs.
 @pytest.mark.parametrize(
     ("names", "local", "sequence"),
-    [(["rowwise", "blockwise"], True, False), (QUANTIZED, False, False), (["rowwise", "blockwise"], False, True)],
+    [(["rowwise"], True, False), (QUANTIZED, False, False), (["blockwise"], False, True)],
     ids=["local", "DTensor outputs", "sequence"],
 )
 def test_compiled_module_is_one_graph_of_the_same_bytes(two, names, local, sequence):
