@@ -65,11 +65,10 @@ def test_losses_with_fp8_all_gather_equal_those_without(ranks, off, world, steps
     assert all(len(rank) == steps and rank[-1] < rank[0] for rank in losses)
 
 
+# tests/distributed/test_parallelism.py has HSDP, with each recipe.
 OPTIONS = {
     "no_reshard": Setup(reshard=False),
     "root_reshards": Setup(root_reshard=True),
-    "hybrid": Setup(hybrid=True),
-    "hybrid_blockwise": Setup("blockwise", hybrid=True),
     "float32_compute": Setup(param_dtype=None),
     "float16_compute": Setup(param_dtype=torch.float16),
     "bf16_parameters": Setup(dtype=torch.bfloat16),
@@ -106,7 +105,7 @@ def test_option(ranks, off, option):
     setup = OPTIONS[option]
     # Each rank compiles for itself: one option of three ranks is enough. Shards are uneven over two as well.
     compiles_more = setup.compile and option != "compile_block"
-    world = 4 if setup.hybrid else 2 if compiles_more else 3
+    world = 2 if compiles_more else 3
     # The second step is the first that gathers what the optimizer changed.
     check_equal_to_off(ranks, off, world, setup, steps=2)
 
@@ -269,7 +268,7 @@ def test_losses_on_gpus(gpus, recipe, compiled):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("option", [name for name in OPTIONS if "hybrid" not in name])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_option_on_gpus(gpus, option):
     check_equal_to_off_on_gpus(gpus, OPTIONS[option])
 
