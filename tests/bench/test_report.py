@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from bench_rows import LLAMA, SQUARE, UP, gemm_rows, synthetic_rows
 from typer.testing import CliRunner
 
-from bench import report, shapes, tables
+from bench import first_step, report, shapes, tables
 from bench.contest import cases
 from bench.contest.bars import BARS, judge
 from bench.plots import PLOTS, layer_breakdown
@@ -208,6 +209,17 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     for figure in json.loads(text)["benchmarks"]:
         own = next(r for r in figure["extra_info"]["rows"] if r["own"])
         assert figure["stats"]["median"] == pytest.approx(own["seconds"], rel=1e-3)
+
+
+def test_the_first_step_of_the_model_that_is_not_converted(monkeypatch, capsys):
+    """In this process: the suite above times a converted model's first step in one of its own."""
+    sizes = ["--model", "tiny", "--batch", "1", "--sequence", "16"]
+    monkeypatch.setattr(sys, "argv", ["first_step", *sizes, "--recipe", "bf16", "--device", "cpu", "--eager"])
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", triton.knobs.HookChain())
+    first_step.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_seconds"] > 0
+    assert found["extra_launches"] == 0
 
 
 def test_the_report_keeps_what_a_suite_measured(tmp_path):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).parent
 
@@ -35,14 +36,31 @@ def patch():
     torch.cuda.is_current_stream_capturing = lambda: False
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     driver.CudaDriver.is_active = staticmethod(lambda: True)
-    # The stub reads no machine code, and half of the time would go into assembling it; nor PTX, but the kernel's name.
-    compiler.CUDABackend.make_ptx = lambda self, llvm, metadata, *args: _named(llvm, metadata)
+    _end_at_memory(compiler)
+    compiler.CUDABackend.make_ptx = lambda self, text, metadata, *args: _named(text, metadata)
     compiler.CUDABackend.make_cubin = lambda *args: b"no machine code"
 
 
-def _named(llvm, metadata):
-    """Note the name of the only kernel of a module of LLVM: the function that returns nothing."""
-    (metadata["name"],) = re.findall(r"^define (?:ptx_kernel |dso_local )*void @(\w+)", llvm, re.MULTILINE)
+def _end_at_memory(compiler):
+    """Have the compiler end where a kernel's memory is allocated: code takes longer, and the stub reads none."""
+    passes, own = compiler.passes, compiler.nvidia.passes
+    code = {
+        own.ttgpuir: ["add_to_llvmir"],
+        own.ttnvgpuir: ["add_nvgpu_to_llvm", "add_warp_specialize_to_llvm"],
+        passes.convert: ["add_nvvm_to_llvm"],
+        passes.llvmir: ["add_di_scope"],
+        compiler.nvidia: ["set_short_ptr", "set_nvvm_reflect_ftz", "has_extern_deps"],
+    }
+    for module, names in code.items():
+        for name in names:
+            setattr(module, name, lambda *args: None)
+    compiler.llvm = mock.MagicMock()
+    compiler.llvm.to_module = lambda module, context: str(module)
+
+
+def _named(text, metadata):
+    """Note the name of the only kernel of a module: the public function."""
+    (metadata["name"],) = re.findall(r"^ *tt\.func public @(\w+)", text, re.MULTILINE)
     return "no PTX"
 
 

@@ -40,8 +40,12 @@ def test_a_change_inside_the_block(ranks, enabled, how):
         assert "changed inside quantize_weights_once" in told
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+# Compiled layers of each recipe are tested in one process (tests/layers/linear/test_compile.py).
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [("rowwise", False), ("blockwise", False), ("rowwise", True)],
+    ids=["rowwise-eager", "blockwise-eager", "rowwise-compiled"],
+)
 def test_tensor_parallel(ranks, recipe, compiled):
     for same, saved in ranks.run(2, weight_scope_cases.tensor_parallel, recipe=recipe, compiled=compiled):
         assert same

@@ -35,8 +35,10 @@ def test_a_group_of_files_runs_in_one_worker(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     # The process inside is no worker of the one outside.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    environment["PYTHONPATH"] = str(SUPPORT)
-    command = [sys.executable, "-m", "pytest", "-n2", "--dist=loadgroup", "-pscheduling", "-pno:cacheprovider"]
+    # Plugins of other packages take seconds to import, in three processes.
+    environment |= {"PYTHONPATH": str(SUPPORT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    plugins = ["-pxdist", "-pscheduling", "-pno:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-n2", "--dist=loadgroup", *plugins]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     workers = {name: set(path.read_text().split()) for name, path in seen.items()}

@@ -53,9 +53,8 @@ def step(model, loss, ids):
     return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, counts.calls
 
 
-def check_llama(name, backend, device, layers):
-    # In float32, where fused elementwise ops round as they do one by one, to within a few ulps.
-    model = converted_llama(name, device, torch.float32, layers)
+def check_llama(model, backend, device):
+    """The compiled loss and its graphs, after two steps that are those of eager."""
     ids = tokens(device=device)
     eager = step(model, loss_function(model), ids)
     loss, graphs = compiled(loss_function(model), backend)
@@ -67,23 +66,24 @@ def check_llama(name, backend, device, layers):
         assert all(sqnr(grads[p], eager[1][p]) > 20 for p in grads)
     assert graphs.frame_count == 1
     assert not counters["graph_break"]
+    return loss, graphs
 
 
-@each_recipe
-def test_llama_is_one_graph(name):
-    check_llama(name, "aot_eager", "cpu", layers=1)
+def check_llama_through_inductor(name, device, layers):
+    # In float32, where fused elementwise ops round as they do one by one, to within a few ulps.
+    check_llama(converted_llama(name, device, torch.float32, layers), "inductor", device)
 
 
 @pytest.mark.slow
 def test_llama_through_inductor():
     # Two layers are compiled on a GPU: on a CPU, g++ compiles the second one's kernels as long as the first one's.
-    check_llama("rowwise", "inductor", "cpu", layers=1)
+    check_llama_through_inductor("rowwise", "cpu", layers=1)
 
 
 @pytest.mark.gpu
 @each_recipe
 def test_llama_through_inductor_on_cuda(name):
-    check_llama(name, "inductor", "cuda", layers=2)
+    check_llama_through_inductor(name, "cuda", layers=2)
 
 
 @pytest.mark.gpu
@@ -132,11 +132,11 @@ def contents(results):
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @each_recipe
-def test_quantized_bytes_of_a_llama_are_those_of_eager(name):
+def test_llama_is_one_graph(name):
+    """And quantizes the bytes that eager quantizes."""
     model = converted_llama(name)
+    loss, graphs = check_llama(model, "aot_eager", "cpu")
     eager_loss, ids = loss_function(model), tokens()
-    loss, graphs = compiled(eager_loss, "aot_eager")
-    loss(ids)
     with recorded_casts() as eager:
         expected = eager_loss(ids)
     with recorded_casts() as forward:

@@ -4,11 +4,13 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import tempfile
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from unittest import mock
 
 import torch
 import torch.multiprocessing as mp
@@ -22,6 +24,12 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A fork of a process with all imports starts at once. A process that has used the GPUs cannot be forked.
 START_METHODS = {"cpu": "forkserver", "cuda": "spawn"}
 IMPORTED_ONCE = [
+    # What functions of tests and torch.compile import: half a second for each process that does.
+    "cases",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor.parallel",
@@ -95,9 +103,9 @@ class Processes:
         folder = tempfile.mkdtemp()
         context = mp.get_context(START_METHODS[self.device])
         context.set_forkserver_preload(IMPORTED_ONCE)
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
+        # The fork server of Python 3.11 leaves out, silently, what it does not find by its environment.
+        path = os.pathsep.join(filter(None, sys.path))
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
             for rank in range(self.size):
                 pipe, theirs = context.Pipe()
                 args = (rank, self.size, f"{folder}/rendezvous", theirs, self.device, self.group_timeout)
@@ -106,10 +114,6 @@ class Processes:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(pipe)
-        finally:
-            os.environ.pop("OMP_NUM_THREADS")
-            if threads is not None:
-                os.environ["OMP_NUM_THREADS"] = threads
         self._collect(START_TIMEOUT)
 
     def _collect(self, timeout, after_error=2):
