@@ -11,7 +11,8 @@ from compile_target import compile_launch, note_launches
 from tritonfp8 import reference
 from tritonfp8.kernels.cast.quantize import quantize_kernel
 from tritonfp8.launch import cast as launch
-from tritonfp8.launch import executor, partial_maxima, widened
+from tritonfp8.launch import executor, partial_maxima
+from tritonfp8.launch.matmul import widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 
 

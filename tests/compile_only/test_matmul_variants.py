@@ -20,7 +20,7 @@ from matmul_compiles import (
 )
 
 from tritonfp8.kernels.matmul.scaled import reduce_parts_kernel
-from tritonfp8.launch.matmul import REDUCE_TILE
+from tritonfp8.tuning import REDUCE_TILE
 from tritonfp8.tuning.matmul_space import SPACES, MatmulConfig, shared_bytes, supports
 
 # Ways of the specialized kernel that a configuration may take, with the scales for which it has the registers.

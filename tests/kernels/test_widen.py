@@ -8,8 +8,9 @@ from cases import each_device, normal, surrounded
 from matmul_cases import EPILOGUES, PAIRS, Product, integers
 
 from tritonfp8 import hardware, reference, tuning
-from tritonfp8.launch import matmul, widened
+from tritonfp8.launch import matmul
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.matmul import widened
 from tritonfp8.specs import BLOCK_1X32, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning.matmul_space import MAX_M_OF_CODES, SPACES

@@ -15,7 +15,8 @@ import tritonfp8
 from bench import models, shapes
 from tritonfp8 import hardware, ops
 from tritonfp8.conversion.cost import H200
-from tritonfp8.launch import executor, widened
+from tritonfp8.launch import executor
+from tritonfp8.launch.matmul import widened
 
 MODEL = "gpt 2 xl layers"
 # Of one block of GPT-2 XL, 8 x 1024 tokens, forward and backward. A figure may only be replaced by a smaller one. On an

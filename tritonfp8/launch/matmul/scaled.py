@@ -14,8 +14,8 @@ from tritonfp8.kernels.matmul import block_scaled as block_kernels
 from tritonfp8.kernels.matmul import hopper as hopper_kernels
 from tritonfp8.kernels.matmul import scaled as matmul_kernels
 from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
-from tritonfp8.launch import widened
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.matmul import widened
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family, spec_of
 from tritonfp8.tuning import PARTIAL_BYTES, REDUCE_TILE, REDUCE_WARPS, MatmulConfig
