@@ -83,6 +83,7 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="models", help="a set of bench.shapes with models")
+    parser.add_argument("--only", default="", help="only the models of the set whose name contains this")
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
@@ -91,6 +92,8 @@ def main() -> None:
     args = parser.parse_args()
     measured = []
     for shape in shapes.select("model", [args.shapes]):
+        if args.only not in shape.name:
+            continue
         found = measure(shape, args.recipe, args.compile, args.rounds, args.rows)
         plain = found["plain"]
         print(f"{shape}, {args.recipe}, {'compiled' if args.compile else 'eager'}, {args.rounds} rounds")

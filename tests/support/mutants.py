@@ -250,6 +250,27 @@ MUTANTS = (
         ("tests/layers/linear/test_compile_saved.py",),
     ),
     Mutant(
+        "tritonfp8/ops/call_site.py",
+        "if dropped != generation[0] or device != current_device():",
+        "if device != current_device():",
+        "a place in a compiled graph keeps a plan of configurations that were replaced",
+        ("tests/ops/test_call_site.py", "-k", "looked_up_again"),
+    ),
+    Mutant(
+        "kernels/health/figures.py",
+        "wanted = (count + 1) // 2",
+        "wanted = count // 2 + 1",
+        "the median of an even number of columns is the upper one",
+        ("tests/kernels/test_figures.py", "-k", "lower_one"),
+    ),
+    Mutant(
+        "tritonfp8/tuning/matmul_space.py",
+        "return not native_mx and m > MAX_M_OF_CODES",
+        "return not native_mx and m >= MAX_M_OF_CODES",
+        "an MX GEMM of 64 rows writes its operands in bf16",
+        ("tests/kernels/test_widen.py",),
+    ),
+    Mutant(
         "tritonfp8/compat/inductor_private.py",
         "found.append(by_name.get(name, repr(argument.default_value)))",
         "found.append(repr(argument.default_value))",
