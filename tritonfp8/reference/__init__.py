@@ -4,6 +4,7 @@ Exports one function for each op, with the op's name. Kernels equal the casts to
 tolerances.
 """
 
+from tritonfp8.reference.optimizer import adamw, adamw_amax, write_scales
 from tritonfp8.reference.casts import amax, dequantize, quantize, quantize_both, transpose
 from tritonfp8.reference.fused import (
     empty_results,
@@ -19,6 +20,8 @@ from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
 
 __all__ = [
+    "adamw",
+    "adamw_amax",
     "amax",
     "amax_of_shards",
     "dequantize",
@@ -36,4 +39,5 @@ __all__ = [
     "silu_mul_backward_quantize",
     "silu_mul_quantize",
     "transpose",
+    "write_scales",
 ]
