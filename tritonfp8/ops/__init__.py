@@ -36,6 +36,7 @@ from tritonfp8.ops.registry import (
 from tritonfp8.ops.sharding import Operand, Rule
 from tritonfp8.ops.shards import GridPlace, casts_shards, places_to_read, places_to_write
 from tritonfp8.ops.tracing import is_exporting, is_traced, sealed
+from tritonfp8.reference import rounding_keys
 
 __all__ = [
     "ALIGNMENT",
@@ -65,6 +66,7 @@ __all__ = [
     "quantize_shards",
     "rms_norm_backward",
     "rms_norm_quantize",
+    "rounding_keys",
     "saved",
     "scaled_matmul",
     "sealed",

@@ -4,7 +4,7 @@ Exports one function for each op, with the op's name. Kernels equal the casts to
 tolerances.
 """
 
-from tritonfp8.reference.optimizer import adamw, adamw_amax, write_scales
+from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.casts import amax, dequantize, quantize, quantize_both, transpose
 from tritonfp8.reference.fused import (
     empty_results,
@@ -33,6 +33,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_quantize",
+    "rounding_keys",
     "scaled_matmul",
     "silu_mul",
     "silu_mul_backward",

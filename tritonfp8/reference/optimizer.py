@@ -66,7 +66,7 @@ def random_bits(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tup
         place: row and column of the first one in the whole weight.
     """
     (n, k), device = shape, keys.device
-    first, second = (keys.long() & _WORD).unbind()
+    first, second = (keys.long() & _WORD)[:2].unbind()
     rows = torch.arange(place[0], place[0] + n, device=device)[:, None] & _WORD
     cols = torch.arange(place[1], place[1] + k, device=device)[None, :] & _WORD
     before, between = hash32(rows ^ first), hash32((rows + second) & _WORD)
@@ -140,7 +140,7 @@ def _stepped(
     exp_avg_sq_scale: Tensor | None, grad: Tensor, numbers: Tensor, scale_block: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Weight and moments after the step, in float32."""
-    decay, a, b2, b, step, c, eps = numbers.unbind()
+    decay, a, b2, b, step, c, eps = numbers[:7].unbind()
     grad = grad.float()
     p = qdata.float() * casts.spread(scales_of(scale), qdata.shape, scale_block) * decay
     m, v = read_moment(exp_avg, exp_avg_scale, False), read_moment(exp_avg_sq, exp_avg_sq_scale, True)
@@ -194,8 +194,8 @@ def adamw(
         exp_avg: ``[n, k]``, float32, bfloat16 or, with ``exp_avg_scale``, e4m3.
         exp_avg_sq: likewise. In e4m3 it has square roots: the squares have twice the range in octaves.
         grad: ``[n, k]``, any floating dtype.
-        numbers: float32 ``[7]``.
-        keys: int32 ``[2]``, of :func:`rounding_keys`.
+        numbers: float32 ``[7]`` or more.
+        keys: int32 ``[2]`` or more, of :func:`rounding_keys`.
         spec: the text of the :class:`~tritonfp8.QuantSpec` of the weight.
         scale_block: rows and columns of the elements that share a scale, -1 for all.
         place: row and column of the first element in the whole weight.
