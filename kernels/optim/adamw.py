@@ -1,9 +1,9 @@
 """AdamW on a weight that is stored in 8 bits: one pass over codes, gradient and moments.
 
-A tile consists of whole scale blocks, or of a part of one. In the first case a program has the amaxes of its blocks, and
-one launch does everything (``MODE == STEP``). Else one launch finds the amaxes (``AMAX``), and another steps and rounds
-by them (``GIVEN``): its programs share scales, so the host writes these afterwards. Tiles begin where blocks of the
-whole weight do, also if this rank has a part of the first block only.
+If a program can have the amaxes of whole scale blocks, one launch does everything (``MODE == STEP``). Else one launch
+finds the amaxes (``AMAX``), and another steps and rounds by them (``GIVEN``): its programs share scales, so the host
+writes these afterwards. Tiles begin where blocks of the whole weight do, also if this rank has a part of the first block
+only.
 """
 
 import triton
@@ -151,82 +151,180 @@ def _write_scale(
 
 
 @triton.jit
-def adamw_kernel(
-    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, keys_ptr, amax_ptr,
-    M, K, row, col, stride_sr, stride_sc, grid_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
-    S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED_MOMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MODE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """See ``tritonfp8/reference/optimizer.py``. ``row`` and ``col`` are those of the first element in the whole weight."""
-    begin(DEPENDENT)
-    R: tl.constexpr = TILE_M if ROWS == -1 or ROWS > TILE_M else ROWS
-    C: tl.constexpr = TILE_N if COLS == -1 or COLS > TILE_N else COLS
-    above = 0 if ROWS == -1 else row % ROWS
-    left = 0 if COLS == -1 else col % COLS
-    tiles_n = tl.cdiv(K + left, TILE_N)
-    # From the beginning of the first block, of which this rank may lack the first rows and columns.
-    first_row = tl.program_id(0) // tiles_n * TILE_M
-    first_col = tl.program_id(0) % tiles_n * TILE_N
-    rows = first_row - above + tl.arange(0, TILE_M)
-    cols = first_col - left + tl.arange(0, TILE_N)
-    mask_r, mask_c = (rows >= 0) & (rows < M), (cols >= 0) & (cols < K)
-    mask = mask_r[:, None] & mask_c[None, :]
-    at = rows.to(tl.int64)[:, None] * K + cols[None, :]
-    groups = (first_col - left) // MOMENT_COLS + tl.arange(0, TILE_N // MOMENT_COLS)
-    per_row = tl.cdiv(K, MOMENT_COLS)
-    scale_at = rows.to(tl.int64)[:, None] * per_row + groups[None, :]
-    scale_mask = mask_r[:, None] & (groups < per_row)[None, :]
+def _read_scale(ptr, row, col, M, K, stride_r, stride_c, S_ROWS: tl.constexpr, S_COLS: tl.constexpr,
+                TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """The scales of a tile: ``[TILE_M, 1]`` or, for each S_COLS columns, ``[TILE_M, TILE_N // S_COLS]``."""
+    rows = row + tl.arange(0, TILE_M)
+    inside = ((rows >= 0) & (rows < M))[:, None]
+    at = (rows * 0 if S_ROWS == -1 else rows // S_ROWS).to(tl.int64)[:, None] * stride_r
+    if S_COLS != -1:
+        parts = col // S_COLS + tl.arange(0, TILE_N // S_COLS)
+        inside = inside & ((parts >= 0) & (parts < tl.cdiv(K, S_COLS)))[None, :]
+        at = at + parts.to(tl.int64)[None, :] * stride_c
+    scale = tl.load(ptr + at, mask=inside, other=0)
+    return decode_e8m0(scale) if ptr.dtype.element_ty == tl.uint8 else scale
 
-    old_r = (rows // S_ROWS if S_ROWS != -1 else rows * 0).to(tl.int64)[:, None] * stride_sr
-    if S_COLS == -1:
-        scale = tl.load(scale_ptr + old_r, mask=mask_r[:, None], other=0)
-    else:
-        parts = (first_col - left) // S_COLS + tl.arange(0, TILE_N // S_COLS)
-        inside = (parts >= 0) & (parts < tl.cdiv(K, S_COLS))
-        old_at = old_r + parts.to(tl.int64)[None, :] * stride_sc
-        scale = tl.load(scale_ptr + old_at, mask=mask_r[:, None] & inside[None, :], other=0)
-    if scale_ptr.dtype.element_ty == tl.uint8:
-        scale = decode_e8m0(scale)
+
+@triton.jit
+def _places(row, col, M, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Offsets and masks of the elements of a tile, and of the scales of its 8-bit moments."""
+    rows, cols = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    mask_r = (row + rows >= 0) & (row + rows < M)
+    mask = mask_r[:, None] & ((col + cols >= 0) & (col + cols < K))[None, :]
+    # 64 bits for a tile, and 32 for the elements in it, which take half the registers.
+    at = (tl.cast(row, tl.int64) * K + col) + (rows[:, None] * K + cols[None, :])
+    groups = tl.arange(0, TILE_N // MOMENT_COLS)
+    per_row = tl.cdiv(K, MOMENT_COLS)
+    first = col // MOMENT_COLS
+    scale_at = (tl.cast(row, tl.int64) * per_row + first) + (rows[:, None] * per_row + groups[None, :])
+    return at, mask, scale_at, mask_r[:, None] & (first + groups < per_row)[None, :]
+
+
+@triton.jit
+def _step(
+    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row, col, M, K,
+    stride_sr, stride_sc, S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Weight and moments of a tile after the step, in float32; zeros outside of the weight."""
+    at, mask, scale_at, scale_mask = _places(row, col, M, K, TILE_M, TILE_N)
+    scale = _read_scale(scale_ptr, row, col, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, TILE_M, TILE_N)
     p = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
     p = scale_blocks(p, scale, 1, TILE_N if S_COLS == -1 else S_COLS) * tl.load(numbers_ptr)
     grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    m = _read_moment(m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, SCALED_MOMENTS, False)
-    v = _read_moment(v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, SCALED_MOMENTS, True)
+    m = _read_moment(m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, SCALED, False)
+    v = _read_moment(v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, SCALED, True)
     m = m + (grad - m) * tl.load(numbers_ptr + 1)
     v = v * tl.load(numbers_ptr + 2) + grad * grad * tl.load(numbers_ptr + 3)
     denominator = tl.sqrt_rn(v) * tl.load(numbers_ptr + 5) + tl.load(numbers_ptr + 6)
     p = p - tl.div_rn(m, denominator) * tl.load(numbers_ptr + 4)
-    p = tl.where(mask, p, 0.0)
+    # With an eps of zero it is NaN there.
+    return tl.where(mask, p, 0.0), m, v
 
+
+@triton.jit
+def _write(
+    p, m, v, enc, q_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
+    R: tl.constexpr, C: tl.constexpr, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Round and store weight and moments of a tile."""
+    at, mask, scale_at, scale_mask = _places(row, col, M, K, TILE_M, TILE_N)
+    if STOCHASTIC:
+        rows, cols = above_all + row + tl.arange(0, TILE_M), left_of_all + col + tl.arange(0, TILE_N)
+        bits_p, bits_m, bits_v = _random_bits(keys_ptr, rows, cols)
+    else:
+        bits_p, bits_m, bits_v = 0, 0, 0
+    rounded = _round_to_code(scale_blocks(p, enc, R, C), bits_p, MANTISSA_BITS, EMIN, STOCHASTIC)
+    tl.store(q_ptr + at, rounded.to(q_ptr.dtype.element_ty), mask=mask)
+    _write_moment(m, bits_m, m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, SCALED, False, STOCHASTIC)
+    _write_moment(v, bits_v, v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, SCALED, True, STOCHASTIC)
+
+
+@triton.jit
+def _encode(bits, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, E8M0: tl.constexpr,
+            POW2: tl.constexpr):  # fmt: skip
+    if E8M0:
+        return encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
+    else:
+        return encode_fp32(bits, QMAX, POW2)
+
+
+@triton.jit
+def adamw_kernel(
+    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, keys_ptr, amax_ptr,
+    M, K, above_all, left_of_all, above, left, stride_sr, stride_sc, grid_cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
+    S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MODE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A tile a program: STEP, AMAX or GIVEN.
+
+    ``above_all`` and ``left_of_all`` are row and column of the first element in the whole weight, ``above`` and
+    ``left`` in its block. The other arguments are those of ``reference.adamw``.
+    """
+    begin(DEPENDENT)
+    R: tl.constexpr = TILE_M if ROWS == -1 or ROWS > TILE_M else ROWS
+    C: tl.constexpr = TILE_N if COLS == -1 or COLS > TILE_N else COLS
+    tiles_n = tl.cdiv(K + left, TILE_N)
+    # Row and column of the tile, from the beginning of the first block. This rank may lack the first rows and columns.
+    first_row = tl.program_id(0) // tiles_n * TILE_M
+    first_col = tl.program_id(0) % tiles_n * TILE_N
+    row, col = first_row - above, first_col - left
+    p, m, v = _step(
+        q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row, col, M, K,
+        stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
+    )  # fmt: skip
     block_rows = (first_row // ROWS if ROWS != -1 else 0) + tl.arange(0, TILE_M // R)
     block_cols = (first_col // COLS if COLS != -1 else 0) + tl.arange(0, TILE_N // C)
+    grid_rows = tl.cdiv(M + above, ROWS) if ROWS != -1 else 1
     grid_at = block_rows.to(tl.int64)[:, None] * grid_cols + block_cols[None, :]
-    last_row = (M + above + ROWS - 1) // ROWS if ROWS != -1 else 1
-    in_grid = (block_rows < last_row)[:, None] & (block_cols < grid_cols)[None, :]
-    if MODE == GIVEN:
-        bits = tl.load(amax_ptr + grid_at, mask=in_grid, other=0) & MAGNITUDE_MASK
-    else:
-        bits = block_amax(magnitude_bits(p), R, C)
+    in_grid = (block_rows < grid_rows)[:, None] & (block_cols < grid_cols)[None, :]
     if MODE == AMAX:
-        tl.atomic_max(amax_ptr + grid_at, bits, mask=in_grid, sem="relaxed")
+        tl.atomic_max(amax_ptr + grid_at, block_amax(magnitude_bits(p), R, C), mask=in_grid, sem="relaxed")
     else:
-        if E8M0:
-            enc, new = encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
+        if MODE == GIVEN:
+            bits = tl.load(amax_ptr + grid_at, mask=in_grid, other=0) & MAGNITUDE_MASK
         else:
-            enc, new = encode_fp32(bits, QMAX, POW2)
-        if STOCHASTIC:
-            bits_p, bits_m, bits_v = _random_bits(keys_ptr, rows + row, cols + col)
-        else:
-            bits_p, bits_m, bits_v = 0, 0, 0
-        rounded = _round_to_code(scale_blocks(p, enc, R, C), bits_p, MANTISSA_BITS, EMIN, STOCHASTIC)
-        tl.store(q_ptr + at, rounded.to(q_ptr.dtype.element_ty), mask=mask)
-        _write_moment(m, bits_m, m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, SCALED_MOMENTS, False, STOCHASTIC)
-        _write_moment(v, bits_v, v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, SCALED_MOMENTS, True, STOCHASTIC)
+            bits = block_amax(magnitude_bits(p), R, C)
+        enc, scale = _encode(bits, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+        _write(
+            p, m, v, enc, q_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all,
+            M, K, R, C, MANTISSA_BITS, EMIN, SCALED, STOCHASTIC, TILE_M, TILE_N,
+        )  # fmt: skip
         if MODE == STEP:
-            # `first_row` and `first_col` count from the first element: all blocks are whole here.
-            _write_scale(
-                new, scale_ptr, first_row, first_col, M, K, stride_sr, stride_sc, R, C, S_ROWS, S_COLS
-            )  # fmt: skip
+            _write_scale(scale, scale_ptr, row, col, M, K, stride_sr, stride_sc, R, C, S_ROWS, S_COLS)
+
+
+@triton.jit
+def adamw_twice_kernel(
+    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, keys_ptr, amax_ptr,
+    M, K, above_all, left_of_all, above, left, stride_sr, stride_sc, grid_cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
+    S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MODE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """STEP for blocks that are larger than a tile: 128x128, and long rows. A program has a block, or TILE_M rows.
+
+    It reads its tiles twice, the second time from the cache: registers do not hold so many elements.
+    """
+    begin(DEPENDENT)
+    R: tl.constexpr = 1 if ROWS == 1 else TILE_M
+    if COLS == -1:
+        row = tl.program_id(0) * TILE_M
+        col = row * 0
+        down, right = 0, TILE_N
+        tiles = tl.cdiv(K, TILE_N)
+    else:
+        blocks_n = tl.cdiv(K, COLS)
+        row, col = tl.program_id(0) // blocks_n * ROWS, tl.program_id(0) % blocks_n * COLS
+        down, right = TILE_M, 0
+        tiles = tl.cdiv(tl.minimum(ROWS, M - row), TILE_M)
+    bits = tl.zeros((TILE_M // R, 1), tl.int32)
+    for i in range(tiles):
+        p, _, _ = _step(
+            q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row + i * down,
+            col + i * right, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
+        )  # fmt: skip
+        bits = tl.maximum(bits, block_amax(magnitude_bits(p), R, TILE_N))
+    enc, scale = _encode(bits, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+    for i in range(tiles):
+        p, m, v = _step(
+            q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row + i * down,
+            col + i * right, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
+        )  # fmt: skip
+        _write(
+            p, m, v, enc, q_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row + i * down, col + i * right,
+            above_all, left_of_all, M, K, R, TILE_N, MANTISSA_BITS, EMIN, SCALED, STOCHASTIC, TILE_M, TILE_N,
+        )  # fmt: skip
+    # All threads have read the scales before some overwrite them.
+    tl.debug_barrier()
+    # Where each row has exponents of its own, those of a block are written for each of its rows.
+    for i in range(1 if COLS == -1 else tiles):
+        _write_scale(
+            scale, scale_ptr, row + i * down, col, M, K, stride_sr, stride_sc, R, TILE_N, S_ROWS, S_COLS
+        )  # fmt: skip
