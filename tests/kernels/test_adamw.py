@@ -7,7 +7,7 @@ from cases import SPECS, normal
 from tritonfp8 import reference
 from tritonfp8.launch import optimizer as launch
 from tritonfp8.reference.optimizer import rounding_keys, write_moment
-from tritonfp8.specs import QuantSpec, amax_shape, scale_shape
+from tritonfp8.specs import QuantSpec, amax_shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Every block; and another format.

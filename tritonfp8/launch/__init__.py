@@ -3,10 +3,10 @@
 Exports the Triton twin of each op.
 """
 
-from tritonfp8.launch.optimizer import adamw, adamw_amax
 from tritonfp8.launch.cast import amax, dequantize, quantize, quantize_both, scaled_matmul, transpose
 from tritonfp8.launch.fused import rms_norm_backward, rms_norm_quantize, silu_mul_backward_quantize, silu_mul_quantize
 from tritonfp8.launch.matmul import has_tma_layout, product_kind
+from tritonfp8.launch.optimizer import adamw, adamw_amax
 from tritonfp8.launch.plan import ALIGNMENT
 from tritonfp8.launch.shards import amax_of_shards, quantize_shards
 

@@ -4,7 +4,6 @@ Exports one function for each op, with the op's name. Kernels equal the casts to
 tolerances.
 """
 
-from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.casts import amax, dequantize, quantize, quantize_both, transpose
 from tritonfp8.reference.fused import (
     empty_results,
@@ -17,6 +16,7 @@ from tritonfp8.reference.fused import (
     silu_mul_quantize,
 )
 from tritonfp8.reference.gemms import matmul, scaled_matmul
+from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
 
 __all__ = [

@@ -153,6 +153,9 @@ class StoredWeight(Tensor):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
                 return first._with(*first._both())
+            if func is aten.view.default and tuple(args[1]) in ((-1,), (first.numel(),)):
+                # DistributedDataParallel flattens the weights of rank 0 to send them, and copies them into the others.
+                return first.dequantize().reshape(-1)
             if func is aten.t.default or (func is aten.transpose.int and {d % 2 for d in args[1:]} == {0, 1}):
                 return first._turned()
             if func is aten.clone.default:
