@@ -155,7 +155,7 @@ def save(mesh, folder, recipe, layout, moments, steps, total):
     optimizer = optimizer_of(model, moments)
     train(model, optimizer, steps)
     states = get_state_dict(model, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder, process_group=mesh.get_group())
     saved = contents(model)
     losses = train(model, optimizer, total - steps, first=steps)
     return saved, contents(model), losses
@@ -165,15 +165,15 @@ def load(mesh, folder, recipe, layout, moments, steps, total):
     """Load what :func:`save` saved, on any mesh, and go on."""
     model = laid_out(mesh, layout, trained_model(recipe))
     optimizer = optimizer_of(model, moments)
-    _restore(model, optimizer, folder)
+    _restore(mesh, model, optimizer, folder)
     saved = contents(model)
     losses = train(model, optimizer, total - steps, first=steps)
     return saved, contents(model), losses
 
 
-def _restore(model, optimizer, folder):
+def _restore(mesh, model, optimizer, folder):
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=folder)
+    dcp.load(states, checkpoint_id=folder, process_group=mesh.get_group())
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
@@ -181,12 +181,14 @@ def through_high_precision(mesh, folder, recipe, layout, moments):
     """Load into a model and optimizer of torch, save these, and load them back; the contents at the end."""
     plain = laid_out(mesh, layout, trained_model(recipe, high_precision=True))
     optimizer = torch.optim.AdamW(plain.parameters())
-    _restore(plain, optimizer, folder)
+    _restore(mesh, plain, optimizer, folder)
     states = get_state_dict(plain, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}-plain")
+    dcp.save(
+        {"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}-plain", process_group=mesh.get_group()
+    )
     model = laid_out(mesh, layout, trained_model(recipe))
     ours = optimizer_of(model, moments)
-    _restore(model, ours, f"{folder}-plain")
+    _restore(mesh, model, ours, f"{folder}-plain")
     state = ours.state_dict()["state"]
     theirs = optimizer.state_dict()["state"]
     assert state.keys() == theirs.keys()

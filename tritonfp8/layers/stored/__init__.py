@@ -4,12 +4,14 @@
     exponents    power-of-two scales as bytes
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
+    direct       optimizers that write to the values
     update       what an optimizer reads and writes
     replace      which layers can have stored weights, and the change of a model's layers
 
 Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``revert`` call.
 """
 
+from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
 from tritonfp8.layers.stored.exponents import exponents_of, scales_of
 from tritonfp8.layers.stored.replace import (
     check_storable,
@@ -35,11 +37,13 @@ from tritonfp8.layers.stored.update import (
     part_to_update,
     starts_of,
     whole_amaxes,
+    write_values,
 )
 from tritonfp8.layers.stored.weight import StoredWeight, read_operand, store
 
 __all__ = [
     "DTYPES",
+    "DirectSteps",
     "StoredPart",
     "StoredRows",
     "StoredSharding",
@@ -47,6 +51,7 @@ __all__ = [
     "check_storable",
     "check_swap",
     "check_trainable",
+    "direct_steps",
     "distribute",
     "exponents_of",
     "gradient_of",
@@ -64,4 +69,5 @@ __all__ = [
     "weight_bytes",
     "whole_amaxes",
     "whole_weight",
+    "write_values",
 ]

@@ -332,6 +332,10 @@ def _zeros_like(rows: StoredRows, dtype: Any = None, device: Any = None, **optio
     return torch.zeros(rows.shape, dtype=dtype or rows.dtype, device=device or rows.device)
 
 
+def _full_like(rows: StoredRows, value: Any, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+    return torch.full(rows.shape, value, dtype=dtype or rows.dtype, device=device or rows.device)
+
+
 def _operand(rows: StoredRows, spec: str, transposed: bool, grad_output: Tensor | None = None) -> Any:
     return rows._operand(spec_of(spec), transposed)
 
@@ -350,6 +354,7 @@ _OPERATIONS: dict[Any, Any] = {
     aten.copy_.default: lambda rows, source, *others: rows._fill(source),
     aten.detach.default: _same,
     aten.empty_like.default: _empty_like,
+    aten.full_like.default: _full_like,
     aten.is_pinned.default: lambda rows, *others: rows._qdata.is_pinned(),
     aten.new_empty.default: _new_zeros,
     aten.new_zeros.default: _new_zeros,

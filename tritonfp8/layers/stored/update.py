@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonfp8 import ops
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored.rows import StoredRows
 from tritonfp8.layers.stored.sharding import sharding, stored_part
@@ -78,6 +79,35 @@ def distribute(x: Tensor, weight: Tensor) -> Tensor:
 def starts_of(weight: Tensor) -> tuple[Sequence[int], Sequence[int]]:
     """The rows, and the columns, at which the parts of ranks begin."""
     return sharding().starts(weight) if is_distributed(weight) else ((0,), (0,))
+
+
+def write_values(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Store values in place, rounded to nearest (ties away from zero), by scales of the whole weights.
+
+    Args:
+        weights: stored ones. Ranks that share one call this together.
+        values: float32, as the weights are sharded.
+    """
+    jobs = []
+    for weight, x in zip(weights, values, strict=True):
+        part = part_to_update(weight)
+        assert part is not None
+        x = gradient_of(weight, x).contiguous()
+        zeros = torch.zeros_like(x)
+        # A step of AdamW from nothing: the weight times 0, minus the value as first moment over 1, times -1.
+        numbers = torch.zeros(8, device=x.device)
+        numbers[4], numbers[6] = -1, 1
+        jobs.append((part, (part.qdata, part.scale, x.clone(), zeros, zeros, numbers)))
+
+    def layout(part: StoredPart) -> tuple[str, list[int], list[int]]:
+        return part.spec.args[0], list(part.scale_block), list(part.place)
+
+    amaxes = whole_amaxes(weights, lambda i: ops.adamw_amax(*jobs[i][1], *layout(jobs[i][0])))
+    for (part, tensors), amax in zip(jobs, amaxes, strict=True):
+        if part.qdata.numel():
+            keys = torch.zeros(4, dtype=torch.int32, device=part.qdata.device)
+            ops.adamw(*tensors, keys, *layout(part), False, None, None, amax)
+        part.changed()
 
 
 def whole_amaxes(weights: Sequence[Tensor], amax: Callable[[int], Tensor]) -> list[Tensor | None]:
