@@ -116,8 +116,7 @@ def convert(
             lists the others with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; read by ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: the weights of the converted layers are replaced by
-            :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. The state_dict has plain values. Weights
-            that require a gradient must be float32; :class:`tritonfp8.optim.AdamW` trains them without a copy.
+            :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. Those that are trained must be float32.
         mode: ``"inference"`` freezes the weights of the converted layers, and stores them quantized.
 
     Returns:

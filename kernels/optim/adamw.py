@@ -2,8 +2,8 @@
 
 If a program can have the amaxes of whole scale blocks, one launch does everything (``MODE == STEP``). Else one launch
 finds the amaxes (``AMAX``), and another steps and rounds by them (``GIVEN``): its programs share scales, so the host
-writes these afterwards. Tiles begin where blocks of the whole weight do, also if this rank has a part of the first block
-only.
+writes these afterwards. Tiles begin where blocks of the whole weight do, also if this rank has only a part of the first
+block.
 """
 
 import triton
@@ -64,10 +64,7 @@ def _round_to_code(x, bits, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, STO
     exponent = tl.maximum(magnitude >> 23, EMIN + 127) - MANTISSA_BITS
     spacing = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    if STOCHASTIC:
-        threshold = bits.to(tl.float32) * 2.0**-RANDOM_BITS
-    else:
-        threshold = 0.5
+    threshold = bits.to(tl.float32) * 2.0**-RANDOM_BITS if STOCHASTIC else 0.5
     rounded = tl.floor(magnitude.to(tl.float32, bitcast=True) * inverse + threshold) * spacing
     # Triton negates by a subtraction from zero, which has no negative zero.
     sign = tl.where(x < 0, ~MAGNITUDE_MASK, 0)
@@ -106,10 +103,7 @@ def _write_moment(
         tl.store(scale_ptr + scale_at, exponents, mask=scale_mask)
     elif ptr.dtype.element_ty == tl.bfloat16:
         pattern = x.to(tl.int32, bitcast=True)
-        if STOCHASTIC:
-            added = (bits >> (RANDOM_BITS - 16)).to(tl.int32)
-        else:
-            added = 0x8000
+        added = (bits >> (RANDOM_BITS - 16)).to(tl.int32) if STOCHASTIC else 0x8000
         rounded = ((pattern + added) & ~0xFFFF).to(tl.float32, bitcast=True)
         x = tl.where((pattern & MAGNITUDE_MASK) < INFINITY_BITS, rounded, x)
         tl.store(ptr + at, x.to(tl.bfloat16), mask=mask)

@@ -21,9 +21,9 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 def _launch(
-    kernel: Any, programs: int, tile: CastTile, mode: int, qdata: Tensor, scale: Tensor, moments: Sequence[Tensor | None], grad: Tensor, numbers: Tensor,
-    keys: Tensor | None, amax: Tensor | None, spec: str, scale_block: Sequence[int], place: Sequence[int],
-    stochastic: bool,
+    kernel: Any, programs: int, tile: CastTile, mode: int, qdata: Tensor, scale: Tensor,
+    moments: Sequence[Tensor | None], grad: Tensor, numbers: Tensor, keys: Tensor | None, amax: Tensor | None,
+    spec: str, scale_block: Sequence[int], place: Sequence[int], stochastic: bool,
 ) -> None:  # fmt: skip
     (m, k), block = qdata.shape, spec_of(spec).block
     if not m * k:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.checks import require
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.stored import StoredPart, distribute, gradient_of, part_to_update, starts_of, whole_amaxes
 from tritonfp8.optim import moments as moment
 
@@ -79,16 +80,16 @@ class AdamW(torch.optim.AdamW):
         self.moments, self.rounding, self.seed = moments, rounding, seed
         self._ids: dict[tuple[Any, ...], Tensor] = {}
         options = {"foreach": foreach, "capturable": capturable, "fused": fused}
-        super().__init__(params, lr, betas, eps, weight_decay, **options)  # type: ignore[arg-type]
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
         # A GradScaler would leave gradients scaled for a fused optimizer.
         self._step_supports_amp_scaling = False
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"moments": self.moments, "rounding": self.rounding, "seed": self.seed}
-        return {**super().__getstate__(), **own}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._ids = {}
         for group in self.param_groups:
             for name in _UNSUPPORTED:
@@ -165,7 +166,7 @@ class AdamW(torch.optim.AdamW):
         self, group: dict[str, Any], jobs: list[_Job], ids: list[int], device: torch.device
     ) -> Iterable[tuple[Tensor, Tensor]]:
         steps = [job.state["step"] for job in jobs]
-        torch._foreach_add_(steps, 1)
+        torch_private.add_to_each(steps, 1)
         t = torch.stack(steps).double()
         a, b = group["betas"]
         lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]

@@ -48,10 +48,10 @@ class _WithMasters(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         # The class has no module in which pickle could look it up.
-        return _empty, (self.inner,), self.__getstate__()  # type: ignore[no-untyped-call]
+        return _empty, (self.inner,), self.__getstate__()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient. Ranks that share a weight call this together."""
         loss = None
         if closure is not None:
@@ -97,5 +97,5 @@ class _WithMasters(torch.optim.Optimizer):
 
 
 def _empty(optimizer: type[torch.optim.Optimizer]) -> Any:
-    found = with_masters(optimizer)
+    found = with_masters(optimizer)  # type: ignore[arg-type]
     return found.__new__(found)

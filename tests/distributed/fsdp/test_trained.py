@@ -1,4 +1,4 @@
-"""Weights that are stored in 8 bits and trained, under DDP, FSDP2, HSDP and tensor parallelism: the bits of one rank."""
+"""Weights that are trained in 8 bits, under DDP, FSDP2, HSDP and tensor parallelism: the bits of one rank."""
 
 import pytest
 import torch

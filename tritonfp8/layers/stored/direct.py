@@ -1,4 +1,4 @@
-"""Optimizers that write to the values of stored weights: each operation rounds to nearest, and small changes are lost."""
+"""Optimizers that write to the values of stored weights. Each operation rounds to nearest, and loses small changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-_READERS = {torch.ops.aten.add.Tensor, torch.ops.aten._foreach_add.List}
+from tritonfp8.compat import torch_private
+
+_READERS = {torch.ops.aten.add.Tensor, torch_private.foreach_add}
 """Operations that read a weight and write nothing: weight decay adds it to a gradient."""
 
 
@@ -54,8 +56,8 @@ class _Steps:
         self.found = DirectSteps(steps + 1, unchanged + (changed == 0), min(1.0, changed / max(total, 1)))
         if steps == 0:
             warnings.warn(
-                f"{type(optimizer).__name__} writes to weights that are stored in 8 bits, and each change is rounded to "
-                f"nearest: at most {self.found.share:.2%} of their codes changed in this step. Use "
+                f"{type(optimizer).__name__} writes to weights that are stored in 8 bits, and each change is rounded "
+                f"to nearest: at most {self.found.share:.2%} of their codes changed in this step. Use "
                 f"tritonfp8.optim.AdamW, or tritonfp8.optim.with_masters({type(optimizer).__name__}). "
                 "tritonfp8.optim.direct_steps() counts the steps that change nothing",
                 stacklevel=2,
@@ -66,7 +68,7 @@ _steps = _Steps()
 
 
 def direct_steps() -> DirectSteps:
-    """The steps of this process in which an optimizer wrote to the values of stored weights; see :class:`DirectSteps`."""
+    """The steps of this process in which an optimizer wrote to the values of stored weights."""
     return _steps.found
 
 

@@ -98,7 +98,8 @@ def check_trainable(layers: Mapping[str, nn.Module]) -> None:
 def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
     """Replace the weight of each converted layer by a stored one, of the spec that its recipe reads for ``output``.
 
-    With ``freeze`` none requires a gradient; else each does as before. One layer at a time: the memory of a weight is free before the next one is quantized.
+    With ``freeze`` none requires a gradient; else each does as before. One layer at a time: the memory of a weight is
+    free before the next one is quantized.
 
     Raises:
         RuntimeError: it failed (out of memory) after some layers; these have plain weights again, which are rounded.
