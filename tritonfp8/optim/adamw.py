@@ -79,8 +79,9 @@ class AdamW(torch.optim.AdamW):
             raise TypeError(f"seed must be an int; got {type(seed).__name__}")
         self.moments, self.rounding, self.seed = moments, rounding, seed
         self._ids: dict[tuple[Any, ...], Tensor] = {}
-        options = {"foreach": foreach, "capturable": capturable, "fused": fused}
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, foreach=foreach, capturable=capturable, fused=fused
+        )  # fmt: skip
         # A GradScaler would leave gradients scaled for a fused optimizer.
         self._step_supports_amp_scaling = False
 

@@ -14,7 +14,10 @@ from tritonfp8.layers.stored import exponents_of, scales_of
 from tritonfp8.specs import BLOCK_1X128, QuantSpec, scale_shape
 
 SPEC = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
-DTYPES: Mapping[str, torch.dtype] = dict(fp32=torch.float32, bf16=torch.bfloat16, fp8=FORMATS[SPEC.format].dtype)
+KINDS = ("fp32", "bf16", "fp8")
+DTYPES: Mapping[str, torch.dtype] = dict(
+    zip(KINDS, (torch.float32, torch.bfloat16, FORMATS[SPEC.format].dtype), strict=True)
+)
 NAMES = {"exp_avg": False, "exp_avg_sq": True}
 """The moments, and whether 8 bits keep the square root of one: squares have twice the range in octaves."""
 ONE = 127

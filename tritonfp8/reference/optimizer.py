@@ -8,8 +8,8 @@ With ``numbers = (decay, a, b2, b, step, c, eps)``, all of it in float32:
     p = p - m / (sqrt(v) * c + eps) * step    c = 1 / sqrt(1 - beta2^t), step = lr / (1 - beta1^t)
 
 That is AdamW of Loshchilov and Hutter ("Decoupled Weight Decay Regularization", 2019, algorithm 2). Then ``p``, ``m``
-and ``v`` are rounded to the formats they are stored in, each by random bits of its own. The bits are a hash of a key and
-of the row and column of an element in the whole weight, so they do not depend on how a weight is sharded.
+and ``v`` are rounded to the formats they are stored in, each by random bits of its own. The bits are a hash of a key
+and of row and column of an element in the whole weight, so they do not depend on how a weight is sharded.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def test_others_may_read_the_values():
     [
         lambda weight: weight[0],
         lambda weight: weight.add_(1),
-        lambda weight: weight.view(-1),
+        lambda weight: weight.view(2, -1),
     ],
     ids=["a row", "a write", "a view"],
 )

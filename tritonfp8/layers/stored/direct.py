@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from tritonfp8.compat import torch_private
@@ -41,10 +41,16 @@ class _Steps:
 
     def note(self, weight: Tensor, changed: Tensor) -> None:
         if not self.is_hooked:
+            # What was written before a step, such as an initialization, is no part of it.
+            register_optimizer_step_pre_hook(self.begin)
             register_optimizer_step_post_hook(self.end)
             self.is_hooked = True
         self.changed.append(changed)
         self.sizes[id(weight)] = weight.numel()
+
+    def begin(self, *args: object) -> None:
+        """Called before a step of any optimizer."""
+        self.changed, self.sizes = [], {}
 
     def end(self, optimizer: Any, *args: object) -> None:
         """Called after a step of any optimizer. The host waits for the device."""
