@@ -10,8 +10,8 @@ from tritonfp8.layers.stored import stored_part
 def plain_model(device="cpu"):
     torch.manual_seed(0)
     sizes = (200, 136), (136, 200)
-    first, second = (nn.Linear(*size, device=device) for size in sizes)
-    return nn.Sequential(first, nn.GELU(), second)
+    first, second = (nn.Linear(*size) for size in sizes)
+    return nn.Sequential(first, nn.GELU(), second).to(device)
 
 
 def stored_model(name, device="cpu"):

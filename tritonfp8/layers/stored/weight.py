@@ -29,9 +29,9 @@ class StoredWeight(Tensor):
     ``grad_input`` the transposed operand is quantized from the values, in the pass that reads it.
 
     These operations use the values, in a tensor that is freed afterwards: GEMMs outside of the layer, ``F.embedding``,
-    ``view(-1)``, :meth:`dequantize`. A copy into it (``load_state_dict``) quantizes the source. ``clone``, ``detach`` and ``to``
-    give another stored weight. If it requires a gradient, an operation of an optimizer that writes to it rounds the new
-    values. Any other operation raises NotImplementedError.
+    ``view(-1)``, :meth:`dequantize`. A copy into it (``load_state_dict``) quantizes the source. ``clone``, ``detach``
+    and ``to`` give another stored weight. If it requires a gradient, an operation of an optimizer that writes to it
+    rounds the new values. Any other operation raises NotImplementedError.
 
     Args:
         qdata: 8-bit ``[N, K]``, contiguous.
