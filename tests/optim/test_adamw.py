@@ -11,7 +11,7 @@ from trained_models import codes, data, plain_model, stored_model, train, values
 from transformers.pytorch_utils import Conv1D
 
 import tritonfp8
-from tritonfp8 import recipes
+from tritonfp8 import VerificationError, recipes
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW
 from tritonfp8.testing import assert_bitwise_equal
@@ -252,6 +252,28 @@ def amsgrad_state():
 def test_refused(make, error, message):
     with pytest.raises(error, match=message):
         make(list(stored_model("rowwise").parameters()))
+
+
+def test_a_check_of_the_step_reads_codes():
+    model = stored_model("rowwise")
+    with tritonfp8.verify_training(model, optimizer := AdamW(model.parameters())) as check:
+        train(model, optimizer, 1)
+    assert str(check) == "4 of 4 trainable weights moved in the step"
+    optimizer = AdamW(model.parameters(), lr=1e-9, rounding="nearest")
+    error = pytest.raises(VerificationError, match=r"0.weight: it got a gradient and did not change")
+    with error, tritonfp8.verify_training(model, optimizer):
+        train(model, optimizer, 1)
+
+
+@each_recipe
+def test_compiled(name):
+    found = []
+    for compiled in (False, True):
+        model = stored_model(name)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        losses = train(call, AdamW(model.parameters(), lr=1e-2), 3)
+        found.append([*losses, *codes(model)])
+    assert_bitwise_equal(*found)
 
 
 def test_trained_weights_must_be_float32():

@@ -1,5 +1,7 @@
 """Weights that are trained in 8 bits, under DDP, FSDP2, HSDP and tensor parallelism: the bits of one rank."""
 
+import re
+
 import pytest
 import torch
 import trained_cases
@@ -24,6 +26,8 @@ def test_the_bits_of_one_rank(ranks, layout, world, recipe):
         ("mxfp8", {"moments": "fp8"}),
         ("blockwise", {"moments": "fp8"}),
         ("tensorwise", {"moments": "fp32"}),
+        ("blockwise", {"masters": True}),
+        ("rowwise", {"masters": True}),
     ],
 )
 def test_option(ranks, recipe, options):
@@ -34,6 +38,14 @@ def test_option(ranks, recipe, options):
 @pytest.mark.parametrize(("layout", "world"), [("tp_fsdp2", 4), ("tp", 2)])
 def test_tensor_parallel(ranks, layout, world, recipe):
     assert all(ranks.run(world, trained_cases.compares_steps, recipe=recipe, layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("moments", "message"),
+    [(None, "train it by tritonfp8.optim.AdamW or"), ("fp8", r"columns are sharded at 69, inside of a block: use mom")],
+)
+def test_refused(ranks, moments, message):
+    assert all(re.search(message, found) for found in ranks.run(2, trained_cases.stepped_by_torch, moments=moments))
 
 
 def test_recompute_gathers_as_often(ranks):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tritonfp8
 from tritonfp8.distributed import count_collective_bytes
 from tritonfp8.layers.stored import StoredWeight, stored_part, whole_weight
-from tritonfp8.optim import AdamW
+from tritonfp8.optim import AdamW, with_masters
 
 
 def trained_model(recipe, recompute=None, high_precision=False):
@@ -82,13 +82,19 @@ def assert_same(found, expected):
         assert torch.equal(x, expected[name]), f"{name}: {(x != expected[name]).sum()} of {x.numel()}"
 
 
-def compares(mesh, recipe, layout, moments="bf16", recompute=None, accumulate=1, steps=3):
+def compares(mesh, recipe, layout, moments="bf16", recompute=None, accumulate=1, steps=3, masters=False):
     """A sharded model takes the steps of the whole one, to the bit; and each weight changes."""
     reference = trained_model(recipe, recompute)
     before = contents(reference)
-    losses = train(reference, optimizer_of(reference, moments), steps, accumulate=accumulate)
+
+    def made(model):
+        if masters:
+            return with_masters(torch.optim.AdamW)(model.parameters(), lr=1e-2, foreach=True)
+        return optimizer_of(model, moments)
+
+    losses = train(reference, made(reference), steps, accumulate=accumulate)
     model = laid_out(mesh, layout, trained_model(recipe, recompute))
-    found = train(model, optimizer_of(model, moments), steps, accumulate=accumulate)
+    found = train(model, made(model), steps, accumulate=accumulate)
     assert torch.equal(torch.stack(found), torch.stack(losses)), (found, losses)
     after = contents(model)
     assert_same(after, contents(reference))
@@ -127,6 +133,19 @@ def compares_steps(mesh, recipe, layout, moments="bf16", steps=3):
             x = x.full_tensor() if isinstance(x, DTensor) else x
             assert torch.equal(x, ours[index][key])
     return True
+
+
+def stepped_by_torch(mesh, moments):
+    """The message of the error: of an optimizer that writes to shards, or of 8-bit moments in cut blocks."""
+    layout = "fsdp2" if moments is None else "tp"
+    model = laid_out(mesh, layout, trained_model("rowwise"))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    try:
+        (torch.optim.SGD(model.parameters(), lr=1.0) if moments is None else optimizer_of(model, moments)).step()
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return "nothing"
 
 
 def reductions(mesh, recipe):
