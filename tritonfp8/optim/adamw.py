@@ -92,10 +92,6 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._ids = {}
-        for group in self.param_groups:
-            for name in _UNSUPPORTED:
-                if group.get(name):
-                    raise ValueError(f"tritonfp8.optim.AdamW has no {name}; got a state_dict with {name}=True")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``.
@@ -133,6 +129,10 @@ class AdamW(torch.optim.AdamW):
 
     def _step_others(self, stored: list[Tensor]) -> None:
         """Step the other parameters as torch does, without the hooks around a step: those run around ours."""
+        ours = set(stored)
+        if all(param.grad is None or param in ours for group in self.param_groups for param in group["params"]):
+            # torch refuses to step while a graph is captured, unless its own parameters are capturable.
+            return
         grads = [param.grad for param in stored]
         for param in stored:
             param.grad = None
@@ -211,7 +211,15 @@ class AdamW(torch.optim.AdamW):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim.AdamW``, whose state_dict it takes too; moments are rounded to ours."""
+        """As ``torch.optim.AdamW``, whose state_dict it takes too; moments are rounded to ours.
+
+        Raises:
+            ValueError: a group has an option that this optimizer lacks, such as ``amsgrad``.
+        """
+        for group in state_dict["param_groups"]:
+            for name in _UNSUPPORTED:
+                if group.get(name):
+                    raise ValueError(f"tritonfp8.optim.AdamW has no {name}; got a state_dict with {name}=True")
         super().load_state_dict(state_dict)
         for _, param in self._stored():
             if state := self.state.get(param):
@@ -234,7 +242,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _like(x: Any, t: Tensor) -> Tensor:
-    return x.to(t.dtype).expand_as(t) if isinstance(x, Tensor) else torch.full_like(t, x)
+    return x.to(t).expand_as(t) if isinstance(x, Tensor) else torch.full_like(t, x)
 
 
 def _tensors(job: _Job) -> tuple[Tensor, ...]:
