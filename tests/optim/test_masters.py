@@ -10,7 +10,7 @@ from trained_models import codes, data, plain_model, stored_model, train, values
 
 import tritonfp8
 from tritonfp8.layers.stored import direct, stored_part
-from tritonfp8.optim import AdamW, direct_steps, with_masters
+from tritonfp8.optim import AdamW, DirectSteps, direct_steps, with_masters
 from tritonfp8.testing import assert_bitwise_equal
 
 OPTIMIZERS = {
@@ -108,7 +108,8 @@ def test_torch_steps_weights_directly_and_warns(name, counts):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses = train(model, optimizer, 5)
-    assert direct_steps()[:2] == (6, 0)
+    found = direct_steps()
+    assert (found.steps, found.unchanged) == (6, 0)
     assert torch.stack(losses).isfinite().all()
 
 
@@ -130,7 +131,7 @@ def test_steps_that_change_nothing_are_counted(counts):
     optimizer = torch.optim.SGD([model[0].weight, model[2].weight], lr=1e-12)
     with pytest.warns(UserWarning, match=r"at most 0.00% of their codes changed"):
         train(model, optimizer, 3)
-    assert direct_steps() == (3, 3, 0.0)
+    assert direct_steps() == DirectSteps(steps=3, unchanged=3)
     assert_bitwise_equal(codes(model), before)
 
 
@@ -140,7 +141,7 @@ def test_ours_do_not_count(counts):
         warnings.simplefilter("error")
         train(model, AdamW(model.parameters()), 2)
         train(model, with_masters(torch.optim.SGD)(model.parameters(), lr=0.1), 2)
-    assert direct_steps() == (0, 0, 0.0)
+    assert direct_steps() == DirectSteps()
 
 
 def test_frozen_weights_are_not_written_to():

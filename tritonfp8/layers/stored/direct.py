@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ _READERS = {torch.ops.aten.add.Tensor, torch_private.foreach_add}
 """Operations that read a weight and write nothing: weight decay adds it to a gradient."""
 
 
-class DirectSteps(NamedTuple):
+@dataclass(frozen=True)
+class DirectSteps:
     """Steps of optimizers that write to the values of stored weights.
 
     Attributes:
@@ -25,16 +27,16 @@ class DirectSteps(NamedTuple):
         share: of the codes that the last step changed, at most. A code counts each time that an operation changes it.
     """
 
-    steps: int
-    unchanged: int
-    share: float
+    steps: int = 0
+    unchanged: int = 0
+    share: float = 0.0
 
 
 class _Steps:
     """Counts of this process."""
 
     def __init__(self) -> None:
-        self.found = DirectSteps(0, 0, 0.0)
+        self.found = DirectSteps()
         self.changed: list[Tensor] = []
         self.sizes: dict[int, int] = {}
         self.is_hooked = False
@@ -58,9 +60,9 @@ class _Steps:
             return
         changed, total = sum(int(x) for x in self.changed), sum(self.sizes.values())
         self.changed, self.sizes = [], {}
-        steps, unchanged, _ = self.found
-        self.found = DirectSteps(steps + 1, unchanged + (changed == 0), min(1.0, changed / max(total, 1)))
-        if steps == 0:
+        before, share = self.found, min(1.0, changed / max(total, 1))
+        self.found = DirectSteps(before.steps + 1, before.unchanged + (changed == 0), share)
+        if before.steps == 0:
             warnings.warn(
                 f"{type(optimizer).__name__} writes to weights that are stored in 8 bits, and each change is rounded "
                 f"to nearest: at most {self.found.share:.2%} of their codes changed in this step. Use "
