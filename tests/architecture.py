@@ -25,7 +25,7 @@ LAYERS = (
     {"functional", "modules"},
     {"conversion"},
     {"convert"},
-    {"export"},
+    {"export", "optim"},
     {"tritonfp8"},
     {"distributed"},
     {"workflow"},

@@ -59,7 +59,7 @@ _LAZY = dict.fromkeys(
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("distributed", "export"):
+    if name in ("distributed", "export", "optim"):
         return importlib.import_module(f"tritonfp8.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

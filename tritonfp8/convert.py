@@ -115,8 +115,8 @@ def convert(
         fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`). The report
             lists the others with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; read by ``filter="auto"``.
-        weight_storage: ``"parameters"``, or ``"quantized"``: frozen weights of the converted layers are replaced by
-            :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. The state_dict has plain values.
+        weight_storage: ``"parameters"``, or ``"quantized"``: the weights of the converted layers are replaced by
+            :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. Those that are trained must be float32.
         mode: ``"inference"`` freezes the weights of the converted layers, and stores them quantized.
 
     Returns:
@@ -138,7 +138,7 @@ def convert(
         reasons = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
         raise ValueError(f"nothing was converted: {reasons}")
     selected, stored = _for_storage(model, selected, mode) if stores else (selected, {})
-    fused, left = _apply(model, selected, fuse, stored)
+    fused, left = _apply(model, selected, fuse, stored, mode == "inference")
     return _report(model, selected, fused, left, _stored().weight_bytes(model) if stores else None)
 
 
@@ -175,7 +175,7 @@ def _for_storage(
     Layers that are converted already are among them.
 
     Raises:
-        ValueError: a weight cannot be stored, or must be frozen first.
+        ValueError: a weight cannot be stored, or a trained one is not float32.
     """
     found = _stored()
     before = {name: layer for name, layer in selected.already.items() if not found.is_stored(layer)}
@@ -183,12 +183,8 @@ def _for_storage(
     recipes = {name: selected.recipes.get(name) or before[name].recipe for name in layers}
     recipes = {name: found.recipe_of_storage(recipe) for name, recipe in recipes.items()}
     found.check_storable(model, layers, recipes, on_meta)
-    trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
-    if trained and mode != "inference":
-        raise ValueError(
-            f"weights that are stored in 8 bits must be frozen; {len(trained)} require a gradient, such as that of "
-            f"{trained[0]}: call requires_grad_(False) on them first, or use mode='inference'"
-        )
+    if mode != "inference":
+        found.check_trainable(layers)
     return selected._replace(recipes={name: recipes[name] for name in selected.modules}), recipes
 
 
@@ -197,9 +193,9 @@ def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
 
 
 def _apply(
-    model: nn.Module, selected: Selected, fuse: bool, stored: Mapping[str, Recipe]
+    model: nn.Module, selected: Selected, fuse: bool, stored: Mapping[str, Recipe], freeze: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Change the classes of the selected layers, all or none, and store the weights of the layers in ``stored``.
+    """Change the classes of the selected layers, all or none, and store (and freeze) the weights in ``stored``.
 
     Returns:
         What :func:`fuse_model` returns.
@@ -216,7 +212,7 @@ def _apply(
             layers = {**selected.already, **selected.modules}
             for name, recipe in stored.items():
                 layers[name].recipe = recipe  # type: ignore[assignment]
-            _stored().store_weights({name: layers[name] for name in stored})
+            _stored().store_weights({name: layers[name] for name in stored}, freeze)
     teach_counters()
     keep_layers()
     return fused, left
@@ -256,7 +252,7 @@ def quantized_init(recipe: str | Recipe, filter: Callable[[nn.Module, str], bool
         selected = select(holder, chosen, filter, 1)
         if selected.modules:
             selected, recipes = _for_storage(holder, selected, "inference", on_meta=True)
-            _apply(holder, selected, False, recipes)
+            _apply(holder, selected, False, recipes, True)
             made.setdefault(parent, {})[name] = child
 
     handle = register_module_module_registration_hook(on_child)

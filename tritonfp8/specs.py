@@ -194,6 +194,11 @@ def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if b == -1 else -(-d // b) for d, b in zip(shape, full_block(len(shape), block), strict=True))
 
 
+def amax_shape(shape: Sequence[int], block: Sequence[int], place: Sequence[int]) -> tuple[int, ...]:
+    """How many blocks of a whole matrix the elements ``[n, k]`` lie in that begin at row and column ``place``."""
+    return scale_shape([n + (0 if b == -1 else at % b) for n, at, b in zip(shape, place, block, strict=True)], block)
+
+
 def empty_scale(shape: Sequence[int], block: Sequence[int], scale_format: str, device: torch.device) -> torch.Tensor:
     """Uninitialized scale of a tensor of ``shape``, in the physical order of its block shape."""
     sizes = scale_shape(shape, block)

@@ -45,6 +45,7 @@ def samples(device):
         # No NaN: opcheck's comparison treats NaN as a difference.
         yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)
     yield from shard_samples(device)
+    yield from adamw_samples(device)
     yield ops.quantize, (x[:0], *ROW.args)
     yield ops.quantize, (x[0], *ROW.args)
     for pair in MATMUL_PAIRS:
@@ -80,6 +81,29 @@ def shard_samples(device):
             to = ops.places_to_write([(o, r, of[i]) for o, r, of in zip(offsets, rows, places, strict=True)])
             out = torch.zeros(70 * 800, dtype=torch.uint8, device=device)
             yield ops.quantize_shards, (out, shards, to, amaxes, *(spec_t or spec).args, transpose, torch.bfloat16)
+
+
+def adamw_samples(device):
+    """Steps of a weight ``[40, 150]``, whole and as a shard, with moments in float32 and in 8 bits."""
+    numbers = torch.tensor([0.999, 0.1, 0.99, 0.01, 0.04, 5.8, 1e-8], device=device)
+    keys = reference.rounding_keys(7, torch.tensor([3.0]), torch.tensor([5]))[0].to(device)
+    grad = normal(40, 150, seed=2, device=device)
+    for spec, place in (
+        (ROW, (0, 0)),
+        (SQUARE, (70, 0)),
+        (MX, (0, 0)),
+        (QuantSpec("e4m3", (-1, -1), "fp32", "pow2"), (0, 0)),
+    ):
+        qdata, scale = reference.quantize(normal(40, 150).to(device), *spec.args)
+        for dtype in (torch.float32, torch.float8_e4m3fn):
+            # As bytes: opcheck compares what is written, which it cannot in 8-bit floats.
+            moments = [torch.full((40, 150), 0.5, device=device).to(dtype) for _ in range(2)]
+            scales = [torch.full((40, 2), 120, dtype=torch.uint8, device=device) for _ in moments]
+            scales = scales if dtype.itemsize == 1 else [None, None]
+            head = (qdata.clone(), scale.clone(), *moments, grad, numbers)
+            layout = (*spec.args, list(spec.block), list(place))
+            yield ops.adamw_amax, (*head, *layout, *scales)
+            yield ops.adamw, (*head, keys, *layout, True, *scales)
 
 
 def fused_samples(device):

@@ -6,7 +6,7 @@ fails if torch lacks one. :mod:`tritonfp8.distributed.torch_private` has the nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -136,6 +136,20 @@ raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _pub
 
 without_torch_function: Any = _C._disabled_torch_function_impl
 """The ``__torch_function__`` of a tensor type that implements ops, and leaves functions to torch."""
+
+foreach_add: Any = getattr(torch.ops.aten, "_foreach_add").List  # noqa: B009
+"""The op by which optimizers add weight decay to all gradients at once."""
+
+
+def add_to_each(tensors: Sequence[torch.Tensor], number: float) -> None:
+    """Add a number to each tensor in place, by one launch if torch can."""
+    together = getattr(torch, "_foreach_add_", None)
+    if together is not None:
+        together(tensors, number)
+        return
+    for x in tensors:
+        x.add_(number)
+
 
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 """Whether a profiler of torch records the ops of this thread."""

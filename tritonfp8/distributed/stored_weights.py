@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.fsdp import Managed, all_managed, managed_weights
 from tritonfp8.distributed.shard_layout import Interval, Mesh, chunk, plain_mesh
 from tritonfp8.formats import FORMATS
@@ -22,7 +26,7 @@ from tritonfp8.layers.stored import (
     store,
     stored_part,
 )
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import QuantSpec, scale_shape
 
 
 def _managed(layer: nn.Module) -> Managed | None:
@@ -39,7 +43,8 @@ def _interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) 
     return found
 
 
-def _distributed(local: Tensor, like: DTensor) -> DTensor:
+def _distributed(local: Tensor, like: Tensor) -> DTensor:
+    assert isinstance(like, DTensor)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -151,4 +156,93 @@ def _why_not(managed: Managed) -> str | None:
     return None
 
 
-register_stored_sharding(StoredSharding(store_sharded, shard, values_of, whole, reshard, put))
+@functools.lru_cache(maxsize=4096)
+def _starts(size: int, dim: int, placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    everywhere = itertools.product(*map(range, sizes))
+    return tuple(sorted({_interval(size, dim, placements, Mesh(sizes, here, ())).start for here in everywhere}))
+
+
+def starts(weight: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rows, and the columns, at which the parts of ranks begin."""
+    assert isinstance(weight, DTensor)
+    sizes = tuple(weight.device_mesh.shape)
+    rows, cols = (_starts(weight.shape[dim], dim, weight.placements, sizes) for dim in (0, 1))
+    return rows, cols
+
+
+def place(weight: Tensor) -> tuple[int, int]:
+    """Row and column of this rank's first element."""
+    assert isinstance(weight, DTensor)
+    mesh = Mesh(*plain_mesh(weight.device_mesh))
+    row, col = (_interval(weight.shape[dim], dim, weight.placements, mesh).start for dim in (0, 1))
+    return row, col
+
+
+def local(x: Tensor, weight: Tensor) -> Tensor:
+    """This rank's part of a DTensor, cut as the weight is."""
+    assert isinstance(x, DTensor)
+    assert isinstance(weight, DTensor)
+    found: Tensor = x.redistribute(weight.device_mesh, weight.placements).to_local()
+    return found
+
+
+def _shares_blocks(weight: Tensor, block: tuple[int, int]) -> bool:
+    return any(
+        len(found) > 1 and (size == -1 or any(start % size for start in found))
+        for found, size in zip(starts(weight), block, strict=True)
+    )
+
+
+def _groups(weight: DTensor) -> tuple[str, ...]:
+    """The process groups over which a weight is sharded."""
+    names = plain_mesh(weight.device_mesh)[2]
+    return tuple(name for name, p in zip(names, weight.placements, strict=True) if not p.is_replicate())
+
+
+def whole_amaxes(weights: Sequence[Tensor], amax: Callable[[int], Tensor]) -> list[Tensor | None]:
+    """See :func:`tritonfp8.layers.stored.whole_amaxes`: one MAX over each process group that shards some weight."""
+    batches: dict[tuple[str, ...], list[int]] = {}
+    for i, weight in enumerate(weights):
+        part = stored_part(weight)
+        assert part is not None
+        if isinstance(weight, DTensor) and _shares_blocks(weight, part.spec.block):
+            batches.setdefault(_groups(weight), []).append(i)
+    found: list[Tensor | None] = [None] * len(weights)
+    for groups, batch in batches.items():
+        shapes = [scale_shape(weights[i].shape, _block(weights[i])) for i in batch]
+        device = stored_part(weights[batch[0]]).device  # type: ignore[union-attr]
+        bits = torch.zeros(sum(map(math.prod, shapes)), dtype=torch.int32, device=device)
+        grids = [x.view(shape) for x, shape in zip(bits.split([*map(math.prod, shapes)]), shapes, strict=True)]
+        for i, grid in zip(batch, grids, strict=True):
+            if stored_part(weights[i]).numel():  # type: ignore[union-attr]
+                here = amax(i)
+                _part_of(grid, weights[i], here.shape).copy_(here.view(torch.int32))
+                found[i] = here
+        for group in groups:
+            # The bits of non-negative floats are ordered as integers, with NaN on top. A MAX of floats may drop a NaN.
+            bits = all_reduce(bits, "max", group)
+        grids = [x.view(shape) for x, shape in zip(bits.split([*map(math.prod, shapes)]), shapes, strict=True)]
+        for i, grid in zip(batch, grids, strict=True):
+            if (before := found[i]) is not None:
+                found[i] = _part_of(grid, weights[i], before.shape).contiguous().view(torch.float32)
+    return found
+
+
+def _block(weight: Tensor) -> tuple[int, int]:
+    part = stored_part(weight)
+    assert part is not None
+    return part.spec.block
+
+
+def _part_of(grid: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """The blocks of a weight's grid that this rank's part lies in."""
+    for dim, (start, size, count) in enumerate(zip(place(weight), _block(weight), shape, strict=True)):
+        grid = grid.narrow(dim, 0 if size == -1 else start // size, count)
+    return grid
+
+
+register_stored_sharding(
+    StoredSharding(
+        store_sharded, shard, values_of, whole, reshard, put, place, starts, local, _distributed, whole_amaxes
+    )
+)

@@ -27,11 +27,14 @@ from tritonfp8.launch.fused import (
     silu_mul_quantize,
 )
 from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
+from tritonfp8.launch.optimizer import adamw, adamw_amax
 from tritonfp8.launch.plan import ALIGNMENT
 from tritonfp8.launch.shards import amax_of_shards, quantize_shards
 
 __all__ = [
     "ALIGNMENT",
+    "adamw",
+    "adamw_amax",
     "amax",
     "amax_of_shards",
     "dequantize",

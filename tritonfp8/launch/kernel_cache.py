@@ -79,7 +79,7 @@ def run(
             "the same shapes, before the capture (tritonfp8 warmup makes that quick)"
         )
     more = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
-    found = kernel[programs,](*pointers, *integers, **constants, **more, **options, **COMPILER_OPTIONS)
+    found = kernel[programs,](*pointers, *integers, **constants, **more, **{**COMPILER_OPTIONS, **options})
     if len(_compiled) >= MAX_ENTRIES:
         _compiled.clear()
     _compiled[key] = found

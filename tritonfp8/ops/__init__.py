@@ -10,6 +10,8 @@ from tritonfp8.ops.registry import (
     NAMESPACE,
     OPS,
     Op,
+    adamw,
+    adamw_amax,
     amax,
     amax_of_shards,
     dequantize,
@@ -35,6 +37,7 @@ from tritonfp8.ops.registry import (
 from tritonfp8.ops.sharding import Operand, Rule
 from tritonfp8.ops.shards import GridPlace, casts_shards, places_to_read, places_to_write
 from tritonfp8.ops.tracing import is_exporting, is_traced, sealed
+from tritonfp8.reference import rounding_keys
 
 __all__ = [
     "ALIGNMENT",
@@ -47,6 +50,8 @@ __all__ = [
     "Op",
     "Operand",
     "Rule",
+    "adamw",
+    "adamw_amax",
     "amax",
     "amax_of_shards",
     "dequantize",
@@ -63,6 +68,7 @@ __all__ = [
     "operand_figures",
     "rms_norm_backward",
     "rms_norm_quantize",
+    "rounding_keys",
     "saved",
     "scaled_matmul",
     "sealed",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
-from tritonfp8.specs import empty_scale, scale_shape, spec_of
+from tritonfp8.specs import amax_shape, empty_scale, scale_shape, spec_of
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -26,6 +26,14 @@ def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None 
 
 def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *quantize(x, spec), *quantize(x.t(), spec_t)
+
+
+def adamw(*args: Any) -> None:
+    return None
+
+
+def adamw_amax(qdata: Tensor, scale: Tensor, *args: Any) -> Tensor:
+    return torch.empty(amax_shape(qdata.shape, spec_of(args[4]).block, args[6]), device=qdata.device)
 
 
 def amax_of_shards(*args: Any) -> None:

@@ -118,6 +118,24 @@ _SHARDS = {
         launch.quantize_shards,
     ),
 }
+# Weights that are stored in 8 bits, stepped in place.
+_OPTIMIZERS = {
+    "adamw_amax": Op(
+        "(Tensor qdata, Tensor scale, Tensor exp_avg, Tensor exp_avg_sq, Tensor grad, Tensor numbers, str spec, "
+        "int[] scale_block, int[] place, Tensor? exp_avg_scale=None, Tensor? exp_avg_sq_scale=None) -> Tensor",
+        fakes.adamw_amax,
+        reference.adamw_amax,
+        launch.adamw_amax,
+    ),
+    "adamw": Op(
+        "(Tensor(a!) qdata, Tensor(b!) scale, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor grad, Tensor numbers, "
+        "Tensor keys, str spec, int[] scale_block, int[] place, bool stochastic, Tensor(e!)? exp_avg_scale=None, "
+        "Tensor(f!)? exp_avg_sq_scale=None, Tensor? amax=None) -> ()",
+        fakes.adamw,
+        reference.adamw,
+        launch.adamw,
+    ),
+}
 _GEMMS = {
     "scaled_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
@@ -221,7 +239,7 @@ _LAYERS = {
         fakes.gathered_operand,
     ),
 }
-OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_SHARDS, **_GEMMS, **_FUSED, **_HEALTH, **_LAYERS})
+OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_SHARDS, **_OPTIMIZERS, **_GEMMS, **_FUSED, **_HEALTH, **_LAYERS})
 """Every op of the package by name."""
 
 
@@ -269,12 +287,14 @@ def _register() -> None:
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
             direct.add(name, _overload(name), cpu, cuda, op.reference, op.planner)
-        if name not in _SHARDS:
+        if name not in _SHARDS and name not in _OPTIMIZERS:
             batching.register(f"{NAMESPACE}::{name}", _library)
 
 
 _register()
 
+adamw = torch.ops.tritonfp8.adamw.default
+adamw_amax = torch.ops.tritonfp8.adamw_amax.default
 amax = torch.ops.tritonfp8.amax.default
 quantize = torch.ops.tritonfp8.quantize.default
 quantize_both = torch.ops.tritonfp8.quantize_both.default

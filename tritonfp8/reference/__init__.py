@@ -17,10 +17,13 @@ from tritonfp8.reference.fused import (
     silu_mul_quantize,
 )
 from tritonfp8.reference.gemms import matmul, scaled_matmul
+from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
 
 __all__ = [
     "FIGURES",
+    "adamw",
+    "adamw_amax",
     "amax",
     "amax_of_shards",
     "dequantize",
@@ -33,10 +36,12 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_quantize",
+    "rounding_keys",
     "scaled_matmul",
     "silu_mul",
     "silu_mul_backward",
     "silu_mul_backward_quantize",
     "silu_mul_quantize",
     "transpose",
+    "write_scales",
 ]

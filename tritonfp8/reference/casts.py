@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, Format
-from tritonfp8.specs import empty_scale, full_block, spec_of
+from tritonfp8.specs import QuantSpec, empty_scale, full_block, spec_of
 
 INFINITY_BITS = 0x7F800000
 MANTISSA_MASK = 0x7FFFFF
@@ -44,7 +44,7 @@ def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
     return F.pad(x, padding).reshape([size for pair in zip(counts, full, strict=True) for size in pair])
 
 
-def _spread(per_block: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
+def spread(per_block: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
     """One value a block, repeated so that it broadcasts over a tensor of ``shape``."""
     for dim, (size, b) in enumerate(zip(shape, full_block(len(shape), block), strict=True)):
         if b > 1:
@@ -98,6 +98,18 @@ def _encode_e8m0(amax: Tensor, fmt: Format, scale_rounding: str) -> tuple[Tensor
     return enc, torch.where(finite, exponent, 255).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
+def encode(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The factor of each block that is multiplied before the cast, float32; and the scale as ``spec`` stores it."""
+    of_scale = _encode_e8m0 if SCALE_FORMATS[spec.scale_format].exponent_only else _encode_fp32
+    return of_scale(_without_sign(amax), FORMATS[spec.format], spec.scale_rounding)
+
+
+def codes_of(scaled: Tensor, fmt: Format) -> Tensor:
+    """The codes of float32 values as uint8, rounded to nearest even and saturated."""
+    codes = scaled.clamp(-fmt.qmax, fmt.qmax).to(fmt.dtype).view(torch.uint8)
+    return torch.where(scaled.isnan(), fmt.nan, codes)
+
+
 def quantize(
     x: Tensor,
     spec: str,
@@ -117,14 +129,10 @@ def quantize(
         ``(qdata, scale)``.
     """
     s = spec_of(spec)
-    fmt, scales = FORMATS[s.format], SCALE_FORMATS[s.scale_format]
+    fmt = FORMATS[s.format]
     x = (x.t() if transpose else x).float()
-    block_amax = _block_amax(x, s.block) if amax is None else _without_sign(amax)
-    encode = _encode_e8m0 if scales.exponent_only else _encode_fp32
-    enc, scale = encode(block_amax, fmt, s.scale_rounding)
-    scaled = x * _spread(enc, x.shape, s.block)
-    codes = scaled.clamp(-fmt.qmax, fmt.qmax).to(fmt.dtype).view(torch.uint8)
-    codes = torch.where(scaled.isnan(), fmt.nan, codes)
+    enc, scale = encode(_block_amax(x, s.block) if amax is None else amax, s)
+    codes = codes_of(x * spread(enc, x.shape, s.block), fmt)
     return codes.contiguous().view(fmt.dtype), empty_scale(x.shape, s.block, s.scale_format, x.device).copy_(scale)
 
 
@@ -146,7 +154,7 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
         ``dtype``, in the shape of ``qdata``; infinite where the result is beyond float32 or ``dtype``. The largest
         float32 values may have a code and scale that stand for 2^128 (see :class:`~tritonfp8.QuantSpec`).
     """
-    return (qdata.float() * _spread(scale.float(), qdata.shape, spec_of(spec).block)).to(dtype)
+    return (qdata.float() * spread(scale.float(), qdata.shape, spec_of(spec).block)).to(dtype)
 
 
 def transpose(qdata: Tensor) -> Tensor:

@@ -166,9 +166,10 @@ def compile_launch(cc, kernel, pointers, integers, constants, **options):
         kernel, pointers, integers, constants, options: as in :func:`tritonfp8.launch.kernel_cache.run`.
     """
     names = list(kernel.arg_names)
-    signature = {name: POINTERS[pointer.dtype] for name, pointer in zip(names, pointers, strict=False)}
+    given = dict(zip(names, pointers, strict=False))
+    signature = {name: POINTERS[pointer.dtype] for name, pointer in given.items() if pointer is not None}
     divisible = list(signature)
-    constants = dict(constants)
+    constants = {**{name: None for name, pointer in given.items() if pointer is None}, **constants}
     for name, value in zip(names[len(pointers) :], integers, strict=False):
         if value == 1:
             constants[name] = 1

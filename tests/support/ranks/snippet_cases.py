@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pipeline_cases import Stage, batch_of, loss_of
+from snippet_checks import check_stored, check_trained_in_8_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import tritonfp8
-from tritonfp8.layers.stored import StoredWeight
 
 HIDDEN = 64
 
@@ -138,12 +138,6 @@ def check_verified(names):
 
 def check_step(names):
     assert all(p.grad is None for p in names["model"].parameters())
-
-
-def check_stored(names):
-    model = names["model"]
-    assert [type(layer.weight) for layer in (model.gate, model.up, model.down)] == [StoredWeight] * 3
-    assert not any(p.requires_grad for p in model.parameters())
 
 
 def watched(mesh):
@@ -378,6 +372,7 @@ CASES = {
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
     "convert.md-2": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, check_stored, ranks=False),
+    "convert.md-3": Case(lambda mesh: {"model": Mlp()}, check_trained_in_8_bits, ranks=False),
     "export.md-0": Case(exported, check_exported, ranks=False),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(

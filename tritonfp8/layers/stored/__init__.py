@@ -1,17 +1,22 @@
-"""Weights that are kept as 8-bit codes and scales, without a copy in high precision: frozen weights, and inference.
+"""Weights that are kept as 8-bit codes and scales, without a copy in high precision: frozen ones, and trained ones.
 
     weight       StoredWeight: one copy of codes, in the order of rows, that both GEMMs of a frozen layer read
     exponents    power-of-two scales as bytes
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
+    direct       optimizers that write to the values
+    update       what an optimizer reads and writes
     replace      which layers can have stored weights, and the change of a model's layers
 
 Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``revert`` call.
 """
 
+from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
+from tritonfp8.layers.stored.exponents import exponents_of, scales_of
 from tritonfp8.layers.stored.replace import (
     check_storable,
     check_swap,
+    check_trainable,
     is_stored,
     recipe_of_storage,
     store_weights,
@@ -25,23 +30,44 @@ from tritonfp8.layers.stored.sharding import (
     stored_part,
     whole_weight,
 )
+from tritonfp8.layers.stored.update import (
+    StoredPart,
+    distribute,
+    gradient_of,
+    part_to_update,
+    starts_of,
+    whole_amaxes,
+    write_values,
+)
 from tritonfp8.layers.stored.weight import StoredWeight, read_operand, store
 
 __all__ = [
     "DTYPES",
+    "DirectSteps",
+    "StoredPart",
     "StoredRows",
     "StoredSharding",
     "StoredWeight",
     "check_storable",
     "check_swap",
+    "check_trainable",
+    "direct_steps",
+    "distribute",
+    "exponents_of",
+    "gradient_of",
     "is_stored",
+    "part_to_update",
     "plain_weight",
     "read_operand",
     "recipe_of_storage",
     "register_stored_sharding",
+    "scales_of",
+    "starts_of",
     "store",
     "store_weights",
     "stored_part",
     "weight_bytes",
+    "whole_amaxes",
     "whole_weight",
+    "write_values",
 ]

@@ -79,10 +79,27 @@ def check_storable(
         raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(found[:3])}{more}")
 
 
-def store_weights(layers: Mapping[str, Any]) -> None:
+def check_trainable(layers: Mapping[str, nn.Module]) -> None:
+    """Check that the weights of these layers that require a gradient are float32.
+
+    Raises:
+        ValueError: one is not; names the layer and what to do.
+    """
+    for name, layer in layers.items():
+        weight = layer.weight
+        if weight.requires_grad and weight.dtype != torch.float32:
+            raise ValueError(
+                f"the weight of {name} requires a gradient and is {weight.dtype}. A weight that is trained in 8 bits "
+                "counts as float32: call model.float() first, and compute in bfloat16 by torch.autocast or the "
+                "MixedPrecisionPolicy of FSDP2. For frozen weights use requires_grad_(False) or mode='inference'"
+            )
+
+
+def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
     """Replace the weight of each converted layer by a stored one, of the spec that its recipe reads for ``output``.
 
-    One layer at a time: the memory of a weight is free before the next one is quantized.
+    With ``freeze`` none requires a gradient; else each does as before. One layer at a time: the memory of a weight is
+    free before the next one is quantized.
 
     Raises:
         RuntimeError: it failed (out of memory) after some layers; these have plain weights again, which are rounded.
@@ -90,7 +107,8 @@ def store_weights(layers: Mapping[str, Any]) -> None:
     done: list[Any] = []
     for name, layer in layers.items():
         try:
-            _put(layer, _stored(layer, layer.weight, layer.recipe.output.rhs))
+            trained = layer.weight.requires_grad and not freeze
+            _put(layer, _stored(layer, layer.weight, layer.recipe.output.rhs), trained)
         except Exception as error:
             for each in done:
                 _give_back(each)
@@ -111,9 +129,9 @@ def _stored(layer: Any, values: Tensor, spec: QuantSpec) -> Tensor:
     return store(values, spec, isinstance(layer, Float8Conv1D))
 
 
-def _put(layer: Any, weight: Tensor) -> None:
-    """Give a layer another frozen weight."""
-    parameter = nn.Parameter(weight, requires_grad=False)
+def _put(layer: Any, weight: Tensor, requires_grad: bool) -> None:
+    """Give a layer another weight."""
+    parameter = nn.Parameter(weight, requires_grad)
     if is_distributed(weight):
         sharding().put(layer, parameter)
     else:
@@ -126,7 +144,8 @@ def _taken(layer: Any, parameter: nn.Parameter) -> nn.Parameter:
     alike = part is not None and is_distributed(parameter) == is_distributed(layer._parameters["weight"])
     if part is None or not alike or stored_part(parameter) is not None:
         return parameter
-    return nn.Parameter(_stored(layer, parameter.detach(), part.spec), requires_grad=False)
+    requires_grad = layer._parameters["weight"].requires_grad
+    return nn.Parameter(_stored(layer, parameter.detach(), part.spec), requires_grad)
 
 
 @contextmanager
@@ -170,7 +189,7 @@ def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mappi
         return
     if metadata.get("assign_to_params_buffers") or is_distributed(before):
         weight = _stored(layer, found.to(before.dtype), part.spec)
-        state[name] = nn.Parameter(weight, requires_grad=False)
+        state[name] = nn.Parameter(weight, before.requires_grad)
 
 
 def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:
@@ -183,12 +202,12 @@ def _give_back(layer: Any) -> Any:
     stored = layer.weight
     names = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
     hooks = {name: dict(getattr(layer, name)) for name in names}
-    _put(layer, plain_weight(stored))
+    _put(layer, plain_weight(stored.detach()), stored.requires_grad)
     for name, ours in zip(names, (_write_values, _read_values), strict=True):
         _refill(getattr(layer, name), _without_hooks(hooks[name], ours))
 
     def undo() -> None:
-        _put(layer, stored)
+        _put(layer, stored.detach(), stored.requires_grad)
         for name in names:
             _refill(getattr(layer, name), hooks[name])
 

@@ -232,7 +232,8 @@ class StoredRows(Tensor):
             return _OPERATIONS[func](first, *args[1:], **options)
         raise NotImplementedError(
             f"{func} does not work on a weight that is stored in 8 bits and sharded. Read its values from the "
-            "state_dict of the model, which has plain values; initialize it by reset_parameters of its layer"
+            "state_dict of the model, which has plain values; initialize it by reset_parameters of its layer; train it "
+            "by tritonfp8.optim.AdamW or tritonfp8.optim.with_masters"
         )
 
 
@@ -328,8 +329,8 @@ def _empty_like(rows: StoredRows, device: Any = None, **options: Any) -> StoredR
     return rows._like(rows.shape, device or rows.device, rows.total)
 
 
-def _zeros_like(rows: StoredRows, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
-    return torch.zeros(rows.shape, dtype=dtype or rows.dtype, device=device or rows.device)
+def _full_like(rows: StoredRows, value: Any, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+    return torch.full(rows.shape, value, dtype=dtype or rows.dtype, device=device or rows.device)
 
 
 def _operand(rows: StoredRows, spec: str, transposed: bool, grad_output: Tensor | None = None) -> Any:
@@ -350,14 +351,16 @@ _OPERATIONS: dict[Any, Any] = {
     aten.copy_.default: lambda rows, source, *others: rows._fill(source),
     aten.detach.default: _same,
     aten.empty_like.default: _empty_like,
+    aten.full_like.default: _full_like,
     aten.is_pinned.default: lambda rows, *others: rows._qdata.is_pinned(),
     aten.new_empty.default: _new_zeros,
     aten.new_zeros.default: _new_zeros,
+    aten.ones_like.default: lambda rows, **options: _full_like(rows, 1, **options),
     aten.slice.Tensor: _slice,
     aten.split.Tensor: lambda rows, size, dim=0: rows._split(size, dim),
     aten.view.default: _viewed,
     aten.view_as.default: lambda rows, other: _viewed(rows, other.shape),
-    aten.zeros_like.default: _zeros_like,
+    aten.zeros_like.default: lambda rows, **options: _full_like(rows, 0, **options),
     ops.weight_operand: _operand,
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -25,6 +25,11 @@ class StoredSharding(NamedTuple):
         whole: ``whole(weight)``, all of a stored DTensor: a stored weight, or a plain tensor of the values.
         reshard: ``reshard(layers)``, has FSDP2 drop what it gathered of their weights.
         put: ``put(layer, parameter)`` in place of the layer's weight, also where FSDP2 manages it.
+        place: ``place(weight)``, row and column of this rank's first element.
+        starts: ``starts(weight)``, the rows, and the columns, at which the parts of ranks begin.
+        local: ``local(x, weight)``, this rank's part of ``x``, cut as the weight is.
+        distribute: ``distribute(local, weight)``, a DTensor that lies as the weight does.
+        amaxes: :func:`tritonfp8.layers.stored.whole_amaxes`, called on all ranks together.
     """
 
     store: Callable[[nn.Module, Tensor, QuantSpec], Tensor]
@@ -33,6 +38,11 @@ class StoredSharding(NamedTuple):
     whole: Callable[[Tensor], Tensor]
     reshard: Callable[[Iterable[nn.Module]], None]
     put: Callable[[nn.Module, nn.Parameter], None]
+    place: Callable[[Tensor], tuple[int, int]]
+    starts: Callable[[Tensor], tuple[Sequence[int], Sequence[int]]]
+    local: Callable[[Tensor, Tensor], Tensor]
+    distribute: Callable[[Tensor, Tensor], Tensor]
+    amaxes: Callable[[Sequence[Tensor], Callable[[int], Tensor]], list[Tensor | None]]
 
 
 _registered: list[StoredSharding] = []

@@ -13,6 +13,7 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
+from tritonfp8.layers.stored.direct import is_direct, write_directly
 from tritonfp8.layers.stored.rows import DTYPES, OTHER, VALUES, StoredRows, raise_other_spec, read_values, rows_of
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
@@ -21,15 +22,16 @@ aten = torch.ops.aten
 
 
 class StoredWeight(Tensor):
-    """A frozen weight ``[N, K]`` that has codes and scales, and no copy in high precision.
+    """A weight ``[N, K]`` that has codes and scales, and no copy in high precision.
 
     Its dtype is the one that the layer computes in. Its values are ``code * scale``: scales are powers of two, so the
     values are exact in bfloat16 and float32. One copy serves all: ``output`` reads the codes as they are. For
     ``grad_input`` the transposed operand is quantized from the values, in the pass that reads it.
 
     These operations use the values, in a tensor that is freed afterwards: GEMMs outside of the layer, ``F.embedding``,
-    :meth:`dequantize`. A copy into it (``load_state_dict``) quantizes the source. ``clone``, ``detach`` and ``to``
-    give another stored weight. Any other operation raises NotImplementedError.
+    ``view(-1)``, :meth:`dequantize`. A copy into it (``load_state_dict``) quantizes the source. ``clone``, ``detach``
+    and ``to`` give another stored weight. If it requires a gradient, an operation of an optimizer that writes to it
+    rounds the new values. Any other operation raises NotImplementedError.
 
     Args:
         qdata: 8-bit ``[N, K]``, contiguous.
@@ -153,6 +155,9 @@ class StoredWeight(Tensor):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
                 return first._with(*first._both())
+            if func is aten.view.default and tuple(args[1]) in ((-1,), (first.numel(),)):
+                # DistributedDataParallel flattens the weights of rank 0 to send them, and copies them into the others.
+                return first.dequantize().reshape(-1)
             if func is aten.t.default or (func is aten.transpose.int and {d % 2 for d in args[1:]} == {0, 1}):
                 return first._turned()
             if func is aten.clone.default:
@@ -170,12 +175,16 @@ class StoredWeight(Tensor):
                 return first._fill(func(values, *args[1:], **options))
             if func in _FACTORIES:
                 given = {name: options[name] for name in ("dtype", "device") if options.get(name) is not None}
-                return _FACTORIES[func](first.shape, **{"dtype": first.dtype, "device": first.device, **given})
+                return _FACTORIES[func](
+                    first.shape, *args[1:], **{"dtype": first.dtype, "device": first.device, **given}
+                )
             if func is ops.weight_operand:
                 return first._operand(spec_of(args[1]), args[2])
             if func in _SHARDING:
                 # FSDP2 and DTensor make shards by these.
                 return func(first.as_rows(), *args[1:], **options)
+        if is_direct(cls, func, args, options):
+            return write_directly(cls, func, args, options)
         # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
         raise NotImplementedError(
             f"{func} does not work on a weight that is stored in 8 bits. Read its values by weight.dequantize(), or "
@@ -195,6 +204,7 @@ _INITIALIZATIONS = {
 _SHARDING = {aten.new_empty.default, aten.new_zeros.default, aten.split.Tensor}
 _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.empty_like.default: torch.empty,
+    aten.full_like.default: torch.full,
     aten.ones_like.default: torch.ones,
     aten.zeros_like.default: torch.zeros,
 }

@@ -1,0 +1,93 @@
+"""Weights that are trained in 8 bits, under DDP, FSDP2, HSDP and tensor parallelism: the bits of one rank."""
+
+import re
+
+import pytest
+import torch
+import trained_cases
+from cases import QUANTIZED
+
+pytestmark = pytest.mark.xdist_group("ranks")
+each_recipe = pytest.mark.parametrize("recipe", QUANTIZED)
+
+
+@each_recipe
+@pytest.mark.parametrize(("layout", "world"), [("fsdp2", 4), ("fsdp2_kept", 2), ("hsdp", 4), ("ddp", 2)])
+def test_the_bits_of_one_rank(ranks, layout, world, recipe):
+    assert all(ranks.run(world, trained_cases.compares, recipe=recipe, layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("blockwise", {"accumulate": 2}),
+        ("rowwise", {"recompute": "yes"}),
+        ("tensorwise", {"recompute": "selective"}),
+        ("mxfp8", {"moments": "fp8"}),
+        ("blockwise", {"moments": "fp8"}),
+        ("tensorwise", {"moments": "fp32"}),
+        ("blockwise", {"masters": True}),
+        ("rowwise", {"masters": True}),
+    ],
+)
+def test_option(ranks, recipe, options):
+    assert all(ranks.run(2, trained_cases.compares, recipe=recipe, layout="fsdp2", **options))
+
+
+@each_recipe
+@pytest.mark.parametrize(("layout", "world"), [("tp_fsdp2", 4), ("tp", 2)])
+def test_tensor_parallel(ranks, layout, world, recipe):
+    assert all(ranks.run(world, trained_cases.compares_steps, recipe=recipe, layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("moments", "message"),
+    [(None, "train it by tritonfp8.optim.AdamW or"), ("fp8", r"columns are sharded at 69, inside of a block: use mom")],
+)
+def test_refused(ranks, moments, message):
+    assert all(re.search(message, found) for found in ranks.run(2, trained_cases.stepped_by_torch, moments=moments))
+
+
+def test_recompute_gathers_as_often(ranks):
+    without, with_recompute = (ranks.run(2, trained_cases.gathers, recompute=how)[0] for how in (None, "yes"))
+    assert without == with_recompute
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"), [("rowwise", False), ("mxfp8", False), ("blockwise", True), ("tensorwise", True)]
+)
+def test_one_reduction_where_ranks_share_blocks(ranks, recipe, expected):
+    for found in ranks.run(2, trained_cases.reductions, recipe=recipe):
+        assert bool(found) == expected, found
+
+
+def equal(found, expected):
+    assert found.keys() == expected.keys()
+    return all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "moments", "source", "target"),
+    [
+        ("rowwise", "fp8", ("fsdp2", 4), ("single", 1)),
+        ("blockwise", "bf16", ("single", 1), ("fsdp2", 2)),
+        ("tensorwise", "fp32", ("hsdp", 4), ("fsdp2_kept", 2)),
+        ("mxfp8", "fp8", ("ddp", 2), ("fsdp2", 4)),
+    ],
+)
+def test_ten_and_ten_steps_on_another_mesh_are_twenty(ranks, tmp_path, recipe, moments, source, target):
+    options = {"folder": str(tmp_path / "state"), "recipe": recipe, "moments": moments, "steps": 10, "total": 20}
+    saved, wanted, losses = ranks.run(source[1], trained_cases.save, layout=source[0], **options)[0]
+    for loaded, found, after in ranks.run(target[1], trained_cases.load, layout=target[0], **options):
+        values = [{name: x for name, x in each.items() if "values" in name} for each in (loaded, saved)]
+        assert equal(*values)
+        assert equal(found, wanted)
+        assert torch.equal(torch.stack(after), torch.stack(losses))
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
+def test_through_high_precision_and_back(ranks, tmp_path, moments):
+    options = {"folder": str(tmp_path / "state"), "recipe": "blockwise", "moments": moments}
+    saved, _, _ = ranks.run(2, trained_cases.save, layout="fsdp2", steps=3, total=3, **options)[0]
+    for found in ranks.run(2, trained_cases.through_high_precision, layout="fsdp2", **options):
+        assert all(torch.equal(x, saved[name]) for name, x in found.items() if "values" in name)

@@ -1,0 +1,151 @@
+"""Optimizers of torch on weights that are stored in 8 bits: on float32 copies, and directly."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from trained_models import codes, data, plain_model, stored_model, train, values
+
+import tritonfp8
+from tritonfp8.layers.stored import direct, stored_part
+from tritonfp8.optim import AdamW, DirectSteps, direct_steps, with_masters
+from tritonfp8.testing import assert_bitwise_equal
+
+OPTIMIZERS = {
+    torch.optim.AdamW: {"lr": 1e-3},
+    torch.optim.SGD: {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    torch.optim.Adagrad: {"lr": 1e-2},
+}
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Counts of direct steps, of zero."""
+    steps = direct._Steps()
+    monkeypatch.setattr(direct, "_steps", steps)
+    return steps
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_masters_are_the_weights_of_high_precision(optimizer):
+    model, options = stored_model("blockwise"), OPTIMIZERS[optimizer]
+    reference = plain_model()
+    reference.load_state_dict(model.state_dict())
+    ours = with_masters(optimizer)(model.parameters(), **options)
+    theirs = optimizer(reference.parameters(), **options)
+    calls = []
+    ours.register_step_post_hook(lambda *args: calls.append(args))
+    for _ in range(4):
+        model(data()[0]).square().mean().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+    assert len(calls) == 4
+    assert isinstance(ours, optimizer)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        master = ours.state[p]["master"] if stored_part(p) is not None else p
+        assert torch.equal(master, q)
+        assert p.grad is None
+        if stored_part(p) is not None:
+            spacing = tritonfp8.dequantize(tritonfp8.quantize(q.detach(), stored_part(p).spec)) - q
+            assert (p.dequantize() - q).abs().le(spacing.abs() + 1e-12).all()
+
+
+def test_masters_resume():
+    once = stored_model("rowwise")
+    kind = with_masters(torch.optim.AdamW)
+    assert kind is with_masters(torch.optim.AdamW)
+    losses = train(once, kind(once.parameters(), lr=1e-3), 6)
+    model = stored_model("rowwise")
+    first = train(model, optimizer := kind(model.parameters(), lr=1e-3), 3)
+    for again, other in (copy.deepcopy((model, optimizer)), (stored_model("rowwise"), None)):
+        if other is None:
+            other = kind(again.parameters(), lr=1e-3)
+            again.load_state_dict(model.state_dict())
+            other.load_state_dict(optimizer.state_dict())
+        assert_bitwise_equal(first + train(again, other, 3), losses)
+        assert_bitwise_equal(list(values(again).values()), list(values(once).values()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: with_masters(torch.optim.LBFGS), "LBFGS"),
+        (lambda: with_masters("AdamW"), "an optimizer class, such as torch.optim.Adagrad; got 'AdamW'"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+DIRECT = {
+    "loop": (torch.optim.AdamW, {"lr": 0.1, "foreach": False}),
+    "foreach": (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
+    "fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 10.0, "momentum": 0.9, "weight_decay": 0.1}),
+    "sgd foreach": (torch.optim.SGD, {"lr": 10.0, "momentum": 0.9, "weight_decay": 0.1, "foreach": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_torch_steps_weights_directly_and_warns(name, counts):
+    optimizer, options = DIRECT[name]
+    model = stored_model("rowwise")
+    before = codes(model)
+    optimizer = optimizer(model.parameters(), **options)
+    with pytest.warns(UserWarning, match=r"at most \d+\.\d\d% of their codes changed.*with_masters"):
+        train(model, optimizer, 1)
+    share = direct_steps().share
+    changed = sum((a != b).sum().item() for a, b in zip(before, codes(model), strict=True))
+    assert changed / sum(x.numel() for x in before) > 0.2
+    assert share > 0.2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = train(model, optimizer, 5)
+    found = direct_steps()
+    assert (found.steps, found.unchanged) == (6, 0)
+    assert torch.stack(losses).isfinite().all()
+
+
+def test_one_operation_rounds_the_exact_step():
+    model = stored_model("rowwise")
+    weight = model[0].weight
+    expected = weight.dequantize().clone()
+    grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        weight.add_(grad, alpha=-0.1)
+    expected.add_(grad, alpha=-0.1)
+    rounded = tritonfp8.dequantize(tritonfp8.quantize(expected, stored_part(weight).spec))
+    assert_bitwise_equal([weight.dequantize()], [rounded])
+
+
+def test_steps_that_change_nothing_are_counted(counts):
+    model = stored_model("rowwise")
+    before = codes(model)
+    optimizer = torch.optim.SGD([model[0].weight, model[2].weight], lr=1e-12)
+    with pytest.warns(UserWarning, match=r"at most 0.00% of their codes changed"):
+        train(model, optimizer, 3)
+    assert direct_steps() == DirectSteps(steps=3, unchanged=3)
+    assert_bitwise_equal(codes(model), before)
+
+
+def test_ours_do_not_count(counts):
+    model = stored_model("rowwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, AdamW(model.parameters()), 2)
+        train(model, with_masters(torch.optim.SGD)(model.parameters(), lr=0.1), 2)
+    assert direct_steps() == DirectSteps()
+
+
+def test_frozen_weights_are_not_written_to():
+    layer = nn.Linear(64, 32)
+    tritonfp8.convert(layer, "rowwise", mode="inference")
+    with pytest.raises(NotImplementedError, match=r"add_.*stored in 8 bits"), torch.no_grad():
+        layer.weight.add_(1.0)
