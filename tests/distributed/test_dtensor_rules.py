@@ -16,6 +16,10 @@ def named(func, args):
     return dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
 
 
+LOCAL = {"adamw", "adamw_amax", "operand_figures"}
+"""Callers give them the shards of DTensors, and reduce the results where that is needed."""
+
+
 def test_every_op_has_a_rule():
     launched = {name for name, op in ops.OPS.items() if op.reference is not None}
     schemas = {name: getattr(ops, name)._schema for name in launched}
@@ -23,7 +27,8 @@ def test_every_op_has_a_rule():
         name for name, schema in schemas.items()
         if any(str(x.type) == "List[Tensor]" for x in (*schema.arguments, *schema.returns))
     }  # fmt: skip
-    assert set(RULES) == launched - lists
+    assert set(RULES) == launched - lists - LOCAL
+    assert launched >= LOCAL
 
 
 @pytest.mark.parametrize("name", RULES)
