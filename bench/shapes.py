@@ -58,7 +58,7 @@ _DEEPSEEK_V3 = {
     "expert gate + up": (4096, 7168),
     "expert down": (7168, 2048),
 }
-# Layers of other models. No entry of the tuned tables has one of these sizes: what is measured is the choice.
+# Layers of other models. The tuned tables have none of these sizes, so they measure how well a configuration is chosen.
 _UNTUNED = (
     (16384, 5120, 17408),
     (16384, 17408, 5120),

@@ -102,7 +102,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 listeners: list[_Listener] = []
-"""Those that count or log now: always the same list."""
+"""The open counts and logs. The list object never changes, so callers may keep it."""
 _logs: list[GemmLog] = []
 is_logging = False
 """Whether a :func:`log_gemms` block is open. Layers read it in each eager call, so it is a plain name."""

@@ -165,7 +165,7 @@ def test_threads_share_a_site(site):
 
 @pytest.mark.parametrize("name", PLANNABLE)
 def test_a_planner_has_the_names_of_the_schema(name):
-    """By which a site finds its arguments; those that the schema lacks are None in the calls of the op."""
+    """A site finds its arguments by name. A parameter that the schema lacks is None in the calls of the op."""
     tensors, others = direct._plannable[name].names()
     types = {a.name: str(a.real_type) for a in getattr(torch.ops.tritonfp8, name).default._schema.arguments}
     of_op = {kind: [n for n, t in types.items() if ("Tensor" in t) is kind] for kind in (True, False)}

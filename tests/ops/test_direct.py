@@ -30,7 +30,7 @@ def tensors(values):
 
 
 def called(code):
-    """The names of the ops whose functions the code calls, also those with a site, each of which it calls once."""
+    """The names of the ops whose functions the code calls, with a site or without. It calls each site once."""
     sites = AT_SITES.findall(code)
     assert all(len(re.findall(rf"\b{site}\(", code)) == 1 for site, _ in sites)
     return [name for _, name in sites] + CALLED.findall(code)

@@ -54,7 +54,7 @@ class _Repeat(NamedTuple):
     Attributes:
         run: repeats it.
         pick: gives the tensors among the arguments of a call.
-        absent: stands for the tensors that the call does not have, which follow those that it has.
+        absent: a None for each optional tensor that the call lacks. They follow its tensors.
         generation: how often plans had been dropped before this one was made.
         device: index of the current device of each call.
     """

@@ -25,7 +25,7 @@ def _nonfinite_share(finite: Tensor, whole: Tensor, elements: int) -> Tensor:
 
 
 def _outlier(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The ratio of the largest amax of a column to the median of those that are not zero, and that column."""
+    """The largest amax of a column over the median amax of the columns that are not zero; and that column."""
     columns = torch.linalg.vector_norm(values, math.inf, dim=1)
     median = columns.where(columns > 0, math.nan).nanmedian(1).values
     return (columns.amax(1) / median).nan_to_num(1.0), columns.argmax(1)
@@ -41,7 +41,7 @@ def operand_figures(
     low: Tensor | None = None,
     high: Tensor | None = None,
 ) -> Tensor:
-    """The figures of operands of one shape, of which all rows or some are measured.
+    """The figures of operands of one shape; all of their rows are measured, or some.
 
     Args:
         x: ``[operands, rows, K]``, the rows that are measured; bfloat16, float16, float32 or float64.

@@ -95,7 +95,7 @@ def is_direct(kind: type[Tensor], func: Any, args: Any, options: Any) -> bool:
 
 
 def write_directly(kind: type[Any], func: Any, args: Any, options: Any) -> Any:
-    """Call ``func`` on the values of stored weights, and round those that it writes."""
+    """Call ``func`` on the values of stored weights, and round the values that it writes."""
     values: dict[int, Tensor] = {}
 
     def read(x: Any) -> Tensor:
