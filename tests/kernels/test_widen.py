@@ -1,6 +1,7 @@
 """GEMMs of MX operands on devices without MX tensor cores: dequantized to bf16 by a kernel, multiplied by torch."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -129,6 +130,31 @@ def test_sums_are_not_reduced_in_bf16_and_the_setting_is_restored(monkeypatch):
     finally:
         settings.allow_bf16_reduced_precision_reduction = before
     assert seen == [False, False]
+
+
+def test_a_thread_does_not_restore_the_setting_under_another_one_s_gemm():
+    """Backward runs on threads of its own, one for each GPU."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = True
+    entered, seen = threading.Event(), []
+
+    def other():
+        with widened._sums_in_float32():
+            entered.set()
+            seen.append(settings.allow_bf16_reduced_precision_reduction)
+
+    thread = threading.Thread(target=other)
+    try:
+        with widened._sums_in_float32():
+            thread.start()
+            assert not entered.wait(0.2)
+            seen.append(settings.allow_bf16_reduced_precision_reduction)
+        thread.join()
+        assert seen == [False, False]
+        assert settings.allow_bf16_reduced_precision_reduction
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
 
 
 class TestChoice:

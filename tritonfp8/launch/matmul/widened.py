@@ -7,6 +7,7 @@ infinite, as in the float32 of the reference. torch's GEMM is cuBLAS, with float
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -78,24 +79,28 @@ def plan_epilogue(
     return []
 
 
+# The setting is the process's. Without a lock, one thread would restore it before another has started its GEMM.
+_setting = threading.Lock()
+
+
 @contextmanager
 def _sums_in_float32() -> Iterator[None]:
     """Keep cuBLAS from adding up the parts of a split K in bf16, which torch allows by default.
 
-    The setting is the process's. A GEMM that another thread starts meanwhile is at most more precise.
+    A GEMM of torch that another thread starts meanwhile is at most more precise.
     """
     settings = torch.backends.cuda.matmul
-    allowed = settings.allow_bf16_reduced_precision_reduction
-    if not allowed:
-        yield
-        return
-    # Newer versions of torch keep two settings under one name.
-    split = getattr(settings, "allow_bf16_reduced_precision_reduction_split_k", None)
-    settings.allow_bf16_reduced_precision_reduction = False if split is None else (False, split)
-    try:
-        yield
-    finally:
-        settings.allow_bf16_reduced_precision_reduction = allowed if split is None else (allowed, split)
+    with _setting:
+        allowed = settings.allow_bf16_reduced_precision_reduction
+        # Newer versions of torch keep two settings under one name.
+        split = getattr(settings, "allow_bf16_reduced_precision_reduction_split_k", None)
+        if allowed:
+            settings.allow_bf16_reduced_precision_reduction = False if split is None else (False, split)
+        try:
+            yield
+        finally:
+            if allowed:
+                settings.allow_bf16_reduced_precision_reduction = allowed if split is None else (allowed, split)
 
 
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
