@@ -5,7 +5,7 @@
 
 ``loss`` trains one model on the same batches three times: with float32 weights, which are quantized for each use; with
 stored weights that are rounded at random; and, as a control, with stored weights that are rounded to nearest.
-``speed`` times the step of one weight on the GPU alone, in a CUDA graph, and a copy of as many bytes.
+``speed`` times the step of several weights on the GPU alone, in a CUDA graph, and a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 MOMENTS = ("fp32", "bf16", "fp8")
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise")
 FASTEST_SHARE = 0.8
+# Learning rates and random keys of a step are computed for all its weights together: of one alone they take as long as
+# its kernel.
+WEIGHTS = 8
 ROUNDS, CALLS = 7, 20
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -138,24 +141,26 @@ def gpu_seconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def stepped_layer(shape: tuple[int, int], recipe: str, moments: str, device: str = "cuda") -> tuple[nn.Module, AdamW]:
-    """A layer whose weight has a gradient, and its optimizer after the first step."""
-    layer = nn.Linear(shape[1], shape[0], bias=False, device=device)
-    tritonfp8.convert(layer, recipe, weight_storage="quantized")
-    layer.weight.grad = torch.randn(shape, device=device)
-    optimizer = AdamW(layer.parameters(), moments=moments)
+def stepped_layers(shape: tuple[int, int], recipe: str, moments: str, device: str = "cuda") -> tuple[nn.Module, AdamW]:
+    """Layers whose weights have gradients, and their optimizer after the first step."""
+    layers = nn.Sequential(*(nn.Linear(shape[1], shape[0], bias=False, device=device) for _ in range(WEIGHTS)))
+    tritonfp8.convert(layers, recipe, weight_storage="quantized")
+    for weight in layers.parameters():
+        weight.grad = torch.randn(shape, device=device)
+    optimizer = AdamW(layers.parameters(), moments=moments)
     optimizer.step()
-    return layer, optimizer
+    return layers, optimizer
 
 
-def moved_bytes(layer: nn.Module, optimizer: AdamW) -> int:
-    """Bytes that a step must move: weight and state read and written, the gradient read."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    assert weight.grad is not None
-    part = stored_part(weight)
-    assert part is not None
-    return weight.grad.nbytes + 2 * (part.nbytes + sum(x.nbytes for x in optimizer.state[weight].values()))
+def moved_bytes(layers: nn.Module, optimizer: AdamW) -> int:
+    """Bytes that a step must move: weights and state read and written, the gradients read."""
+    moved = 0
+    for weight in layers.parameters():
+        part = stored_part(weight)
+        assert weight.grad is not None
+        assert part is not None
+        moved += weight.grad.nbytes + 2 * (part.nbytes + sum(x.nbytes for x in optimizer.state[weight].values()))
+    return moved
 
 
 @app.command("speed")
@@ -165,13 +170,13 @@ def compare_speed(out: Annotated[Path | None, typer.Option(help="folder of the d
     for shape in SHAPES:
         for recipe in RECIPES:
             for moments in MOMENTS:
-                layer, optimizer = stepped_layer(shape, recipe, moments)
-                moved = moved_bytes(layer, optimizer)
+                layers, optimizer = stepped_layers(shape, recipe, moments)
+                moved = moved_bytes(layers, optimizer)
                 source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
                 target = torch.empty_like(source)
                 step, copy = gpu_seconds(optimizer.step), gpu_seconds(lambda a=source, b=target: b.copy_(a))
-                row = {"shape": shape, "recipe": recipe, "moments": moments, "bytes": moved, "step": step, "copy": copy}
-                rows.append({**row, "share": copy / step})
+                row = {"shape": shape, "recipe": recipe, "moments": moments, "weights": WEIGHTS, "bytes": moved}
+                rows.append({**row, "step": step, "copy": copy, "share": copy / step})
                 print(f"{shape!s:14} {recipe:10} {moments} {moved / step / 1e12:.2f} TB/s, {copy / step:.2f} of a copy")
     one_pass = [row["share"] for row in rows if row["recipe"] != "tensorwise"]
     write_results(

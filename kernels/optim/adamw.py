@@ -1,9 +1,8 @@
 """AdamW on a weight that is stored in 8 bits: one pass over codes, gradient and moments.
 
-If a program can have the amaxes of whole scale blocks, one launch does everything (``MODE == STEP``). Else one launch
-finds the amaxes (``AMAX``), and another steps and rounds by them (``GIVEN``): its programs share scales, so the host
-writes these afterwards. Tiles begin where blocks of the whole weight do, also if this rank has only a part of the first
-block.
+If a program can have whole scale blocks, one launch does everything (``adamw_blocks_kernel``). Else one launch finds
+the amaxes (``AMAX``), and another steps and rounds by them (``GIVEN``): its programs share scales, so the host writes
+these afterwards. Tiles begin where blocks of the whole weight do, also if this rank has only a part of the first block.
 """
 
 import triton
@@ -21,13 +20,13 @@ from tritonfp8.kernels.numerics import (
 )
 from tritonfp8.kernels.pdl import begin
 
-STEP: tl.constexpr = tl.constexpr(0)
-AMAX: tl.constexpr = tl.constexpr(1)
-GIVEN: tl.constexpr = tl.constexpr(2)
+AMAX: tl.constexpr = tl.constexpr(0)
+GIVEN: tl.constexpr = tl.constexpr(1)
 RANDOM_BITS: tl.constexpr = tl.constexpr(20)
 FIRST: tl.constexpr = tl.constexpr(0x7FEB352D)
 SECOND: tl.constexpr = tl.constexpr(0x846CA68B)
 THIRD: tl.constexpr = tl.constexpr(0x9E3779B1)
+QUIET_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 # Of 8-bit moments: e4m3, 1x128.
 MOMENT_COLS: tl.constexpr = tl.constexpr(128)
 MOMENT_QMAX: tl.constexpr = tl.constexpr(448.0)
@@ -43,31 +42,32 @@ def _hash32(x):
 
 
 @triton.jit
-def _random_bits(keys_ptr, rows, cols):
-    """Three random numbers of RANDOM_BITS bits for each element; the hash of ``reference.optimizer.random_bits``."""
+def _random_words(keys_ptr, rows, cols, OF_MOMENTS: tl.constexpr):
+    """``reference.optimizer.random_words``: those of codes, or those of moments."""
     first = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
     second = tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True)
     rows, cols = rows.to(tl.uint32)[:, None], cols.to(tl.uint32)[None, :]
-    x = cols ^ _hash32(rows ^ first)
+    before = _hash32(rows ^ first)
+    if OF_MOMENTS:
+        before = _hash32(before ^ tl.full((), THIRD, tl.uint32))
+    x = cols ^ before
     x = (x ^ (x >> 16)) * tl.full((), FIRST, tl.uint32)
     x = ((x ^ (x >> 15)) + _hash32(rows + second)) * tl.full((), SECOND, tl.uint32)
-    x = x ^ (x >> 16)
-    y = x * tl.full((), THIRD, tl.uint32)
-    y = y ^ (y >> 15)
-    return x >> 12, y >> 12, ((x & 0xFFF) << 8) | (y & 0xFF)
+    return x ^ (x >> 16)
 
 
 @triton.jit
 def _round_to_code(x, bits, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, STOCHASTIC: tl.constexpr):
     """``reference.optimizer.round_to_code``: the value, still in float32."""
-    magnitude = magnitude_bits(x)
-    exponent = tl.maximum(magnitude >> 23, EMIN + 127) - MANTISSA_BITS
-    spacing = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    threshold = bits.to(tl.float32) * 2.0**-RANDOM_BITS if STOCHASTIC else 0.5
-    rounded = tl.floor(magnitude.to(tl.float32, bitcast=True) * inverse + threshold) * spacing
-    # Triton negates by a subtraction from zero, which has no negative zero.
-    sign = tl.where(x < 0, ~MAGNITUDE_MASK, 0)
+    LOST: tl.constexpr = 23 - MANTISSA_BITS
+    LEAST: tl.constexpr = 2.0**EMIN
+    magnitude = magnitude_bits(x).to(tl.float32, bitcast=True)
+    shift = tl.where(magnitude < LEAST, LEAST, 0.0)
+    pattern = tl.minimum((magnitude + shift).to(tl.int32, bitcast=True), QUIET_NAN)
+    UNIT: tl.constexpr = 2**LOST
+    added = bits.to(tl.int32) * (UNIT // 2**RANDOM_BITS) if STOCHASTIC else UNIT // 2
+    rounded = ((pattern + added) & -UNIT).to(tl.float32, bitcast=True) - shift
+    sign = x.to(tl.int32, bitcast=True) & ~MAGNITUDE_MASK
     return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
@@ -197,22 +197,40 @@ def _step(
 
 
 @triton.jit
-def _write(
-    p, m, v, enc, q_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
-    R: tl.constexpr, C: tl.constexpr, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Round and store weight and moments of a tile."""
-    at, mask, scale_at, scale_mask = _places(row, col, M, K, TILE_M, TILE_N)
+def _words_of_tile(keys_ptr, row, col, above_all, left_of_all, OF_MOMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
+                   TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """A random word for each element of a tile, if rounding needs any."""
     if STOCHASTIC:
         rows, cols = above_all + row + tl.arange(0, TILE_M), left_of_all + col + tl.arange(0, TILE_N)
-        bits_p, bits_m, bits_v = _random_bits(keys_ptr, rows, cols)
+        return _random_words(keys_ptr, rows, cols, OF_MOMENTS)
     else:
-        bits_p, bits_m, bits_v = 0, 0, 0
-    rounded = _round_to_code(scale_blocks(p, enc, R, C), bits_p, MANTISSA_BITS, EMIN, STOCHASTIC)
-    tl.store(q_ptr + at, rounded.to(q_ptr.dtype.element_ty), mask=mask)
+        return 0
+
+
+@triton.jit
+def _write_moments(
+    m, v, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
+    SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Round and store the moments of a tile."""
+    at, mask, scale_at, scale_mask = _places(row, col, M, K, TILE_M, TILE_N)
+    words = _words_of_tile(keys_ptr, row, col, above_all, left_of_all, True, STOCHASTIC, TILE_M, TILE_N)
+    bits_m, bits_v = words >> (32 - RANDOM_BITS), (words & 0xFFFF) << (RANDOM_BITS - 16)
     _write_moment(m, bits_m, m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, SCALED, False, STOCHASTIC)
     _write_moment(v, bits_v, v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, SCALED, True, STOCHASTIC)
+
+
+@triton.jit
+def _write_codes(
+    p, enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R: tl.constexpr, C: tl.constexpr, MANTISSA_BITS: tl.constexpr,
+    EMIN: tl.constexpr, STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Round and store the weight of a tile."""
+    at, mask, _, _ = _places(row, col, M, K, TILE_M, TILE_N)
+    words = _words_of_tile(keys_ptr, row, col, above_all, left_of_all, False, STOCHASTIC, TILE_M, TILE_N)
+    bits = words >> (32 - RANDOM_BITS)
+    rounded = _round_to_code(scale_blocks(p, enc, R, C), bits, MANTISSA_BITS, EMIN, STOCHASTIC)
+    tl.store(q_ptr + at, rounded.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -234,7 +252,7 @@ def adamw_kernel(
     MODE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program: STEP, AMAX or GIVEN.
+    """A tile a program: AMAX or GIVEN.
 
     ``above_all`` and ``left_of_all`` are row and column of the first element in the whole weight, ``above`` and
     ``left`` in its block. The other arguments are those of ``reference.adamw``.
@@ -259,66 +277,64 @@ def adamw_kernel(
     if MODE == AMAX:
         tl.atomic_max(amax_ptr + grid_at, block_amax(magnitude_bits(p), R, C), mask=in_grid, sem="relaxed")
     else:
-        if MODE == GIVEN:
-            bits = tl.load(amax_ptr + grid_at, mask=in_grid, other=0) & MAGNITUDE_MASK
-        else:
-            bits = block_amax(magnitude_bits(p), R, C)
-        enc, scale = _encode(bits, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
-        _write(
-            p, m, v, enc, q_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all,
-            M, K, R, C, MANTISSA_BITS, EMIN, SCALED, STOCHASTIC, TILE_M, TILE_N,
+        given = tl.load(amax_ptr + grid_at, mask=in_grid, other=0) & MAGNITUDE_MASK
+        enc, _ = _encode(given, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+        _write_codes(
+            p, enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R, C, MANTISSA_BITS, EMIN, STOCHASTIC,
+            TILE_M, TILE_N,
         )  # fmt: skip
-        if MODE == STEP:
-            _write_scale(scale, scale_ptr, row, col, M, K, stride_sr, stride_sc, R, C, S_ROWS, S_COLS)
+        _write_moments(
+            m, v, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
+            SCALED, STOCHASTIC, TILE_M, TILE_N,
+        )  # fmt: skip
 
 
 @triton.jit
-def adamw_twice_kernel(
-    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, keys_ptr, amax_ptr,
-    M, K, above_all, left_of_all, above, left, stride_sr, stride_sc, grid_cols,
+def adamw_blocks_kernel(
+    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, keys_ptr,
+    M, K, above_all, left_of_all, stride_sr, stride_sc,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
     S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MODE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DOWN: tl.constexpr, RIGHT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """STEP for blocks that are larger than a tile: 128x128, and long rows. A program has a block, or TILE_M rows.
+    """The whole step: a program has whole scale blocks, as DOWN x RIGHT tiles.
 
-    It reads its tiles twice, the second time from the cache: registers do not hold so many elements.
+    It works on one tile after another and keeps only their weights until it knows their scale: registers do not hold
+    the moments of so many elements.
     """
     begin(DEPENDENT)
-    R: tl.constexpr = 1 if ROWS == 1 else TILE_M
-    if COLS == -1:
-        row = tl.program_id(0) * TILE_M
-        col = row * 0
-        down, right = 0, TILE_N
-        tiles = tl.cdiv(K, TILE_N)
-    else:
-        blocks_n = tl.cdiv(K, COLS)
-        row, col = tl.program_id(0) // blocks_n * ROWS, tl.program_id(0) % blocks_n * COLS
-        down, right = TILE_M, 0
-        tiles = tl.cdiv(tl.minimum(ROWS, M - row), TILE_M)
-    bits = tl.zeros((TILE_M // R, 1), tl.int32)
-    for i in range(tiles):
-        p, _, _ = _step(
-            q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row + i * down,
-            col + i * right, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
-        )  # fmt: skip
-        bits = tl.maximum(bits, block_amax(magnitude_bits(p), R, TILE_N))
-    enc, scale = _encode(bits, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
-    for i in range(tiles):
+    R: tl.constexpr = TILE_M if ROWS > TILE_M else ROWS
+    C: tl.constexpr = TILE_N if COLS == -1 or COLS > TILE_N else COLS
+    across = tl.cdiv(K, RIGHT * TILE_N)
+    first_row = tl.program_id(0) // across * (DOWN * TILE_M)
+    first_col = tl.program_id(0) % across * (RIGHT * TILE_N)
+    weights = ()
+    amax = tl.zeros((TILE_M // R, TILE_N // C), tl.int32)
+    for i in tl.static_range(DOWN * RIGHT):
+        row, col = first_row + i // RIGHT * TILE_M, first_col + i % RIGHT * TILE_N
         p, m, v = _step(
-            q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row + i * down,
-            col + i * right, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
+            q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row, col, M, K,
+            stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
         )  # fmt: skip
-        _write(
-            p, m, v, enc, q_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row + i * down, col + i * right,
-            above_all, left_of_all, M, K, R, TILE_N, MANTISSA_BITS, EMIN, SCALED, STOCHASTIC, TILE_M, TILE_N,
+        _write_moments(
+            m, v, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
+            SCALED, STOCHASTIC, TILE_M, TILE_N,
+        )  # fmt: skip
+        amax = tl.maximum(amax, block_amax(magnitude_bits(p), R, C))
+        weights = weights + (p,)
+    enc, scale = _encode(amax, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+    for i in tl.static_range(DOWN * RIGHT):
+        row, col = first_row + i // RIGHT * TILE_M, first_col + i % RIGHT * TILE_N
+        _write_codes(
+            weights[i], enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R, C, MANTISSA_BITS, EMIN,
+            STOCHASTIC, TILE_M, TILE_N,
         )  # fmt: skip
     # All threads have read the scales before some overwrite them.
     tl.debug_barrier()
     # Where each row has exponents of its own, those of a block are written for each of its rows.
-    for i in range(1 if COLS == -1 else tiles):
+    for i in tl.static_range(DOWN):
         _write_scale(
-            scale, scale_ptr, row + i * down, col, M, K, stride_sr, stride_sc, R, TILE_N, S_ROWS, S_COLS
+            scale, scale_ptr, first_row + i * TILE_M, first_col, M, K, stride_sr, stride_sc, R, C, S_ROWS, S_COLS
         )  # fmt: skip

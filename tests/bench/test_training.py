@@ -140,6 +140,6 @@ def test_losses_of_stored_weights(tmp_path, monkeypatch):
 
 
 def test_bytes_of_a_step_of_stored_weights():
-    layer, optimizer = stored.stepped_layer((256, 512), "rowwise", "fp8", "cpu")
-    moved = stored.moved_bytes(layer, optimizer)
+    layers, optimizer = stored.stepped_layers((256, 512), "rowwise", "fp8", "cpu")
+    moved = stored.moved_bytes(layers, optimizer) / stored.WEIGHTS
     assert 256 * 512 * (4 + 2 * 3) < moved < 1.02 * 256 * 512 * (4 + 2 * 3)

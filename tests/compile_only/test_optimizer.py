@@ -50,7 +50,7 @@ def test_step(monkeypatch, block, kind, cc):
         assert "fma" not in report.ptx
 
 
-@pytest.mark.parametrize("k", [64, 2048, 8192, 16384, 32768])
+@pytest.mark.parametrize("k", [64, 2048, 8192, 16384, 28672, 32768])
 def test_rows(monkeypatch, k):
     for report in reports(monkeypatch, 90, ROWWISE, "fp32", k=k, grad=torch.float32):
         assert report.spill_bytes == 0, report.log

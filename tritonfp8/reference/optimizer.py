@@ -31,6 +31,8 @@ RANDOM_BITS = 20
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x9E3779B1)
 """Of the hash: the first two are those of C. Wellons' ``lowbias32``, the third is 2^32 over the golden ratio."""
 _WORD = 0xFFFFFFFF
+# An addition to the largest pattern of a NaN would make it a negative number.
+_QUIET_NAN = 0x7FC00000
 
 
 def hash32(x: Tensor) -> Tensor:
@@ -57,8 +59,8 @@ def rounding_keys(seed: int, steps: Tensor, weights: Tensor) -> Tensor:
     return torch.stack([key, hash32(key ^ MULTIPLIERS[2])], 1).to(torch.int32)
 
 
-def random_bits(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Three random numbers of :data:`RANDOM_BITS` bits for each element, int64.
+def random_words(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Two random words of 32 bits for each element, int64: for its code, and for its moments.
 
     Args:
         keys: int32 ``[2]``, of :func:`rounding_keys`.
@@ -69,14 +71,24 @@ def random_bits(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tup
     first, second = (keys.long() & _WORD)[:2].unbind()
     rows = torch.arange(place[0], place[0] + n, device=device)[:, None] & _WORD
     cols = torch.arange(place[1], place[1] + k, device=device)[None, :] & _WORD
-    before, between = hash32(rows ^ first), hash32((rows + second) & _WORD)
-    x = cols ^ before
-    x = (x ^ (x >> 16)) * MULTIPLIERS[0] & _WORD
-    x = ((x ^ (x >> 15)) + between & _WORD) * MULTIPLIERS[1] & _WORD
-    x = x ^ (x >> 16)
-    y = x * MULTIPLIERS[2] & _WORD
-    y = y ^ (y >> 15)
-    return x >> 12, y >> 12, (x & 0xFFF) << 8 | (y & 0xFF)
+    of_codes, between = hash32(rows ^ first), hash32((rows + second) & _WORD)
+
+    def words(before: Tensor) -> Tensor:
+        x = cols ^ before
+        x = (x ^ (x >> 16)) * MULTIPLIERS[0] & _WORD
+        x = ((x ^ (x >> 15)) + between & _WORD) * MULTIPLIERS[1] & _WORD
+        return x ^ (x >> 16)
+
+    return words(of_codes), words(hash32(of_codes ^ MULTIPLIERS[2]))
+
+
+def random_bits(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Random numbers of :data:`RANDOM_BITS` bits that round code, first and second moment of each element, int64.
+
+    The last bits of the third one are zero: one word serves both moments. See :func:`random_words`.
+    """
+    code, moments = random_words(keys, shape, place)
+    return code >> 32 - RANDOM_BITS, moments >> 32 - RANDOM_BITS, (moments & 0xFFFF) << RANDOM_BITS - 16
 
 
 def round_to_code(x: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
@@ -85,12 +97,14 @@ def round_to_code(x: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
     Without ``bits`` to the nearest one, a tie away from zero; else up with a probability that is the distance from the
     lower one over their spacing.
     """
+    lost, least = 23 - fmt.mantissa_bits, 2.0**fmt.emin
+    # From ``least`` on, the bits of a float32 that its code lacks are the last ones; so are they of ``least + x``.
     magnitude = x.abs()
-    exponent = (magnitude.view(torch.int32) >> 23).clamp(min=fmt.emin + 127) - fmt.mantissa_bits
-    spacing, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
-    threshold = 0.5 if bits is None else bits.float() * 2.0**-RANDOM_BITS
-    rounded = (magnitude * inverse + threshold).floor() * spacing
-    return torch.where(x < 0, -rounded, rounded)
+    shift = torch.where(magnitude < least, least, 0.0)
+    pattern = (magnitude + shift).view(torch.int32).clamp(max=_QUIET_NAN)
+    added = 1 << (lost - 1) if bits is None else bits.to(torch.int32) << (lost - RANDOM_BITS)
+    rounded = (pattern + added & -(1 << lost)).view(torch.float32) - shift
+    return rounded.copysign(x)
 
 
 def round_to_bfloat16(x: Tensor, bits: Tensor | None) -> Tensor:

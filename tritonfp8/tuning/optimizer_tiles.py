@@ -6,29 +6,48 @@ three numbers each.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 
 from tritonfp8.specs import BLOCK_128X128, ROWWISE, TENSORWISE
 from tritonfp8.tuning.cast_tiles import BlockShape, CastTile
 
-ELEMENTS = 2048
 ELEMENTS_A_WARP = 256
 MIN_COLUMNS = 128
-# A longer row does not fit in the registers of a program.
-MAX_COLUMNS = 4096
+# Warps of a program, and its most tiles: a thread keeps eight weights of each, and more do not fit in its registers.
+WARPS, MAX_TILES = 8, 8
+OF_LONG_ROWS = ((WARPS, MAX_TILES), (16, 7))
 
 
-def _tile(n: int) -> CastTile:
-    elements = max(ELEMENTS, n)
-    return CastTile(elements // n, n, elements // ELEMENTS_A_WARP)
+class Blocks(NamedTuple):
+    """The part of a weight that one program has: whole scale blocks, as ``down x right`` tiles."""
+
+    tile: CastTile
+    down: int
+    right: int
+
+    def programs(self, m: int, k: int) -> int:
+        """Programs for a weight ``[m, k]``."""
+        return -(-m // (self.down * self.tile.m)) * -(-k // (self.right * self.tile.n))
 
 
-def of_blocks(block: BlockShape, k: int) -> CastTile | None:
-    """The tile that has whole blocks of a weight of ``k`` columns, if the first one begins with the weight; or None."""
+def _tile(n: int, warps: int = WARPS) -> CastTile:
+    return CastTile(ELEMENTS_A_WARP * warps // n, n, warps)
+
+
+def of_blocks(block: BlockShape, k: int) -> Blocks | None:
+    """The part of a program if it has whole blocks of a weight of ``k`` columns; None if no program can."""
     if block == ROWWISE:
-        n = max(MIN_COLUMNS, triton.next_power_of_2(k))
-        return _tile(n) if n <= MAX_COLUMNS else None
-    return _tile(MIN_COLUMNS) if block not in (TENSORWISE, BLOCK_128X128) else None
+        for warps, tiles in OF_LONG_ROWS:
+            n = min(max(MIN_COLUMNS, triton.next_power_of_2(k)), ELEMENTS_A_WARP * warps)
+            if k <= tiles * n:
+                return Blocks(_tile(n, warps), 1, -(-k // n))
+        return None
+    if block == BLOCK_128X128:
+        tile = _tile(block[1])
+        return Blocks(tile, block[0] // tile.m, 1)
+    return None if block == TENSORWISE else Blocks(_tile(MIN_COLUMNS), 1, 1)
 
 
 def of_parts(block: BlockShape) -> CastTile:
