@@ -222,8 +222,9 @@ def _write_moments(
 
 @triton.jit
 def _write_codes(
-    p, enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R: tl.constexpr, C: tl.constexpr, MANTISSA_BITS: tl.constexpr,
-    EMIN: tl.constexpr, STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    p, enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R: tl.constexpr, C: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Round and store the weight of a tile."""
     at, mask, _, _ = _places(row, col, M, K, TILE_M, TILE_N)
@@ -323,7 +324,7 @@ def adamw_blocks_kernel(
             SCALED, STOCHASTIC, TILE_M, TILE_N,
         )  # fmt: skip
         amax = tl.maximum(amax, block_amax(magnitude_bits(p), R, C))
-        weights = weights + (p,)
+        weights += (p,)
     enc, scale = _encode(amax, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
     for i in tl.static_range(DOWN * RIGHT):
         row, col = first_row + i // RIGHT * TILE_M, first_col + i % RIGHT * TILE_N

@@ -12,7 +12,7 @@ from tritonfp8.kernels.optim import adamw as kernels
 from tritonfp8.launch.kernel_cache import run
 from tritonfp8.launch.plan import kernel_constants
 from tritonfp8.reference import write_scales
-from tritonfp8.specs import TENSORWISE, amax_shape, spec_of
+from tritonfp8.specs import amax_shape, spec_of
 from tritonfp8.tuning import CastTile, optimizer_tiles
 
 AMAX, GIVEN = range(2)

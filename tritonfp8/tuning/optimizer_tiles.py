@@ -15,9 +15,11 @@ from tritonfp8.tuning.cast_tiles import BlockShape, CastTile
 
 ELEMENTS_A_WARP = 256
 MIN_COLUMNS = 128
-# Warps of a program, and its most tiles: a thread keeps eight weights of each, and more do not fit in its registers.
-WARPS, MAX_TILES = 8, 8
-OF_LONG_ROWS = ((WARPS, MAX_TILES), (16, 7))
+WARPS = 8
+# Of a program with so many tiles that all of its weights need the registers of twice as many threads.
+MANY_WARPS = 16
+# The most tiles of a program by its warps: a thread keeps eight weights of each.
+OF_LONG_ROWS = ((WARPS, 2), (MANY_WARPS, 7))
 
 
 class Blocks(NamedTuple):
@@ -45,7 +47,7 @@ def of_blocks(block: BlockShape, k: int) -> Blocks | None:
                 return Blocks(_tile(n, warps), 1, -(-k // n))
         return None
     if block == BLOCK_128X128:
-        tile = _tile(block[1])
+        tile = _tile(block[1], MANY_WARPS)
         return Blocks(tile, block[0] // tile.m, 1)
     return None if block == TENSORWISE else Blocks(_tile(MIN_COLUMNS), 1, 1)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonfp8.specs import QuantSpec
-from tritonfp8.workflow.health.statistics import measure_all, some_rows, whole_amax
+from tritonfp8.workflow.health.statistics import measure_all, some_rows, view_of_rows, whole_amax, whole_amaxes
 
 Key = tuple[str, str]
 """A layer and an operand."""
@@ -67,6 +68,23 @@ class Groups:
         group.amaxes.append(whole_amax(x))
         if group.is_full:
             self._measure(kind)
+
+    @torch.no_grad()
+    def measure_now(self, operands: Iterable[tuple[Key, Tensor, QuantSpec | None]]) -> None:
+        """Add operands that nobody overwrites meanwhile: two launches less for each."""
+        by_kind: dict[Kind, list[tuple[Key, Tensor]]] = {}
+        for key, x, spec in operands:
+            self._figures[key] = None
+            by_kind.setdefault(Kind(x.shape, x.dtype, x.device, spec), []).append((key, x))
+        for kind, found in by_kind.items():
+            views = [view_of_rows(x, self._rows) for _, x in found]
+            at_once = max(1, GROUP_BYTES // views[0].nbytes)
+            amaxes = whole_amaxes([x for _, x in found])
+            for i in range(0, len(found), at_once):
+                parts = torch.stack(views[i : i + at_once]).view(-1, views[0].numel() // kind.shape[1], kind.shape[1])
+                figures = measure_all(parts, amaxes[i : i + at_once], kind.shape.numel(), kind.spec)
+                keys = [key for key, _ in found[i : i + at_once]]
+                self._figures.update(zip(keys, figures.unbind(), strict=True))
 
     def add_equal(self, key: Key, other: Key) -> None:
         """Add an operand that is the tensor of ``other``, quantized alike: it is measured once."""

@@ -48,6 +48,16 @@ def input_of(layer_input: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor
     return x if isinstance(x, Tensor) else None
 
 
+def _matrix_of(layer: Float8Linear | Float8Conv1D) -> Tensor:
+    weight = local_matrix(layer.weight)
+    return weight.t() if isinstance(layer, Float8Conv1D) else weight
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether there is anything to measure: an expert without tokens has an empty input."""
+    return x.numel() > 0 and not x.is_meta
+
+
 class _Seen(NamedTuple):
     """The last input that was measured. Layers that read one tensor, such as q, k and v, have equal figures."""
 
@@ -84,10 +94,14 @@ class Observer:
         self.groups, self.has_run, self._seen = Groups(self._rows), False, None
         with ExitStack() as stack:
             stack.enter_context(eager())
-            for name, layer in layer_names(self._model).items():
+            layers = layer_names(self._model)
+            for name, layer in layers.items():
                 stack.callback(self._hook(name, layer).remove)
-                weight = local_matrix(layer.weight)
-                self._note(name, "weight", weight.t() if isinstance(layer, Float8Conv1D) else weight, layer.recipe)
+            self.groups.measure_now(
+                ((name, "weight"), weight, spec_of_operand(layer.recipe, "weight"))
+                for name, layer in layers.items()
+                if _has_values(weight := _matrix_of(layer))
+            )
             self._stack = stack.pop_all()
 
     def stop(self) -> dict[Key, Tensor]:
@@ -98,8 +112,7 @@ class Observer:
 
     def _note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> bool:
         """Add an operand; returns whether it is measured."""
-        # An expert without tokens has an empty input; weights on the meta device have no values.
-        if (name, operand) in self.groups or not x.numel() or x.is_meta:
+        if (name, operand) in self.groups or not _has_values(x):
             return False
         self.groups.add((name, operand), x, spec_of_operand(recipe, operand))
         return True

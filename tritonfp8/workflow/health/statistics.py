@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,18 +42,22 @@ def local_matrix(x: Tensor) -> Tensor:
 
 
 def some_rows(x: Tensor, rows: int) -> Tensor:
-    """At most ``rows`` rows of ``x [M, K]``, or 128 if that is more: runs of 128, evenly spread. A copy, ``[rows, K]``.
+    """:func:`view_of_rows` as a copy, ``[rows, K]``.
 
-    The copy is one launch: the runs are a strided view, and not an index, which the host would have to send.
+    It is one launch: the runs are a strided view, and not an index, which the host would have to send.
     """
+    return view_of_rows(x, rows).clone(memory_format=torch.contiguous_format).view(-1, x.shape[1])
+
+
+def view_of_rows(x: Tensor, rows: int) -> Tensor:
+    """At most ``rows`` rows of ``x [M, K]``, or 128 if that is more: ``[runs, rows of a run, K]``, evenly spread."""
     if x.shape[0] <= max(rows, RUN):
-        return x.clone()
+        return x[None]
     all_runs = x.shape[0] // RUN
     step = -(-all_runs // max(rows // RUN, 1))
     runs = -(-all_runs // step)
     row, column = x.stride()
-    view = x.as_strided((runs, RUN, x.shape[1]), (step * RUN * row, row, column))
-    return view.clone(memory_format=torch.contiguous_format).view(-1, x.shape[1])
+    return x.as_strided((runs, RUN, x.shape[1]), (step * RUN * row, row, column))
 
 
 def measure(x: Tensor, spec: QuantSpec | None, rows: int) -> Tensor:
@@ -75,6 +80,13 @@ def whole_amax(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, math.inf).float()
     # Torch's own: on the host, one launch of it takes a third of the time of a call of ours.
     return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+
+
+def whole_amaxes(tensors: Sequence[Tensor]) -> Tensor:
+    """:func:`whole_amax` of each, as one tensor."""
+    if tensors[0].dtype == torch.float64:
+        return torch.stack([whole_amax(x) for x in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf, dtype=torch.float32))
 
 
 @torch.no_grad()
