@@ -7,6 +7,7 @@ from compile_target import compile_launch, note_launches
 from tritonfp8 import QuantSpec
 from tritonfp8.launch import optimizer
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, empty_scale, scale_shape
+from tritonfp8.tuning import optimizer_tiles
 
 BLOCKS = (TENSORWISE, ROWWISE, BLOCK_1X128, BLOCK_128X128, BLOCK_1X32)
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -54,6 +55,13 @@ def test_step(monkeypatch, block, kind, cc):
 def test_rows(monkeypatch, k):
     for report in reports(monkeypatch, 90, ROWWISE, "fp32", k=k, grad=torch.float32):
         assert report.spill_bytes == 0, report.log
+
+
+def test_a_long_row_keeps_no_more_than_its_weights_in_local_memory(monkeypatch):
+    k = 14336
+    (report,) = reports(monkeypatch, 90, ROWWISE, "fp8", k=k)
+    stored_and_loaded = 2 * 4
+    assert report.spill_bytes <= stored_and_loaded * k // (32 * optimizer_tiles.WARPS)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -16,10 +16,12 @@ from tritonfp8.tuning.cast_tiles import BlockShape, CastTile
 ELEMENTS_A_WARP = 256
 MIN_COLUMNS = 128
 WARPS = 8
-# Of a program with so many tiles that all of its weights need the registers of twice as many threads.
+# For programs whose weights need the registers of twice as many threads.
 MANY_WARPS = 16
-# The most tiles of a program by its warps: a thread keeps eight weights of each.
-OF_LONG_ROWS = ((WARPS, 2), (MANY_WARPS, 7))
+# A thread keeps eight weights of each tile of its program.
+MAX_TILES = 7
+# Of a long row, some weights wait in local memory, so that two programs share a multiprocessor: a third faster.
+REGISTERS = 128
 
 
 class Blocks(NamedTuple):
@@ -35,15 +37,15 @@ class Blocks(NamedTuple):
 
 
 def _tile(n: int, warps: int = WARPS) -> CastTile:
-    return CastTile(ELEMENTS_A_WARP * warps // n, n, warps)
+    return CastTile(ELEMENTS_A_WARP * warps // n, n, warps, registers=REGISTERS)
 
 
 def of_blocks(block: BlockShape, k: int) -> Blocks | None:
     """The part of a program if it has whole blocks of a weight of ``k`` columns; None if no program can."""
     if block == ROWWISE:
-        for warps, tiles in OF_LONG_ROWS:
+        for warps in (WARPS, MANY_WARPS):
             n = min(max(MIN_COLUMNS, triton.next_power_of_2(k)), ELEMENTS_A_WARP * warps)
-            if k <= tiles * n:
+            if k <= MAX_TILES * n:
                 return Blocks(_tile(n, warps), 1, -(-k // n))
         return None
     if block == BLOCK_128X128:
