@@ -1,6 +1,6 @@
 """Entry point of ``torchrun -m bench.distributed``."""
 
-from bench.distributed.run import main
+from bench.distributed.run import app
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -14,6 +14,7 @@ from bench.distributed.models import (
     BASELINE,
     GATHER,
     REORDERED,
+    STORED,
     TORCHAO_GATHER,
     TORCHAO_ROWWISE,
     TP,
@@ -24,13 +25,14 @@ from tritonfp8 import recipes
 GATHERED = "all_gather"
 # Steps in which the order of sums has little effect on losses.
 EARLY_STEPS = 10
-SPEED, BYTES, DIFFERING, APART, AFTER, LOST = (
+SPEED, BYTES, DIFFERING, APART, AFTER, LOST, KEPT = (
     "speed-up",
     "all-gather ratio",
     "differing losses",
     "loss difference",
     "later loss difference",
     "lost losses",
+    "bytes a parameter",
 )
 
 
@@ -74,6 +76,12 @@ def lost_losses(row: Row, over: Row) -> float | None:
     return sum(not math.isfinite(x) for x in losses) if losses else None
 
 
+def kept_bytes(row: Row, over: Row) -> float | None:
+    """Bytes of weight and optimizer state for each parameter of a linear layer."""
+    found: float | None = row.get("bytes_a_linear_parameter")
+    return found
+
+
 def mean_losses(row: Row) -> list[float]:
     """The mean loss of all ranks in each step."""
     return [statistics.fmean(map(float, step)) for step in zip(*row["losses"], strict=True)]
@@ -86,9 +94,12 @@ QUANTITIES: dict[str, Callable[[Row, Row], float | None]] = {
     APART: loss_difference,
     AFTER: later_loss_difference,
     LOST: lost_losses,
+    KEPT: kept_bytes,
 }
 _RECIPES = [name for name in recipes.names() if recipes.get(name).output.quantized]
 _BYTES_BAR, _LOSS_BAR = 0.52, 1e-3
+# Bytes of weight and optimizer state for each parameter of a linear layer, by the format of the moments.
+_STORED_BARS = {"bf16": 5.3, "fp8": 3.3}
 _SPEED_BARS = {"tensorwise": (TORCHAO_GATHER, 1.0), "rowwise": (TORCHAO_ROWWISE, 1.10)}
 
 
@@ -110,6 +121,17 @@ def _gathers(recipe: str) -> list[Bar]:
         # torchao gathers rowwise weights in bf16, so both of our gathers are compared with it.
         names = (recipe, gather) if peer == TORCHAO_ROWWISE else (gather,)
         bars += [_bar(f"{name}: speed over {peer}, 1b", name, peer, bar, SPEED, "1b") for name in names]
+    return bars
+
+
+def _stored(recipe: str) -> list[Bar]:
+    bars = []
+    for moments, most in _STORED_BARS.items():
+        name, gather = f"{recipe}, {STORED}, {moments} moments", f"{recipe}, {GATHER}"
+        bars += [
+            _bar(f"{name}: bytes a linear parameter, 1b", name, name, most, KEPT, "1b"),
+            _bar(f"{name}: speed over {gather}, 1b", name, gather, 1.0, SPEED, "1b"),
+        ]
     return bars
 
 
@@ -142,7 +164,11 @@ def _reordered(recipe: str) -> Bar:
 
 
 _again = _bar("losses of bf16 that differ when it runs again", f"{BASELINE}, {AGAIN}", BASELINE, 0, DIFFERING)
-FSDP_BARS = (_control(_again), *itertools.chain.from_iterable(map(_gathers, _RECIPES)))
+FSDP_BARS = (
+    _control(_again),
+    *itertools.chain.from_iterable(map(_gathers, _RECIPES)),
+    *itertools.chain.from_iterable(map(_stored, _RECIPES)),
+)
 TP_BARS = (
     _control(_apart(f"{BASELINE}, {TP}", f"{BASELINE}, {ALONE}")),
     *map(_reordered, (BASELINE, *_RECIPES)),

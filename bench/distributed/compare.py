@@ -16,15 +16,20 @@ import torch
 import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bench.contest.compare import rounded
 from bench.distributed.models import Contestant, Meshes, attend_causally, fsdp_contestants, spread, tp_contestants
 from bench.distributed.ranks import AllFailedError, Ranks
 from tritonfp8 import recipes
+from tritonfp8.checks import require
 from tritonfp8.distributed import count_collective_bytes
+from tritonfp8.layers.stored import stored_part
+from tritonfp8.optim import AdamW
 from tritonfp8.training import UNTIMED_STEPS, build_model, corpus, default_lr, lr_factor, require_train_extra, timers
 
 ORDER = "one after the other"
+MOMENTS = ("fp32", "bf16", "fp8")
 Row = dict[str, Any]
 
 
@@ -37,6 +42,7 @@ class Settings:
         recipes: recipes of this package that quantize.
         steps: optimizer steps of each contestant.
         lr: peak learning rate of AdamW, or None for the model's.
+        moments: formats of moments of contestants whose weights are stored in 8 bits (:mod:`tritonfp8.optim`).
         rounds: how often each contestant runs; its fastest round counts. Other load on the host slows some rounds.
         batch_size: sequences per step and data-parallel rank.
         seq_len: tokens (bytes of text) per sequence.
@@ -62,6 +68,7 @@ class Settings:
     data: str | None = None
     lr: float | None = None
     rounds: int = 1
+    moments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         default_lr(self.model)
@@ -72,6 +79,10 @@ class Settings:
         for name in self.recipes:
             if not recipes.get(name).output.quantized:
                 raise ValueError(f"bf16 takes part anyway; give recipes that quantize, not {name!r}")
+        for name in self.moments:
+            require("moments", name, MOMENTS)
+        if self.moments and self.tp > 1:
+            raise ValueError(f"stored weights are compared under FSDP2 only; got tp={self.tp}")
         if self.seq_len % self.tp:
             raise ValueError(f"seq_len must be a multiple of tp, {self.tp}; got {self.seq_len}")
 
@@ -79,7 +90,7 @@ class Settings:
         """All contestants, bf16 first."""
         if self.tp > 1:
             return tp_contestants(self.recipes, alone=self.losses)
-        return fsdp_contestants(self.recipes, self.peers, again=self.losses)
+        return fsdp_contestants(self.recipes, self.peers, self.losses, self.moments)
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,10 @@ class Job:
         return cls(settings, device, model, batches, Meshes.make(device.type, settings.dp, settings.tp, alone))
 
 
+def _on_this_rank(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 class Training:
     """One contestant's model, sharded, and its optimizer."""
 
@@ -134,8 +149,25 @@ class Training:
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         lr = default_lr(settings.model) if settings.lr is None else settings.lr
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "fused": True}
+        self.optimizer = (
+            torch.optim.AdamW(groups, **options)
+            if contestant.moments is None
+            else AdamW(groups, **options, moments=contestant.moments, seed=settings.seed)
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
+
+    def linear_bytes(self) -> tuple[int, int]:
+        """Bytes of weights and optimizer state on this rank, and elements on all ranks, of the linear layers."""
+        size = count = 0
+        for layer in self.model.modules():
+            if isinstance(layer, nn.Linear):
+                weight: torch.Tensor = layer.weight
+                part = stored_part(weight)
+                kept = [weight if part is None else part, *self.optimizer.state[weight].values()]
+                size += sum(_on_this_rank(x).nbytes for x in kept if isinstance(x, torch.Tensor))
+                count += weight.numel()
+        return size, count
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
         """One optimizer step on this rank's part of the batch; returns its mean loss, in nats a byte."""
@@ -161,6 +193,7 @@ class Measured:
         seconds: seconds of each step.
         peak_bytes: peak of allocated bytes, or None on a CPU.
         bytes, calls: collectives of one step, by kind (:class:`~tritonfp8.distributed.count_collective_bytes`).
+        linear_bytes: bytes of weights and optimizer state of the linear layers on this rank, and their elements.
         reason: why it was not measured, or not completely.
         training: the running model, or None before the start and after the end.
     """
@@ -171,6 +204,7 @@ class Measured:
     peak_bytes: int | None = None
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    linear_bytes: tuple[int, int] = (0, 0)
     reason: str | None = None
     training: Training | None = None
 
@@ -199,6 +233,7 @@ class Measured:
     def count(self, job: Job) -> None:
         """Run one more step to count its collectives. Last, because counting may change compiled code."""
         assert self.training is not None
+        self.linear_bytes = self.training.linear_bytes()
         with count_collective_bytes() as traffic:
             self.training.step(job.batches[job.settings.steps])
         self.bytes, self.calls = dict(traffic.bytes), dict(traffic.calls)
@@ -301,8 +336,11 @@ def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
     """
     seconds = [] if settings.losses else entry.seconds
     timed = seconds[untimed_steps(settings) :]
-    own = (statistics.median(timed) if timed else None, entry.peak_bytes, entry.bytes, entry.calls, entry.losses)
-    medians, peaks, traffic, calls, losses = zip(*ranks.exchange(own), strict=True)
+    own = (
+        statistics.median(timed) if timed else None, entry.peak_bytes, entry.bytes, entry.calls, entry.losses,
+        entry.linear_bytes,
+    )  # fmt: skip
+    medians, peaks, traffic, calls, losses, kept = zip(*ranks.exchange(own), strict=True)
     contestant = entry.contestant
     found: Row = {
         "contender": contestant.name,
@@ -315,6 +353,8 @@ def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
         "losses": [list(map(as_json, each)) for each in losses],
         "step_seconds": [rounded(x) for x in seconds],
     }
+    if elements := kept[0][1]:
+        found["bytes_a_linear_parameter"] = rounded(sum(size for size, _ in kept) / elements)
     if found["seconds"] is not None:
         tokens = settings.dp * settings.batch_size * settings.seq_len
         found["tokens_per_second"] = rounded(tokens / found["seconds"])

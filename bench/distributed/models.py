@@ -35,6 +35,7 @@ TP_WAYS = (TP, f"{TP}, DTensors between layers", f"{TP}, FP8 styles")
 OTHER_ORDER = "another order of sums"
 REORDERED = f"{ALONE}, {OTHER_ORDER}"
 ORDER_SEED = 0
+STORED = "stored in 8 bits"
 TORCHAO_GATHER, TORCHAO_ROWWISE = f"torchao tensorwise, {GATHER}", "torchao rowwise"
 ATTENTION = "causal_sdpa"
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -78,6 +79,8 @@ class Contestant:
         styles: styles of tensor parallelism, or None without it.
         dtensors: whether the MLP's first layers return DTensors (``use_local_output=False``).
         alone: whether each rank trains on the whole batch by itself.
+        moments: how ``tritonfp8.optim.AdamW`` stores the moments of weights that are stored in 8 bits; None is torch's
+            AdamW.
         obstacle: why it cannot take part, or None.
     """
 
@@ -89,6 +92,7 @@ class Contestant:
     styles: Styles | None = None
     dtensors: bool = False
     alone: bool = False
+    moments: str | None = None
     obstacle: str | None = None
 
 
@@ -96,9 +100,9 @@ def _leave(model: nn.Module) -> None:
     """Do not convert."""
 
 
-def _converter(recipe: str, gather: bool = False) -> Callable[[nn.Module], None]:
+def _converter(recipe: str, gather: bool = False, stored: bool = False) -> Callable[[nn.Module], None]:
     def convert(model: nn.Module) -> None:
-        tritonfp8.convert(model, with_head(recipe))
+        tritonfp8.convert(model, with_head(recipe), weight_storage="quantized" if stored else "parameters")
         if gather:
             enable_float8_all_gather(model)
 
@@ -151,14 +155,23 @@ def _in_other_order(recipe: str, convert: Callable[[nn.Module], Any]) -> Callabl
     return reordered
 
 
-def fsdp_contestants(recipes: tuple[str, ...], peers: bool, again: bool) -> list[Contestant]:
-    """bf16, each recipe with a gather in bf16 and in 8 bits, and torchao. ``again`` runs bf16 twice, as a control."""
+def fsdp_contestants(
+    recipes: tuple[str, ...], peers: bool, again: bool, moments: tuple[str, ...] = ()
+) -> list[Contestant]:
+    """bf16, each recipe with a gather in bf16 and in 8 bits, and torchao. ``again`` runs bf16 twice, as a control.
+
+    ``moments`` adds weights that are stored in 8 bits and trained without masters, by each format of moments.
+    """
     found = [Contestant(BASELINE, _leave)]
     if again:
         found.append(Contestant(f"{BASELINE}, {AGAIN}", _leave))
     for recipe in recipes:
         found.append(Contestant(recipe, _converter(recipe), own=True))
         found.append(Contestant(f"{recipe}, {GATHER}", _converter(recipe, gather=True), own=True))
+        found += [
+            Contestant(f"{recipe}, {STORED}, {each} moments", _converter(recipe, stored=True), own=True, moments=each)
+            for each in moments
+        ]
     return [*found, *(torchao_contestants() if peers else ())]
 
 

@@ -57,6 +57,9 @@ def main(
     ] = None,
     losses: Annotated[bool, typer.Option("--losses", help="Compare losses, with deterministic kernels.")] = False,
     peers: Annotated[bool | None, typer.Option(help="Include torchao. [default: not with --losses]")] = None,
+    stored: Annotated[
+        str | None, typer.Option(help="Add weights stored in 8 bits, with these moments, as bf16,fp8.")
+    ] = None,
     compile: Annotated[bool | None, typer.Option(help="Compile each layer. [default: on a GPU]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if available]")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes to start without torchrun.", min=1)] = None,
@@ -91,6 +94,7 @@ def main(
             data=None if data is None else str(data),
             lr=lr,
             rounds=rounds,
+            moments=tuple(stored.split(",")) if stored else (),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -1,5 +1,6 @@
 import json
 import math
+import runpy
 import threading
 import time
 from pathlib import Path
@@ -36,6 +37,7 @@ def measured(tmp_path_factory):
         rows = processes.run(
             WORLD, bench_distributed_cases.run_on_mesh, timeout=200, folder=str(folder), model=str(config),
             recipes=("tensorwise", "rowwise"), steps=STEPS, batch_size=1, seq_len=16, dp=WORLD, data=__file__, rounds=2,
+            moments=("fp8",),
         )  # fmt: skip
     finally:
         processes.stop()
@@ -71,12 +73,13 @@ def test_json_says_what_ran_and_where(measured):
     assert data["settings"]["seq_len"] == 16
     assert data["order"] == compare.ORDER
     assert data["not_measured_yet"] == []
-    gathers = [f"{name}, FP8 all-gather" for name in ("tensorwise", "rowwise")]
-    assert list(rows) == [
-        "bf16", "tensorwise", gathers[0], "rowwise", gathers[1], models.TORCHAO_GATHER, "torchao rowwise",
-        BROKEN,
-    ]  # fmt: skip
-    for name in ("bf16", "tensorwise", "rowwise", *gathers):
+    ours = [
+        f"{name}{how}"
+        for name in ("tensorwise", "rowwise")
+        for how in ("", ", FP8 all-gather", ", stored in 8 bits, fp8 moments")
+    ]
+    assert list(rows) == ["bf16", *ours, models.TORCHAO_GATHER, "torchao rowwise", BROKEN]
+    for name in ("bf16", *ours):
         row = rows[name]
         assert len(row["round_seconds"]) == 2
         assert row["seconds"] == min(row["round_seconds"])
@@ -100,6 +103,25 @@ def test_bytes_are_those_of_the_parameters(measured):
         assert gathered["all_gather"] <= 0.52 * rows["bf16"]["bytes"]["all_gather"]
         # The amaxes, beside what clips the gradients.
         assert gathered["all_reduce"] > rows["bf16"]["bytes"]["all_reduce"] > 0
+
+
+@on_ranks
+def test_bytes_of_weights_and_optimizer_state(measured):
+    _, rows = measured
+    for name in ("tensorwise", "rowwise"):
+        assert rows[f"{name}, FP8 all-gather"]["bytes_a_linear_parameter"] == pytest.approx(12, rel=1e-3)
+        stored = f"{name}, stored in 8 bits, fp8 moments"
+        # Code and two moments, with their scales.
+        assert 3 < rows[stored]["bytes_a_linear_parameter"] < 3.3
+        assert rows[stored]["bytes"]["all_gather"] <= 0.53 * rows["bf16"]["bytes"]["all_gather"]
+
+
+def test_the_module_is_a_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench.distributed", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("bench.distributed", run_name="__main__")
+    assert ended.value.code == 0
+    assert "--model" in capsys.readouterr().out
 
 
 @on_ranks
