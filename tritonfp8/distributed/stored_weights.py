@@ -73,6 +73,15 @@ def shard(layer: nn.Module, stored: StoredWeight, like: Tensor | None = None) ->
     return _distributed(rows, like)
 
 
+def part(x: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that each rank has the whole of, as a DTensor that lies as ``like`` does."""
+    assert isinstance(like, DTensor)
+    mesh = Mesh(*plain_mesh(like.device_mesh))
+    for dim, size in enumerate(like.shape):
+        x = x.narrow(dim, *_interval(size, dim, like.placements, mesh))
+    return _distributed(x, like)
+
+
 @torch.no_grad()
 def store_sharded(layer: nn.Module, values: Tensor, spec: QuantSpec) -> Tensor:
     """The stored DTensor of a DTensor of values: gathers this one weight, because scales are those of the whole."""
@@ -243,6 +252,6 @@ def _part_of(grid: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
 
 register_stored_sharding(
     StoredSharding(
-        store_sharded, shard, values_of, whole, reshard, put, place, starts, local, _distributed, whole_amaxes
+        store_sharded, shard, values_of, whole, reshard, put, place, starts, local, part, _distributed, whole_amaxes
     )
 )

@@ -25,6 +25,7 @@ from tritonfp8.layers.stored.replace import (
 from tritonfp8.layers.stored.rows import DTYPES, StoredRows
 from tritonfp8.layers.stored.sharding import (
     StoredSharding,
+    copy_whole,
     plain_weight,
     register_stored_sharding,
     stored_part,
@@ -51,6 +52,7 @@ __all__ = [
     "check_storable",
     "check_swap",
     "check_trainable",
+    "copy_whole",
     "direct_steps",
     "distribute",
     "exponents_of",
