@@ -29,7 +29,7 @@ class StoredSharding(NamedTuple):
         place: ``place(weight)``, row and column of this rank's first element.
         starts: ``starts(weight)``, the rows, and the columns, at which the parts of ranks begin.
         local: ``local(x, weight)``, this rank's part of ``x``, cut as the weight is.
-        part: ``part(x, like)``, this rank's part of a tensor that each rank has: a DTensor that lies as ``like`` does.
+        cut_as: ``cut_as(x, like)``, this rank's part of a tensor that each rank has: a DTensor that lies as ``like`` does.
         distribute: ``distribute(local, weight)``, a DTensor that lies as the weight does.
         amaxes: :func:`tritonfp8.layers.stored.whole_amaxes`, called on all ranks together.
     """
@@ -43,7 +43,7 @@ class StoredSharding(NamedTuple):
     place: Callable[[Tensor], tuple[int, int]]
     starts: Callable[[Tensor], tuple[Sequence[int], Sequence[int]]]
     local: Callable[[Tensor, Tensor], Tensor]
-    part: Callable[[Tensor, Tensor], Tensor]
+    cut_as: Callable[[Tensor, Tensor], Tensor]
     distribute: Callable[[Tensor, Tensor], Tensor]
     amaxes: Callable[[Sequence[Tensor], Callable[[int], Tensor]], list[Tensor | None]]
 
@@ -103,7 +103,7 @@ def copy_whole(layer: nn.Module, weight: Tensor, x: Tensor) -> None:
         return
     part = stored_part(weight)
     if part is None:
-        weight.copy_(sharding().part(x, weight))
+        weight.copy_(sharding().cut_as(x, weight))
         return
     whole = x if isinstance(x, StoredWeight) and x.spec == part.spec else store(plain_weight(x), part.spec)
     source = stored_part(sharding().shard(layer, whole))
