@@ -122,7 +122,7 @@ def stored_steps() -> str:
 
 
 def stored_sharded() -> str:
-    """Step, memory and gathered bytes of stored weights under FSDP2, beside those of other contestants."""
+    """Step, memory and gathered bytes (over bf16's) of stored weights under FSDP2, beside other contestants."""
     rows = data("../nvidia-h100/distributed-1b-x2-stored/distributed.json")["rows"]
     base = rows[0]
     lines = [

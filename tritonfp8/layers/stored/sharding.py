@@ -29,7 +29,7 @@ class StoredSharding(NamedTuple):
         place: ``place(weight)``, row and column of this rank's first element.
         starts: ``starts(weight)``, the rows, and the columns, at which the parts of ranks begin.
         local: ``local(x, weight)``, this rank's part of ``x``, cut as the weight is.
-        cut_as: ``cut_as(x, like)``, this rank's part of a tensor that each rank has: a DTensor that lies as ``like`` does.
+        cut_as: ``cut_as(x, like)``, this rank's part of a tensor that each rank has: a DTensor that lies as ``like``.
         distribute: ``distribute(local, weight)``, a DTensor that lies as the weight does.
         amaxes: :func:`tritonfp8.layers.stored.whole_amaxes`, called on all ranks together.
     """
