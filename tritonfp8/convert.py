@@ -90,6 +90,7 @@ def convert(
     *,
     weight_storage: str = "parameters",
     mode: str = "training",
+    batch_invariant: bool = False,
 ) -> ConversionReport:
     """Make the model's linear layers follow a recipe, in place.
 
@@ -118,6 +119,9 @@ def convert(
         weight_storage: ``"parameters"``, or ``"quantized"``: the weights of the converted layers are replaced by
             :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. Those that are trained must be float32.
         mode: ``"inference"`` freezes the weights of the converted layers, and stores them quantized.
+        batch_invariant: the bits of a row of a converted layer's output depend neither on the other rows nor on their
+            number (:class:`tritonfp8.recipes.Gemm`). Needs scales for each row of the input, as in ``"rowwise"``,
+            ``"blockwise"`` and ``"mxfp8"``. Layers in high precision run torch's GEMM, which promises nothing.
 
     Returns:
         A :class:`ConversionReport`.
@@ -127,13 +131,17 @@ def convert(
         layers and skips their forward: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
 
     Raises:
-        ValueError: no layer is converted, a pattern decided no layer, an unknown recipe, or an unfit weight.
+        ValueError: no layer is converted, a pattern decided no layer, an unknown recipe, an unfit weight, or a recipe
+            that cannot be batch-invariant.
         TypeError: no recipe, a chosen layer that torchao converted, or an argument of another type.
     """
     require_module(model)
     require_flag("fuse", fuse)
     stores = _stores(weight_storage, mode, fuse)
-    selected = select(model, recipe, filter, tokens)
+    require_flag("batch_invariant", batch_invariant)
+    if batch_invariant and fuse:
+        raise ValueError("a fused norm may sum a row otherwise in another batch: use fuse=False with batch_invariant")
+    selected = select(model, recipe, filter, tokens, batch_invariant)
     if not selected.modules and not selected.already:
         reasons = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
         raise ValueError(f"nothing was converted: {reasons}")

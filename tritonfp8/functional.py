@@ -182,6 +182,7 @@ def scaled_matmul(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     accumulation: str = _PRECISE,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``activation(a @ b.T + bias) + residual`` on quantized operands, computed in float32 and rounded once.
 
@@ -195,10 +196,13 @@ def scaled_matmul(
         accumulation: ``"precise"`` promotes the tensor core's sums to float32 at least every 128 of K; ``"fast"``
             leaves the whole K to the tensor core, which loses precision as K grows, most on data of one sign.
             Operands scaled along K are always promoted.
+        batch_invariant: whether a row of the result depends only on the codes and scales of this row of ``a``, and not
+            on the other rows or M. The GEMM then runs in the configuration of one large M, which never splits K and is
+            slower up to 256 rows; MX operands without native MX tensor cores are converted inside of the kernel.
 
     Returns:
         ``[M, N]`` in ``out_dtype``. The same shapes give the same bits on every run. For M up to 256 split K depends on
-        M, N and K, so the last bits of a row may differ in another batch or shard.
+        M, N and K, so the last bits of a row may differ in another batch or shard, unless ``batch_invariant``.
 
     Raises:
         TypeError: an operand is not a Quantized.
@@ -211,9 +215,10 @@ def scaled_matmul(
         _check_quantized("b", b)
     # By identity: faster, and safe for arrays. An equal text that is another object only takes the slower path below.
     plain = bias is None and residual is None and activation is None
-    plain = plain and out_dtype is torch.bfloat16 and accumulation is _PRECISE
+    plain = plain and out_dtype is torch.bfloat16 and accumulation is _PRECISE and batch_invariant is False
     if not plain:
         _check_options(activation, accumulation, out_dtype)
+        require_flag("batch_invariant", batch_invariant)
     lhs, rhs, (a_spec,), (b_spec,) = a.qdata, b.qdata, a.spec.args, b.spec.args
     if _FAMILIES[a_spec] != _FAMILIES[b_spec]:
         matmul_family(a.spec.block, b.spec.block)
@@ -230,5 +235,6 @@ def scaled_matmul(
         # Defaults are left out: the dispatcher takes time for each argument.
         return ops.scaled_matmul(lhs, a.scale, a_spec, rhs, b.scale, b_spec)
     return ops.scaled_matmul(
-        lhs, a.scale, a_spec, rhs, b.scale, b_spec, bias, activation, residual, out_dtype, accumulation
-    )
+        lhs, a.scale, a_spec, rhs, b.scale, b_spec, bias, activation, residual, out_dtype, accumulation,
+        *((True,) if batch_invariant else ()),
+    )  # fmt: skip

@@ -123,20 +123,28 @@ def names() -> list[str]:
     return list(_RECIPES)
 
 
-def get(recipe: str | Recipe, *, accumulation: str | None = None) -> Recipe:
+def get(recipe: str | Recipe, *, accumulation: str | None = None, batch_invariant: bool = False) -> Recipe:
     """The built-in recipe of this name, or that of a TOML file; a :class:`Recipe` is returned unchanged.
 
     Args:
         recipe: a name, the path of a file that ends in ``.toml`` (:func:`load`), or a Recipe.
         accumulation: ``"fast"`` or ``"precise"`` for all quantized GEMMs of the recipe; None leaves them as they are.
             The name of a recipe that this changes ends in the value: ``"rowwise_fast"``.
+        batch_invariant: True makes the GEMM ``output`` batch-invariant (:class:`Gemm`), and the name end in
+            ``"_batch_invariant"``; False leaves it as it is.
 
     Raises:
         ValueError: no recipe has this name, and the message names the nearest one; an unusable file; an unknown
-            accumulation.
+            accumulation; a recipe whose ``output`` cannot be batch-invariant.
         TypeError: neither a str nor a Recipe.
     """
     found = _found(recipe)
+    if batch_invariant and not found.output.batch_invariant:
+        try:
+            output = replace(found.output, batch_invariant=True)
+        except ValueError as error:
+            raise ValueError(f"recipe {found.name!r}: {error}") from None
+        found = replace(found, name=f"{found.name}_batch_invariant", output=output)
     if accumulation is None:
         return found
     require("accumulation", accumulation, ACCUMULATIONS)

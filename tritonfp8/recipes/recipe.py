@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonfp8.checks import require, require_type
+from tritonfp8.checks import require, require_flag, require_type
 from tritonfp8.specs import ACCUMULATIONS, QuantSpec, matmul_family
 
 GEMMS = ("output", "grad_input", "grad_weight")
@@ -29,15 +29,19 @@ class Gemm:
         rhs: spec of the right operand, or None.
         accumulation: ``"precise"`` (fp32 promotion at least every 128 of the contraction) or ``"fast"`` (the tensor
             core's own accumulator).
+        batch_invariant: whether the bits of a row of the result depend on this row of the left operand only, and not
+            on the other rows or their number. The GEMM then never splits K, which is slower up to 256 rows.
 
     Raises:
-        ValueError: only one operand is quantized, no kernel multiplies the two specs, or an unknown accumulation.
-        TypeError: an operand is neither a QuantSpec nor None.
+        ValueError: only one operand is quantized, no kernel multiplies the two specs, an unknown accumulation, or a
+            batch-invariant GEMM in high precision or of a left operand with one scale for all rows.
+        TypeError: an operand is neither a QuantSpec nor None, or ``batch_invariant`` is no bool.
     """
 
     lhs: QuantSpec | None = None
     rhs: QuantSpec | None = None
     accumulation: str = "precise"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, spec in (("lhs", self.lhs), ("rhs", self.rhs)):
@@ -48,6 +52,9 @@ class Gemm:
             raise ValueError(f"a GEMM needs both operands quantized or neither; got lhs={self.lhs} and rhs={self.rhs}")
         if self.lhs is not None and self.rhs is not None:
             matmul_family(self.lhs.block, self.rhs.block)
+        require_flag("batch_invariant", self.batch_invariant)
+        if self.batch_invariant:
+            _check_invariant(self.lhs)
 
     @property
     def quantized(self) -> bool:
@@ -57,14 +64,33 @@ class Gemm:
     def to_dict(self) -> dict[str, object]:
         """Plain data; operands in high precision are left out."""
         specs = {name: spec.to_dict() for name, spec in (("lhs", self.lhs), ("rhs", self.rhs)) if spec is not None}
-        return {**specs, "accumulation": self.accumulation}
+        # Left out where it is off: earlier versions read such a file, and texts in graphs stay as they were.
+        flags = {"batch_invariant": True} if self.batch_invariant else {}
+        return {**specs, "accumulation": self.accumulation, **flags}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Gemm:
         """Inverse of :meth:`to_dict`. Raises ValueError for a key that is not a field."""
-        _check_keys("GEMM", data, ("lhs", "rhs", "accumulation"))
+        _check_keys("GEMM", data, ("lhs", "rhs", "accumulation", "batch_invariant"))
         specs = {name: _spec_from_dict(data[name]) for name in ("lhs", "rhs") if data.get(name) is not None}
-        return cls(**specs, accumulation=data.get("accumulation", "precise"))
+        return cls(
+            **specs,
+            accumulation=data.get("accumulation", "precise"),
+            batch_invariant=data.get("batch_invariant", False),
+        )
+
+
+def _check_invariant(lhs: QuantSpec | None) -> None:
+    if lhs is None:
+        raise ValueError(
+            "a GEMM in high precision cannot be batch-invariant: torch's GEMM computes it, which sums in an order that "
+            "depends on the number of rows. Quantize both operands, or leave the layer out by filter="
+        )
+    if lhs.block[0] != 1:
+        raise ValueError(
+            f"a batch-invariant GEMM needs a left operand with scales for each row; got {lhs}, whose scales depend on "
+            "several rows, so each row would depend on the others. Use the recipe 'rowwise', 'blockwise' or 'mxfp8'"
+        )
 
 
 @dataclass(frozen=True)
@@ -104,8 +130,9 @@ class Recipe:
         for gemm in GEMMS:
             how: Gemm = getattr(self, gemm)
             lhs, rhs = OPERANDS[gemm]
+            summed = how.accumulation + (", batch-invariant" if how.batch_invariant else "")
             if how.quantized:
-                lines.append(f"  {gemm:<11} = Q[{how.lhs}]({lhs}) @ Q[{how.rhs}]({rhs}).T, {how.accumulation}")
+                lines.append(f"  {gemm:<11} = Q[{how.lhs}]({lhs}) @ Q[{how.rhs}]({rhs}).T, {summed}")
             else:
                 right = rhs.removesuffix(".T") if rhs.endswith(".T") else f"{rhs}.T"
                 lines.append(f"  {gemm:<11} = {lhs} @ {right}, in the input's dtype")
