@@ -31,6 +31,7 @@ _TRAINER = "tests/clients/test_trainer.py"
 _LIGHTNING = "tests/clients/test_lightning.py"
 _ZERO = "tests/clients/test_deepspeed.py"
 _TITAN = "tests/clients/test_torchtitan.py::test_all_parameters_train_and_the_gather_changes_no_bit"
+_INVARIANT = "tests/conversion/test_invariant.py"
 _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
 _NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}::test_a_recipe_without_a_quantized_weight_is_refused")}
@@ -70,6 +71,15 @@ ONE_PROCESS = (
         (f"{_STORED}::test_a_stored_model_is_the_plain_model_of_its_values",),
         otherwise=_NOT_STORED,
         known="Frozen weights. `tensorwise` gets power-of-two scales.",
+    ),
+    Column(
+        "the same row in every batch (`batch_invariant=True`)",
+        (f"{_INVARIANT}::test_rows_are_those_of_a_larger_batch_and_of_training",),
+        otherwise=dict.fromkeys(
+            ("bf16", "tensorwise"),
+            ("no: `ValueError`", f"{_INVARIANT}::test_what_cannot_be_invariant_is_an_error"),
+        ),
+        known="Of converted layers; it needs scales for each row of the input.",
     ),
     Column("Conv1D of transformers", ("tests/layers/linear/test_conv1d.py::test_computes_as_a_linear_layer",)),
     Column(
