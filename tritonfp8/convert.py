@@ -110,7 +110,7 @@ def convert(
             mapping of shell-style patterns of full names (``"*.mlp.*"``) to these; the first pattern that matches
             decides, and layers that none matches are skipped.
         filter: which layers to convert: a list of patterns or names; a function ``filter(module, fqn) -> bool``, which
-            replaces the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or an H200).
+            replaces the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200).
         fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`). The report
             lists the others with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; read by ``filter="auto"``.
