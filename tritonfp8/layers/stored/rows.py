@@ -14,6 +14,7 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.formats import FORMATS
+from tritonfp8.layers.stored.direct import is_direct, write_directly
 from tritonfp8.layers.stored.exponents import ONE, exponents_of, scale_of, scales_of
 from tritonfp8.specs import QuantSpec, scale_shape, spec_of
 
@@ -230,6 +231,8 @@ class StoredRows(Tensor):
             return found
         if isinstance(first, StoredRows) and func in _OPERATIONS:
             return _OPERATIONS[func](first, *args[1:], **options)
+        if is_direct(cls, func, args, options):
+            return write_directly(cls, func, args, options)
         raise NotImplementedError(
             f"{func} does not work on a weight that is stored in 8 bits and sharded. Read its values from the "
             "state_dict of the model, which has plain values; initialize it by reset_parameters of its layer; train it "
