@@ -97,6 +97,10 @@ class StoredRows(Tensor):
         """Bytes of codes and exponents."""
         return int(self._qdata.nbytes + self._exponents.nbytes)
 
+    def data_ptr(self) -> int:
+        """Address of the codes; see :class:`~tritonfp8.layers.stored.StoredWeight`."""
+        return self._qdata.data_ptr()
+
     def dequantize(self) -> Tensor:
         """The values ``[n, K]``, a plain tensor in the dtype of the weight; exact."""
         if self.cols == self.spec.block[1]:

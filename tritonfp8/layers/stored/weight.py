@@ -101,6 +101,10 @@ class StoredWeight(Tensor):
         """Bytes of codes and scales."""
         return int(self._qdata.nbytes + self._scale.nbytes)
 
+    def data_ptr(self) -> int:
+        """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
+        return self._qdata.data_ptr()
+
     def dequantize(self) -> Tensor:
         """The values in the shape and dtype of the weight: a plain tensor, exact."""
         values = ops.dequantize(self._qdata, self._scale, *self.spec.args, self.dtype)
