@@ -2,6 +2,7 @@
 
     weight       StoredWeight: one copy of codes, in the order of rows, that both GEMMs of a frozen layer read
     exponents    power-of-two scales as bytes
+    views        ValuesView: views of the values of a whole weight, which write through
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
     direct       optimizers that write to the values
