@@ -6,6 +6,7 @@ fails if torch lacks one. :mod:`tritonfp8.distributed.torch_private` has the nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -149,6 +150,14 @@ def add_to_each(tensors: Sequence[torch.Tensor], number: float) -> None:
         return
     for x in tensors:
         x.add_(number)
+
+
+def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude of each tensor, float32, by one launch for many of them if torch can."""
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None:
+        return torch.stack([torch.linalg.vector_norm(x, math.inf, dtype=torch.float32) for x in tensors])
+    return torch.stack(together(list(tensors), math.inf, dtype=torch.float32))
 
 
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)

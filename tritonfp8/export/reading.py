@@ -41,10 +41,7 @@ def load(
     the formats of :func:`plan`: safetensors files beside ``config.json``. Codes with a scale are dequantized as
     ``float32(code) * float32(scale)``, rounded once to the dtype of the parameter. Scales that are powers of two lose
     nothing in bfloat16, but for magnitudes below 2^-133. Whether a layer is in 8 bits is what its tensors say; the
-    config says in which blocks.
-
-    Weights may be sharded by FSDP2 or tensor parallelism: every rank calls this and reads whole tensors, one at a time,
-    of which it keeps its part.
+    config says in which blocks. Of sharded models every rank reads whole tensors, one at a time, and keeps its part.
 
     Args:
         model: converted or not. Parameters stay the same objects, except on the meta device, where they are replaced

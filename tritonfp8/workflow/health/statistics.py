@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.compat import torch_private
 from tritonfp8.formats import FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.stored import plain_weight
@@ -86,7 +87,7 @@ def whole_amaxes(tensors: Sequence[Tensor]) -> Tensor:
     """:func:`whole_amax` of each, as one tensor."""
     if tensors[0].dtype == torch.float64:
         return torch.stack([whole_amax(x) for x in tensors])
-    return torch.stack(torch._foreach_norm(list(tensors), math.inf, dtype=torch.float32))
+    return torch_private.amaxes(tensors)
 
 
 @torch.no_grad()
