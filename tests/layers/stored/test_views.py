@@ -1,5 +1,6 @@
 """Writes to a stored weight reach its codes or are an error: by views, by `.data`, and by all of torch.nn.init."""
 
+import copy
 import inspect
 
 import pytest
@@ -124,3 +125,12 @@ def test_truncated_normal_values(std, bound):
     # Values up to half a spacing beyond the bound are rounded to it, and stay.
     assert values.std().item() == pytest.approx(plain.std().item(), rel=0.03)
     assert values.mean().abs() < 0.02
+
+
+def test_addresses_tell_weights_apart_and_torch_copies_them():
+    first, second = weight(), weight()
+    assert len({first.data_ptr(), second.data_ptr(), 0}) == 3
+    assert first.data_ptr() == first._qdata.data_ptr()
+    copied = copy.deepcopy(first)
+    assert copied.data_ptr() != first.data_ptr()
+    assert_bitwise_equal([copied.dequantize()], [EXACT])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from typing import Any
 
@@ -99,7 +100,7 @@ class StoredRows(Tensor):
 
     def data_ptr(self) -> int:
         """Address of the codes; see :class:`~tritonfp8.layers.stored.StoredWeight`."""
-        return self._qdata.data_ptr()
+        return torch_private.address_of(self._qdata, inspect.currentframe())
 
     def dequantize(self) -> Tensor:
         """The values ``[n, K]``, a plain tensor in the dtype of the weight; exact."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,7 @@ class StoredWeight(Tensor):
 
     def data_ptr(self) -> int:
         """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
-        return self._qdata.data_ptr()
+        return torch_private.address_of(self._qdata, inspect.currentframe())
 
     def dequantize(self) -> Tensor:
         """The values in the shape and dtype of the weight: a plain tensor, exact."""
