@@ -32,6 +32,9 @@ _TRAINER = "tests/clients/test_trainer.py"
 _LIGHTNING = "tests/clients/test_lightning.py"
 _ZERO = "tests/clients/test_deepspeed.py"
 _TITAN = "tests/clients/test_torchtitan.py::test_all_parameters_train_and_the_gather_changes_no_bit"
+_INVARIANT = "tests/conversion/test_invariant.py::test_rows_are_those_of_a_larger_batch"
+_NO_SCALES_OF_ROWS = "no: `ValueError`", "tests/conversion/test_invariant.py::test_what_cannot_be_invariant_is_an_error"
+_NOT_INVARIANT = dict.fromkeys(("bf16", "tensorwise"), _NO_SCALES_OF_ROWS)
 _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
 _NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}::test_a_recipe_without_a_quantized_weight_is_refused")}
@@ -72,6 +75,7 @@ ONE_PROCESS = (
         otherwise=_NOT_STORED,
         known="Frozen weights. `tensorwise` gets power-of-two scales.",
     ),
+    Column("batch_invariant=True", (f"{_INVARIANT}_and_of_training",), otherwise=_NOT_INVARIANT),
     Column("Conv1D of transformers", ("tests/layers/linear/test_conv1d.py::test_computes_as_a_linear_layer",)),
     Column(
         "second derivative",

@@ -97,6 +97,51 @@ def decoding() -> str:
     return table(("recipe", "bytes of the weights", *(f"{n} token{'s' * (n > 1)}" for n in counts)), lines)
 
 
+def stored_losses() -> str:
+    """Losses without float32 masters beside those with them."""
+    rows = data("stored-training-160m-rowwise.json")["rows"]
+    base = rows[0]["last"]
+    lines = [
+        (row["contestant"], row["moments"], f"{row['last']:.4f}", f"{100 * (row['last'] / base - 1):+.2f} %",
+         f"{row['bytes']['linear']:.2f}")
+        for row in rows
+    ]  # fmt: skip
+    return table(
+        ("weights, rounded", "moments", "loss of the last 50 steps", "over masters", "bytes a parameter"), lines
+    )
+
+
+def stored_steps() -> str:
+    """Speed of the optimizer step over that of a copy of as many bytes."""
+    rows = data("stored-training-speed.json")["rows"]
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    found = {(row["recipe"], row["moments"], tuple(row["shape"])): row["share"] for row in rows}
+    keys = dict.fromkeys((row["recipe"], row["moments"]) for row in rows)
+    lines = [(*key, *(text(found.get((*key, shape))) for shape in shapes)) for key in keys]
+    return table(("recipe", "moments", *(f"{n} x {k}" for n, k in shapes)), lines)
+
+
+def stored_sharded() -> str:
+    """Step, memory and gathered bytes (over bf16's) of stored weights under FSDP2, beside other contestants."""
+    rows = data("../nvidia-h100/distributed-1b-x2-stored/distributed.json")["rows"]
+    base = rows[0]
+    lines = [
+        (row["contender"], f"{1e3 * row['seconds']:.1f} ms", f"{base['seconds'] / row['seconds']:.3f}",
+         f"{row['peak_bytes'] / 2**30:.2f} GiB", f"{row['bytes']['all_gather'] / base['bytes']['all_gather']:.3f}",
+         f"{row['bytes_a_linear_parameter']:.2f}")
+        for row in rows
+    ]  # fmt: skip
+    heads = (
+        "weights",
+        "step",
+        "speed over bf16",
+        "peak memory",
+        "gathered bytes of bf16's",
+        "bytes a linear parameter",
+    )
+    return table(heads, lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "decoding": decoding,
     "direct call times": direct_call_times,
@@ -105,6 +150,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "other text": other_text,
     "schedule": schedule,
     "seeds": seeds,
+    "stored losses": stored_losses,
+    "stored sharded": stored_sharded,
+    "stored steps": stored_steps,
     "training": training,
 }
 """The function that makes each table, by the name of its block."""

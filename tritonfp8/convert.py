@@ -90,6 +90,7 @@ def convert(
     *,
     weight_storage: str = "parameters",
     mode: str = "training",
+    batch_invariant: bool = False,
 ) -> ConversionReport:
     """Make the model's linear layers follow a recipe, in place.
 
@@ -104,20 +105,20 @@ def convert(
     Args:
         model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, the ``Linear`` of torchtitan and the
             ``Conv1D`` of transformers are converted. Other subclasses of ``nn.Linear`` never are: their forward may
-            differ, or the module around them may bypass it. Layers whose forward was replaced on the instance are not
-            either, unless the hooks of accelerate replaced it.
+            differ, or be bypassed. Nor are layers whose forward was replaced, unless by the hooks of accelerate.
         recipe: a name, the path of a TOML file (:func:`tritonfp8.recipes.load`), a :class:`~tritonfp8.Recipe`, or a
-            mapping of shell-style patterns of fully qualified names (``"*.mlp.*"``) to these; the first pattern that
-            matches decides, and layers that none matches are skipped.
+            mapping of shell-style patterns of full names (``"*.mlp.*"``) to these; the first pattern that matches
+            decides, and layers that none matches are skipped.
         filter: which layers to convert: a list of patterns or names; a function ``filter(module, fqn) -> bool``, which
-            replaces the defaults; or ``"auto"``, which leaves out layers that would get slower, by the tuned table or
-            the cost model of the GPU (without a GPU, of an H200).
+            replaces the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200).
         fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`). The report
             lists the others with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; read by ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: the weights of the converted layers are replaced by
             :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. Those that are trained must be float32.
         mode: ``"inference"`` freezes the weights of the converted layers, and stores them quantized.
+        batch_invariant: the bits of a row of a converted layer's output depend neither on the other rows nor on their
+            number. It needs scales for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.
 
     Returns:
         A :class:`ConversionReport`.
@@ -127,19 +128,18 @@ def convert(
         layers and skips their forward: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
 
     Raises:
-        ValueError: no layer is converted, a pattern decided no layer, an unknown recipe, or an unfit weight.
+        ValueError: no layer is converted, a pattern decided no layer, an unknown or unfit recipe, or an unfit weight.
         TypeError: no recipe, a chosen layer that torchao converted, or an argument of another type.
     """
     require_module(model)
-    require_flag("fuse", fuse)
-    stores = _stores(weight_storage, mode, fuse)
-    selected = select(model, recipe, filter, tokens)
+    stores = _stores(weight_storage, mode, fuse, batch_invariant)
+    selected = select(model, recipe, filter, tokens, batch_invariant)
     if not selected.modules and not selected.already:
-        reasons = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
-        raise ValueError(f"nothing was converted: {reasons}")
+        why = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
+        raise ValueError(f"nothing was converted: {why}")
     selected, stored = _for_storage(model, selected, mode) if stores else (selected, {})
-    fused, left = _apply(model, selected, fuse, stored, mode == "inference")
-    return _report(model, selected, fused, left, _stored().weight_bytes(model) if stores else None)
+    changed = _apply(model, selected, fuse, stored, mode == "inference")
+    return _report(model, selected, *changed, _stored().weight_bytes(model) if stores else None)
 
 
 def _report(
@@ -157,8 +157,12 @@ def _stored() -> Any:
     return stored
 
 
-def _stores(weight_storage: str, mode: str, fuse: bool) -> bool:
-    """Whether the arguments of :func:`convert` ask for stored weights."""
+def _stores(weight_storage: str, mode: str, fuse: bool, batch_invariant: bool) -> bool:
+    """Whether the arguments of :func:`convert`, which this checks, ask for stored weights."""
+    require_flag("fuse", fuse)
+    require_flag("batch_invariant", batch_invariant)
+    if batch_invariant and fuse:
+        raise ValueError("a fused norm may sum a row otherwise in another batch: use fuse=False with batch_invariant")
     require("weight_storage", weight_storage, ("parameters", "quantized"))
     require("mode", mode, ("training", "inference"))
     stores = weight_storage == "quantized" or mode == "inference"

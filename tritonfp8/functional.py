@@ -155,10 +155,11 @@ _PRECISE = ACCUMULATIONS[0]
 _FAMILIES = {text: BLOCKS[spec.block].family for text, spec in SPECS.items()}
 
 
-def _check_options(activation: object, accumulation: object, out_dtype: object) -> None:
+def _check_options(activation: object, accumulation: object, out_dtype: object, batch_invariant: object) -> None:
     require("activation", activation, _ACTIVATIONS)
     require("accumulation", accumulation, ACCUMULATIONS)
     require("out_dtype", out_dtype, HIGH_PRECISION_DTYPES)
+    require_flag("batch_invariant", batch_invariant)
 
 
 def _check_operand(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -182,12 +183,12 @@ def scaled_matmul(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     accumulation: str = _PRECISE,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``activation(a @ b.T + bias) + residual`` on quantized operands, computed in float32 and rounded once.
 
     Args:
-        a: ``[M, K]``.
-        b: ``[N, K]``: both operands are K-major.
+        a, b: ``[M, K]`` and ``[N, K]``: both operands are K-major.
         bias: ``[N]``, floating.
         activation: None, ``"relu"``, ``"gelu"`` (exact, by erf) or ``"silu"``.
         residual: ``[M, N]``, floating, added after the activation.
@@ -195,15 +196,15 @@ def scaled_matmul(
         accumulation: ``"precise"`` promotes the tensor core's sums to float32 at least every 128 of K; ``"fast"``
             leaves the whole K to the tensor core, which loses precision as K grows, most on data of one sign.
             Operands scaled along K are always promoted.
+        batch_invariant: whether a row of the result depends only on this row of ``a``. Else, up to M = 256, its last
+            bits depend on M, which decides how K is split. Slower there, and for MX without MX tensor cores.
 
     Returns:
-        ``[M, N]`` in ``out_dtype``. The same shapes give the same bits on every run. For M up to 256 split K depends on
-        M, N and K, so the last bits of a row may differ in another batch or shard.
+        ``[M, N]`` in ``out_dtype``. The same shapes give the same bits on every run.
 
     Raises:
         TypeError: an operand is not a Quantized.
-        ValueError: shapes, devices or specs that do not match, an unknown option, or a ``bias`` or ``residual`` that
-            requires grad (this function is not differentiable).
+        ValueError: shapes, devices or specs that do not match, an unknown option, or an operand that requires grad.
     """
     # Host time of an eager call: each function call and each attribute access counts.
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
@@ -211,9 +212,9 @@ def scaled_matmul(
         _check_quantized("b", b)
     # By identity: faster, and safe for arrays. An equal text that is another object only takes the slower path below.
     plain = bias is None and residual is None and activation is None
-    plain = plain and out_dtype is torch.bfloat16 and accumulation is _PRECISE
+    plain = plain and out_dtype is torch.bfloat16 and accumulation is _PRECISE and batch_invariant is False
     if not plain:
-        _check_options(activation, accumulation, out_dtype)
+        _check_options(activation, accumulation, out_dtype, batch_invariant)
     lhs, rhs, (a_spec,), (b_spec,) = a.qdata, b.qdata, a.spec.args, b.spec.args
     if _FAMILIES[a_spec] != _FAMILIES[b_spec]:
         matmul_family(a.spec.block, b.spec.block)
@@ -230,5 +231,6 @@ def scaled_matmul(
         # Defaults are left out: the dispatcher takes time for each argument.
         return ops.scaled_matmul(lhs, a.scale, a_spec, rhs, b.scale, b_spec)
     return ops.scaled_matmul(
-        lhs, a.scale, a_spec, rhs, b.scale, b_spec, bias, activation, residual, out_dtype, accumulation
-    )
+        lhs, a.scale, a_spec, rhs, b.scale, b_spec, bias, activation, residual, out_dtype, accumulation,
+        *((True,) if batch_invariant else ()),
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from bench.contest.machine import results_folder, write_results
 
 HIDDEN, HEADS, FFN, LAYERS = 4096, 1024, 14336, 8
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
-PLAIN = "bf16"
+PLAIN, INVARIANT = "bf16", " batch-invariant"
 ROUNDS, REPLAYS = 5, 20
 
 
@@ -48,13 +48,14 @@ class Layer(nn.Module):
 
 
 def model_of(recipe: str) -> tuple[nn.Module, int]:
-    """The layers, and the bytes that they allocated on the GPU."""
+    """The layers, and the bytes that they allocated on the GPU; a recipe may end in :data:`INVARIANT`."""
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
         model = nn.Sequential(*(Layer() for _ in range(LAYERS))).bfloat16()
     if recipe != PLAIN:
-        tritonfp8.convert(model, recipe, mode="inference")
+        name, found, _ = recipe.partition(INVARIANT)
+        tritonfp8.convert(model, name, mode="inference", batch_invariant=bool(found))
     torch.cuda.synchronize()
     return model.eval(), torch.cuda.memory_allocated() - before
 
@@ -108,12 +109,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(help=__doc__)
 def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = "rowwise,blockwise,mxfp8,tensorwise",
+    batch_invariant: Annotated[bool, typer.Option(help="Also each recipe with batch_invariant=True.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for decode.json.")] = None,
 ) -> None:
-    rows = measure(names.split(","))
+    recipes = names.split(",")
+    if batch_invariant:
+        per_row = [name for name in recipes if tritonfp8.recipes.get(name).output.lhs.block[0] == 1]
+        recipes += [name + INVARIANT for name in per_row]
+    rows = measure(recipes)
     for row in rows:
         print(
-            f"{row['recipe']:<12}{row['tokens']:>4} tokens {1e6 * row['seconds']:8.1f} us  {row['speed_over_bf16']:.2f}"
+            f"{row['recipe']:<26}{row['tokens']:>4} tokens {1e6 * row['seconds']:8.1f} us  {row['speed_over_bf16']:.2f}"
             f"  memory {row['bytes_of_bf16']:.3f}  {'same bits' if row['same_bits'] else 'OTHER BITS'}"
         )
     write_results((out or results_folder()) / "decode.json", {"layers": LAYERS, "rows": rows})

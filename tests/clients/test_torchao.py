@@ -40,8 +40,16 @@ def test_its_filter_chooses_the_layers():
     assert [type(found[i]) for i in (0, 2)] == [Float8Linear, nn.Linear]
 
 
+def test_its_layers_can_be_batch_invariant():
+    found = model()
+    quantize_(found, TritonFP8Config("rowwise", batch_invariant=True), lambda layer, fqn: fqn == "0")
+    assert found[0].recipe == recipes.get("rowwise", batch_invariant=True)
+
+
 def test_wrong_configs_and_weights_are_errors():
     with pytest.raises(ValueError, match="no recipe is named 'rowise'; did you mean 'rowwise'"):
         TritonFP8Config("rowise")
+    with pytest.raises(ValueError, match="recipe 'tensorwise': a batch-invariant GEMM needs"):
+        TritonFP8Config("tensorwise", batch_invariant=True)
     with pytest.raises(ValueError, match="its weight is torch.float16"):
         quantize_(model().half(), TritonFP8Config("rowwise"))

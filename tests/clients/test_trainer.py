@@ -119,3 +119,22 @@ def test_trainer_and_peft_on_a_stored_base(ranks, options):
     check_adapters(
         *(ranks.run(2, trainer_cases.lora_by_trainer, timeout=300, stored=s, **options) for s in (True, False))
     )
+
+
+@pytest.mark.parametrize(("case", "recipe"), [("stored_by_trainer", "blockwise"), ("stored_by_accelerate", "rowwise")])
+def test_weights_stored_in_8_bits_train_by_our_adamw_and_resume_to_the_bit(ranks, tmp_path, case, recipe):
+    """Each rank steps its shard of the codes; another checkpoint for each run, one for both ranks."""
+    whole, resumed = (
+        ranks.run(
+            2, getattr(trainer_cases, case), 300, recipe=recipe, folder=str(tmp_path / str(resume)), resume=resume
+        )
+        for resume in (False, True)
+    )
+    for row, expected in zip(resumed, whole, strict=True):
+        losses, kept, stuck, codes = row
+        assert kept == 7 * trainer_cases.SMALL["layers"]
+        # A weight may keep some scales.
+        assert [name for name in stuck if "scale" not in name] == []
+        assert losses == expected[0]
+        assert len(set(losses)) == 4
+        assert codes == expected[3]

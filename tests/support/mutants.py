@@ -222,7 +222,7 @@ MUTANTS = (
         ("tests/ops/test_flops.py",),
     ),
     Mutant(
-        "tritonfp8/recipes.py",
+        "tritonfp8/recipes/named.py",
         'tensor = QuantSpec("e4m3", scale_rounding="pow2")',
         'tensor = QuantSpec("e4m3")',
         "a recipe has other scales than it states",

@@ -52,6 +52,7 @@ def samples(device):
         yield ops.scaled_matmul, matmul_args(pair, device)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, True, True, "gelu", torch.float32)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, k=0)
+    yield ops.scaled_matmul, (*matmul_args((VECTOR, SQUARE), device), True)
     yield from fused_samples(device)
     yield from figure_samples(device)
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))

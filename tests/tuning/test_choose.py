@@ -7,7 +7,7 @@ import math
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from tuned import H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, WIDE_WITH_EPILOGUE, entry, key
+from tuned import ADA, H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, WIDE_WITH_EPILOGUE, entry, key
 
 from tritonfp8 import hardware
 from tritonfp8.launch import executor
@@ -16,10 +16,6 @@ from tritonfp8.tuning import store
 from tritonfp8.tuning.matmul_space import SMALL_M, SPACES, MatmulConfig, find, predicted_time, space, supports
 
 SPACE_NAMES = [(family, accumulation) for family, spaces in SPACES.items() for accumulation in spaces]
-ADA = dataclasses.replace(
-    H200, name="NVIDIA L40S", capability=(8, 9), has_tma=False, has_warpgroup_mma=False, num_sms=142,
-    max_shared_bytes=101376,
-)  # fmt: skip
 SIZES = (1, 16, 129, 1024, 4096, 14336, 16384)
 
 

@@ -157,7 +157,7 @@ class TestTune:
         """40 dB of noise: what fast accumulation leaves at a large K."""
         _, found = layer_products((256, 48, 32))
         call = found[0].call
-        call = Call(call.op, (*call.args[:-1], accumulation))
+        call = Call(call.op, (*call.args[:-2], accumulation, False))
         multiply = measure._MULTIPLY["cpu"]
 
         def noisy(args, config, out=None):
@@ -171,7 +171,7 @@ class TestTune:
 
     def test_grossly_wrong_fast_accumulation_fails(self, monkeypatch):
         _, found = layer_products((256, 48, 32))
-        call = Call(found[0].call.op, (*found[0].call.args[:-1], "fast"))
+        call = Call(found[0].call.op, (*found[0].call.args[:-2], "fast", False))
         monkeypatch.setattr(
             measure, "_MULTIPLY", {"cpu": lambda args, config, out=None: torch.zeros(256, 48).bfloat16()}
         )

@@ -15,23 +15,23 @@ class Choice:
     """Chooses the recipe of each layer by its name, and remembers which patterns matched.
 
     Args:
-        recipe: the argument of :func:`tritonfp8.convert`.
+        recipe, batch_invariant: the arguments of :func:`tritonfp8.convert`.
 
     Raises:
-        ValueError: an unknown recipe, or a mapping without patterns.
+        ValueError: an unknown recipe, one that cannot be batch-invariant, or a mapping without patterns.
         TypeError: an argument of another type. If the recipe is missing, the message lists all recipes.
     """
 
-    def __init__(self, recipe: Recipes | None) -> None:
+    def __init__(self, recipe: Recipes | None, batch_invariant: bool = False) -> None:
         if recipe is None:
             raise TypeError(
                 f'a recipe is needed, such as "rowwise", the first to try. The recipes:\n{recipes.summary()}\n'
                 "Or give a tritonfp8.Recipe, the path of a .toml file, or a mapping of patterns of layer names to these"
             )
         if isinstance(recipe, Mapping):
-            self.recipes = {pattern: get(each) for pattern, each in recipe.items()}
+            self.recipes = {pattern: get(each, batch_invariant=batch_invariant) for pattern, each in recipe.items()}
         else:
-            self.recipes = {"*": get(recipe)}
+            self.recipes = {"*": get(recipe, batch_invariant=batch_invariant)}
         self.is_mapping = isinstance(recipe, Mapping)
         self.used: set[str] = set()
         if not self.recipes:

@@ -56,17 +56,26 @@ def sizes_of(layer: Any) -> tuple[int, int]:
     return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
 
 
-def select(model: nn.Module, recipe: Recipes | None, filter: Filter | None, tokens: int) -> Selected:
+def select(
+    model: nn.Module, recipe: Recipes | None, filter: Filter | None, tokens: int, batch_invariant: bool = False
+) -> Selected:
     """The layers that ``convert`` takes; see there for the arguments.
 
     Raises:
-        ValueError: a pattern decides no layer, or an unusable argument.
+        ValueError: a pattern decides no layer, or an unusable argument; or ``batch_invariant`` and a layer that is
+            converted already and is not.
         TypeError: a chosen layer is torchao's, or an argument of another type.
     """
-    choice, selection = Choice(recipe), Selection(model, filter, tokens)
+    choice, selection = Choice(recipe, batch_invariant), Selection(model, filter, tokens)
     found = Selected({}, {}, {}, converted_layers(model))
     for name, module in linears(model):
         if name in found.already:
+            if batch_invariant and not found.already[name].recipe.output.batch_invariant:
+                raise ValueError(
+                    f"batch_invariant=True, but {name or 'the model'} is converted already and keeps its recipe "
+                    f"{found.already[name].recipe.name!r}, which is not: revert the model first, or give its layers "
+                    "recipes.get(..., batch_invariant=True) by swap_recipe"
+                )
             # Its patterns are of use: the layer may follow them since an earlier call.
             choice.of(name)
             selection.note(name)

@@ -50,6 +50,13 @@ def _distributed(local: Tensor, like: Tensor) -> DTensor:
     )
 
 
+def _cut(x: Tensor, like: DTensor) -> Tensor:
+    mesh = Mesh(*plain_mesh(like.device_mesh))
+    for dim, size in enumerate(like.shape):
+        x = x.narrow(dim, *_interval(size, dim, like.placements, mesh))
+    return x
+
+
 @torch.no_grad()
 def shard(layer: nn.Module, stored: StoredWeight, like: Tensor | None = None) -> Tensor:
     """This rank's part of a whole stored weight, as a DTensor that lies as the weight of the layer does.
@@ -61,16 +68,17 @@ def shard(layer: nn.Module, stored: StoredWeight, like: Tensor | None = None) ->
     """
     like = layer._parameters["weight"] if like is None else like
     assert isinstance(like, DTensor)
-    mesh = Mesh(*plain_mesh(like.device_mesh))
-    rows: Tensor = stored.as_rows()
-    for dim in (0, 1):
-        start, length = _interval(like.shape[dim], dim, like.placements, mesh)
-        rows = rows.narrow(dim, start, length)
-    rows = rows.clone()
+    rows = _cut(stored.as_rows(), like).clone()
     assert isinstance(rows, StoredRows)
     managed = _managed(layer)
     rows.total = None if managed is None else managed.size[0]
     return _distributed(rows, like)
+
+
+def cut_as(x: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that each rank has the whole of, as a DTensor that lies as ``like`` does."""
+    assert isinstance(like, DTensor)
+    return _distributed(_cut(x, like), like)
 
 
 @torch.no_grad()
@@ -106,7 +114,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def _joined(local: Tensor, like: DTensor) -> Tensor:
-    """A part of each row of ``like``, from all ranks."""
+    """Codes or exponents ``[N, C]`` of all ranks; ``local`` are those of this rank's rows of ``like``."""
     shape = torch.Size((like.shape[0], local.shape[1]))
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=(shape[1], 1)
@@ -243,6 +251,6 @@ def _part_of(grid: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
 
 register_stored_sharding(
     StoredSharding(
-        store_sharded, shard, values_of, whole, reshard, put, place, starts, local, _distributed, whole_amaxes
+        store_sharded, shard, values_of, whole, reshard, put, place, starts, local, cut_as, _distributed, whole_amaxes
     )
 )

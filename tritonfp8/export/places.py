@@ -103,6 +103,15 @@ def check_whole(found: Iterable[Place], what: str) -> None:
             )
 
 
+def check_has_memory(found: Iterable[Place]) -> None:
+    """Raise ValueError for a sharded tensor on the meta device, which a whole one cannot replace."""
+    for place in found:
+        if is_distributed(place.tensor) and place.tensor.device.type == "meta":
+            raise ValueError(
+                f"{place.name} is sharded and on the meta device: give it memory first, by model.to_empty(device=...)"
+            )
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor, without gradients. A sharded one is gathered, so that all ranks must call this."""
     tensor = whole_weight(tensor)

@@ -18,12 +18,12 @@ from tritonfp8.checks import require_type
 from tritonfp8.export.configs import groups
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Job, match, patterns_of
-from tritonfp8.export.places import Place, bare, buffers_on_meta, check_whole, places
+from tritonfp8.export.places import Place, bare, buffers_on_meta, check_has_memory, places, reshard, whole
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted, require_module
-from tritonfp8.layers.stored import StoredWeight, plain_weight, store
+from tritonfp8.layers.stored import StoredWeight, copy_whole, plain_weight, store, stored_part
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import BLOCKS, scale_shape
 
@@ -43,6 +43,9 @@ def load(
     nothing in bfloat16, but for magnitudes below 2^-133. Whether a layer is in 8 bits is what its tensors say; the
     config says in which blocks.
 
+    Weights may be sharded by FSDP2 or tensor parallelism: every rank calls this and reads whole tensors, one at a time,
+    of which it keeps its part.
+
     Args:
         model: converted or not. Parameters stay the same objects, except on the meta device, where they are replaced
             by ones in memory.
@@ -57,10 +60,11 @@ def load(
         less gets twice the codes and half the scale, which stand for the same values.
 
     Raises:
-        ValueError: sharded weights; a tensor of the checkpoint that the model does not have, or the reverse; codes
-            without a scale, or the reverse; another shape, dtype, ``quant_method`` or block; a missing or truncated
-            file; a scale that is NaN, infinite or negative; a pattern that matches nothing. The model is unchanged
-            then. Also values that are NaN, or beyond the dtype of the parameter; the layers before are changed then.
+        ValueError: a sharded weight on the meta device; a tensor of the checkpoint that the model does not have, or the
+            reverse; codes without a scale, or the reverse; another shape, dtype, ``quant_method`` or block; a missing
+            or truncated file; a scale that is NaN, infinite or negative; a pattern that matches nothing. The model is
+            unchanged then. Also values that are NaN, or beyond the dtype of the parameter; the layers before are
+            changed then.
         TypeError: an argument of another type.
     """
     require_module(model)
@@ -69,8 +73,9 @@ def load(
     patterns, root = patterns_of(ignore), Path(folder)
     found, stored = groups(read_config(root)), stored_tensors(root)
     to = torch.device(device)
+    reshard(model)
     model_places = places(model)
-    check_whole(model_places, "tritonfp8.export.load")
+    check_has_memory(model_places)
     jobs, ignored, left = match(stored, model_places, found, patterns)
     with opened_all(root, stored) as read:
         _check_scales(jobs, read)
@@ -116,10 +121,11 @@ def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[s
             _check_tied(job, target, x)
             copied[job.name] = "tied"
             continue
-        filled[id(job.place)] = _fill(job.place, _kept(job.place.tensor, made_from, x))
+        x = _kept(job.place.tensor, made_from, x)
+        filled[id(job.place)] = _fill(job.place, x)
         if isinstance(made_from, Quantized):
             assert job.row is not None
-            again = _again(job, filled[id(job.place)], made_from)
+            again = _again(job, x if isinstance(x, StoredWeight) else whole(filled[id(job.place)]), made_from)
             layers[job.layer] = LoadedLayer(f"{job.row.name} {BLOCKS[job.row.spec.block].name}", again)
         else:
             copied[job.name] = made_from
@@ -127,7 +133,7 @@ def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[s
 
 
 def _check_tied(job: Job, target: Tensor, x: Tensor) -> None:
-    if not torch.equal(plain_weight(target), x):
+    if not torch.equal(plain_weight(whole(target)), x):
         raise ValueError(
             f"{' and '.join(job.place.names)} are one tensor in the model, and differ in the checkpoint: build the "
             "model with tie_word_embeddings=False"
@@ -156,12 +162,14 @@ def _values(job: Job, read: Read, device: torch.device) -> tuple[Tensor, Quantiz
 
 def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
     """``x``, or the codes that it was made from, where a stored weight of the same spec takes its place."""
-    if not isinstance(target, StoredWeight) or not isinstance(made_from, Quantized):
+    part = stored_part(target)
+    if part is None or not isinstance(made_from, Quantized):
         return x
     # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
     are_powers = bool((torch.frexp(made_from.scale.float()).mantissa == 0.5).all())
-    if are_powers and replace(made_from.spec, scale_rounding=target.spec.scale_rounding) == target.spec:
-        return StoredWeight(made_from.qdata, made_from.scale, target.spec, target.dtype, target.is_transposed)
+    if are_powers and replace(made_from.spec, scale_rounding=part.spec.scale_rounding) == part.spec:
+        is_transposed = isinstance(part, StoredWeight) and part.is_transposed
+        return StoredWeight(made_from.qdata, made_from.scale, part.spec, target.dtype, is_transposed)
     return x
 
 
@@ -169,7 +177,8 @@ def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
 def _fill(place: Place, x: Tensor) -> Tensor:
     """Put values into a place. Returns the tensor that the model has then."""
     if place.tensor.device.type != "meta":
-        return place.tensor.copy_(x)
+        copy_whole(place.owners[0].module, place.tensor, x)
+        return place.tensor
     # The memory of a tensor that was read is the file, which may change later.
     x = x.clone()
     target = place.tensor

@@ -29,18 +29,22 @@ class TritonFP8Config(AOBaseConfig):
 
     Attributes:
         recipe: a name, the path of a TOML file, or a :class:`~tritonfp8.Recipe`.
+        batch_invariant: as of ``convert``.
 
     Raises:
-        ValueError: an unknown recipe; of ``quantize_``, a weight that cannot be stored (:func:`tritonfp8.convert`).
+        ValueError: an unknown recipe, or one that cannot be batch-invariant; of ``quantize_``, a weight that cannot be
+            stored (:func:`tritonfp8.convert`).
     """
 
     recipe: str | Recipe = "rowwise"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        get(self.recipe)
+        get(self.recipe, batch_invariant=self.batch_invariant)
 
 
 @register_quantize_module_handler(TritonFP8Config)  # type: ignore[untyped-decorator]
 def _convert(module: nn.Module, config: TritonFP8Config, **options: Any) -> nn.Module:
-    convert(module, config.recipe, lambda layer, name: True, mode="inference")
+    everything = lambda layer, name: True  # noqa: E731
+    convert(module, config.recipe, everything, mode="inference", batch_invariant=config.batch_invariant)
     return module

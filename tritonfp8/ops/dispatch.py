@@ -62,7 +62,8 @@ def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None
 
 def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:
     """The kind under which a GEMM on quantized operands is counted: how this device computes it."""
-    return launch.product_kind(a_spec, a.device, a.shape[0])
+    # Of the arguments after these, batch_invariant is the ninth; a call at its default may leave it out.
+    return launch.product_kind(a_spec, a.device, a.shape[0], len(args) > 8 and args[8])
 
 
 def matmul_kind(*args: object) -> str:

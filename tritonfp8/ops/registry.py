@@ -141,7 +141,7 @@ _GEMMS = {
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
         # Without a dtype: bfloat16. As the default it would be a number in a graph, which AOTInductor refuses.
         "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, "
-        "str accumulation='precise') -> Tensor",
+        "str accumulation='precise', bool batch_invariant=False) -> Tensor",
         fakes.scaled_matmul,
         reference.scaled_matmul,
         launch.scaled_matmul,
@@ -157,7 +157,7 @@ _GEMMS = {
                 "residual": Operand("MN"),
             },
             (Operand("MN"),),
-            forbids=("bias", "activation", "residual"),
+            forbids=("bias", "activation", "residual", "batch_invariant"),
         ),
     ),
     "matmul": Op(

@@ -32,7 +32,8 @@ class Rule:
         outputs: its results.
         flag: name of a bool argument that transposes all but the first input, if any.
         needs: name of the tensor argument (the amax) without which a dim that is one block must not be sharded, if any.
-        forbids: arguments that must be None if results are sums over ranks, because each rank would apply them.
+        forbids: arguments that must be None or False if results are sums over ranks: each rank would apply them, or
+            ranks would sum in an order that depends on the size of the result.
     """
 
     inputs: Mapping[str, Operand]

@@ -26,6 +26,7 @@ def scaled_matmul(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = torch.bfloat16,
     accumulation: str = "precise",
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``activation(a @ b.T + bias) + residual`` on quantized operands, in float32, rounded to ``out_dtype`` at the end.
 
@@ -37,6 +38,7 @@ def scaled_matmul(
         residual: ``[M, N]`` or None.
         out_dtype: bfloat16, float16 or float32; None for bfloat16.
         accumulation: no effect here: float32 is the reference for both.
+        batch_invariant: compute each row by itself, as a BLAS sums in an order that depends on the number of rows.
 
     Returns:
         ``[M, N]`` in ``out_dtype``.
@@ -44,7 +46,7 @@ def scaled_matmul(
     lhs = dequantize(a, a_scale, a_spec, torch.float32)
     rhs = dequantize(b, b_scale, b_spec, torch.float32)
     with torch.autocast(a.device.type, enabled=False):
-        out = lhs @ rhs.t()
+        out = _rows_alone(lhs, rhs) if batch_invariant else lhs @ rhs.t()
     if bias is not None:
         out = out + bias.float()
     if activation is not None:
@@ -52,6 +54,12 @@ def scaled_matmul(
     if residual is not None:
         out = out + residual.float()
     return out.to(out_dtype or torch.bfloat16)
+
+
+def _rows_alone(lhs: Tensor, rhs: Tensor) -> Tensor:
+    # Each in memory of its own: how a BLAS sums may depend on the alignment of a row.
+    rows = [rhs @ row.clone() for row in lhs]
+    return torch.stack(rows) if rows else lhs @ rhs.t()
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from tritonfp8.tuning.cast_tiles import VECTOR_BYTES, BlockShape, CastTile
 from tritonfp8.tuning.chooser import candidates, choose, install, key, kind, on_change, reload, table
 from tritonfp8.tuning.matmul_space import (
     COPY_BANDWIDTH,
+    INVARIANT_M,
     PARTIAL_BYTES,
     REDUCE_TILE,
     REDUCE_WARPS,
@@ -21,6 +22,7 @@ from tritonfp8.tuning.store import Entries, Entry, Key
 
 __all__ = [
     "COPY_BANDWIDTH",
+    "INVARIANT_M",
     "PARTIAL_BYTES",
     "REDUCE_TILE",
     "REDUCE_WARPS",

@@ -32,6 +32,9 @@ REDUCE_TILE = {"BLOCK_M": 4, "BLOCK_N": 128}
 REDUCE_WARPS = 4
 # Small M: the bytes of the weight decide. Tiles of as many tokens, in as many parts of K.
 SMALL_M = 256
+# GEMMs that are batch-invariant run in the configuration for this M, whatever theirs is. It is beyond SMALL_M, so it
+# does not split K, and training has about as many rows: both passes then sum in one order.
+INVARIANT_M = 4096
 # Up to this M a kernel reads MX codes and makes them bf16 in registers, if no tensor core takes them. From there on it
 # pays to write the operands as bf16 first, five bytes of traffic an element, and to call the GEMM in bf16.
 MAX_M_OF_CODES = 64
@@ -236,12 +239,13 @@ def supports(
     return fits and native and holds and (specialized or not config.specialized)
 
 
-def is_widened(m: int, native_mx: bool) -> bool:
+def is_widened(m: int, native_mx: bool, batch_invariant: bool = False) -> bool:
     """Whether an MX GEMM of ``m`` rows multiplies operands that were written as bf16, by torch's GEMM.
 
-    The one place where that is decided. Otherwise a kernel of the space ``"mx"`` reads the codes.
+    The one place where that is decided. Otherwise a kernel of the space ``"mx"`` reads the codes: also where the GEMM
+    is batch-invariant, as the order in which torch's GEMM sums depends on M.
     """
-    return not native_mx and m > MAX_M_OF_CODES
+    return not native_mx and m > MAX_M_OF_CODES and not batch_invariant
 
 
 def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: int, num_sms: int) -> float:

@@ -66,7 +66,12 @@ class GemmCall:
         return cls(call, tuning.key(kind, m, n, k), m)
 
     def has_configurations(self, device: torch.device) -> bool:
-        """Whether a launch chooses a configuration: torch's GEMM of MX operands that were converted has none."""
+        """Whether a launch chooses a configuration by this M.
+
+        torch's GEMM of MX operands that were converted has none, and a batch-invariant GEMM has that of another M.
+        """
+        if self.call.named()["batch_invariant"]:
+            return False
         return self.key.kind.family != "mx" or not tuning.is_widened(self.m, hardware.abilities(device).has_native_mx)
 
     def candidates(self, device: torch.device) -> list[MatmulConfig]:

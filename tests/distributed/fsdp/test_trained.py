@@ -46,12 +46,41 @@ def test_tensor_parallel(ranks, layout, recipe):
     assert all(ranks.run(WORLDS[layout], trained_cases.compares_steps, recipe=recipe, layout=layout))
 
 
+def test_8_bit_moments_in_cut_blocks_are_refused(ranks):
+    for found in ranks.run(2, trained_cases.refused, moments="fp8"):
+        assert re.search(r"columns are sharded at 69, inside of a block: use mom", found)
+
+
 @pytest.mark.parametrize(
-    ("moments", "message"),
-    [(None, "train it by tritonfp8.optim.AdamW or"), ("fp8", r"columns are sharded at 69, inside of a block: use mom")],
+    ("recipe", "layout", "world", "optimizer"),
+    [
+        ("rowwise", "fsdp2", 4, "adamw foreach"),
+        ("blockwise", "fsdp2", 4, "adamw foreach"),
+        ("tensorwise", "fsdp2", 2, "adamw"),
+        ("mxfp8", "fsdp2_kept", 2, "sgd"),
+        ("blockwise", "fsdp2", 2, "adamw fused"),
+        ("tensorwise", "hsdp", 4, "sgd foreach"),
+        ("blockwise", "tp", 2, "sgd"),
+        ("tensorwise", "tp_fsdp2", 4, "adamw foreach"),
+    ],
 )
-def test_refused(ranks, moments, message):
-    assert all(re.search(message, found) for found in ranks.run(2, trained_cases.stepped_by_torch, moments=moments))
+def test_optimizers_of_torch_step_shards_to_the_codes_of_one_rank(ranks, recipe, layout, world, optimizer):
+    for changed, steps, messages in ranks.run(
+        world, trained_cases.steps_directly, recipe=recipe, layout=layout, optimizer=optimizer
+    ):
+        assert changed > 0.2
+        assert (steps.steps, steps.unchanged) == (3, 0)
+        # One of the shards, and one of the whole weights that they are compared with.
+        assert len(messages) == 2 + 2
+
+
+def test_a_step_that_changes_no_shard_is_counted(ranks):
+    options = {"recipe": "rowwise", "layout": "fsdp2", "optimizer": "sgd small"}
+    for changed, steps, messages in ranks.run(2, trained_cases.steps_directly, **options):
+        assert changed == 0
+        assert (steps.steps, steps.unchanged) == (3, 3)
+        assert "SGD writes to weights that are stored in 8 bits" in messages[0]
+        assert "at most 0.00% of their codes changed" in messages[0]
 
 
 def test_recompute_gathers_as_often(ranks):

@@ -1,4 +1,4 @@
-"""``generate()`` of transformers with weights that are stored in 8 bits: the tokens of a plain model of their values."""
+"""``generate()`` of transformers with stored weights: the tokens of a plain model of their values."""
 
 import pytest
 import torch

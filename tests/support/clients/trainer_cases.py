@@ -7,11 +7,13 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from trained_cases import contents
 
 import tritonfp8
 from bench.distributed.trainer import Program, Tokens, compare, model_of, reset, train, trainer_of
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.stored import is_stored
+from tritonfp8.optim import AdamW
 
 SMALL = {"layers": 2, "hidden": 64, "tokens": 16, "steps": 3, "backend": "aot_eager", "use_cpu": True}
 
@@ -158,3 +160,61 @@ def lora_by_trainer(mesh, stored, **options):
     adapters = _adapters(trainer.model)
     reset()
     return losses, kept, adapters
+
+
+def _trained_in_8_bits(program, recipe):
+    model = model_of(program)
+    tritonfp8.convert(model, recipe, weight_storage="quantized")
+    return model
+
+
+def stored_by_trainer(mesh, recipe, folder, resume):
+    """Losses, the number of stored layers, what did not change, and the codes of Trainer with FSDP2 and our AdamW."""
+    act_as_launched()
+    program = Program(**{**SMALL, "steps": 4, "recipe": recipe, "dtype": "float32", "resume": True})
+    losses = []
+    for index, steps in enumerate((2, 4) if resume else (4,)):
+        model = _trained_in_8_bits(program, recipe)
+        before = contents(model)
+        trainer = trainer_of(program, model, folder, steps, losses, [])
+        # The Trainer makes the optimizer after it has sharded the model, and refuses one that is made before.
+        trainer.optimizer_cls_and_kwargs = AdamW, {"lr": 1e-3, "moments": "bf16", "seed": 5}
+        trainer.train(resume_from_checkpoint=index > 0 or None)
+        kept, after = sum(map(is_stored, trainer.model.modules())), contents(trainer.model)
+        reset()
+    stuck = [name for name, x in after.items() if name in before and torch.equal(x, before[name])]
+    return losses, kept, stuck, {name: x.tolist() for name, x in after.items()}
+
+
+def stored_by_accelerate(mesh, recipe, folder, resume):
+    """As :func:`stored_by_trainer`, of a loop with accelerate that saves and loads its state."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    act_as_launched()
+    program = Program(**SMALL, dtype="float32")
+    losses, rows = [], Tokens(8, program.tokens).rows.chunk(2)[dist.get_rank()]
+    for part in (rows[:2], rows[2:]) if resume else (rows,):
+        model = _trained_in_8_bits(program, recipe)
+        before = contents(model)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-3, moments="bf16", seed=5))
+        if part is not rows and losses:
+            accelerator.load_state(folder)
+        for row in part:
+            loss = model(input_ids=row[None], labels=row[None]).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        accelerator.save_state(folder)
+        kept, after = sum(map(is_stored, model.modules())), contents(model)
+        reset()
+    stuck = [name for name, x in after.items() if name in before and torch.equal(x, before[name])]
+    return losses, kept, stuck, {name: x.tolist() for name, x in after.items()}

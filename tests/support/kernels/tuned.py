@@ -1,5 +1,7 @@
 """Shared helpers of the tests of tuned configurations."""
 
+import dataclasses
+
 import torch
 
 from tritonfp8.hardware import CPU, Abilities, machine_key
@@ -9,6 +11,10 @@ from tritonfp8.warmup.measure import distinct_gemms
 from tritonfp8.warmup.record import record_linear
 
 H200 = Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
+ADA = dataclasses.replace(
+    H200, name="NVIDIA L40S", capability=(8, 9), has_tma=False, has_warpgroup_mma=False, num_sms=142,
+    max_shared_bytes=101376,
+)  # fmt: skip
 MACHINE = "nvidia-h200-sm90-132"
 CPU_MACHINE = machine_key(CPU)
 ROWWISE = Kind("epilogue", "precise", 0, 0, 2, True, True)

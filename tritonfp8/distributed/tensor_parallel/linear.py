@@ -165,7 +165,8 @@ def sharded_linear(
 
     Raises:
         TypeError: a plain tensor among DTensors.
-        ValueError: placements or shapes that do not fit together, or a ``quantized_weight`` of plain tensors.
+        ValueError: placements or shapes that do not fit together, a ``quantized_weight`` of plain tensors, or a
+            batch-invariant output that more than two ranks sum.
         RuntimeError: a ``quantized_weight`` by other scales than those of this block.
     """
     cached = _cached_operands(quantized_weight)
@@ -181,11 +182,22 @@ def sharded_linear(
         plain_mesh(mesh), leading, tuple(weight.shape), (tuple(input.placements), tuple(weight.placements)),
         largest_blocks(recipe), isinstance(weight._local_tensor, _HAVE_CODES), *options.current(),
     )  # fmt: skip
+    if recipe.output.batch_invariant:
+        _check_invariant(mesh.shape, layer.placements.output)
     out = _local(input, weight, bias, recipe, shared_input, layer, cached)
     shape = (*input.shape[:-1], weight.shape[0])
     return DTensor.from_local(
         out, mesh, layer.placements.output, run_check=False, shape=torch.Size(shape), stride=_stride(shape)
     )
+
+
+def _check_invariant(ranks: Sequence[int], output: Sequence[Placement]) -> None:
+    # A sum of two does not depend on the order.
+    if any(isinstance(p, Partial) and size > 2 for size, p in zip(ranks, output, strict=True)):
+        raise ValueError(
+            f"a batch-invariant layer cannot be summed over more than two ranks; got a mesh of {tuple(ranks)}: a "
+            "collective sums in an order that depends on the size. Shard this layer by ColwiseParallel"
+        )
 
 
 def _local(

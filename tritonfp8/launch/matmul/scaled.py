@@ -233,8 +233,9 @@ def _plan_reduce(plan: Planner, p: _Gemm, family: str, config: MatmulConfig, wor
 
 
 def _plan_gemm(
-    plan: Planner, p: _Gemm, family: str, accumulation: str, config: MatmulConfig | None, tma: bool | None
-) -> bool:
+    plan: Planner, p: _Gemm, family: str, accumulation: str, batch_invariant: bool, config: MatmulConfig | None,
+    tma: bool | None,
+) -> bool:  # fmt: skip
     """Whether the GEMM was planned: not if a scale must be copied first."""
     device = plan.device
     m, n, k = p.sizes()
@@ -244,8 +245,9 @@ def _plan_gemm(
     if config is None:
         bare = p.activation is None and p.residual is None
         scaled_rows = (p.a_rows, p.b_rows)
+        rows = tuning.INVARIANT_M if batch_invariant else m
         config = tuning.choose(
-            family, accumulation, scaled_rows, m, n, k, p.out.itemsize, bare, tma_operands and tma_out, device
+            family, accumulation, scaled_rows, rows, n, k, p.out.itemsize, bare, tma_operands and tma_out, device
         )
     pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
     programs = min(device.num_sms * config.blocks_per_sm, pieces)
@@ -279,6 +281,7 @@ def plan_scaled_matmul(
     accumulation: str,
     config: MatmulConfig | None = None,
     tma: bool | None = None,
+    batch_invariant: bool = False,
 ) -> list[View] | None:
     """One output, ``[M, N]``, or none if ``out`` is given. No plan if a bias or a scale must be copied first."""
     spec, spec_b = spec_of(a_spec), spec_of(b_spec)
@@ -297,7 +300,7 @@ def plan_scaled_matmul(
         a, a_scale, spec.format, spec.block[0], b, b_scale, spec_b.format, spec_b.block[0],
         bias, activation, residual, out,
     )  # fmt: skip
-    return outputs if _plan_gemm(plan, gemm, family, accumulation, config, tma) else None
+    return outputs if _plan_gemm(plan, gemm, family, accumulation, batch_invariant, config, tma) else None
 
 
 def _within_32_bits(scale: Tensor) -> Tensor:
@@ -324,6 +327,7 @@ def scaled_matmul(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = torch.bfloat16,
     accumulation: str = "precise",
+    batch_invariant: bool = False,
     *,
     config: MatmulConfig | None = None,
     tma: bool | None = None,
@@ -332,15 +336,18 @@ def scaled_matmul(
     """Launch the twin of :func:`tritonfp8.reference.scaled_matmul`.
 
     Args:
+        batch_invariant: choose the configuration for one M, :data:`tritonfp8.tuning.INVARIANT_M`.
         config: use this configuration, not the chosen one. For MX operands that is always a kernel that reads codes.
         tma: use TMA or not, if the layouts allow it; by default what the device has.
         out: write here, ``[M, N]`` contiguous.
     """
-    if config is None and _is_widened(a_spec, a.shape[0], a.device):
+    if config is None and _is_widened(a_spec, a.shape[0], a.device, batch_invariant):
         dtype = out_dtype or torch.bfloat16
         return widened.scaled_matmul(a, a_scale, b, b_scale, bias, activation, residual, dtype, out)
+    if batch_invariant:
+        a = _readable_rows(a)
     tensors = (a, a_scale, b, b_scale, bias, residual, out)
-    options = (a_spec, b_spec, activation, out_dtype, accumulation, config, tma)
+    options = (a_spec, b_spec, activation, out_dtype, accumulation, config, tma, batch_invariant)
     results = planned(plan_scaled_matmul, tensors, options)
     if results is not None:
         return results[0] if out is None else out
@@ -352,24 +359,31 @@ def scaled_matmul(
         raise widened.too_many_scales(a_scale, b_scale)
     a_scale, b_scale, bias = copied
     return scaled_matmul(
-        a, a_scale, a_spec, b, b_scale, b_spec, bias, activation, residual, out_dtype, accumulation,
+        a, a_scale, a_spec, b, b_scale, b_spec, bias, activation, residual, out_dtype, accumulation, batch_invariant,
         config=config, tma=tma, out=out,
     )  # fmt: skip
 
 
-def _is_widened(a_spec: str, m: int, device: torch.device) -> bool:
-    return spec_of(a_spec).block == BLOCK_1X32 and tuning.is_widened(m, hardware.abilities(device).has_native_mx)
+def _readable_rows(a: Tensor) -> Tensor:
+    """``a``, copied if only its layout keeps TMA from reading it: one kernel then serves every batch of its rows."""
+    is_odd = a.shape[1] % TMA_ALIGNMENT == 0 and a.numel() > 0 and not has_tma_layout(a)
+    return a.clone(memory_format=torch.contiguous_format) if is_odd else a
+
+
+def _is_widened(a_spec: str, m: int, device: torch.device, batch_invariant: bool) -> bool:
+    native = hardware.abilities(device).has_native_mx
+    return spec_of(a_spec).block == BLOCK_1X32 and tuning.is_widened(m, native, batch_invariant)
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return all(x is y for x, y in zip(some, others, strict=True))
 
 
-def product_kind(a_spec: str, device: torch.device, m: int) -> str:
+def product_kind(a_spec: str, device: torch.device, m: int, batch_invariant: bool = False) -> str:
     """How a GEMM of ``m`` rows of operands with this spec runs: a key of :data:`tritonfp8.counting.KINDS`."""
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"
     if spec_of(a_spec).block != BLOCK_1X32 or abilities.has_native_mx:
         return "fp8"
-    return "dequantized" if _is_widened(a_spec, m, device) else "emulated"
+    return "dequantized" if _is_widened(a_spec, m, device, batch_invariant) else "emulated"

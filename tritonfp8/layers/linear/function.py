@@ -31,6 +31,8 @@ def multiply(
     return ops.scaled_matmul(
         lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *gemm.rhs.args,
         bias, None, residual, out_dtype, gemm.accumulation,
+        # A default is left out: the dispatcher takes time for each argument.
+        *((True,) if gemm.batch_invariant else ()),
     )  # fmt: skip
 
 

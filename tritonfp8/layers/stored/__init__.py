@@ -2,6 +2,7 @@
 
     weight       StoredWeight: one copy of codes, in the order of rows, that both GEMMs of a frozen layer read
     exponents    power-of-two scales as bytes
+    views        ValuesView: views of the values of a whole weight, which write through
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
     direct       optimizers that write to the values
@@ -25,6 +26,7 @@ from tritonfp8.layers.stored.replace import (
 from tritonfp8.layers.stored.rows import DTYPES, StoredRows
 from tritonfp8.layers.stored.sharding import (
     StoredSharding,
+    copy_whole,
     plain_weight,
     register_stored_sharding,
     stored_part,
@@ -51,6 +53,7 @@ __all__ = [
     "check_storable",
     "check_swap",
     "check_trainable",
+    "copy_whole",
     "direct_steps",
     "distribute",
     "exponents_of",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ class DirectSteps:
         steps: how many there were.
         unchanged: how many of them changed no code.
         share: of the codes that the last step changed, at most. A code counts each time that an operation changes it.
+
+    Of sharded weights each rank counts its own codes; a rank that has none counts no step.
     """
 
     steps: int = 0
@@ -39,27 +43,23 @@ class _Steps:
         self.found = DirectSteps()
         self.changed: list[Tensor] = []
         self.sizes: dict[int, int] = {}
-        self.is_hooked = False
 
     def note(self, weight: Tensor, changed: Tensor) -> None:
-        if not self.is_hooked:
-            # What was written before a step, such as an initialization, is no part of it.
-            register_optimizer_step_pre_hook(self.begin)
-            register_optimizer_step_post_hook(self.end)
-            self.is_hooked = True
         self.changed.append(changed)
         self.sizes[id(weight)] = weight.numel()
 
-    def begin(self, *args: object) -> None:
-        """Called before a step of any optimizer."""
+    def begin(self) -> None:
+        """Called before a step of any optimizer: what was written before, by an initialization, is no part of it."""
         self.changed, self.sizes = [], {}
 
-    def end(self, optimizer: Any, *args: object) -> None:
+    def end(self, optimizer: Any) -> None:
         """Called after a step of any optimizer. The host waits for the device."""
         if not self.changed:
             return
         changed, total = sum(int(x) for x in self.changed), sum(self.sizes.values())
         self.changed, self.sizes = [], {}
+        if not total:
+            return
         before, share = self.found, min(1.0, changed / max(total, 1))
         self.found = DirectSteps(before.steps + 1, before.unchanged + (changed == 0), share)
         if before.steps == 0:
@@ -73,6 +73,34 @@ class _Steps:
 
 
 _steps = _Steps()
+# The DTensor whose part on this rank a tensor is, for the parts that an optimizer steps: an operation on a part alone
+# does not know with which ranks it shares scales.
+_owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+_writers: list[Callable[[Sequence[Tensor], Sequence[Tensor]], None]] = []
+
+
+def register_writer(write: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> None:
+    """Let :func:`write_directly` store values by ``write(weights, values of this rank's parts)``."""
+    _writers[:] = [write]
+
+
+def _begin(optimizer: Any, *args: object) -> None:
+    _steps.begin()
+    _owners.clear()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            part = getattr(param, "_local_tensor", None)
+            if hasattr(part, "spec"):
+                _owners[id(part)] = param
+
+
+def _end(optimizer: Any, *args: object) -> None:
+    _owners.clear()
+    _steps.end(optimizer)
+
+
+register_optimizer_step_pre_hook(_begin)
+register_optimizer_step_post_hook(_end)
 
 
 def direct_steps() -> DirectSteps:
@@ -91,7 +119,7 @@ def _written(func: Any, args: Any, options: Any) -> list[Any]:
 def is_direct(kind: type[Tensor], func: Any, args: Any, options: Any) -> bool:
     """Whether ``func`` writes to trained weights of this type, or reads one to decay it."""
     written = [x for x in _written(func, args, options) if isinstance(x, kind)]
-    return func in _READERS or (len(written) > 0 and all(x.requires_grad for x in written))
+    return func in _READERS or (len(written) > 0 and all(_owners.get(id(x), x).requires_grad for x in written))
 
 
 def write_directly(kind: type[Any], func: Any, args: Any, options: Any) -> Any:
@@ -104,9 +132,12 @@ def write_directly(kind: type[Any], func: Any, args: Any, options: Any) -> Any:
     weights = {id(x): x for x in _written(func, args, options) if isinstance(x, kind)}
     before = {key: read(x).clone() for key, x in weights.items()}
     out = func(*tree_map_only(kind, read, args), **tree_map_only(kind, read, options))
+    if weights:
+        # Together: ranks that share scales reduce those of all weights at once.
+        _writers[0]([_owners.get(key, weight) for key, weight in weights.items()], [values[key] for key in weights])
     for key, weight in weights.items():
-        weight._fill(values[key])
         _steps.note(weight, (weight.dequantize() != before[key]).sum())
     if isinstance(out, Tensor) and weights:
-        return args[0]
+        # torch.nn.init.eye_ writes by out=, and has no tensor as its first argument.
+        return next(iter(weights.values()))
     return out

@@ -14,6 +14,7 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.formats import FORMATS
+from tritonfp8.layers.stored.direct import is_direct, write_directly
 from tritonfp8.layers.stored.exponents import ONE, exponents_of, scale_of, scales_of
 from tritonfp8.specs import QuantSpec, scale_shape, spec_of
 
@@ -95,6 +96,10 @@ class StoredRows(Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of codes and exponents."""
         return int(self._qdata.nbytes + self._exponents.nbytes)
+
+    def data_ptr(self) -> int:
+        """Address of the codes; see :class:`~tritonfp8.layers.stored.StoredWeight`."""
+        return self._qdata.data_ptr()
 
     def dequantize(self) -> Tensor:
         """The values ``[n, K]``, a plain tensor in the dtype of the weight; exact."""
@@ -230,6 +235,8 @@ class StoredRows(Tensor):
             return found
         if isinstance(first, StoredRows) and func in _OPERATIONS:
             return _OPERATIONS[func](first, *args[1:], **options)
+        if is_direct(cls, func, args, options):
+            return write_directly(cls, func, args, options)
         raise NotImplementedError(
             f"{func} does not work on a weight that is stored in 8 bits and sharded. Read its values from the "
             "state_dict of the model, which has plain values; initialize it by reset_parameters of its layer; train it "

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored.rows import StoredRows
-from tritonfp8.layers.stored.weight import StoredWeight
+from tritonfp8.layers.stored.weight import StoredWeight, store
 from tritonfp8.specs import QuantSpec
 
 
@@ -28,6 +29,7 @@ class StoredSharding(NamedTuple):
         place: ``place(weight)``, row and column of this rank's first element.
         starts: ``starts(weight)``, the rows, and the columns, at which the parts of ranks begin.
         local: ``local(x, weight)``, this rank's part of ``x``, cut as the weight is.
+        cut_as: ``cut_as(x, like)``, this rank's part of a tensor that each rank has: a DTensor that lies as ``like``.
         distribute: ``distribute(local, weight)``, a DTensor that lies as the weight does.
         amaxes: :func:`tritonfp8.layers.stored.whole_amaxes`, called on all ranks together.
     """
@@ -41,6 +43,7 @@ class StoredSharding(NamedTuple):
     place: Callable[[Tensor], tuple[int, int]]
     starts: Callable[[Tensor], tuple[Sequence[int], Sequence[int]]]
     local: Callable[[Tensor, Tensor], Tensor]
+    cut_as: Callable[[Tensor, Tensor], Tensor]
     distribute: Callable[[Tensor, Tensor], Tensor]
     amaxes: Callable[[Sequence[Tensor], Callable[[int], Tensor]], list[Tensor | None]]
 
@@ -84,6 +87,28 @@ def whole_weight(weight: Tensor) -> Tensor:
     """All of a stored weight if it is sharded, which all ranks call together; any other weight as it is."""
     is_sharded = is_distributed(weight) and stored_part(weight) is not None
     return sharding().whole(weight) if is_sharded else weight
+
+
+@torch.no_grad()
+def copy_whole(layer: nn.Module, weight: Tensor, x: Tensor) -> None:
+    """Copy a tensor that each rank has the whole of into a parameter or buffer of ``layer``, which may be sharded.
+
+    Args:
+        layer: the module that has ``weight``.
+        weight: a plain tensor, a stored weight, or a DTensor of either.
+        x: values; or a stored weight, whose codes a stored one takes as they are.
+    """
+    if not is_distributed(weight):
+        weight.copy_(x)
+        return
+    part = stored_part(weight)
+    if part is None:
+        weight.copy_(sharding().cut_as(x, weight))
+        return
+    whole = x if isinstance(x, StoredWeight) and x.spec == part.spec else store(plain_weight(x), part.spec)
+    source = stored_part(sharding().shard(layer, whole))
+    assert source is not None
+    part.copy_(source)
 
 
 def spec_of_weight(weight: Tensor) -> QuantSpec:

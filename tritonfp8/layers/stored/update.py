@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers.linear import is_distributed
+from tritonfp8.layers.stored.direct import register_writer
 from tritonfp8.layers.stored.rows import StoredRows
 from tritonfp8.layers.stored.sharding import sharding, stored_part
 from tritonfp8.layers.stored.weight import StoredWeight
@@ -88,11 +89,20 @@ def write_values(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         weights: stored ones. Ranks that share one call this together.
         values: float32, as the weights are sharded.
     """
+    _write(weights, [gradient_of(weight, x) for weight, x in zip(weights, values, strict=True)])
+
+
+def write_parts(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """As :func:`write_values`, of the values of this rank's parts."""
+    _write(weights, [_turned(x, weight) for weight, x in zip(weights, values, strict=True)])
+
+
+def _write(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     jobs = []
     for weight, x in zip(weights, values, strict=True):
         part = part_to_update(weight)
         assert part is not None
-        x = gradient_of(weight, x).contiguous()
+        x = x.float().contiguous()
         zeros = torch.zeros_like(x)
         # A step of AdamW from nothing: the weight times 0, minus the value as first moment over 1, times -1.
         numbers = torch.zeros(8, device=x.device)
@@ -108,6 +118,9 @@ def write_values(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             keys = torch.zeros(4, dtype=torch.int32, device=part.qdata.device)
             ops.adamw(*tensors, keys, *layout(part), False, None, None, amax)
         part.changed()
+
+
+register_writer(write_parts)
 
 
 def whole_amaxes(weights: Sequence[Tensor], amax: Callable[[int], Tensor]) -> list[Tensor | None]:

@@ -15,6 +15,7 @@ from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
 from tritonfp8.layers.stored.direct import is_direct, write_directly
 from tritonfp8.layers.stored.rows import DTYPES, OTHER, VALUES, StoredRows, raise_other_spec, read_values, rows_of
+from tritonfp8.layers.stored.views import view_of
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
 
@@ -29,9 +30,10 @@ class StoredWeight(Tensor):
     ``grad_input`` the transposed operand is quantized from the values, in the pass that reads it.
 
     These operations use the values, in a tensor that is freed afterwards: GEMMs outside of the layer, ``F.embedding``,
-    ``view(-1)``, :meth:`dequantize`. A copy into it (``load_state_dict``) quantizes the source. ``clone``, ``detach``
-    and ``to`` give another stored weight. If it requires a gradient, an operation of an optimizer that writes to it
-    rounds the new values. Any other operation raises NotImplementedError.
+    :meth:`dequantize`, and views such as ``view(-1)``, whose writes are rounded into the codes. A copy into it
+    (``load_state_dict``) quantizes the source. ``clone``, ``detach`` and ``to`` give another stored weight. If it
+    requires a gradient, an operation of an optimizer that writes to it rounds the new values. Any other operation
+    raises NotImplementedError.
 
     Args:
         qdata: 8-bit ``[N, K]``, contiguous.
@@ -77,6 +79,19 @@ class StoredWeight(Tensor):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.spec})"
 
     @property
+    def data(self) -> Tensor:
+        """As of any tensor; values that are assigned are rounded."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        # torch would take the memory of the other tensor, which this one does not read.
+        if values.shape != self.shape:
+            raise ValueError(f"the data of a stored weight {tuple(self.shape)} must keep its shape; got {values.shape}")
+        with torch.no_grad():
+            self._fill(values)
+
+    @property
     def quantized(self) -> Quantized:
         """The codes ``[N, K]`` and scales, not copied."""
         return Quantized(self._qdata, self._scale, self.spec)
@@ -85,6 +100,10 @@ class StoredWeight(Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of codes and scales."""
         return int(self._qdata.nbytes + self._scale.nbytes)
+
+    def data_ptr(self) -> int:
+        """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
+        return self._qdata.data_ptr()
 
     def dequantize(self) -> Tensor:
         """The values in the shape and dtype of the weight: a plain tensor, exact."""
@@ -155,9 +174,6 @@ class StoredWeight(Tensor):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
                 return first._with(*first._both())
-            if func is aten.view.default and tuple(args[1]) in ((-1,), (first.numel(),)):
-                # DistributedDataParallel flattens the weights of rank 0 to send them, and copies them into the others.
-                return first.dequantize().reshape(-1)
             if func is aten.t.default or (func is aten.transpose.int and {d % 2 for d in args[1:]} == {0, 1}):
                 return first._turned()
             if func is aten.clone.default:
@@ -183,6 +199,12 @@ class StoredWeight(Tensor):
             if func in _SHARDING:
                 # FSDP2 and DTensor make shards by these.
                 return func(first.as_rows(), *args[1:], **options)
+            # DistributedDataParallel flattens the weights of rank 0 to send them, and copies them into the others.
+            if (view := view_of(first, func, args[1:], options)) is not None:
+                return view
+        if func is aten.eye.m_out and isinstance(out := options["out"], StoredWeight):
+            # torch.nn.init.eye_ writes by out=.
+            return out._fill(func(*args, out=torch.empty(out.shape, dtype=out.dtype, device=out.device)))
         if is_direct(cls, func, args, options):
             return write_directly(cls, func, args, options)
         # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
@@ -192,7 +214,9 @@ class StoredWeight(Tensor):
         )
 
 
-_VALUES = VALUES - {aten.t.default, aten.transpose.int} | {aten.slice.Tensor}
+# torch.nn.init.trunc_normal_ compares, and replaces the values that lie outside.
+_COMPARISONS = {aten.gt.Scalar, aten.lt.Scalar, aten.where.self}
+_VALUES = VALUES - {aten.t.default, aten.transpose.int} | _COMPARISONS
 # Each overwrites all values. A function that needs several operations would round between them.
 _INITIALIZATIONS = {
     aten.fill_.Scalar,

@@ -1,0 +1,85 @@
+"""Batch-invariant GEMMs: the bits of a row depend neither on the other rows nor on their number."""
+
+import pytest
+import torch
+from cases import each_device, normal
+from matmul_cases import PAIRS, Product
+from tuned import ADA, H200
+
+from tritonfp8.launch import cast, matmul
+from tritonfp8.launch.plan import View, make_plan
+from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+
+# Up to 64 rows MX codes are read by a kernel, up to 256 a GEMM may split K, from there on tiles are large.
+COUNTS = (1, 7, 64, 65, 256, 300)
+NAMES = ("rowwise", "1x128 x 128x128", "1x128 x 1x128", "mx")
+
+
+def view(slot, *shape, dtype=torch.float8_e4m3fn):
+    return View.of(torch.empty(shape, dtype=dtype, device="meta"), slot)._replace(aligned=True)
+
+
+def planned_launches(pair, m, n, k, device, batch_invariant):
+    """The kernels of a GEMM with their constants and options: all that decides in which order it sums."""
+    operands = []
+    for rows, spec in zip((m, n), pair, strict=True):
+        shape = spec.scale_shape((rows, k))
+        dtype = torch.uint8 if spec.scale_format == "e8m0" else torch.float32
+        scale = view(len(operands) + 1, *shape, dtype=dtype)
+        if spec.block == (1, 128):
+            scale = scale._replace(strides=(1, -(-shape[0] // 4) * 4))
+        operands += [view(len(operands), rows, k), scale]
+    options = (pair[0].args[0], pair[1].args[0], None, torch.bfloat16, "precise", None, None, batch_invariant)
+    plan = make_plan(matmul.plan_scaled_matmul, [*operands, None, None, None], options, device)
+    return [(launch.kernel, launch.constants, launch.options) for launch in plan.launches]
+
+
+class TestPlans:
+    @pytest.mark.parametrize("device", [H200, ADA], ids=lambda device: device.name)
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 14336), (100, 272)])
+    def test_one_for_every_number_of_rows(self, device, name, n, k):
+        def found(batch_invariant):
+            return [planned_launches(PAIRS[name], m, n, k, device, batch_invariant) for m in range(1, 4097, 13)]
+
+        first, *others = found(True)
+        assert len(first) == 1, "a GEMM whose K is split has a second launch"
+        assert all(other == first for other in others)
+        # Without it, the number of rows decides, unless the GEMM is small.
+        assert n < 4096 or any(other != first for other in found(False))
+
+    def test_an_odd_layout_of_the_rows_is_copied(self):
+        """Rows from the middle of others may begin where TMA cannot read, and another kernel would run."""
+        memory = torch.zeros(4 * 32 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        odd, wide = memory[1:].view(4, 32), memory[: 4 * 32].view(2, 64)[:, :32]
+        assert not matmul.has_tma_layout(odd)
+        copy = matmul.scaled._readable_rows(odd)
+        assert matmul.has_tma_layout(copy)
+        assert torch.equal(copy.view(torch.uint8), odd.view(torch.uint8))
+        assert matmul.scaled._readable_rows(wide) is wide
+
+
+def rows_of(product, m):
+    """The GEMM of the first ``m`` rows, quantized by themselves."""
+    part = Product.__new__(Product)
+    part.specs, part.b, part.b_scale = product.specs, product.b, product.b_scale
+    part.a, part.a_scale = cast.quantize(product.rows[:m], *product.specs[0].args)
+    return part
+
+
+@each_device
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_those_of_a_larger_batch(device, name):
+    n, k, counts = (40, 2100, COUNTS) if device == "cpu" else (4096, 4096, (*COUNTS, 2, 17, 128, 257, 1024, 4095))
+    product = Product.of(normal, PAIRS[name], (1, n, k), device)
+    product.rows = normal(max(counts) if device == "cpu" else 4096, k, seed=1, device=device)
+    whole = rows_of(product, len(product.rows)).run(batch_invariant=True)
+    for m in counts:
+        assert_bitwise_equal(rows_of(product, m).run(batch_invariant=True), whole[:m])
+    expected = rows_of(product, 8)
+    assert_matmul_close(whole[:8], expected.expected(), torch.float32)
+    if name != "mx":
+        # The forward of training, whose GEMMs do not split K.
+        assert_bitwise_equal(rows_of(product, len(product.rows)).run(), whole)
+    # So this test can fail: the kernels for small M sum in another order.
+    assert not torch.equal(rows_of(product, 7).run(), whole[:7])

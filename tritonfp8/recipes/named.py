@@ -1,0 +1,218 @@
+"""The built-in recipes by name, and recipes in files."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tritonfp8.checks import require, require_type
+from tritonfp8.recipes.recipe import GEMMS, Gemm, Recipe
+from tritonfp8.specs import ACCUMULATIONS, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+
+_FACTORIES: dict[str, Callable[[], Recipe]] = {}
+
+
+def _named(factory: Callable[[], Recipe]) -> Callable[[], Recipe]:
+    _FACTORIES[factory.__name__] = factory
+    return factory
+
+
+@_named
+def bf16() -> Recipe:
+    """No quantization: the baseline, and the recipe for layers that should stay in high precision.
+
+    output      = input @ weight.T
+    grad_input  = grad_output @ weight
+    grad_weight = grad_output.T @ input
+
+    each in the dtype that a plain nn.Linear would use.
+    """
+    return Recipe("bf16")
+
+
+@_named
+def tensorwise() -> Recipe:
+    """One fp32 scale a tensor: the cheapest GEMM; one outlier costs the whole tensor precision.
+
+    output      = Q[e4m3](input) @ Q[e4m3](weight).T
+    grad_input  = Q[e5m2](grad_output) @ Q[e4m3](weight)
+    grad_weight = Q[e5m2](grad_output).T @ Q[e4m3](input)
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433): e4m3 forward, e5m2 for gradients.
+    """
+    e4m3, e5m2 = QuantSpec("e4m3"), QuantSpec("e5m2")
+    return Recipe("tensorwise", output=Gemm(e4m3, e4m3), grad_input=Gemm(e5m2, e4m3), grad_weight=Gemm(e5m2, e4m3))
+
+
+@_named
+def rowwise() -> Recipe:
+    """One power-of-two fp32 scale for each row of each operand, along the contraction of each GEMM.
+
+    output      = Q[e4m3 per token](input) @ Q[e4m3 per output feature](weight).T
+    grad_input  = Q[e4m3 per token](grad_output) @ Q[e4m3 per input feature](weight.T).T
+    grad_weight = Q[e4m3 per output feature](grad_output.T) @ Q[e4m3 per input feature](input.T).T
+
+    Scales are powers of two, so only the rounding of the elements to FP8 loses precision.
+    """
+    row = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+    gemm = Gemm(row, row)
+    return Recipe("rowwise", output=gemm, grad_input=gemm, grad_weight=gemm)
+
+
+@_named
+def rowwise_hp_grad_weight() -> Recipe:
+    """As rowwise, but grad_weight, the GEMM most sensitive to rounding, runs in the input's dtype.
+
+    output      = Q[e4m3 per token](input) @ Q[e4m3 per output feature](weight).T
+    grad_input  = Q[e4m3 per token](grad_output) @ Q[e4m3 tensorwise](weight)
+    grad_weight = grad_output.T @ input
+
+    Two thirds of the FLOPs run in FP8. The input is saved for backward in its own dtype.
+    """
+    row = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+    tensor = QuantSpec("e4m3", scale_rounding="pow2")
+    return Recipe("rowwise_hp_grad_weight", output=Gemm(row, row), grad_input=Gemm(row, tensor))
+
+
+@_named
+def blockwise() -> Recipe:
+    """Power-of-two fp32 scales for 1x128 blocks of activations and gradients, 128x128 blocks of weights.
+
+    output      = Q[e4m3 1x128](input) @ Q[e4m3 128x128](weight).T
+    grad_input  = Q[e4m3 1x128](grad_output) @ Q[e4m3 128x128](weight)
+    grad_weight = Q[e4m3 1x128](grad_output.T) @ Q[e4m3 1x128](input.T).T
+
+    Transposing a weight quantized in 128x128 blocks is exact: both GEMMs read the same bits. Sums are always promoted
+    to fp32 every 128 of the contraction, where the scales change.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.
+    """
+    vector = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
+    square = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
+    return Recipe(
+        "blockwise", output=Gemm(vector, square), grad_input=Gemm(vector, square), grad_weight=Gemm(vector, vector)
+    )
+
+
+@_named
+def mxfp8() -> Recipe:
+    """OCP MX: one e8m0 scale (a power of two in a byte) for each 32 elements along the contraction of each GEMM.
+
+    output      = Q[e4m3 1x32](input) @ Q[e4m3 1x32](weight).T
+    grad_input  = Q[e4m3 1x32](grad_output) @ Q[e4m3 1x32](weight.T).T
+    grad_weight = Q[e4m3 1x32](grad_output.T) @ Q[e4m3 1x32](input.T).T
+
+    Scales are rounded up (RCEIL), so nothing saturates. Tensor cores support MX from sm_100 on. On older GPUs the GEMM
+    runs in bf16, to which MX data converts exactly, and reports call it dequantized; up to 64 rows, emulated.
+
+    Source: OCP "Microscaling Formats (MX) Specification" v1.0; rounding: Mishra et al., "Recipes for Pre-training LLMs
+    with MXFP8" (arXiv 2506.08027).
+    """
+    mx = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
+    gemm = Gemm(mx, mx)
+    return Recipe("mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm)
+
+
+_RECIPES: dict[str, Recipe] = {name: factory() for name, factory in _FACTORIES.items()}
+
+
+def names() -> list[str]:
+    """The names of the built-in recipes."""
+    return list(_RECIPES)
+
+
+def get(recipe: str | Recipe, *, accumulation: str | None = None, batch_invariant: bool = False) -> Recipe:
+    """The built-in recipe of this name, or that of a TOML file; a :class:`Recipe` is returned unchanged.
+
+    Args:
+        recipe: a name, the path of a file that ends in ``.toml`` (:func:`load`), or a Recipe.
+        accumulation: ``"fast"`` or ``"precise"`` for all quantized GEMMs of the recipe; None leaves them as they are.
+            The name of a recipe that this changes ends in the value: ``"rowwise_fast"``.
+        batch_invariant: True makes the GEMM ``output`` batch-invariant (:class:`Gemm`), and the name end in
+            ``"_batch_invariant"``; False leaves it as it is.
+
+    Raises:
+        ValueError: no recipe has this name, and the message names the nearest one; an unusable file; an unknown
+            accumulation; a recipe whose ``output`` cannot be batch-invariant.
+        TypeError: neither a str nor a Recipe.
+    """
+    found = _found(recipe)
+    if batch_invariant and not found.output.batch_invariant:
+        try:
+            output = replace(found.output, batch_invariant=True)
+        except ValueError as error:
+            raise ValueError(f"recipe {found.name!r}: {error}") from None
+        found = replace(found, name=f"{found.name}_batch_invariant", output=output)
+    if accumulation is None:
+        return found
+    require("accumulation", accumulation, ACCUMULATIONS)
+    gemms = {gemm: getattr(found, gemm) for gemm in GEMMS}
+    changed = {gemm: replace(how, accumulation=accumulation) for gemm, how in gemms.items() if how.quantized}
+    return found if changed.items() <= gemms.items() else replace(found, name=f"{found.name}_{accumulation}", **changed)
+
+
+def _found(recipe: str | Recipe) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"a recipe must be a name or a tritonfp8.Recipe; got {type(recipe).__name__}")
+    if recipe.endswith(".toml"):
+        return load(recipe)
+    if recipe not in _RECIPES:
+        nearest = max(_RECIPES, key=lambda name: difflib.SequenceMatcher(None, recipe.lower(), name).ratio())
+        raise ValueError(
+            f"no recipe is named {recipe!r}; did you mean {nearest!r}? Recipes: {', '.join(_RECIPES)}, or the path of "
+            "a .toml file"
+        )
+    return _RECIPES[recipe]
+
+
+def load(path: str | Path) -> Recipe:
+    """The recipe in a TOML file, as :func:`save` writes it.
+
+    The file has a ``name`` and a table for each GEMM (``output``, ``grad_input``, ``grad_weight``). A table has the
+    specs ``lhs`` and ``rhs``, with the fields of :class:`~tritonfp8.QuantSpec`, and ``accumulation``. A GEMM without
+    specs runs in high precision, as does one whose table is left out.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no recipe; the message names the file.
+        TypeError: ``path`` is neither a str nor a Path.
+    """
+    require_type("path", path, str | Path, "a str or a Path")
+    try:
+        return Recipe.from_toml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the file of a recipe: {error}") from error
+
+
+def save(recipe: str | Recipe, path: str | Path) -> None:
+    """Write a recipe to a TOML file, which :func:`load` and :func:`tritonfp8.convert` read. Replaces the file.
+
+    Raises:
+        ValueError: an unknown recipe.
+        TypeError: an argument of another type.
+        OSError: the file cannot be written.
+    """
+    require_type("path", path, str | Path, "a str or a Path")
+    Path(path).write_text(get(recipe).to_toml(), encoding="utf-8")
+
+
+def summary() -> str:
+    """The built-in recipes as text: a line each, with the first sentence of the recipe's description."""
+    width = max(map(len, _RECIPES))
+    return "\n".join(f"  {name:<{width}}  {_description(name).partition(chr(10))[0]}" for name in _RECIPES)
+
+
+def _description(name: str) -> str:
+    return (_FACTORIES[name].__doc__ or "").strip()
+
+
+def describe(recipe: str | Recipe) -> str:
+    """A recipe as text: the specs of each GEMM, and for a built-in recipe its docstring (equations and source)."""
+    found = get(recipe)
+    text = str(found)
+    if _RECIPES.get(found.name) == found:
+        text += "\n\n" + "\n".join(line.removeprefix("    ") for line in _description(found.name).splitlines())
+    return text
