@@ -77,7 +77,7 @@ _BF16 = {"bf16": ("in bf16", "tests/distributed/fsdp/test_fsdp.py::test_weights_
 COLUMNS = (
     Column("TP colwise", ("tests/distributed/test_parallelism.py::test_colwise",)),
     Column("TP rowwise", ("tests/distributed/test_parallelism.py::test_rowwise",)),
-    Column("SP", (_LLAMA,), "sequence"),
+    Column("SP", (_LLAMA,)),
     Column(
         "FSDP2, FP8 all-gather",
         ("tests/distributed/fsdp/test_fsdp.py::test_losses_with_fp8_all_gather_equal_those_without",),

@@ -25,6 +25,7 @@ _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
 _EMA = "tests/distributed/fsdp/test_ema.py"
 _CHUNKED = "tests/distributed/fsdp/test_chunked_loss.py"
 _TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
+_COMPILED_TP = "llama_trains_as_one_process", "module_is_one_graph_of_the_same_bytes"
 _WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
 _CALLBACK = "tests/clients/test_callback.py"
 _TRAINER = "tests/clients/test_trainer.py"
@@ -231,7 +232,7 @@ SHARDED = (
         fixed={"rowwise": f"{_TRAINER}::test_trainer_with_distributed_data_parallel"},
         known=f"{_SAME_CODE} Parameters are plain, and so are their gradients.",
     ),
-    Column("TP, torch.compile", (f"{_TP}::test_compiled_llama_trains_as_one_process",), known=_SAME_CODE),
+    Column("TP, torch.compile", tuple(f"{_TP}::test_compiled_{what}" for what in _COMPILED_TP), known=_SAME_CODE),
     Column(
         "TP, local scales", (f"{_TP}::test_local_scales_are_as_accurate_as_global_ones",), known="`bf16` has no scales."
     ),
@@ -261,8 +262,7 @@ SHARDED = (
     Column("FSDP2, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_fsdp",), known=_NOT_GATHERED),
     Column(
         "FSDP2, EMA weights swapped in and out",
-        (f"{_EMA}::test_of_every_recipe",),
-        fixed={"rowwise": f"{_EMA}::test_evaluations_are_those_of_the_weights_that_were_swapped_in"},
+        (f"{_EMA}::test_evaluations_are_those_of_the_weights_that_were_swapped_in",),
         known="`bf16` is FSDP2 alone: `reshard()` before each swap. `param.data = ...` on a shard is a `RuntimeError`.",
     ),
     Column(

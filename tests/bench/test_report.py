@@ -222,19 +222,6 @@ def test_the_first_step_of_the_model_that_is_not_converted(monkeypatch, capsys):
     assert found["extra_launches"] == 0
 
 
-def test_the_report_keeps_what_a_suite_measured(tmp_path):
-    done = bench("bench.report", "--only", "scaled_matmul", "--shapes", "smoke", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "scaled_matmul: complete" in done.stdout
-    data = json.loads((tmp_path / "scaled_matmul.json").read_text())
-    assert data["outcome"] == "complete"
-    assert data["command"] == "python -m bench.report --only scaled_matmul --shapes smoke"
-    assert str(tmp_path) not in json.dumps(data)
-    assert {r["case"] for r in data["rows"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"scaled_matmul.json", "tables.md", "bars.md", "products.png", "product_speed_ups.png"}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_without_a_gpu_the_suites_are_skipped_visibly():
     done = bench("pytest", "bench/suites/test_model.py")
@@ -253,20 +240,30 @@ def test_a_budget_ends_a_suite_between_two_tests(tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
-    line = [sys.executable, "-m", "bench.report", "--only", "quantize", "--only", "model", "--shapes", "smoke"]
+    """Of the suite before, of the interrupted one as far as it came, and nothing of the next."""
+    suites = ("scaled_matmul", "quantize", "model")
+    given = [*(f"--only={suite}" for suite in suites), "--shapes", "smoke"]
+    line = [sys.executable, "-m", "bench.report", *given]
     process = subprocess.Popen(
         [*line, "--out", str(tmp_path)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     noted = report.rows_path(tmp_path, "quantize")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (noted.exists() and noted.read_text().count("\n")) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
+    assert "scaled_matmul: complete" in output
     assert "quantize: interrupted" in output
     assert "model:" not in output
-    data = json.loads((tmp_path / "quantize.json").read_text())
-    assert data["outcome"] == "interrupted"
+    before, data = (json.loads((tmp_path / f"{suite}.json").read_text()) for suite in suites[:2])
+    assert (before["outcome"], data["outcome"]) == ("complete", "interrupted")
     assert data["rows"]
+    assert before["command"] == f"python -m bench.report {' '.join(given)}"
+    assert str(tmp_path) not in json.dumps(before)
+    assert {r["case"] for r in before["rows"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {"tables.md", "bars.md", "products.png", "product_speed_ups.png"}
+    assert not any(name.startswith("model") or name.endswith(".jsonl") for name in names)

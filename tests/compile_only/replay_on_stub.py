@@ -76,17 +76,18 @@ def cases():
     def x(m, n, dtype=torch.bfloat16, step=1):
         return torch.randn(m * step, n).to(dtype)[::step]
 
-    for block, entry in BLOCKS.items():
+    # By pairs of block, shape and op: each op has the shape that the other op has not, in turn.
+    shapes = (256, 512), (129, 1000)
+    for number, (block, entry) in enumerate(BLOCKS.items()):
         scale_format = entry.scale_formats[0]
         spec = QuantSpec("e4m3", block, scale_format, "pow2")
-        for shape in ((256, 512), (129, 1000)):
-            label = f"{entry.name} {shape}"
-            yield f"quantize {label}", cast.quantize, lambda s=shape, q=spec: (x(*s), *q.args, False, None)
-            yield (
-                f"both {label}",
-                cast.quantize_both,
-                lambda s=shape, q=spec: (x(*s, torch.float32), *q.args, *q.args),
-            )
+        one, other = shapes[number % 2], shapes[1 - number % 2]
+        yield f"quantize {entry.name} {one}", cast.quantize, lambda s=one, q=spec: (x(*s), *q.args, False, None)
+        yield (
+            f"both {entry.name} {other}",
+            cast.quantize_both,
+            lambda s=other, q=spec: (x(*s, torch.float32), *q.args, *q.args),
+        )
 
         def dequantize(q=spec):
             return (*cast.quantize(x(129, 384), *q.args), *q.args, torch.float32)
@@ -114,11 +115,12 @@ def cases():
 
 
 def fused_cases():
-    # Scales of whole dims, and of blocks.
-    for name in ("rowwise", "blockwise"):
+    # Scales of whole dims, and of blocks; by pairs of recipe, orientation and op.
+    for i, name in enumerate(("rowwise", "blockwise")):
         recipe = recipes.get(name)
         specs = (*recipe.output.lhs.args, *recipe.grad_weight.rhs.args)
-        for (m, n), orientation in (((256, 512), "both"), ((132, 392), "normal"), ((256, 512), "transposed")):
+        oriented = (((256, 512), "both"), ((132, 392), "normal"), ((256, 512), "transposed"))
+        for j, ((m, n), orientation) in enumerate(oriented):
 
             def x(count, m=m, n=n):
                 return tuple(torch.randn(m, n).bfloat16() for _ in range(count))
@@ -128,9 +130,11 @@ def fused_cases():
 
             label = f"{name} {m, n} {orientation}"
             rest = (*specs, orientation, True)
-            yield f"rms_norm {label}", fused.rms_norm_quantize, norm
-            yield f"silu_mul {label}", fused.silu_mul_quantize, lambda x=x, r=rest: (*x(2), *r)
-            yield f"backward {label}", fused.silu_mul_backward_quantize, lambda x=x, r=rest: (*x(3), *r)
+            if (i + j) % 2:
+                yield f"silu_mul {label}", fused.silu_mul_quantize, lambda x=x, r=rest: (*x(2), *r)
+            else:
+                yield f"rms_norm {label}", fused.rms_norm_quantize, norm
+                yield f"backward {label}", fused.silu_mul_backward_quantize, lambda x=x, r=rest: (*x(3), *r)
     for residual in (False, True):
 
         def gradient(residual=residual):

@@ -32,16 +32,19 @@ def test_layer_without_a_style_after_one_that_sums_over_the_ranks(ranks, float8)
         ranks.run(2, async_cases.check_output_of_a_style, name=name, float8=float8)
 
 
-PIPELINED = [("rowwise", True, ALL), ("rowwise_hp_grad_weight", False, ALL), ("tensorwise", True, MLP)]
+PIPELINED = [("rowwise_hp_grad_weight", False, ALL), ("tensorwise", True, MLP)]
+# Collectives of attention that the pass fuses. The MLP has as many.
+OF_ATTENTION = 4
 
 
-@pytest.mark.parametrize(("name", "float8", "converted"), PIPELINED, ids=["float8", "plain", "float8, mlp alone"])
+@pytest.mark.parametrize(("name", "float8", "converted"), PIPELINED, ids=["plain", "float8, mlp alone"])
 def test_micro_pipelining_leaves_converted_layers_alone(ranks, name, float8, converted):
     """It fuses a gather with products of what it gathers: those of torch's layers, as ours quantize in between."""
     options = {"name": name, "float8": float8, "converted": converted, "timeout": 150}
     for fused in ranks.run(2, async_cases.check_micro_pipelined_graphs, **options):
         assert len(fused) == 2
         assert any(fused) == (converted != ALL)
+        assert sum(map(len, fused)) <= OF_ATTENTION
 
 
 # On GPUs.

@@ -78,7 +78,7 @@ def test_every_placement_on_a_line(two):
 def test_placements_on_a_square():
     with Ranks(4) as ranks:
         # DTensor applies a rule to one mesh dim after the other; the line above covers each of them.
-        assert ranks.run(sharding_cases.check_all, [2, 2], 10, timeout=120)[0] > 300
+        assert ranks.run(sharding_cases.check_all, [2, 2], 4, timeout=120)[0] > 150
 
 
 def test_shards_stay_shards(two):

@@ -9,19 +9,19 @@ PROCESSES = 2
 CASTS = 2 * 4 + 1 + 15
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recipe": "rowwise"},
-        {"recipe": "rowwise_hp_grad_weight"},
-        {"recipe": "blockwise"},
-        {"recipe": "tensorwise", "reshard": False},
-        {"recipe": "mxfp8", "hybrid": True},
-    ],
-    ids=["FSDP2", "FSDP2 hp", "FSDP2 blockwise", "together", "HSDP"],
-)
-@pytest.mark.parametrize("enabled", [True, False], ids=["gather", "plain"])
-def test_fsdp(ranks, enabled, options):
+SHARDED = {
+    "FSDP2": {"recipe": "rowwise"},
+    "FSDP2 hp": {"recipe": "rowwise_hp_grad_weight"},
+    "FSDP2 blockwise": {"recipe": "blockwise"},
+    "together": {"recipe": "tensorwise", "reshard": False},
+    "HSDP": {"recipe": "mxfp8", "hybrid": True},
+}
+
+
+# Plainly gathered weights are those of one process, where each recipe is tested.
+@pytest.mark.parametrize(("enabled", "how"), [*((True, how) for how in SHARDED), (False, "FSDP2"), (False, "together")])
+def test_fsdp(ranks, enabled, how):
+    options = SHARDED[how]
     on, off = (
         ranks.run(2, weight_scope_cases.fsdp, once=once, enabled=enabled, **options)[0] for once in (True, False)
     )

@@ -6,10 +6,12 @@ Every output is filled with NaN before a launch, so that what a kernel leaves un
 import math
 from dataclasses import replace
 
+import covering
 import pytest
 import torch
 from cases import (
     INTERPRETER,
+    SPEC_AND_DTYPE,
     SPEC_OF_BLOCK,
     SPECS,
     banded,
@@ -20,6 +22,7 @@ from cases import (
     finite_patterns,
     generator,
     interesting_amaxes,
+    on_devices,
     patterns,
     random_bits,
     views,
@@ -65,9 +68,7 @@ def check_every_orientation(x, spec):
     check_both(x, spec, spec)
 
 
-@each_device
-@each_spec
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_devices(SPEC_AND_DTYPE, spec=SPECS, dtype=[torch.bfloat16, torch.float16])
 def test_all_patterns(device, spec, dtype):
     """In order, with NaN and infinities; and at random, without, so that a scale of a whole dim is a number."""
     for x in (patterns(dtype).to(device), finite_patterns(dtype).to(device)):
@@ -151,10 +152,14 @@ def test_long_rows(device, cols, rounding):
     check_quantize(banded(3, cols, dtype=torch.bfloat16).to(device), QuantSpec("e4m3", ROWWISE, "fp32", rounding))
 
 
-@each_device
-@each_block
-@pytest.mark.parametrize("layout", views(torch.zeros(2, 2)))
-def test_layouts(device, spec, layout):
+LAYOUTS = list(views(torch.zeros(2, 2)))
+# Strides are read in one place for all blocks. Scales of whole rows have a pass of their own.
+OF_ROWS = next(spec for spec in SPEC_OF_BLOCK if spec.block == ROWWISE)
+FEW_LAYOUTS = {*((layout, OF_ROWS) for layout in LAYOUTS), *covering.each(LAYOUTS, SPEC_OF_BLOCK)}
+
+
+@on_devices(sorted(FEW_LAYOUTS, key=str), layout=LAYOUTS, spec=SPEC_OF_BLOCK)
+def test_layouts(device, layout, spec):
     x = views(banded(130, 150, dtype=torch.bfloat16).to(device))[layout]
     check_quantize(x, spec)
     check_quantize(x, spec, transpose=True)
@@ -170,10 +175,12 @@ def test_both_orientations_by_different_specs(device, spec):
         check_both(x, spec, replace(spec_t, format="e5m2"))
 
 
-@each_device
-@each_block
-@pytest.mark.parametrize("shape", [(2, 3, 130, 40), (3, 130, 40), (3, 128, 40), (2, 1, 1), (1, 200)], ids=str)
-def test_leading_dims(device, spec, shape):
+LEADING = [(2, 3, 130, 40), (3, 130, 40), (3, 128, 40), (2, 1, 1), (1, 200)]
+FEW_LEADING = [*((LEADING[0], spec) for spec in SPEC_OF_BLOCK), *covering.each(LEADING[1:], SPEC_OF_BLOCK)]
+
+
+@on_devices(FEW_LEADING, shape=LEADING, spec=SPEC_OF_BLOCK)
+def test_leading_dims(device, shape, spec):
     x = banded(*shape, dtype=torch.bfloat16).to(device)
     # Under autocast too: torch's own ops between the launches are cast there. They are the same for each shape.
     for autocast in (False, True) if len(shape) == 4 else (False,):
@@ -210,10 +217,10 @@ def test_amax(device, spec, shape):
             assert_bitwise_equal(cast.amax(data, block), reference.amax(data, block))
 
 
-@each_device
-@each_block
-@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (2, 3, 130, 40), (0, 5)], ids=str)
+DEQUANTIZED = SPEC_OF_BLOCK, HIGH_PRECISION_DTYPES, [(1, 1), (130, 300), (2, 3, 130, 40), (0, 5)]
+
+
+@on_devices(covering.pairs(*DEQUANTIZED), **dict(zip(("spec", "dtype", "shape"), DEQUANTIZED, strict=True)))
 def test_dequantize(device, spec, dtype, shape):
     x = banded(*shape) if math.prod(shape) else torch.empty(shape)
     q = reference.quantize(x.to(device), *spec.args)

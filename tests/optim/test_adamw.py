@@ -3,6 +3,7 @@
 import copy
 import io
 
+import covering
 import pytest
 import torch
 from cases import cpu_and_cuda
@@ -44,8 +45,8 @@ def test_trained_weights_compute_as_a_plain_model_of_their_values(name, autocast
     assert all(type(p.grad) is torch.Tensor and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@each_kind
-@each_recipe
+# Moments have blocks of their own, whatever those of the weight are.
+@pytest.mark.parametrize(("name", "moments"), covering.each(QUANTIZED, MOMENTS))
 def test_ten_and_ten_steps_are_twenty(name, moments, tmp_path):
     once = stored_model(name)
     before, start = codes(once), values(once)

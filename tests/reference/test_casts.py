@@ -1,14 +1,18 @@
 """The reference computes what its formulas say: checked by exact arithmetic and against other implementations."""
 
 import importlib.util
+import itertools
 import math
 from fractions import Fraction
 
+import covering
 import numpy as np
 import oracle
 import pytest
 import torch
 from cases import (
+    SPEC_AND_DTYPE,
+    SPEC_OF_BLOCK,
     SPECS,
     banded,
     each_spec,
@@ -30,7 +34,14 @@ from tritonfp8.testing import assert_bitwise_equal
 
 BLOCK_WIDTH = 32
 E8M0_SPECS = [spec for spec in SPECS if spec.scale_format == "e8m0"]
+SHORT = [(1, 1), (1, 129), (129, 1), (7, 17), (127, 300), (257, 33)]
+NOT_FINITE = [0x7FC00000, 0xFFC00001, 0x7F800001, 0x7F800000, 0xFF800000]
 POW2_SPECS = [spec for spec in SPECS if spec.scale_rounding == "pow2"]
+
+
+def with_blocks(values):
+    """Each value with each block shape, and each spec with a value: blocks decide where a value is met."""
+    return list(dict.fromkeys([*itertools.product(values, SPEC_OF_BLOCK), *covering.each(values, SPECS)]))
 
 
 def float32_of(tensor):
@@ -117,8 +128,12 @@ class TestScale:
 
 
 class TestElements:
-    @each_spec
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_patterns_meet_both_dtypes(self):
+        for option in ("format", "block", "scale_format", "scale_rounding"):
+            seen = {(getattr(spec, option), dtype) for spec, dtype in SPEC_AND_DTYPE}
+            assert len(seen) == 2 * len({value for value, _ in seen}), option
+
+    @pytest.mark.parametrize(("spec", "dtype"), SPEC_AND_DTYPE, ids=str)
     def test_all_patterns(self, spec, dtype):
         check_against_oracle(patterns(dtype), spec)
         check_against_oracle(finite_patterns(dtype), spec)
@@ -141,9 +156,8 @@ class TestElements:
         check_against_oracle(finite_bits(130, 160, seed=1), spec)
         check_against_oracle(with_specials(banded(130, 160, seed=2)), spec)
 
-    @each_spec
-    @pytest.mark.parametrize("shape", [(1, 1), (1, 129), (129, 1), (7, 17), (127, 300), (257, 33)], ids=str)
-    def test_last_blocks_are_short(self, spec, shape):
+    @pytest.mark.parametrize(("shape", "spec"), with_blocks(SHORT), ids=str)
+    def test_last_blocks_are_short(self, shape, spec):
         check_against_oracle(banded(*shape), spec)
 
     @each_spec
@@ -151,9 +165,8 @@ class TestElements:
         x = banded(5, 160).double() * (1 + 2**-30)
         assert_bitwise_equal(quantize(x, spec), quantize(x.float(), spec))
 
-    @each_spec
-    @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00001, 0x7F800001, 0x7F800000, 0xFF800000], ids=hex)
-    def test_what_is_not_finite_spoils_its_own_block_and_no_other(self, spec, bits):
+    @pytest.mark.parametrize(("bits", "spec"), with_blocks(NOT_FINITE), ids=str)
+    def test_what_is_not_finite_spoils_its_own_block_and_no_other(self, bits, spec):
         x = normal(130, 260)
         clean = quantize(x, spec)
         spoiled = x.clone()
@@ -173,9 +186,10 @@ class TestElements:
         assert qdata.float().tolist() == [[112.0, 224.0, -448.0]]
         assert scale.item() == np.float32(1) / np.float32(112)
 
-    @each_spec
-    @pytest.mark.parametrize("bits", [0, 0x40E00000, 0x7F800000, 0x7F800001, 0x7FFFFFFF], ids=hex)
-    def test_a_given_amax_has_no_sign(self, spec, bits):
+    @pytest.mark.parametrize(
+        ("bits", "spec"), with_blocks([0, 0x40E00000, 0x7F800000, 0x7F800001, 0x7FFFFFFF]), ids=str
+    )
+    def test_a_given_amax_has_no_sign(self, bits, spec):
         x = normal(20, 160)
         shape = scale_shape(x.shape, spec.block)
         pairs = [

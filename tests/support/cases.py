@@ -1,6 +1,7 @@
 """Specs and inputs that several test files share."""
 
 import contextlib
+import itertools
 import os
 
 import numpy as np
@@ -15,6 +16,10 @@ from tritonfp8.specs import BLOCKS
 
 # The names of recipes that quantize.
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.quantized]
+# Each with one dtype, so that each format, block and rounding of scales occurs with both.
+SPEC_AND_DTYPE = [
+    (spec, (torch.bfloat16, torch.float16)[(i + (spec.format == "e5m2")) % 2]) for i, spec in enumerate(SPECS)
+]
 # One spec of each block shape, where format and rounding make no difference.
 SPEC_OF_BLOCK = [next(spec for spec in SPECS if spec.block == block) for block in BLOCKS]
 
@@ -34,6 +39,17 @@ each_block = pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=lambda spec: BLO
 each_device = pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 # For ops and code above them: on CPU tensors ops run the reference.
 cpu_and_cuda = pytest.mark.parametrize("device", ["cpu", CUDA])
+
+
+def on_devices(few, **options):
+    """Parametrize ``device`` and these options: by ``few`` cases in the slow interpreter, by the product on a GPU."""
+    params = [
+        pytest.param(*device.values, *case, id="-".join([*map(str, case), device.id]), marks=device.marks)
+        for device, cases in ((INTERPRETER, few), (CUDA, itertools.product(*options.values())))
+        for case in cases
+    ]
+    return pytest.mark.parametrize(("device", *options), params)
+
 
 FLOAT32_NONFINITE = 0x7F800000
 

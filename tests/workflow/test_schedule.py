@@ -2,6 +2,7 @@
 
 import copy
 
+import covering
 import pytest
 import torch
 from cases import QUANTIZED
@@ -93,8 +94,8 @@ def test_a_recipe_seen_before_compiles_nothing(recipe):
     assert [frames[2], frames[4], frames[6], counter.frame_count] == [1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
-@pytest.mark.parametrize("at", [1, 2, 3, 5])
+# Inside a stage and between two, of "bf16" and of a recipe: where is a matter of the schedule, not of the recipe.
+@pytest.mark.parametrize(("at", "recipe"), covering.each([3, 2, 1, 5], QUANTIZED))
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(at, recipe):
     model, optimizer, schedule = scheduled(recipe)
     whole = train(model, optimizer, range(8), lambda step: schedule.step())

@@ -1,5 +1,6 @@
 """tritonfp8.verify_training names each weight that a step does not move, and each that only one side knows."""
 
+import itertools
 import logging
 
 import pytest
@@ -294,8 +295,13 @@ def same(a, b):
     return torch.equal(make.of(a), make.of(b))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (CHUNK_BYTES // 2 + 3,)])
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8]
+# More than a chunk is cut by bytes, whatever the dtype: one of a byte and one of two are enough.
+CHECKED = [*itertools.product(DTYPES, [(), (1,), (3, 5)]), (torch.uint8, (CHUNK_BYTES + 3,))]
+CHECKED += [(torch.bfloat16, (CHUNK_BYTES // 2 + 3,))]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), CHECKED)
 def test_a_checksum_changes_with_any_bit(dtype, shape):
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (max(1, torch.Size(shape).numel()), dtype.itemsize), generator=generator)

@@ -1,6 +1,7 @@
 """A loss that multiplies by the weight of the head outside of its layer, as losses in chunks do."""
 
 import chunked_loss_cases as cases
+import covering
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,27 +9,19 @@ from cases import each_recipe
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-HAS_LOSS_OF_TORCH = hasattr(F, "linear_cross_entropy")
-each_loss = pytest.mark.parametrize(
-    "loss",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                name == "of_torch" and not HAS_LOSS_OF_TORCH, reason="this torch has no linear_cross_entropy"
-            ),
-        )
-        for name in cases.LOSSES
-    ],
-)
+HEADS = {"head in high precision": False, "converted head": True}
+HOW = {"inside forward": {}, "after forward": {"outside": True}, "autocast": {"autocast": True}}
 
 
-@each_loss
-@pytest.mark.parametrize("head", [False, True], ids=["head in high precision", "converted head"])
-@pytest.mark.parametrize(
-    "how", [{}, {"outside": True}, {"autocast": True}], ids=["inside forward", "after forward", "autocast"]
-)
-def test_the_gather_changes_no_bit(ranks, loss, head, how):
+def skip_if_missing(loss):
+    if loss == "of_torch" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+
+
+@pytest.mark.parametrize(("loss", "how", "head"), covering.pairs(list(cases.LOSSES), list(HOW), list(HEADS)))
+def test_the_gather_changes_no_bit(ranks, loss, how, head):
+    skip_if_missing(loss)
+    head, how = HEADS[head], HOW[how]
     on, off = (ranks.run(2, cases.train, loss=loss, head=head, enabled=enabled, **how) for enabled in (True, False))
     for name in ("losses", "weights"):
         assert [row[name] for row in on] == [row[name] for row in off]
@@ -42,8 +35,9 @@ def test_the_gather_changes_no_bit(ranks, loss, head, how):
 
 
 @each_recipe
-@each_loss
+@pytest.mark.parametrize("loss", cases.LOSSES)
 def test_without_sharding_a_converted_head_is_the_matrix_of_the_loss(loss, recipe):
+    skip_if_missing(loss)
     found = []
     for head in (False, True):
         model = cases.build(loss, head, recipe=recipe)

@@ -53,29 +53,27 @@ def check_equal_to_off(ranks, off, world, setup, steps=3):
     return on
 
 
-# One recipe takes ten steps over three ranks, whose shards are uneven. After the third, steps run the same code on
-# other values.
-@pytest.mark.parametrize("recipe", QUANTIZED)
-@pytest.mark.parametrize(("world", "steps"), [(2, 3), (3, 10), (4, 3)], ids=["2", "3", "4"])
-def test_losses_with_fp8_all_gather_equal_those_without(ranks, off, world, steps, recipe):
-    steps = steps if recipe == "blockwise" else 3
+# One recipe takes ten steps. After the second, steps run the same code on other values. Shards are uneven over three
+# ranks; test_operands_are_those_of_the_whole_weight has each number of ranks with each recipe.
+WORLDS = [*((3, name) for name in QUANTIZED), (2, "rowwise"), (4, "tensorwise")]
+
+
+@pytest.mark.parametrize(("world", "recipe"), WORLDS)
+def test_losses_with_fp8_all_gather_equal_those_without(ranks, off, world, recipe):
+    steps = 10 if recipe == "blockwise" else 2
     on = check_equal_to_off(ranks, off, world, Setup(recipe), steps)
     losses, digests = zip(*on, strict=True)
     assert len(set(digests)) == 1
     assert all(len(rank) == steps and rank[-1] < rank[0] for rank in losses)
 
 
-# tests/distributed/test_parallelism.py has HSDP, with each recipe.
+# tests/distributed/test_parallelism.py has HSDP, with each recipe. Options that do not meet in the code share a run.
 OPTIONS = {
-    "no_reshard": Setup(reshard=False),
-    "root_reshards": Setup(root_reshard=True),
-    "float32_compute": Setup(param_dtype=None),
-    "float16_compute": Setup(param_dtype=torch.float16),
-    "bf16_parameters": Setup(dtype=torch.bfloat16),
-    "fused": Setup(optimizer="fused"),
-    "loop": Setup(optimizer="loop"),
-    "frozen_mlp": Setup(frozen="up"),
-    "frozen_weights": Setup(frozen="weight"),
+    "no_reshard_fused": Setup(reshard=False, optimizer="fused"),
+    "root_reshards_loop": Setup(root_reshard=True, optimizer="loop"),
+    "float32_compute_frozen_mlp": Setup(param_dtype=None, frozen="up"),
+    "float16_compute_clip": Setup(param_dtype=torch.float16, clip=True),
+    "bf16_parameters_frozen_weights": Setup(dtype=torch.bfloat16, frozen="weight"),
     "offload": Setup(offload=True),
     "meta": Setup(meta=True),
     "recompute": Setup(recompute="yes"),
@@ -87,9 +85,9 @@ OPTIONS = {
     "recompute_with_hooks": Setup(recompute_with_hooks="yes"),
     "recompute_with_hooks_reentrant": Setup(recompute_with_hooks="reentrant"),
     "accumulate": Setup(accumulate=2),
-    **{f"offload_{name}": Setup(name, offload=True) for name in QUANTIZED if name != "rowwise"},
-    **{f"accumulate_{name}": Setup(name, accumulate=2) for name in QUANTIZED if name != "rowwise"},
-    "clip": Setup(clip=True),
+    **{
+        f"offload_accumulate_{name}": Setup(name, offload=True, accumulate=2) for name in QUANTIZED if name != "rowwise"
+    },
     "tied": Setup(tied=True),
     "enable_last": Setup(enable_last=True),
     "enable_last_meta": Setup("tensorwise", enable_last=True, meta=True, root_reshard=True),
@@ -102,17 +100,13 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option(ranks, off, option):
-    setup = OPTIONS[option]
-    # Each rank compiles for itself: one option of three ranks is enough. Shards are uneven over two as well.
-    compiles_more = setup.compile and option != "compile_block"
-    world = 2 if compiles_more else 3
-    # The second step is the first that gathers what the optimizer changed.
-    check_equal_to_off(ranks, off, world, setup, steps=2)
+    # The second step is the first that gathers what the optimizer changed. Shards are uneven over two ranks as well.
+    check_equal_to_off(ranks, off, 2, OPTIONS[option], steps=2)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_reshard_after_forward_to_fewer_ranks(ranks, off, recipe):
-    check_equal_to_off(ranks, off, 4, Setup(recipe, reshard=2))
+    check_equal_to_off(ranks, off, 4, Setup(recipe, reshard=2), steps=2)
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["fsdp", "hsdp"])
@@ -152,13 +146,17 @@ def test_cast_master_quantizes_the_float32_shard(ranks, recipe):
     assert [different for different, _ in master] == [[]] * 3
 
 
-CHANGES = ["step", "load", "assign", "data", "load_before_forward", "assign_before_forward"]
+# One after the other, on one model.
+CHANGES = ("step", "load", "data", "assign", "swap_mxfp8", "swap_bf16", "swap_rowwise")
 
 
-@pytest.mark.parametrize("change", [*CHANGES, *(f"swap_{name}" for name in ("rowwise", "mxfp8", "bf16"))])
-def test_scales_are_never_stale(ranks, change):
-    on, off = (ranks.run(3, fsdp_cases.after_change, change=change, enabled=e) for e in (True, False))
+@pytest.mark.parametrize("changes", [CHANGES, ("load_before_forward",), ("assign_before_forward",)], ids=",".join)
+def test_scales_are_never_stale(ranks, changes):
+    on, off = (ranks.run(3, fsdp_cases.after_changes, changes=changes, enabled=e) for e in (True, False))
     assert on == off
+    for losses, _ in on:
+        for change, (before, after, _) in zip(changes, losses, strict=True):
+            assert (before == after) == change.endswith("_before_forward"), change
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])

@@ -53,7 +53,7 @@ def off():
 def check_equal_to_off(ranks, off, sizes, recipe, steps=3, **options):
     options |= {"sizes": sizes, "recipe": recipe, "steps": steps}
     on = ranks.run(math.prod(sizes), fsdp_tp_cases.train, enabled=True, **options)
-    layers = 7 * fsdp_tp_cases.LAYERS + 1
+    layers = (7 if options.get("attention", True) else 3) * options.get("layers", fsdp_tp_cases.LAYERS) + 1
     for (losses, digest, gathered), (expected, expected_digest, _) in zip(on, off(ranks, **options), strict=True):
         assert gathered == layers
         assert losses == expected
@@ -63,18 +63,20 @@ def check_equal_to_off(ranks, off, sizes, recipe, steps=3, **options):
 
 @pytest.mark.parametrize("enable", ["before_parallel", "last"])
 def test_it_is_enabled_before_tensor_parallelism_or_after_everything(ranks, off, enable):
-    check_equal_to_off(ranks, off, TWO_BY_TWO, "blockwise", steps=2, enable=enable)
+    check_equal_to_off(ranks, off, TWO_BY_TWO, "blockwise", steps=2, layers=1, enable=enable)
 
 
-# One recipe takes ten steps: after the third, steps run the same code on other values.
-@pytest.mark.parametrize(("recipe", "steps"), [(name, 10 if name == "blockwise" else 3) for name in QUANTIZED])
-def test_tp_by_fsdp2(ranks, off, recipe, steps):
-    check_equal_to_off(ranks, off, TWO_BY_TWO, recipe, steps)
+# The second step is the first that gathers what the optimizer changed. test_fsdp.py takes ten.
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_tp_by_fsdp2(ranks, off, recipe):
+    check_equal_to_off(ranks, off, TWO_BY_TWO, recipe, 2)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_tp_by_hsdp(eight, off, recipe):
-    check_equal_to_off(eight, off, HYBRID, recipe, 2)
+def test_tp_by_hsdp(request, off, recipe):
+    """Each replica has shards as in the test above, and so their scales: eight ranks show it with one recipe."""
+    ranks, sizes = ("eight", HYBRID) if recipe == "blockwise" else ("ranks", HYBRID_OF_FOUR)
+    check_equal_to_off(request.getfixturevalue(ranks), off, sizes, recipe, 2, layers=1)
 
 
 OPTIONS = {
@@ -86,24 +88,44 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option(ranks, off, option):
-    for recipe in ("rowwise", "blockwise"):
-        # The second step is the first that gathers what the optimizer changed.
-        check_equal_to_off(ranks, off, recipe=recipe, steps=2, **{"sizes": TWO_BY_TWO, **OPTIONS[option]})
+# Whether weights are resharded decides which orientations are gathered, and that differs by recipe. The other options
+# meet shards and blocks: a weight of one orientation in blocks, or of two in rows.
+CASES = [
+    ("no reshard", "rowwise"),
+    ("no reshard", "blockwise"),
+    ("DTensor outputs", "blockwise"),
+    ("converted last", "rowwise"),
+    ("recompute", "rowwise"),
+    ("one rank of FSDP2", "blockwise"),
+]
+
+
+@pytest.mark.parametrize(("option", "recipe"), CASES)
+def test_option(ranks, off, option, recipe):
+    # The gathers of several layers overlap in the tests above.
+    options = {"sizes": TWO_BY_TWO, "layers": 1, **OPTIONS[option]}
+    check_equal_to_off(ranks, off, recipe=recipe, steps=2, **options)
 
 
 def test_compiled_layer(ranks, off):
-    """Ranks whose shards start inside blocks and ranks whose shards do not have the same collectives in each graph."""
-    check_equal_to_off(ranks, off, TWO_BY_TWO, "blockwise", steps=2, compiled=1, timeout=240)
+    """Ranks whose shards start inside blocks and ranks whose shards do not have the same collectives in each graph.
+
+    The layer is the MLP: test_tensor_parallel.py and test_fsdp.py compile attention.
+    """
+    options = {"compiled": 1, "layers": 1, "attention": False, "timeout": 240}
+    check_equal_to_off(ranks, off, TWO_BY_TWO, "blockwise", steps=2, **options)
 
 
-@pytest.mark.parametrize("change", fsdp_tp_cases.CHANGES)
-def test_scales_are_never_stale(ranks, change):
-    on, off = (ranks.run(4, fsdp_tp_cases.after_change, change=change, enabled=e) for e in (True, False))
-    assert [losses for losses, _ in on] == [losses for losses, _ in off]
-    gathers = [[counted["all_gather"] for _, counted in found] for found in (on, off)]
-    assert all(mine < 0.7 * theirs or change == "revert" for mine, theirs in zip(*gathers, strict=True))
+def test_scales_are_never_stale(ranks):
+    """By changes of the weights or of the recipe, one after the other on one model."""
+    on, off = (ranks.run(4, fsdp_tp_cases.after_changes, enabled=enabled) for enabled in (True, False))
+    for mine, theirs in zip(on, off, strict=True):
+        assert mine.keys() == theirs.keys() == fsdp_tp_cases.CHANGES.keys()
+        for change, (losses, counted) in mine.items():
+            expected, gathered = theirs[change]
+            assert losses == expected
+            assert losses[0] != losses[1]
+            assert counted["all_gather"] < 0.7 * gathered["all_gather"] or change == "revert"
 
 
 def test_checkpoint_loads_on_another_mesh(ranks, tmp_path):

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import covering
 import pytest
 import torch
 from cases import each_device
@@ -86,9 +87,9 @@ def check_segments(batch, amaxes):
 
 
 @each_device
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", GROUPED)
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "together"), covering.pairs(list(GROUPED), [torch.float32, torch.bfloat16], [False, True])
+)
 def test_the_bits_of_each_shard_by_itself(device, recipe, dtype, together):
     for rank, shards in ((0, 1), (1, 2), (2, 4)):
         batch = batch_of(GROUPED[recipe], rank, shards, device, dtype, together)

@@ -2,18 +2,23 @@
 
 import re
 
+import covering
 import pytest
 import torch
 import trained_cases
 from cases import QUANTIZED
 
 pytestmark = pytest.mark.xdist_group("ranks")
-each_recipe = pytest.mark.parametrize("recipe", QUANTIZED)
 
 
-@each_recipe
-@pytest.mark.parametrize(("layout", "world"), [("fsdp2", 4), ("fsdp2_kept", 2), ("hsdp", 4), ("ddp", 2)])
-def test_the_bits_of_one_rank(ranks, layout, world, recipe):
+WORLDS = {"fsdp2": 4, "fsdp2_kept": 2, "hsdp": 4, "ddp": 2, "tp_fsdp2": 4, "tp": 2}
+# Shards of FSDP2 cut the blocks of each recipe. The other layouts have its shards, or whole weights.
+LAYOUTS = [*(("fsdp2", name) for name in QUANTIZED), *covering.each(["fsdp2_kept", "hsdp", "ddp"], QUANTIZED)]
+
+
+@pytest.mark.parametrize(("layout", "recipe"), LAYOUTS)
+def test_the_bits_of_one_rank(ranks, layout, recipe):
+    world = WORLDS[layout]
     assert all(ranks.run(world, trained_cases.compares, recipe=recipe, layout=layout))
 
 
@@ -34,10 +39,11 @@ def test_option(ranks, recipe, options):
     assert all(ranks.run(2, trained_cases.compares, recipe=recipe, layout="fsdp2", **options))
 
 
-@each_recipe
-@pytest.mark.parametrize(("layout", "world"), [("tp_fsdp2", 4), ("tp", 2)])
-def test_tensor_parallel(ranks, layout, world, recipe):
-    assert all(ranks.run(world, trained_cases.compares_steps, recipe=recipe, layout=layout))
+@pytest.mark.parametrize(
+    ("layout", "recipe"), [*(("tp_fsdp2", name) for name in QUANTIZED), ("tp", "rowwise"), ("tp", "blockwise")]
+)
+def test_tensor_parallel(ranks, layout, recipe):
+    assert all(ranks.run(WORLDS[layout], trained_cases.compares_steps, recipe=recipe, layout=layout))
 
 
 def test_8_bit_moments_in_cut_blocks_are_refused(ranks):
@@ -104,8 +110,8 @@ def equal(found, expected):
         ("mxfp8", "fp8", ("ddp", 2), ("fsdp2", 4)),
     ],
 )
-def test_ten_and_ten_steps_on_another_mesh_are_twenty(ranks, tmp_path, recipe, moments, source, target):
-    options = {"folder": str(tmp_path / "state"), "recipe": recipe, "moments": moments, "steps": 10, "total": 20}
+def test_three_and_three_steps_on_another_mesh_are_six(ranks, tmp_path, recipe, moments, source, target):
+    options = {"folder": str(tmp_path / "state"), "recipe": recipe, "moments": moments, "steps": 3, "total": 6}
     saved, wanted, losses = ranks.run(source[1], trained_cases.save, layout=source[0], **options)[0]
     for loaded, found, after in ranks.run(target[1], trained_cases.load, layout=target[0], **options):
         values = [{name: x for name, x in each.items() if "values" in name} for each in (loaded, saved)]

@@ -2,6 +2,7 @@
 
 import collections
 
+import covering
 import pytest
 import torch
 from cases import cpu_and_cuda, normal, recorded_casts
@@ -47,19 +48,16 @@ def saved_between(function, x, width):
 
 
 # The first partitions as Inductor does, without its own passes over the graph, and without a compiler of C++.
-each_partitioner = pytest.mark.parametrize(
-    ("backend", "name"), [*(("aot_eager_decomp_partition", name) for name in QUANTIZED), ("inductor", "rowwise")]
-)
-
-
-each_size = pytest.mark.parametrize(
-    ("sizes", "is_saved"), [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)]
-)
+PARTITIONERS = [*(("aot_eager_decomp_partition", name) for name in QUANTIZED), ("inductor", "rowwise")]
+SIZES = [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)]
+each_size = pytest.mark.parametrize(("sizes", "is_saved"), SIZES)
+# Sizes decide what is saved, and a recipe what is cast: all sizes with one recipe, and each recipe with a size.
+ALL_SIZES = [(PARTITIONERS[QUANTIZED.index("rowwise")], size) for size in SIZES]
+CASES = [(*partitioner, *size) for partitioner, size in dict.fromkeys(ALL_SIZES + covering.each(PARTITIONERS, SIZES))]
 
 
 @cpu_and_cuda
-@each_partitioner
-@each_size
+@pytest.mark.parametrize(("backend", "name", "sizes", "is_saved"), CASES)
 def test_an_input_that_backward_has_or_recomputes_is_not_saved_in_8_bits(device, backend, name, sizes, is_saved):
     model = Between(*sizes).to(device, torch.bfloat16)
     convert(model, name)
@@ -92,9 +90,11 @@ def check_saved(model, width, device, backend, is_saved):
     assert saved["compiled"] == {torch.bfloat16: 2, **({torch.float8_e4m3fn: 1} if is_saved else {})}
 
 
+LEAVES = [("aot_eager_decomp_partition", "rowwise", False), *((*each, True) for each in PARTITIONERS)]
+
+
 @cpu_and_cuda
-@each_partitioner
-@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize(("backend", "name", "is_leaf"), LEAVES)
 def test_an_input_of_a_graph_is_saved_in_8_bits_and_cast_once(device, backend, name, is_leaf):
     layer = nn.Linear(128, 160, bias=False).to(device, torch.bfloat16)
     convert(layer, name)

@@ -234,8 +234,8 @@ PARAMETRIZATIONS = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("how", PARAMETRIZATIONS)
+# Compiled code reads the cached weight, however it was computed: one way shows it.
+@pytest.mark.parametrize(("how", "compiled"), [*((how, False) for how in PARAMETRIZATIONS), ("weight_norm", True)])
 def test_parametrized_weights(how, compiled):
     module, xs = layer(), inputs()
     for linear_layer in (module[0], module[2]):

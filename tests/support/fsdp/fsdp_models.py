@@ -20,13 +20,15 @@ def recomputed(call, x, how):
 
 
 class Block(nn.Module):
-    """A Llama layer of sizes that nothing divides."""
+    """A Llama layer of sizes that nothing divides; or its MLP alone."""
 
-    def __init__(self, hidden, heads, intermediate):
+    def __init__(self, hidden, heads, intermediate, attention=True):
         super().__init__()
-        self.head_size = hidden // heads
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.norm2 = nn.RMSNorm(hidden)
+        self.head_size = hidden // heads if attention else None
+        if attention:
+            self.norm1 = nn.RMSNorm(hidden)
+            self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
         self.down = nn.Linear(intermediate, hidden, bias=False)
         self.recompute = None
@@ -34,10 +36,14 @@ class Block(nn.Module):
     def forward(self, x):
         return recomputed(self.layer, x, self.recompute)
 
-    def layer(self, x):
+    def attended(self, x):
         h = self.norm1(x)
         q, k, v = (linear(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def layer(self, x):
+        if self.head_size is not None:
+            x = self.attended(x)
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -45,10 +51,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """``forward`` gives the loss of the next token."""
 
-    def __init__(self, hidden=42, heads=3, intermediate=131, layers=2, tied=False):
+    def __init__(self, hidden=42, heads=3, intermediate=131, layers=2, tied=False, attention=True):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden)
-        self.layers = nn.ModuleList(Block(hidden, heads, intermediate) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(hidden, heads, intermediate, attention) for _ in range(layers))
         self.norm = nn.RMSNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY)
         if tied:

@@ -85,12 +85,13 @@ def check_layer(mesh_sizes, names, lead, n, k, placements, bias=True):
     """Compare a layer with these placements of input, weight and bias to one process. Returns result placements."""
     mesh, found = mesh_of(mesh_sizes), None
     for name in names:
-        for make in (integers, normal):
+        # Integers compare to the bit where the recipe is exact. Elsewhere they find nothing that normal values do not.
+        for make in (integers, normal) if exact(name) else (normal,):
             operands = [make(*lead, k, seed=1), make(n, k, seed=2), make(n, seed=3) if bias else None]
             operands = [t if t is None else t.to(device()) for t in operands]
             g = make(*lead, n, seed=4).to(device())
             out_placements, grads, got = sharded(operands, g, name, mesh, placements)
-            assert_same(got, single(*operands, g, name), bitwise=make is integers and exact(name))
+            assert_same(got, single(*operands, g, name), bitwise=make is integers)
             assert found in (None, (out_placements, grads))
             found = out_placements, grads
     return found

@@ -1,7 +1,5 @@
 """Functions of each rank in the tests of sharded modules and models. Each returns plain data or raises."""
 
-import functools
-
 import torch
 from cases import give_up, llama, normal, tokens, with_head
 from torch import nn
@@ -68,26 +66,30 @@ def check_mlp(names, local, first, float8, hidden=96):
             assert sqnr(grads[key], wanted_grads[key]) > tolerance(), key
 
 
-def check_compiled_mlp(names, local, sequence):
-    """Compiles to one graph without breaks, with the bytes of the eager model."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    mesh = mesh_of([2])
-    for name in names:
-        torch._dynamo.reset()
-        model = Mlp()
-        tritonfp8.convert(model, name)
-        plain = mlp_plan(ColwiseParallel, RowwiseParallel, use_local_output=local)
-        plan = sequence_plan_mlp() if sequence else plain
-        parallelize_module(model, mesh, plan)
-        x = normal(33, 64, seed=5)
+def check_compiled_mlp(name, local, all_rows):
+    """Compiles without graph breaks to the bytes of the eager model, for any numbers of rows. Returns the graphs."""
+    model = Mlp()
+    tritonfp8.convert(model, name)
+    parallelize_module(model, mesh_of([2]), mlp_plan(ColwiseParallel, RowwiseParallel, use_local_output=local))
+    compiled, counter = compiled_module(model)
+    for rows in all_rows:
+        x = normal(rows, 64, seed=rows)
+        model.zero_grad()
         eager = run_module(model, x)
         model.zero_grad()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(lambda x, model=model: model(x), backend=counter, fullgraph=True)
         out, grads, grad_x = run_module_compiled(compiled, model, x)
         assert_bitwise_equal([out, grad_x, *grads.values()], [eager[0], eager[2], *eager[1].values()])
-        assert counter.frame_count == 1
+    assert len(all_rows) > 1 or counter.frame_count == 1
+    return counter.frame_count
+
+
+def compiled_module(model):
+    """The compiled module, and the counter of its graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(lambda x: model(x), backend=counter, fullgraph=True), counter
 
 
 def run_module_compiled(compiled, model, x):
@@ -142,12 +144,21 @@ def scatters_after_norms(name, compile):
     plan |= {"norm": SequenceParallel(sequence_dim=0), "head": Float8ColwiseParallel(input_layouts=Shard(0))}
     plan["mlp.down"] = Float8RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
     parallelize_module(model, mesh, plan)
-    if compile:
-        model.compile(backend="aot_eager", fullgraph=True)
-    x = DTensor.from_local(normal(33, 64, dtype=torch.bfloat16), mesh, [Shard(0)], run_check=False).requires_grad_()
-    model(x).sum().backward()
+    call, counter = compiled_module(model) if compile else (model, None)
+
+    def step(function):
+        model.zero_grad()
+        local = normal(33, 64, dtype=torch.bfloat16)
+        x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False).requires_grad_()
+        out = function(x)
+        out.sum().backward()
+        found = out.detach(), *(p.grad for p in (x, *model.parameters()))
+        return [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
+
+    first = step(model)
     with distributed.count_collective_bytes() as traffic:
-        model(x).sum().backward()
+        assert_bitwise_equal(step(call), first)
+    assert counter is None or counter.frame_count == 1
     return traffic.calls["reduce_scatter"], traffic.bytes["reduce_scatter"]
 
 
@@ -264,35 +275,25 @@ def llama_losses(name, local, float8, sequence, compiled=False, steps=10, layers
     return alone[0], together
 
 
-def sharded_losses(name, local, float8, sequence, compiled=False, steps=4, heads=2, layers=1):
-    """Losses of a Llama sharded over all ranks. Each is trained once in all tests of these processes."""
-    return _sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers)
+_together = {}
 
 
-@functools.cache
-def _sharded_losses(name, local, float8, sequence, compiled, steps, heads, layers):
+def sharded_losses(name, local, float8, sequence, compiled=False, steps=2, heads=2, layers=1):
+    """Losses of a Llama sharded over all ranks: the first steps of the longest run so far in these processes."""
+    run = name, local, float8, sequence, compiled, heads, layers
+    found = _together.get(run, [])
+    if len(found) < steps:
+        found = _together[run] = _sharded_losses(*run, steps)
+    return found[:steps]
+
+
+def _sharded_losses(name, local, float8, sequence, compiled, heads, layers, steps):
     model = converted_llama(name, heads, layers)
     fp8 = (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
     styles = fp8 if float8 else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
     mesh = mesh_of([torch.distributed.get_world_size()])
     parallelize_module(model, mesh, llama_plan(layers, styles, local, sequence))
     return losses(model, steps, torch.compile(model, backend="aot_eager") if compiled else None)
-
-
-def check_dynamic(name):
-    """Any token count compiles without graph breaks; with unsharded tokens not every count compiles again."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    model = Mlp()
-    tritonfp8.convert(model, name)
-    parallelize_module(model, mesh_of([2]), mlp_plan(ColwiseParallel, RowwiseParallel))
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x: model(x), backend=counter, fullgraph=True)
-    for rows in (34, 40, 51, 130):
-        x = normal(rows, 64, seed=rows)
-        assert_bitwise_equal([compiled(x).detach()], [model(x).detach()])
-    return counter.frame_count
 
 
 def check_loss_parallel(name, float8):

@@ -84,7 +84,7 @@ def assert_same(found, expected):
         assert torch.equal(x, expected[name]), f"{name}: {(x != expected[name]).sum()} of {x.numel()}"
 
 
-def compares(mesh, recipe, layout, moments="bf16", recompute=None, accumulate=1, steps=3, masters=False):
+def compares(mesh, recipe, layout, moments="bf16", recompute=None, accumulate=1, steps=2, masters=False):
     """A sharded model takes the steps of the whole one, to the bit; and each weight changes."""
     reference = trained_model(recipe, recompute)
     before = contents(reference)
@@ -106,7 +106,7 @@ def compares(mesh, recipe, layout, moments="bf16", recompute=None, accumulate=1,
     return True
 
 
-def compares_steps(mesh, recipe, layout, moments="bf16", steps=3):
+def compares_steps(mesh, recipe, layout, moments="bf16", steps=2):
     """As :func:`compares`, with the same gradients given: tensor parallelism rounds its own otherwise."""
     reference = trained_model(recipe)
     model = laid_out(mesh, layout, trained_model(recipe))

@@ -43,7 +43,11 @@ def assert_same(found, alone):
             assert ours == theirs or (math.isnan(ours) and math.isnan(theirs)), field
 
 
-@pytest.mark.parametrize("text", [*SPECS, None])
+# Figures depend on the rounding of scales as each alone does, which test_statistics.py measures.
+WITHOUT_ROUNDING = {(spec.format, spec.block): text for text, spec in SPECS.items()}
+
+
+@pytest.mark.parametrize("text", [*WITHOUT_ROUNDING.values(), None])
 def test_figures_are_those_of_each_alone(text, calls):
     spec = None if text is None else SPECS[text]
     operands = [operand(seed) for seed in range(3)]
