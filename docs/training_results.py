@@ -86,8 +86,8 @@ def inspection() -> str:
 
 def decoding() -> str:
     """Speed and memory of stored weights over those of bf16, by tokens decoded together."""
-    # The kernel of mxfp8 is newer than the first run.
-    files = (data(name)["rows"] for name in ("decode.json", "decode-mxfp8.json"))
+    # The kernel of mxfp8 and batch-invariant layers are newer than the first run.
+    files = (data(name)["rows"] for name in ("decode.json", "decode-mxfp8.json", "decode-invariant.json"))
     rows = [row for row in itertools.chain.from_iterable(files) if row["recipe"] != PLAIN]
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     counts = sorted({row["tokens"] for row in rows})
@@ -109,16 +109,6 @@ def stored_losses() -> str:
     return table(
         ("weights, rounded", "moments", "loss of the last 50 steps", "over masters", "bytes a parameter"), lines
     )
-
-
-def stored_steps() -> str:
-    """Speed of the optimizer step over that of a copy of as many bytes."""
-    rows = data("stored-training-speed.json")["rows"]
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
-    found = {(row["recipe"], row["moments"], tuple(row["shape"])): row["share"] for row in rows}
-    keys = dict.fromkeys((row["recipe"], row["moments"]) for row in rows)
-    lines = [(*key, *(text(found.get((*key, shape))) for shape in shapes)) for key in keys]
-    return table(("recipe", "moments", *(f"{n} x {k}" for n, k in shapes)), lines)
 
 
 def stored_sharded() -> str:
@@ -152,7 +142,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "seeds": seeds,
     "stored losses": stored_losses,
     "stored sharded": stored_sharded,
-    "stored steps": stored_steps,
     "training": training,
 }
 """The function that makes each table, by the name of its block."""

@@ -167,6 +167,6 @@ def test_layers_of_a_model_share_their_launches(calls):
         model(x).square().mean().backward()
         stats.step()
         after_a_step = list(calls)
-    # Weights; inputs and gradients, which have one shape and one spec.
-    assert after_a_step == [8, 16]
+    # Weights; inputs and gradients, which have one shape and one spec; and the weights of the next step.
+    assert after_a_step == [8, 16, 8]
     assert len(stats.samples) == 24
