@@ -40,9 +40,7 @@ def test_saved_files_are_of_whole_models(ranks):
     ("way", "recipe", "storage", "format"),
     [
         ("fsdp", "rowwise", "parameters", "compressed_channel"),
-        ("fsdp", "rowwise", "quantized", "compressed_channel"),
         ("fsdp", "blockwise", "quantized", "fine_grained"),
-        ("tp", "blockwise", "parameters", "fine_grained"),
         ("tp", "rowwise", "quantized", "compressed_channel"),
         ("tp", "mxfp8", "quantized", "compressed_mxfp8"),
         ("fsdp tp", "rowwise", "parameters", "compressed_channel"),

@@ -257,6 +257,20 @@ MUTANTS = (
         ("tests/kernels/test_adamw.py",),
     ),
     Mutant(
+        "kernels/optim/adamw.py",
+        "amax = tl.maximum(amax, block_amax(magnitude_bits(p), R, C))",
+        "amax = block_amax(magnitude_bits(p), R, C)",
+        "a block of several tiles gets the scale of the last one",
+        ("tests/kernels/test_adamw.py",),
+    ),
+    Mutant(
+        "tritonfp8/launch/matmul/scaled.py",
+        "rows = tuning.INVARIANT_M if batch_invariant else m",
+        "rows = m",
+        "the bits of a batch-invariant row depend on the number of rows",
+        ("tests/kernels/test_batch_invariant.py",),
+    ),
+    Mutant(
         "tritonfp8/ops/call_site.py",
         "if dropped != generation[0] or device != current_device():",
         "if device != current_device():",

@@ -82,7 +82,11 @@ def placements_where_sharded(
         dims = _dims(operand, ndim, flipped)
         placement = _placement(operand, dims, letter, given)
         if letter not in dims:
-            placement = None if any(given.get(a) not in (None, False) for a in rule.forbids) else Partial("sum")
+            placement = (
+                None
+                if any(given.get(a) is not None and given[a] is not False for a in rule.forbids)
+                else Partial("sum")
+            )
         if operand.scales and rule.needs and given.get(rule.needs) is None and placement == Replicate():
             placement = None
         if placement is None:

@@ -8,7 +8,7 @@ import tritonfp8
 from tritonfp8 import recipes
 
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 
 
 def stored_and_plain(name, device):
