@@ -79,8 +79,9 @@ def test_rows_are_those_of_a_larger_batch(device, name):
         assert_bitwise_equal(rows_of(product, m).run(batch_invariant=True), whole[:m])
     expected = rows_of(product, 8)
     assert_matmul_close(whole[:8], expected.expected(), torch.float32)
-    if name != "mx":
-        # The forward of training, whose GEMMs do not split K.
+    if name != "mx" and device != "cpu":
+        # The forward of training, whose GEMMs do not split K. Its tiles differ, and the interpreter multiplies tiles by
+        # a BLAS, which on some CPUs sums tiles of another shape in another order.
         assert_bitwise_equal(rows_of(product, len(product.rows)).run(), whole)
     # So this test can fail: the kernels for small M sum in another order.
     assert not torch.equal(rows_of(product, 7).run(), whole[:7])
