@@ -5,6 +5,7 @@ from __future__ import annotations
 from docs.coverage import COLUMNS, Column
 
 _CONVERT = "tests/test_convert.py"
+_SAVED = f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load"
 _FUNCTION = "tests/layers/linear/test_function.py::TestLinear"
 _CHECKPOINTING = "tests/layers/linear/test_function.py::TestCheckpointing::test_changes_nothing_but_what_is_recomputed"
 _INPUTS = "tests/layers/linear/test_input_cache.py"
@@ -17,6 +18,7 @@ _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _STORED = "tests/layers/stored/test_stored.py"
 _SHARDS = "tests/distributed/fsdp/test_stored.py::test_the_bits_of_one_rank"
+_EXPERTS = "tests/layers/moe/test_experts.py::TestTransformers::test_ten_steps_are_those_of_a_loop_over_experts"
 _EXPORT = "tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most_codes"
 _SHARDED_EXPORT = "tests/export/test_sharded.py::test_fsdp2_that_left_weights_gathered"
 _SCHEDULE = "tests/workflow/test_schedule.py"
@@ -106,11 +108,7 @@ ONE_PROCESS = (
         (f"{_CONVERT}::TestCheckpoints::test_torch_save_needs_no_pickled_code",),
         known=_CHECKPOINT,
     ),
-    Column(
-        "save_pretrained and from_pretrained",
-        (f"{_CONVERT}::TestCheckpoints::test_transformers_save_and_load",),
-        known=_CHECKPOINT,
-    ),
+    Column("save_pretrained and from_pretrained", (_SAVED,), known=_CHECKPOINT),
     Column("export in 8 bits, and load", (_EXPORT,), known=_NO_CODES),
     Column(
         "CPU offload of accelerate",
@@ -127,6 +125,7 @@ ONE_PROCESS = (
         (f"{_CHUNKED}::test_without_sharding_a_converted_head_is_the_matrix_of_the_loss",),
         known="Such a product is in high precision with any recipe: it reads the weight, and not the layer.",
     ),
+    Column("experts in 3-D parameters (`experts=True`)", (_EXPERTS,), known="On a GPU: `NotImplementedError`."),
     Column("experts in a list of linear layers", ("tests/conversion/test_coverage.py::test_experts_in_a_list",)),
     Column(
         "experts in one 3-D tensor",

@@ -21,7 +21,7 @@ LAYERS = (
     {"ops"},
     {"layers"},
     {"layers.linear"},
-    {"layers.fused", "layers.stored"},
+    {"layers.fused", "layers.moe", "layers.stored"},
     {"functional", "modules"},
     {"conversion"},
     {"convert"},
@@ -53,7 +53,7 @@ MUTABLE_DATACLASSES = {
     "tritonfp8.training.loop.Result": "filled while training, so that Ctrl-C keeps what was measured",
     "tritonfp8.training.loop.Run": "likewise",
 }
-MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked"}
+MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked", "tritonfp8.quantized.unchecked_groups"}
 MAY_READ_THE_ENVIRONMENT = (*(f"tritonfp8.{room}" for room in ABOVE_THE_CORE), "tritonfp8.tuning.store")
 # Functions, or a stride in one.
 BOUNDED = "the host copies a tensor whose offsets exceed 32 bits (View.within_32_bits)"

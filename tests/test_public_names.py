@@ -10,10 +10,11 @@ import tritonfp8
 
 NAMES = {
     "tritonfp8": (
-        "ConversionReport", "Float8Linear", "QuantSpec", "Quantized", "Recipe", "RecipeSchedule",
-        "VerificationError", "VerificationReport", "__version__", "convert", "dequantize", "distributed", "export",
-        "inspect", "quantize", "quantize_both", "quantize_weights_once", "quantized_init", "recipes", "revert",
-        "scaled_matmul", "sensitivity", "swap_recipe", "verify", "verify_training",
+        "ConversionReport", "Float8Experts", "Float8Linear", "QuantSpec", "Quantized", "QuantizedGroups", "Recipe",
+        "RecipeSchedule", "VerificationError", "VerificationReport", "__version__", "convert", "dequantize",
+        "distributed", "export", "inspect", "quantize", "quantize_both", "quantize_weights_once", "quantized_init",
+        "recipes", "revert", "scaled_grouped_matmul", "scaled_matmul", "sensitivity", "swap_recipe", "verify",
+        "verify_training",
     ),
     "tritonfp8.convert": ("ConversionReport", "convert", "revert", "swap_recipe"),
     "tritonfp8.counting": ("count_gemms",),

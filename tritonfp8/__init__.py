@@ -15,9 +15,10 @@ from typing import Any
 import tritonfp8.compat  # noqa: F401
 from tritonfp8 import recipes
 from tritonfp8.convert import ConversionReport, convert, quantized_init, revert, swap_recipe
-from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_matmul
+from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_grouped_matmul, scaled_matmul
 from tritonfp8.layers.linear import Float8Linear, quantize_weights_once
-from tritonfp8.quantized import Quantized
+from tritonfp8.layers.moe import Float8Experts
+from tritonfp8.quantized import Quantized, QuantizedGroups
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
 
@@ -25,9 +26,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConversionReport",
+    "Float8Experts",
     "Float8Linear",
     "QuantSpec",
     "Quantized",
+    "QuantizedGroups",
     "Recipe",
     "RecipeSchedule",
     "VerificationError",
@@ -41,6 +44,7 @@ __all__ = [
     "quantized_init",
     "recipes",
     "revert",
+    "scaled_grouped_matmul",
     "scaled_matmul",
     "sensitivity",
     "swap_recipe",

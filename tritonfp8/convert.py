@@ -20,6 +20,7 @@ from tritonfp8.conversion import (
     Filter,
     Recipes,
     Selected,
+    converted_experts,
     converted_layers,
     coverage,
     keep_layers,
@@ -37,6 +38,7 @@ from tritonfp8.layers.linear import (
     linear_class,
     require_module,
 )
+from tritonfp8.layers.moe import ConvertedExperts, convert_experts, experts_before, revert_experts
 from tritonfp8.recipes import Recipe, get
 
 __all__ = ["ConversionReport", "convert", "quantized_init", "revert", "swap_recipe"]
@@ -91,16 +93,16 @@ def convert(
     weight_storage: str = "parameters",
     mode: str = "training",
     batch_invariant: bool = False,
+    experts: bool = False,
 ) -> ConversionReport:
     """Make the model's linear layers follow a recipe, in place.
 
-    Every ``nn.Parameter`` object (but for stored weights) and every key of the state_dict stays, as do hooks. The model
-    may be on the meta device. Nothing is changed if an error is raised. Layers that are converted keep their recipe.
+    Every ``nn.Parameter`` (but for stored weights) and every key of the state_dict stays, as do hooks. The model may be
+    on the meta device. Nothing is changed if an error is raised. Layers that are converted keep their recipe.
 
     These layers stay in high precision, unless a pattern of ``recipe`` or ``filter`` has their name (``"*lm_head"`` but
     not ``"*"``) or ``filter`` is a function: output heads (``lm_head``, ``output``, a weight that an embedding shares),
-    routers of experts, and adapters (``lora_A``). Layers of fewer than 16 in or out features stay unless ``filter`` is
-    a function.
+    routers of experts, adapters (``lora_A``), and layers of fewer than 16 in or out features (only by a function).
 
     Args:
         model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, the ``Linear`` of torchtitan and the
@@ -109,32 +111,32 @@ def convert(
         recipe: a name, the path of a TOML file (:func:`tritonfp8.recipes.load`), a :class:`~tritonfp8.Recipe`, or a
             mapping of shell-style patterns of full names (``"*.mlp.*"``) to these; the first pattern that matches
             decides, and layers that none matches are skipped.
-        filter: which layers to convert: a list of patterns or names; a function ``filter(module, fqn) -> bool``, which
-            replaces the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200).
-        fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`). The report
-            lists the others with reasons. Sharded weights (tensor parallel) need ``fuse=False``.
-        tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; read by ``filter="auto"``.
-        weight_storage: ``"parameters"``, or ``"quantized"``: the weights of the converted layers are replaced by
-            :class:`tritonfp8.layers.stored.StoredWeight`, codes and scales. Those that are trained must be float32.
-        mode: ``"inference"`` freezes the weights of the converted layers, and stores them quantized.
-        batch_invariant: the bits of a row of a converted layer's output depend neither on the other rows nor on their
-            number. It needs scales for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.
+        filter: which layers to convert: a list of patterns; a function ``filter(module, fqn) -> bool``, which replaces
+            the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200).
+        fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`).
+        tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; for ``filter="auto"``.
+        weight_storage: ``"parameters"``, or ``"quantized"``: weights of converted layers become codes and scales
+            (:class:`tritonfp8.layers.stored.StoredWeight`). Those that are trained must be float32.
+        mode: ``"inference"`` freezes the weights of converted layers and stores them.
+        batch_invariant: the bits of a row of a layer's output depend on this row of the input alone. It needs scales
+            for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.
+        experts: also convert experts (:func:`tritonfp8.functional.grouped_linear`): of transformers 5, which then
+            ignore ``set_experts_implementation``, and ``GroupedExperts`` of torchtitan. They run on a CPU only.
 
     Returns:
         A :class:`ConversionReport`.
 
-    Note:
-        In eval mode ``nn.TransformerEncoderLayer`` may run torch's fused path, which reads the weights of its linear
-        layers and skips their forward: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
+    In eval mode ``nn.TransformerEncoderLayer`` may run torch's fused path, which skips the forward of its linear
+    layers: ``torch.backends.mha.set_fastpath_enabled(False)`` keeps them on their recipe.
 
     Raises:
         ValueError: no layer is converted, a pattern decided no layer, an unknown or unfit recipe, or an unfit weight.
         TypeError: no recipe, a chosen layer that torchao converted, or an argument of another type.
     """
     require_module(model)
-    stores = _stores(weight_storage, mode, fuse, batch_invariant)
-    selected = select(model, recipe, filter, tokens, batch_invariant)
-    if not selected.modules and not selected.already:
+    stores = _stores(weight_storage, mode, fuse, batch_invariant, experts)
+    selected = select(model, recipe, filter, tokens, batch_invariant, experts)
+    if selected.takes_nothing:
         why = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
         raise ValueError(f"nothing was converted: {why}")
     selected, stored = _for_storage(model, selected, mode) if stores else (selected, {})
@@ -145,9 +147,10 @@ def convert(
 def _report(
     model: nn.Module, selected: Selected, fused: dict[str, str], left: dict[str, str], sizes: tuple[int, int] | None
 ) -> ConversionReport:
-    already = {name: layer.recipe for name, layer in selected.already.items()}
+    already = {name: each.recipe for name, each in {**selected.already, **selected.experts_already}.items()}
     parameters, share = coverage(model, selected.skipped)
-    return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share, sizes)
+    experts = {name: len(next(iter(each.weights().values()))) for name, each in converted_experts(model).items()}
+    return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share, sizes, experts)
 
 
 def _stored() -> Any:
@@ -157,15 +160,18 @@ def _stored() -> Any:
     return stored
 
 
-def _stores(weight_storage: str, mode: str, fuse: bool, batch_invariant: bool) -> bool:
+def _stores(weight_storage: str, mode: str, fuse: bool, batch_invariant: bool, experts: bool) -> bool:
     """Whether the arguments of :func:`convert`, which this checks, ask for stored weights."""
     require_flag("fuse", fuse)
     require_flag("batch_invariant", batch_invariant)
+    require_flag("experts", experts)
     if batch_invariant and fuse:
         raise ValueError("a fused norm may sum a row otherwise in another batch: use fuse=False with batch_invariant")
     require("weight_storage", weight_storage, ("parameters", "quantized"))
     require("mode", mode, ("training", "inference"))
     stores = weight_storage == "quantized" or mode == "inference"
+    if stores and experts:
+        raise ValueError("the weights of experts cannot be stored in 8 bits: use experts=False with stored weights")
     if stores and fuse:
         raise ValueError("fused layers read their weights in high precision: use fuse=False with stored weights")
     return stores
@@ -208,10 +214,12 @@ def _apply(
         for name, module in selected.modules.items():
             change_class(module, _converted_class(type(module), module))
             module.recipe = selected.recipes[name]  # type: ignore[assignment]
+        for name, module in selected.experts.items():
+            convert_experts(module, selected.recipes[name])
         fused, left = _fusing().fuse_model(model) if fuse else ({}, {})
         new = set(selected.modules.values())
         _share_inputs(model, new | set(selected.already.values()), new)
-        record_names(model, {**selected.already, **selected.modules})
+        record_names(model, {**selected.already, **selected.experts_already, **selected.modules, **selected.experts})
         if stored:
             layers = {**selected.already, **selected.modules}
             for name, recipe in stored.items():
@@ -288,7 +296,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
     """
     require_module(model)
     choice = Choice(recipe)
-    layers = converted_layers(model)
+    layers = _converted(model)
     if not layers:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
     chosen = {name: choice.of(name) for name in layers}
@@ -311,7 +319,11 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
     )
 
 
-def _swapped(name: str, layer: _Layer, chosen: Recipe | None) -> Recipe:
+def _converted(model: nn.Module) -> dict[str, _Layer | ConvertedExperts]:
+    return {**converted_layers(model), **converted_experts(model)}
+
+
+def _swapped(name: str, layer: _Layer | ConvertedExperts, chosen: Recipe | None) -> Recipe:
     if chosen is None or type(layer._parameters.get("weight")) in (Tensor, nn.Parameter, type(None)):
         return chosen or layer.recipe
     found: Recipe = _stored().check_swap(name, layer, chosen)
@@ -354,7 +366,8 @@ def revert(model: nn.Module) -> list[str]:
     if an error is raised.
 
     Returns:
-        The names of the reverted layers, then of the fused modules.
+        The names of the reverted layers, then of the experts, then of the fused modules. ``Float8Experts``, which had
+        no other class, get the recipe ``"bf16"``.
 
     Raises:
         ValueError: the model has no converted layer, a block of ``quantize_weights_once`` is open on one, or torchtitan
@@ -362,19 +375,22 @@ def revert(model: nn.Module) -> list[str]:
         TypeError: ``model`` is not a module, or a layer's class was written as a subclass of :class:`Float8Linear`.
     """
     require_module(model)
-    layers = converted_layers(model)
-    if not layers:
+    layers, experts = converted_layers(model), converted_experts(model)
+    if not layers and not experts:
         raise ValueError("the model has no converted layer: there is nothing to revert")
     if cached := [name for name, module in layers.items() if module.cached_weight is not None]:
         raise ValueError(f"quantize_weights_once is open on {', '.join(cached)}: revert after the block")
     if wrapped := [name for name, module in layers.items() if _is_wrapped(module)]:
         raise ValueError(f"torchtitan wrapped the forward of {', '.join(wrapped)} to shard it: revert before that")
     classes = {module: _class_before(module) for module in layers.values()}
+    of_experts = {module: experts_before(module) for module in experts.values()}
     with all_or_nothing(model), _released(layers.values()):
         for module, cls in classes.items():
             change_class(module, cls)
             for name in ("recipe", "on_revert", "on_reset", "on_assign"):
                 module.__dict__.pop(name, None)
+        for each, cls_before in of_experts.items():
+            revert_experts(each, cls_before)
         _unshare_inputs(model)
-        forget_names(model, layers.values())
-        return [*layers, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]
+        forget_names(model, [*layers.values(), *experts.values()])
+        return [*layers, *experts, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]

@@ -16,18 +16,33 @@ from tritonfp8.layers.linear import (
     linear,
     quantize_weight,
 )
-from tritonfp8.quantized import Quantized, unchecked
-from tritonfp8.specs import ACCUMULATIONS, ACTIVATIONS, BLOCKS, SPECS, QuantSpec, matmul_family, scale_shape
+from tritonfp8.layers.moe import check_offsets, grouped_linear
+from tritonfp8.quantized import Quantized, QuantizedGroups, unchecked
+from tritonfp8.specs import (
+    ACCUMULATIONS,
+    ACTIVATIONS,
+    BLOCKS,
+    SPECS,
+    QuantSpec,
+    check_group_spec,
+    grouped_columns,
+    matmul_family,
+    scale_shape,
+)
 
 __all__ = [
     "Operands",
     "SharedInput",
     "amax",
     "dequantize",
+    "grouped_linear",
     "linear",
     "quantize",
     "quantize_both",
+    "quantize_groups",
+    "quantize_matrices",
     "quantize_weight",
+    "scaled_grouped_matmul",
     "scaled_matmul",
 ]
 
@@ -233,4 +248,130 @@ def scaled_matmul(
     return ops.scaled_matmul(
         lhs, a.scale, a_spec, rhs, b.scale, b_spec, bias, activation, residual, out_dtype, accumulation,
         *((True,) if batch_invariant else ()),
+    )  # fmt: skip
+
+
+def quantize_groups(x: Tensor, offsets: Tensor, spec: QuantSpec, transpose: bool = False) -> QuantizedGroups:
+    """Quantize each group of rows of ``x``, or its transpose, to the bits that it has when it is quantized alone.
+
+    Args:
+        x: ``[T, K]``, bfloat16, float16, float32 or float64; the rows of a group are adjacent.
+        offsets: ``[groups]``, int32, on the device of ``x``: the end of each group. Rows from the last end on belong to
+            no group.
+        spec: format, block and scale of the result. Blocks of several rows need ``transpose``.
+        transpose: quantize the transpose of each group: K-major for a contraction over its rows.
+
+    Returns:
+        A :class:`~tritonfp8.QuantizedGroups` in ``"rows"``, or in ``"columns"`` if ``transpose``.
+
+    Raises:
+        TypeError: ``x`` is not a tensor of one of these dtypes, ``spec`` is not a QuantSpec, or offsets are not int32.
+        ValueError: other dims, a block of several rows of tokens; offsets of another device, or on a CPU that decrease
+            or end beyond T.
+    """
+    check_floating("x", x)
+    _check_spec(spec)
+    require_flag("transpose", transpose)
+    _check_matrix(x, "quantize_groups")
+    _check_offsets(offsets, len(offsets), x.shape[0], x.device)
+    layout = "columns" if transpose else "rows"
+    check_group_spec(spec, layout)
+    qdata, scale = ops.quantize_groups(_without_grad(x), offsets, *spec.args, transpose)
+    return QuantizedGroups(qdata, scale, spec, layout, len(offsets))
+
+
+def quantize_matrices(x: Tensor, spec: QuantSpec, transpose: bool = False) -> QuantizedGroups:
+    """Quantize each matrix of ``x [groups, N, K]``, or its transpose, as :func:`quantize` quantizes it alone.
+
+    Args:
+        x: ``[groups, N, K]``, bfloat16, float16, float32 or float64, of any strides: the weights of experts.
+        spec: format, block and scale of the result.
+        transpose: quantize the transpose of each matrix, ``[groups, K, N]``.
+
+    Returns:
+        A :class:`~tritonfp8.QuantizedGroups` in ``"matrices"``.
+
+    Raises:
+        TypeError: ``x`` is not a tensor of one of these dtypes, or ``spec`` is not a QuantSpec.
+        ValueError: not three dims, or no matrix.
+    """
+    check_floating("x", x)
+    _check_spec(spec)
+    require_flag("transpose", transpose)
+    if x.ndim != 3 or x.shape[0] == 0:
+        raise ValueError(f"quantize_matrices needs [groups, N, K] with a group or more; got shape {tuple(x.shape)}")
+    qdata, scale = ops.quantize_matrices(_without_grad(x), *spec.args, transpose)
+    return QuantizedGroups(qdata, scale, spec, "matrices", x.shape[0])
+
+
+def _check_offsets(offsets: Tensor, groups: int, tokens: int, device: torch.device) -> None:
+    require_type("offsets", offsets, Tensor, "a torch.Tensor")
+    if offsets.device != device:
+        raise ValueError(f"offsets must be on {device}, where the groups are; got {offsets.device}")
+    check_offsets(offsets, groups, tokens)
+
+
+def _check_groups(a: QuantizedGroups, b: QuantizedGroups, bias: Tensor | None, tokens: int | None) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        require_type(name, operand, QuantizedGroups, "a tritonfp8.QuantizedGroups (see functional.quantize_groups)")
+    matmul_family(a.spec.block, b.spec.block)
+    layouts = (a.layout, b.layout)
+    if layouts not in (("rows", "matrices"), ("columns", "columns")) or a.groups != b.groups:
+        raise ValueError(
+            "scaled_grouped_matmul multiplies rows by matrices, or columns by columns, of as many groups; got "
+            f"{a.groups} groups in {a.layout} and {b.groups} in {b.layout}"
+        )
+    if a.shape[1] != b.shape[-1]:
+        raise ValueError(f"both operands must have the same K or columns; got {tuple(a.shape)} and {tuple(b.shape)}")
+    if b.device != a.device:
+        raise ValueError(f"both operands must be on one device; got a on {a.device} and b on {b.device}")
+    if a.layout == "rows":
+        if tokens not in (None, a.shape[0]):
+            raise ValueError(f"tokens are for columns only; got {tokens} with {a.shape[0]} rows")
+        if bias is not None:
+            _check_operand("bias", bias, tuple(b.shape[:2]), a.device)
+    elif bias is not None:
+        raise ValueError("a GEMM over groups of columns takes no bias; got one")
+    elif type(tokens) is not int or tokens < 0 or grouped_columns(tokens, a.groups) != a.shape[1]:
+        raise ValueError(
+            f"tokens must be the rows that were quantized, for which {a.groups} groups have {a.shape[1]} columns; got "
+            f"{tokens!r}"
+        )
+
+
+def scaled_grouped_matmul(
+    a: QuantizedGroups,
+    b: QuantizedGroups,
+    offsets: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulation: str = _PRECISE,
+    *,
+    bias: Tensor | None = None,
+    tokens: int | None = None,
+) -> Tensor:
+    """A GEMM for each group on quantized operands, computed in float32 and rounded once.
+
+    Args:
+        a: in ``"rows"``, ``[T, K]``; or in ``"columns"``, ``[M, columns]``.
+        b: in ``"matrices"``, ``[groups, N, K]``; or in ``"columns"``, ``[N, columns]``.
+        offsets: ``[groups]``, int32: the end of each group, with which ``a`` was quantized.
+        out_dtype, accumulation: as of :func:`scaled_matmul`.
+        bias: ``[groups, N]``, floating, or None. Not for columns.
+        tokens: for columns: T, the rows of the tensor that was quantized.
+
+    Returns:
+        ``[T, N]``: ``a @ b[g].T + bias[g]`` for the rows of each group g, zero in rows of no group. Of columns,
+        ``[groups, M, N]``: ``a @ b.T`` over the columns of each group, zero for an empty one.
+
+    Raises:
+        TypeError: an operand is not a QuantizedGroups, or offsets are not int32.
+        ValueError: layouts, shapes, devices or specs that do not match, an unknown option, ``tokens`` that do not fit
+            the columns, or a bias that requires grad.
+    """
+    _check_options(None, accumulation, out_dtype, False)
+    _check_groups(a, b, bias, tokens)
+    _check_offsets(offsets, a.groups, a.shape[0] if tokens is None else tokens, a.device)
+    return ops.scaled_grouped_matmul(
+        a.qdata, a.scale, *a.spec.args, b.qdata, b.scale, *b.spec.args, offsets, bias, out_dtype, accumulation, False,
+        tokens or 0,
     )  # fmt: skip

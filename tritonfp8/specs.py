@@ -20,6 +20,11 @@ BLOCK_1X128 = (1, 128)
 BLOCK_128X128 = (128, 128)
 BLOCK_1X32 = (1, 32)
 
+GROUP_LAYOUTS = ("rows", "columns", "matrices")
+"""Where the groups of :class:`~tritonfp8.quantized.QuantizedGroups` lie."""
+GROUP_ALIGNMENT = 128
+"""Groups of columns begin at multiples of this, so that no block and no tile has columns of two groups."""
+
 SCALE_ALIGNMENT = 4
 """Alignment, in scales, of each step of K where rows are contiguous: TMA needs multiples of 16 bytes."""
 
@@ -232,3 +237,52 @@ def matmul_family(a_block: Sequence[int], b_block: Sequence[int]) -> str:
             f"{' or '.join(same)}"
         )
     return a.family
+
+
+def grouped_columns(tokens: int, groups: int) -> int:
+    """Columns of a tensor of ``tokens`` in groups along its columns.
+
+    Group g, whose first token is ``start``, begins at column ``128 * (start // 128 + g)``: see :func:`group_column`.
+    """
+    return GROUP_ALIGNMENT * (tokens // GROUP_ALIGNMENT + groups)
+
+
+def group_column(start: int, group: int) -> int:
+    """The first column of a group whose first token is ``start``."""
+    return GROUP_ALIGNMENT * (start // GROUP_ALIGNMENT + group)
+
+
+def grouped_scale_shape(shape: Sequence[int], block: Sequence[int], layout: str, groups: int) -> tuple[int, ...]:
+    """:func:`scale_shape`, but a block of all rows or all columns ends with its group.
+
+    Args:
+        shape: ``[tokens, K]`` (``"rows"``), ``[N, columns]`` (``"columns"``) or ``[groups, N, K]`` (``"matrices"``).
+        block: ``(rows, cols)``.
+        layout: one of :data:`GROUP_LAYOUTS`.
+        groups: how many there are.
+    """
+    if layout == "matrices":
+        return groups, *scale_shape(shape[1:], block)
+    rows, cols = scale_shape(shape, block)
+    if layout == "rows":
+        return (groups if block[0] == -1 else rows), cols
+    return rows, (groups if block[1] == -1 else cols)
+
+
+def empty_grouped_scale(
+    shape: Sequence[int], spec: QuantSpec, layout: str, groups: int, device: torch.device
+) -> torch.Tensor:
+    """Uninitialized scale of groups; see :func:`grouped_scale_shape`."""
+    sizes = grouped_scale_shape(shape, spec.block, layout, groups)
+    if sizes == scale_shape(shape, spec.block):
+        return empty_scale(shape, spec.block, spec.scale_format, device)
+    return torch.empty(sizes, dtype=SCALE_FORMATS[spec.scale_format].dtype, device=device)
+
+
+def check_group_spec(spec: QuantSpec, layout: str) -> None:
+    """Raise ValueError for a block of several rows of tokens: groups of any size begin in the middle of one."""
+    if layout == "rows" and spec.block[0] > 1:
+        raise ValueError(
+            f"tokens in groups take scales for each token, or one for each group; got {spec}, whose blocks have "
+            f"{spec.block[0]} tokens, perhaps of several groups. Use blocks of one row for the operands of tokens"
+        )

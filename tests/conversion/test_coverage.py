@@ -75,7 +75,7 @@ def test_experts_in_one_tensor():
     at = "model.layers.0.mlp"
     assert left(report)[f"{at}.experts.gate_up_proj"] == (
         2 * 64 * 64 * 2,
-        "3-D, as of experts, in Qwen3MoeExperts, which is no nn.Linear; 2 of 8 experts a token",
+        "experts, which convert takes with experts=True; 2 of 8 experts a token",
     )
     assert left(report)[f"{at}.gate.weight"] == (2 * 64 * 8, "of Qwen3MoeTopKRouter, which is no nn.Linear")
     check_shares(report, model)

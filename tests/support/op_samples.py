@@ -55,6 +55,9 @@ def samples(device):
     yield ops.scaled_matmul, (*matmul_args((VECTOR, SQUARE), device), True)
     yield from fused_samples(device)
     yield from figure_samples(device)
+    if device == "cpu":
+        # There are no kernels of grouped GEMMs.
+        yield from grouped_samples()
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x, *(banded(24, k, dtype=torch.bfloat16).to(device).squeeze(1) for k in (70, 1)))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
@@ -120,6 +123,32 @@ def fused_samples(device):
         yield ops.silu_mul_backward_quantize, (grad, x, up, *specs)
     yield ops.rms_norm_backward, (grad, x, weight, rstd, "output", None, False)
     yield ops.rms_norm_backward, (grad, x, weight, rstd, "normalized", up, True)
+
+
+def grouped_samples():
+    """Groups of 3, 0 and 130 tokens, and 7 tokens of none."""
+    tokens, n, k = 140, 24, 70
+    offsets = torch.tensor([3, 3, 133], dtype=torch.int32)
+    x, grad = normal(tokens, k), normal(tokens, n, seed=1)
+    weight, bias = normal(3, n, k, seed=2), normal(3, n, seed=3)
+    for lhs, rhs in MATMUL_PAIRS:
+        yield ops.quantize_groups, (x, offsets, *lhs.args)
+        yield ops.quantize_groups, (x.t().contiguous().t(), offsets, *rhs.args, True)
+        yield ops.quantize_groups_both, (x, offsets, *lhs.args, *rhs.args)
+        for transpose in (False, True):
+            yield ops.quantize_matrices, (weight, *rhs.args, transpose)
+        rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args
+        matrices = *reference.quantize_matrices(weight, *rhs.args), *rhs.args
+        yield ops.scaled_grouped_matmul, (*rows, *matrices, offsets, bias, torch.float32)
+        columns = [
+            part
+            for each, spec in ((grad, lhs), (x, rhs))
+            for part in (*reference.quantize_groups(each, offsets, *spec.args, True), *spec.args)
+        ]
+        yield ops.scaled_grouped_matmul, (*columns, offsets, None, torch.bfloat16, "fast", False, tokens)
+    yield ops.grouped_matmul, (x, weight, offsets, bias)
+    yield ops.grouped_matmul, (grad.t(), x.t(), offsets)
+    yield ops.grouped_sum, (grad, offsets)
 
 
 def figure_samples(device):

@@ -18,7 +18,15 @@ from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.conversion.replaced import keep_layers
 from tritonfp8.conversion.report import ConversionReport, HighPrecision
 from tritonfp8.conversion.roles import Roles
-from tritonfp8.conversion.select import Selected, converted_layers, linears, select, sizes_of, why_unfit
+from tritonfp8.conversion.select import (
+    Selected,
+    converted_experts,
+    converted_layers,
+    linears,
+    select,
+    sizes_of,
+    why_unfit,
+)
 
 __all__ = [
     "Choice",
@@ -29,6 +37,7 @@ __all__ = [
     "Roles",
     "Selected",
     "Selection",
+    "converted_experts",
     "converted_layers",
     "coverage",
     "keep_layers",

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from tritonfp8.conversion.report import HighPrecision
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, is_converted
+from tritonfp8.layers.moe import ConvertedExperts, computing_class, is_converted_experts
 
 # The experts of a token, as routers, blocks and configs of transformers and torchtitan name their number.
 ACTIVE = ("top_k", "num_experts_per_tok", "moe_top_k", "experts_per_token", "num_experts_per_token")
@@ -47,7 +48,8 @@ def coverage(model: nn.Module, skipped: Mapping[str, str]) -> tuple[dict[str, Hi
     total = quantized = 0.0
     for name, uses in _uses(modules):
         layers = [layer for use in uses if (layer := _converted(modules, use.path)) is not None]
-        if uses[0].parameter.ndim < 2:
+        # The biases of experts have two dims.
+        if uses[0].parameter.ndim < 2 or any(_is_bias_of_experts(layer, use.key) for layer in layers for use in uses):
             continue
         if layers:
             flops = 2 * uses[0].parameter.numel() * _active(modules, uses[0])[0]
@@ -89,9 +91,13 @@ def _ancestors(path: str) -> Iterator[str]:
     yield ""
 
 
-def _converted(modules: Mapping[str, nn.Module], path: str) -> Float8Linear | Float8Conv1D | None:
+def _converted(modules: Mapping[str, nn.Module], path: str) -> Float8Linear | Float8Conv1D | ConvertedExperts | None:
     found = (modules[each] for each in _ancestors(path) if each in modules)
-    return next((module for module in found if is_converted(module)), None)
+    return next((module for module in found if is_converted(module) or is_converted_experts(module)), None)
+
+
+def _is_bias_of_experts(layer: nn.Module, key: str) -> bool:
+    return is_converted_experts(layer) and key not in layer.weights()
 
 
 def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, str]) -> _Count:
@@ -107,6 +113,8 @@ def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, st
         return _Count(flops * share, skipped[layer] + note, layer)
     if isinstance(module, _CONVOLUTIONS):
         return _Count(flops, f"a {type(module).__name__}, counted for one position")
+    if computing_class(module) is not None and _has_experts(module, use.parameter):
+        return _Count(flops * share, f"experts, which convert takes with experts=True{note}")
     if _has_experts(module, use.parameter):
         return _Count(flops * share, f"3-D, as of experts, in {type(module).__name__}, which is no nn.Linear{note}")
     if isinstance(module, nn.MultiheadAttention):

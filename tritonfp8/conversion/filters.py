@@ -50,12 +50,9 @@ class Selection:
             sizes: its in and out features.
             found: the pattern and the recipe that match its name.
         """
-        if self.function is not None:
-            return None if self.function(layer, name) else "the filter returned False"
-        matching = [pattern for pattern in self.patterns or () if fnmatchcase(name, pattern)]
-        self.used.update(matching)
-        if self.patterns is not None and not matching:
-            return "no pattern of the filter matches it"
+        if self.function is not None or (self.patterns is not None and not self._matching(name)):
+            return self.left_out(name, layer)
+        matching = self._matching(name)
         if small := _small(sizes):
             return small
         role = self.roles.of(name, layer, *sizes)
@@ -65,6 +62,18 @@ class Selection:
         if self.is_auto and found is not None:
             return why_slower(found[1], self.tokens, sizes, layer.weight.device)
         return None
+
+    def _matching(self, name: str) -> list[str]:
+        matching = [pattern for pattern in self.patterns or () if fnmatchcase(name, pattern)]
+        self.used.update(matching)
+        return matching
+
+    def left_out(self, name: str, module: nn.Module) -> str | None:
+        """The reason why a function or the patterns of the filter leave out a module of any kind, or None."""
+        if self.function is not None:
+            return None if self.function(module, name) else "the filter returned False"
+        matches = self.patterns is None or self._matching(name)
+        return None if matches else "no pattern of the filter matches it"
 
     def keeps(self, name: str, layer: Any, sizes: tuple[int, int]) -> bool:
         """Whether the layer has a role for which it stays in high precision by default."""

@@ -40,6 +40,7 @@ class ConversionReport:
             ``swap_recipe``. GEMMs that a recipe keeps in high precision do not count.
         stored_bytes: bytes of all weights of the model that are stored in 8 bits, and of the same weights in their
             dtype; None without ``weight_storage="quantized"``.
+        experts: the number of experts in each converted module of experts, by fully qualified name.
     """
 
     converted: dict[str, Recipe]
@@ -50,10 +51,13 @@ class ConversionReport:
     high_precision: dict[str, HighPrecision] = field(default_factory=dict)
     fp8_share: float | None = None
     stored_bytes: tuple[int, int] | None = None
+    experts: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        rows = [(name, recipe.name) for name, recipe in self.converted.items()]
-        rows += [(name, f"{recipe.name}, converted before") for name, recipe in self.already.items()]
+        rows = [(name, f"{recipe.name}{self._experts_of(name)}") for name, recipe in self.converted.items()]
+        rows += [
+            (name, f"{recipe.name}{self._experts_of(name)}, converted before") for name, recipe in self.already.items()
+        ]
         rows += [(name, f"skipped{self._share_of(name)}: {reason}") for name, reason in self.skipped.items()]
         rows += [(name, f"fused: {what}") for name, what in self.fused.items()]
         rows += [(name, f"not fused: {reason}") for name, reason in self.not_fused.items()]
@@ -71,6 +75,9 @@ class ConversionReport:
             now, before = (f"{n / 2**20:.1f} MiB" for n in self.stored_bytes)
             lines.append(f"weights are stored in 8 bits: {now} in place of {before}")
         return "\n".join(lines)
+
+    def _experts_of(self, name: str) -> str:
+        return f", {self.experts[name]} experts" if name in self.experts else ""
 
     def _share_of(self, layer: str) -> str:
         shares = [each.share for each in self.high_precision.values() if each.layer == layer]

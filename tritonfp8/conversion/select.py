@@ -18,6 +18,7 @@ from tritonfp8.layers.linear import (
     is_conv1d,
     is_converted,
 )
+from tritonfp8.layers.moe import ConvertedExperts, computing_class, is_converted_experts, why_unfit_experts
 from tritonfp8.recipes import Recipe
 
 NO_PATTERN = "no pattern matched"
@@ -31,12 +32,21 @@ class Selected(NamedTuple):
         recipes: the recipe of each.
         skipped: for each other linear layer, the reason.
         already: the layers that are converted already.
+        experts: the experts to convert, by fully qualified name; their recipes are among ``recipes``.
+        experts_already: the experts that are converted already.
     """
 
     modules: dict[str, nn.Module]
     recipes: dict[str, Recipe]
     skipped: dict[str, str]
     already: dict[str, Float8Linear | Float8Conv1D]
+    experts: dict[str, nn.Module]
+    experts_already: dict[str, ConvertedExperts]
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether nothing is to be converted, and nothing is already."""
+        return not (self.modules or self.already or self.experts or self.experts_already)
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -51,13 +61,23 @@ def converted_layers(model: nn.Module) -> dict[str, Float8Linear | Float8Conv1D]
     return {name: module for name, module in model.named_modules() if is_converted(module)}
 
 
+def converted_experts(model: nn.Module) -> dict[str, ConvertedExperts]:
+    """The experts of a model that follow a recipe, by fully qualified name."""
+    return {name: module for name, module in model.named_modules() if is_converted_experts(module)}
+
+
 def sizes_of(layer: Any) -> tuple[int, int]:
     """In and out features of a linear layer."""
     return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
 
 
 def select(
-    model: nn.Module, recipe: Recipes | None, filter: Filter | None, tokens: int, batch_invariant: bool = False
+    model: nn.Module,
+    recipe: Recipes | None,
+    filter: Filter | None,
+    tokens: int,
+    batch_invariant: bool = False,
+    experts: bool = False,
 ) -> Selected:
     """The layers that ``convert`` takes; see there for the arguments.
 
@@ -67,27 +87,61 @@ def select(
         TypeError: a chosen layer is torchao's, or an argument of another type.
     """
     choice, selection = Choice(recipe, batch_invariant), Selection(model, filter, tokens)
-    found = Selected({}, {}, {}, converted_layers(model))
+    found = Selected({}, {}, {}, converted_layers(model), {}, converted_experts(model))
+    for name, before in {**found.already, **found.experts_already}.items():
+        if batch_invariant and not before.recipe.output.batch_invariant:
+            raise ValueError(
+                f"batch_invariant=True, but {name or 'the model'} is converted already and keeps its recipe "
+                f"{before.recipe.name!r}, which is not: revert the model first, or give its layers "
+                "recipes.get(..., batch_invariant=True) by swap_recipe"
+            )
+        # Its patterns are of use: the layer may follow them since an earlier call.
+        choice.of(name)
+        selection.note(name)
+    if experts:
+        _select_experts(model, choice, selection, found)
     for name, module in linears(model):
         if name in found.already:
-            if batch_invariant and not found.already[name].recipe.output.batch_invariant:
-                raise ValueError(
-                    f"batch_invariant=True, but {name or 'the model'} is converted already and keeps its recipe "
-                    f"{found.already[name].recipe.name!r}, which is not: revert the model first, or give its layers "
-                    "recipes.get(..., batch_invariant=True) by swap_recipe"
-                )
-            # Its patterns are of use: the layer may follow them since an earlier call.
-            choice.of(name)
-            selection.note(name)
-        elif reason := _why_not(name, module, choice, selection):
+            continue
+        if reason := _why_not(name, module, choice, selection):
             found.skipped[name] = reason
         else:
             chosen = choice.of(name)
             assert chosen is not None
             found.modules[name], found.recipes[name] = module, chosen
-    choice.check_all_used([*found.already, *found.modules, *(n for n, r in found.skipped.items() if r == NO_PATTERN)])
+    unmatched = (name for name, reason in found.skipped.items() if reason == NO_PATTERN)
+    choice.check_all_used([*found.already, *found.experts_already, *found.modules, *found.experts, *unmatched])
     selection.check_all_used()
     return found
+
+
+def _select_experts(model: nn.Module, choice: Choice, selection: Selection, found: Selected) -> None:
+    """Add the experts that are converted to ``found``, and the others to its skipped ones.
+
+    Raises:
+        ValueError: the model has no experts, or ``filter="auto"``.
+    """
+    if selection.is_auto:
+        raise ValueError(
+            'filter="auto" cannot tell whether experts get slower: give patterns, or convert without experts=True'
+        )
+    kinds = {
+        name: (module, computes) for name, module in model.named_modules() if (computes := computing_class(module))
+    }
+    if not kinds and not found.experts_already:
+        raise ValueError(
+            "experts=True, but the model has no experts that are known: those of transformers 5, whose classes have "
+            "use_experts_implementation, and GroupedExperts of torchtitan. Leave out experts=True"
+        )
+    for name, (module, computes) in kinds.items():
+        pattern = choice.find(name)
+        reason = why_unfit_experts(module, computes) or selection.left_out(name, module)
+        if reason is None and pattern is not None:
+            chosen = choice.of(name)
+            assert chosen is not None
+            found.experts[name], found.recipes[name] = module, chosen
+        else:
+            found.skipped[name] = reason or NO_PATTERN
 
 
 def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection) -> str | None:

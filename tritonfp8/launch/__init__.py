@@ -26,6 +26,7 @@ from tritonfp8.launch.fused import (
     silu_mul_backward_quantize,
     silu_mul_quantize,
 )
+from tritonfp8.launch.grouped import no_kernel
 from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
 from tritonfp8.launch.optimizer import adamw, adamw_amax
 from tritonfp8.launch.plan import ALIGNMENT
@@ -40,6 +41,7 @@ __all__ = [
     "dequantize",
     "generation",
     "has_tma_layout",
+    "no_kernel",
     "operand_figures",
     "plan_dequantize",
     "plan_operand_figures",

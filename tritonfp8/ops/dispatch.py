@@ -13,7 +13,10 @@ from tritonfp8.compat import torch_private
 
 
 def on_cuda(
-    launcher: Callable[..., Any], fallback: Callable[..., Any], kind: Callable[..., str] | None = None
+    launcher: Callable[..., Any],
+    fallback: Callable[..., Any],
+    kind: Callable[..., str] | None = None,
+    contraction: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
     """``launcher`` if the device converts to FP8, else the reference; ``hardware`` has warned about that.
 
@@ -35,35 +38,51 @@ def on_cuda(
             with torch.cuda.device(index):
                 out = function(x, *args)
         if kind is not None and counting.is_active():
-            _count(kind, out, x, *args)
+            _count(kind, contraction, out, x, *args)
         return out
 
     return run
 
 
-def counted(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[..., Any]:
+def counted(
+    function: Callable[..., Any], kind: Callable[..., str], contraction: Callable[..., int] | None = None
+) -> Callable[..., Any]:
     """``function``, a GEMM, whose calls are counted while somebody counts."""
 
     def run(a: Tensor, *args: Any) -> Any:
         out = function(a, *args)
         if counting.is_active():
-            _count(kind, out, a, *args)
+            _count(kind, contraction, out, a, *args)
         return out
 
     return run
 
 
-def _count(kind: Callable[..., str], out: Tensor, a: Tensor, *args: Any) -> None:
-    # The operands of `scaled_matmul`, which has more arguments, have specs; both of `matmul` have one dtype.
+def _count(
+    kind: Callable[..., str], contraction: Callable[..., int] | None, out: Tensor, a: Tensor, *args: Any
+) -> None:
+    # The operands of `scaled_matmul` have specs; both of `matmul` have one dtype.
     dtype = str(a.dtype).removeprefix("torch.")
-    operands = (args[1], args[4]) if len(args) > 2 else (dtype, dtype)
-    counting.record(kind(a, *args), a.shape[0], out.shape[1], a.shape[1], operands, a.device)
+    operands = (args[1], args[4]) if len(args) > 1 and isinstance(args[1], str) else (dtype, dtype)
+    # A GEMM of groups along K has a result for each: together they are one GEMM over the columns of all groups.
+    k = a.shape[1] if contraction is None else contraction(a, *args)
+    counting.record(kind(a, *args), a.shape[0], out.shape[-1], k, operands, a.device)
 
 
 def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> str:
     """The kind under which a GEMM on quantized operands is counted: how this device computes it."""
     # Of the arguments after these, batch_invariant is the ninth; a call at its default may leave it out.
     return launch.product_kind(a_spec, a.device, a.shape[0], len(args) > 8 and args[8])
+
+
+def scaled_grouped_matmul_kind(a: Tensor, *args: object) -> str:
+    """The kind under which a grouped GEMM on quantized operands is counted."""
+    return "reference"
+
+
+def grouped_contraction(a: Tensor, *args: Any) -> int:
+    """The K with which a grouped GEMM is counted: of groups of columns the tokens, without the zeros between groups."""
+    return int(args[10]) if args[2].ndim == 2 else a.shape[1]
 
 
 def matmul_kind(*args: object) -> str:

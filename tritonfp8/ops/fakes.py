@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
-from tritonfp8.specs import amax_shape, empty_scale, scale_shape, spec_of
+from tritonfp8.specs import amax_shape, empty_grouped_scale, empty_scale, grouped_columns, scale_shape, spec_of
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -59,6 +59,46 @@ def scaled_matmul(a: Tensor, *args: Any) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]))
+
+
+def _groups(shape: Sequence[int], spec: str, layout: str, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    s = spec_of(spec)
+    qdata = torch.empty(shape, dtype=FORMATS[s.format].dtype, device=device)
+    return qdata, empty_grouped_scale(shape, s, layout, groups, device)
+
+
+def quantize_groups(x: Tensor, offsets: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+    groups = offsets.shape[0]
+    if transpose:
+        return _groups((x.shape[1], grouped_columns(x.shape[0], groups)), spec, "columns", groups, x.device)
+    return _groups(x.shape, spec, "rows", groups, x.device)
+
+
+def quantize_groups_both(x: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *quantize_groups(x, offsets, spec), *quantize_groups(x, offsets, spec_t, True)
+
+
+def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], x.shape[2], x.shape[1]) if transpose else x.shape
+    return _groups(shape, spec, "matrices", x.shape[0], x.device)
+
+
+def _grouped_product(a: Tensor, b: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (groups, a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=dtype)
+
+
+def scaled_grouped_matmul(a: Tensor, *args: Any) -> Tensor:
+    b, offsets, out_dtype = args[2], args[5], args[7] if len(args) > 7 else None
+    return _grouped_product(a, b, offsets.shape[0], out_dtype or torch.bfloat16)
+
+
+def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _grouped_product(a, b, offsets.shape[0], a.dtype)
+
+
+def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty((offsets.shape[0], x.shape[1]))
 
 
 def _results_fake(x: Tensor, count: int, args: Sequence[Any]) -> list[Tensor]:

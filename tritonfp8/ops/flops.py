@@ -50,5 +50,20 @@ def whole_linear_backward(
     return whole_linear(input, weight) * (needs_input + needs_weight)
 
 
-for _formula in (scaled_matmul, matmul, whole_linear, whole_linear_backward):
+def scaled_grouped_matmul(
+    a: _Shape, a_scale: _Shape, a_spec: str, b: _Shape, *others: object, tokens: int = 0, **options: object
+) -> int:
+    """Of all rows of ``a [tokens, K]`` by one matrix of ``b``; or over the tokens in the columns of both."""
+    if len(b) == 3:
+        return _product(a, b[1:])
+    # The eleventh argument after the first one, if it is not given by name.
+    return _product((a[0], int(others[7]) if len(others) > 7 else tokens), b)  # type: ignore[call-overload]
+
+
+def grouped_matmul(a: _Shape, b: _Shape, *others: object, **options: object) -> int:
+    """As :func:`scaled_grouped_matmul`."""
+    return _product(a, b[-2:])
+
+
+for _formula in (scaled_matmul, matmul, scaled_grouped_matmul, grouped_matmul, whole_linear, whole_linear_backward):
     register_flop_formula(getattr(getattr(torch.ops, registry.NAMESPACE), _formula.__name__))(_formula)

@@ -14,7 +14,14 @@ import torch
 
 from tritonfp8 import launch, reference
 from tritonfp8.ops import batching, direct, fakes
-from tritonfp8.ops.dispatch import counted, matmul_kind, on_cuda, scaled_matmul_kind
+from tritonfp8.ops.dispatch import (
+    counted,
+    grouped_contraction,
+    matmul_kind,
+    on_cuda,
+    scaled_grouped_matmul_kind,
+    scaled_matmul_kind,
+)
 from tritonfp8.ops.sharding import Operand, Rule
 
 NAMESPACE = "tritonfp8"
@@ -35,6 +42,7 @@ class Op:
         planner: makes the plan of ``launch``, whose parameters have the names of those in the schema. None if
             ``launch`` does more than to run a plan.
         kind: the kind under which a GEMM is counted (:mod:`tritonfp8.counting`).
+        contraction: the K with which it is counted, from its arguments. None for the columns of the first one.
         sharding: how DTensor may shard it. None for an op that is not called on DTensors, or that takes or returns a
             list of tensors: the schema does not say how many there are.
     """
@@ -45,6 +53,7 @@ class Op:
     launch: Callable[..., Any] | None = None
     planner: Callable[..., Any] | None = None
     kind: Callable[..., str] | None = None
+    contraction: Callable[..., int] | None = None
     sharding: Rule | None = None
 
 
@@ -170,6 +179,48 @@ _GEMMS = {
         ),
     ),
 }
+# Of groups of tokens, as the experts of a model take them. `offsets` has the end of each group.
+_GROUPED = {
+    "quantize_groups": Op(
+        "(Tensor x, Tensor offsets, str spec, bool transpose=False) -> (Tensor, Tensor)",
+        fakes.quantize_groups,
+        reference.quantize_groups,
+        launch.no_kernel,
+    ),
+    "quantize_groups_both": Op(
+        "(Tensor x, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor)",
+        fakes.quantize_groups_both,
+        reference.quantize_groups_both,
+        launch.no_kernel,
+    ),
+    "quantize_matrices": Op(
+        "(Tensor x, str spec, bool transpose=False) -> (Tensor, Tensor)",
+        fakes.quantize_matrices,
+        reference.quantize_matrices,
+        launch.no_kernel,
+    ),
+    "scaled_grouped_matmul": Op(
+        "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
+        "Tensor? bias=None, ScalarType? out_dtype=None, str accumulation='precise', bool batch_invariant=False, "
+        # Of groups of columns: the rows that were quantized.
+        "SymInt tokens=0) -> Tensor",
+        fakes.scaled_grouped_matmul,
+        reference.scaled_grouped_matmul,
+        launch.no_kernel,
+        kind=scaled_grouped_matmul_kind,
+        contraction=grouped_contraction,
+    ),
+    "grouped_matmul": Op(
+        "(Tensor a, Tensor b, Tensor offsets, Tensor? bias=None) -> Tensor",
+        fakes.grouped_matmul,
+        reference.grouped_matmul,
+        launch.no_kernel,
+        kind=matmul_kind,
+    ),
+    "grouped_sum": Op(
+        "(Tensor x, Tensor offsets) -> Tensor", fakes.grouped_sum, reference.grouped_sum, launch.no_kernel
+    ),
+}
 _FUSED = {
     "rms_norm_quantize": Op(
         f"(Tensor x, Tensor weight, float eps, str rounding, {_PRODUCER}) -> Tensor[]",
@@ -239,7 +290,9 @@ _LAYERS = {
         fakes.gathered_operand,
     ),
 }
-OPS: Mapping[str, Op] = MappingProxyType({**_CASTS, **_SHARDS, **_OPTIMIZERS, **_GEMMS, **_FUSED, **_HEALTH, **_LAYERS})
+OPS: Mapping[str, Op] = MappingProxyType(
+    {**_CASTS, **_SHARDS, **_OPTIMIZERS, **_GEMMS, **_GROUPED, **_FUSED, **_HEALTH, **_LAYERS}
+)
 """Every op of the package by name."""
 
 
@@ -282,8 +335,8 @@ def _register() -> None:
         if op.fake is not None:
             torch.library.register_fake(f"{NAMESPACE}::{name}", direct.offered(op.fake), lib=_library)
         if op.reference is not None:
-            cpu = op.reference if op.kind is None else counted(op.reference, op.kind)
-            cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind)
+            cpu = op.reference if op.kind is None else counted(op.reference, op.kind, op.contraction)
+            cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind, op.contraction)
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
             direct.add(name, _overload(name), cpu, cuda, op.reference, op.planner)
@@ -304,6 +357,12 @@ dequantize = torch.ops.tritonfp8.dequantize.default
 transpose = torch.ops.tritonfp8.transpose.default
 scaled_matmul = torch.ops.tritonfp8.scaled_matmul.default
 matmul = torch.ops.tritonfp8.matmul.default
+quantize_groups = torch.ops.tritonfp8.quantize_groups.default
+quantize_groups_both = torch.ops.tritonfp8.quantize_groups_both.default
+quantize_matrices = torch.ops.tritonfp8.quantize_matrices.default
+scaled_grouped_matmul = torch.ops.tritonfp8.scaled_grouped_matmul.default
+grouped_matmul = torch.ops.tritonfp8.grouped_matmul.default
+grouped_sum = torch.ops.tritonfp8.grouped_sum.default
 rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
 rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default
 silu_mul_quantize = torch.ops.tritonfp8.silu_mul_quantize.default

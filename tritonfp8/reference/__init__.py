@@ -17,6 +17,15 @@ from tritonfp8.reference.fused import (
     silu_mul_quantize,
 )
 from tritonfp8.reference.gemms import matmul, scaled_matmul
+from tritonfp8.reference.grouped import (
+    group_bounds,
+    grouped_matmul,
+    grouped_sum,
+    quantize_groups,
+    quantize_groups_both,
+    quantize_matrices,
+    scaled_grouped_matmul,
+)
 from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
 
@@ -28,15 +37,22 @@ __all__ = [
     "amax_of_shards",
     "dequantize",
     "empty_results",
+    "group_bounds",
+    "grouped_matmul",
+    "grouped_sum",
     "matmul",
     "operand_figures",
     "quantize",
     "quantize_both",
+    "quantize_groups",
+    "quantize_groups_both",
+    "quantize_matrices",
     "quantize_shards",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_quantize",
     "rounding_keys",
+    "scaled_grouped_matmul",
     "scaled_matmul",
     "silu_mul",
     "silu_mul_backward",

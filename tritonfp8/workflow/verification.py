@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from tritonfp8 import counting
 from tritonfp8.checks import require, require_flag
 from tritonfp8.layers import recorded_modules
-from tritonfp8.layers.linear import ConvertedLayer, is_converted, require_module
+from tritonfp8.layers.linear import is_converted, require_module
+from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import spec_of
 from tritonfp8.workflow.unchanged import unchanged
-from tritonfp8.workflow.verification_failures import call_failures, device_failures, structural_failures
+from tritonfp8.workflow.verification_failures import Converted, call_failures, device_failures, structural_failures
 from tritonfp8.workflow.verification_report import (
     ON_FAILURE,
     GemmReport,
@@ -63,7 +64,9 @@ def verify(
     require_module(model)
     require_flag("backward", backward)
     require("on_failure", on_failure, ON_FAILURE)
-    layers = {name: module for name, module in model.named_modules() if is_converted(module)}
+    layers: dict[str, Converted] = {
+        name: module for name, module in model.named_modules() if is_converted(module) or is_converted_experts(module)
+    }
     recorded = recorded_modules(model)
     if not layers and not recorded:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
@@ -149,7 +152,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _report(
-    layers: Mapping[str, ConvertedLayer],
+    layers: Mapping[str, Converted],
     log: counting.GemmLog,
     reads: WeightReads,
     with_grad: set[str],
@@ -169,7 +172,11 @@ def _report(
         name: LayerReport(
             layer.recipe.name,
             log.calls[layer],
-            {gemm: _gemm(of_layers[name][gemm], total) for gemm in GEMMS if of_layers[name][gemm]},
+            {
+                gemm: _gemm(of_layers[name][gemm], total, is_converted_experts(layer))
+                for gemm in GEMMS
+                if of_layers[name][gemm]
+            },
         )
         for name, layer in layers.items()
     }
@@ -178,15 +185,16 @@ def _report(
     return VerificationReport(found, rows, tuple(failures), backward)
 
 
-def _gemm(ran: Sequence[counting.RanGemm], total: int) -> GemmReport:
+def _gemm(ran: Sequence[counting.RanGemm], total: int, is_grouped: bool) -> GemmReport:
     """The GEMMs of one kind of a layer as one row; it also names GEMMs that ran in another way than the first."""
 
     def joined(texts: Iterator[str]) -> str:
         return ", ".join(dict.fromkeys(texts))
 
     flops = sum(each.flops for each in ran)
+    quantized, high = (f"{name}grouped_matmul" if is_grouped else f"{name}matmul" for name in ("scaled_", ""))
     return GemmReport(
-        op=joined(f"tritonfp8.{'scaled_matmul' if ':' in each.operands[0] else 'matmul'}" for each in ran),
+        op=joined(f"tritonfp8.{quantized if ':' in each.operands[0] else high}" for each in ran),
         dtype=joined(_dtype(each.operands) for each in ran),
         kind=joined(each.kind for each in ran),
         device=joined(each.device.type for each in ran),

@@ -9,15 +9,18 @@ from torch import nn
 from tritonfp8 import hardware
 from tritonfp8.counting import GemmLog
 from tritonfp8.layers.linear import ConvertedLayer, is_converted
+from tritonfp8.layers.moe import ConvertedExperts, is_converted_experts
 from tritonfp8.recipes import Recipe
 from tritonfp8.workflow.verification_report import Failure, LayerReport
 from tritonfp8.workflow.weight_reads import Read, WeightReads
+
+Converted = ConvertedLayer | ConvertedExperts
 
 _LEAVE_OUT = "leave it out by the filter of tritonfp8.convert"
 
 
 def structural_failures(
-    layers: Mapping[str, ConvertedLayer], recorded: Mapping[str, nn.Module | None]
+    layers: Mapping[str, Converted], recorded: Mapping[str, nn.Module | None]
 ) -> tuple[Failure, ...]:
     """Layers that were replaced after ``convert``, or that lost their recipe: this shows before anything runs."""
     return (*_replaced(recorded), *_without_recipe(layers))
@@ -32,7 +35,7 @@ def _replaced(recorded: Mapping[str, nn.Module | None]) -> Iterator[Failure]:
                 "change the layers of the model first (fused projections, pruned blocks) and convert it last",
             )
         # An adapter has the converted layer inside.
-        elif not any(is_converted(inner) for inner in module.modules()):
+        elif not any(is_converted(inner) or is_converted_experts(inner) for inner in module.modules()):
             yield Failure(
                 name,
                 f"a {type(module).__name__} has taken the place of the layer that was converted",
@@ -41,7 +44,7 @@ def _replaced(recorded: Mapping[str, nn.Module | None]) -> Iterator[Failure]:
             )
 
 
-def _without_recipe(layers: Mapping[str, ConvertedLayer]) -> Iterator[Failure]:
+def _without_recipe(layers: Mapping[str, Converted]) -> Iterator[Failure]:
     for name, layer in layers.items():
         recipe = layer.__dict__.get("recipe")
         if not isinstance(recipe, Recipe):
@@ -49,15 +52,24 @@ def _without_recipe(layers: Mapping[str, ConvertedLayer]) -> Iterator[Failure]:
             yield Failure(name, f"it has {came}", "give it one: layer.recipe = tritonfp8.recipes.get('rowwise')")
 
 
-def _readers(reads: WeightReads, name: str, layers: Mapping[str, ConvertedLayer]) -> list[Read]:
+def _weights(name: str, layer: Converted) -> set[str]:
+    keys = layer.weights() if is_converted_experts(layer) else ["weight"]
+    return {f"{name}.{key}" if name else key for key in keys}
+
+
+def _readers(reads: WeightReads, name: str, layers: Mapping[str, Converted]) -> list[Read]:
     """The ops of torch that multiplied the weight of a converted layer, unless another layer has the same weight."""
-    weight = f"{name}.weight" if name else "weight"
-    converted = {f"{each}.weight" if each else "weight" for each in layers}
-    return [read for read in reads.flops if weight in read.parameters and converted.issuperset(read.parameters)]
+    weights = _weights(name, layers[name])
+    converted = set().union(*(_weights(each, layer) for each, layer in layers.items()))
+    return [
+        read
+        for read in reads.flops
+        if not weights.isdisjoint(read.parameters) and converted.issuperset(read.parameters)
+    ]
 
 
 def call_failures(
-    layers: Mapping[str, ConvertedLayer], found: Mapping[str, LayerReport], reads: WeightReads
+    layers: Mapping[str, Converted], found: Mapping[str, LayerReport], reads: WeightReads
 ) -> Iterator[Failure]:
     """Layers that were never called, or whose weight was multiplied by something else, too."""
     for name, layer in found.items():
@@ -88,9 +100,7 @@ def _mend(readers: list[Read]) -> str:
     return f"call the layer where the code passes its weight to a function, or {_LEAVE_OUT}"
 
 
-def device_failures(
-    layers: Mapping[str, ConvertedLayer], log: GemmLog, names: Mapping[ConvertedLayer, str]
-) -> Iterator[Failure]:
+def device_failures(layers: Mapping[str, Converted], log: GemmLog, names: Mapping[Converted, str]) -> Iterator[Failure]:
     """Layers that ran in high precision though their recipe is in 8 bits, because of the device."""
     seen: set[str] = set()
     for ran in log.gemms:

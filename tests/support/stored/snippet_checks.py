@@ -1,7 +1,9 @@
-"""Checks after the snippets of the documentation that store weights in 8 bits."""
+"""Names and checks of the snippets of the documentation about stored weights and experts."""
 
 import torch
+from torch import nn
 
+import tritonfp8
 from tritonfp8.layers.stored import StoredWeight
 
 
@@ -18,3 +20,33 @@ def check_trained_in_8_bits(names):
     optimizer.step()
     assert type(model.up.weight) is StoredWeight
     assert not torch.equal(model.up.weight.dequantize(), before)
+
+
+class _Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.out = tritonfp8.Float8Experts(4, 64, 48, recipe="bf16"), nn.Linear(64, 64)
+
+    def forward(self, x):
+        index = torch.arange(len(x))[:, None] % 4
+        return self.out(self.experts(x, index, torch.ones(len(x), 1)))
+
+
+def mixture(mesh):
+    return {"tritonfp8": tritonfp8, "model": _Mixture(), "batch": {"x": torch.randn(20, 64)}}
+
+
+def check_mixture(names):
+    assert list(names["report"].converted) == ["out"]
+    assert list(names["report"].already) == ["experts"]
+
+
+def groups(mesh):
+    offsets = torch.tensor([5, 5, 9], dtype=torch.int32)
+    tensors = {"input": torch.randn(12, 64), "weight": torch.randn(3, 48, 64), "bias": None}
+    return {"tritonfp8": tritonfp8, "offsets": offsets, **tensors}
+
+
+def check_groups(names):
+    expected = tritonfp8.functional.linear(names["input"][5:9], names["weight"][2])
+    assert torch.equal(names["out"][5:9], expected)

@@ -1,0 +1,320 @@
+"""Experts that follow a recipe: our module and those of transformers, against a loop over experts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from cases import QUANTIZED, each_recipe, normal
+from torch import nn
+
+import tritonfp8
+from tritonfp8 import Float8Experts, functional, recipes
+from tritonfp8.testing import assert_bitwise_equal
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+FAMILIES = {
+    "mixtral": {"intermediate_size": 96, "num_local_experts": 4},
+    "qwen3_moe": {"intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 8, "head_dim": 16},
+    "deepseek_v3": {
+        "intermediate_size": 96, "moe_intermediate_size": 48, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, **LATENT,
+    },
+    "gpt_oss": {
+        "intermediate_size": 64, "num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def model_of(family, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **COMMON, **FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_(std=0.02)
+    return model
+
+
+def experts_of(model):
+    return {name: module for name, module in model.named_modules() if name.endswith("mlp.experts")}
+
+
+def weights_of(experts):
+    """The weight ``[N, K]`` and the bias of both layers of each expert."""
+    layers = []
+    for name in ("gate_up_proj", "down_proj"):
+        weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+        weight = weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
+        layers.append([(w, None if bias is None else bias[i]) for i, w in enumerate(weight)])
+    return list(zip(*layers, strict=True))
+
+
+def swiglu(x):
+    gate, up = x.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def loop(experts, recipe, activation=None):
+    """What experts compute, written as a loop over them."""
+    activation = activation or experts._apply_gate
+
+    def forward(hidden, top_k_index, top_k_weights):
+        tokens, top_k = top_k_index.shape
+        rows = hidden[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1)
+        out = torch.zeros_like(rows)
+        for i, ((up, up_bias), (down, down_bias)) in enumerate(weights_of(experts)):
+            mine = (top_k_index.flatten() == i).nonzero().flatten()
+            if len(mine):
+                inside = activation(functional.linear(rows[mine], up, up_bias, recipe))
+                out = out.index_copy(0, mine, functional.linear(inside, down, down_bias, recipe))
+        out = out * top_k_weights.reshape(-1, 1)
+        return out.view(tokens, top_k, -1).sum(1).to(hidden.dtype)
+
+    return forward
+
+
+def losses_of(model, steps=10):
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    found = []
+    for _ in range(steps):
+        ids = torch.randint(0, 96, (2, 12))
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+class TestTransformers:
+    @each_family
+    @each_recipe
+    def test_ten_steps_are_those_of_a_loop_over_experts(self, family, recipe):
+        """Bitwise: the GEMMs are the same, and so is the order in which the experts of a token are added."""
+        model = model_of(family, torch.bfloat16)
+        other = copy.deepcopy(model)
+        report = tritonfp8.convert(model, recipe, experts=True)
+        assert [name for name in report.converted if "experts" in name.split(".")] == list(experts_of(model))
+        tritonfp8.convert(other, recipe)
+        for experts in experts_of(other).values():
+            experts.forward = loop(experts, recipe)
+        before = [p.detach().clone() for p in model.parameters()]
+        losses = losses_of(model)
+        assert losses == losses_of(other)
+        assert_bitwise_equal(list(model.parameters()), list(other.parameters()))
+        for (name, p), old in zip(model.named_parameters(), before, strict=True):
+            assert not torch.equal(p, old), f"{name} did not train"
+
+    @each_family
+    def test_convert_swap_verify_revert(self, family):
+        model = model_of(family)
+        ids = torch.randint(0, 96, (2, 12))
+        kinds, plain = {name: type(each) for name, each in experts_of(model).items()}, model(ids).logits
+        state = {key: id(value) for key, value in model.named_parameters()}
+        report = tritonfp8.convert(model, {"*.experts": "mxfp8", "*": "rowwise"}, experts=True)
+        count = FAMILIES[family].get("num_local_experts", 8)
+        for name, experts in experts_of(model).items():
+            assert report.converted[name].name == "mxfp8"
+            assert report.experts[name] == count
+            assert f"mxfp8, {count} experts" in str(report)
+            assert isinstance(experts, kinds[name])
+            assert repr(experts).startswith("Float8")
+            assert "recipe='mxfp8'" in repr(experts)
+        assert {key: id(value) for key, value in model.named_parameters()} == state
+        assert report.fp8_share > 0.75
+        assert not any("experts.gate_up_proj" in name or "down_proj" in name for name in report.high_precision)
+        checked = tritonfp8.verify(model, ids)
+        for name in kinds:
+            row = checked.layers[name]
+            assert row.calls == 1
+            assert {gemm: (each.op, each.kind, each.calls) for gemm, each in row.gemms.items()} == dict.fromkeys(
+                ("output", "grad_input", "grad_weight"), ("tritonfp8.scaled_grouped_matmul", "reference", 2)
+            )
+        again = tritonfp8.convert(model, "rowwise", experts=True)
+        assert set(kinds) <= set(again.already)
+        assert not torch.equal(model(ids).logits, plain)
+        tritonfp8.swap_recipe(model, "bf16")
+        # In the order of our sums, not in that of transformers.
+        torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-5)
+        assert set(kinds) <= set(tritonfp8.revert(model))
+        assert {name: type(each) for name, each in experts_of(model).items()} == kinds
+        assert_bitwise_equal(model(ids).logits, plain)
+        assert all("recipe" not in each.__dict__ for each in experts_of(model).values())
+
+    def test_copies_checkpoints_and_pickles(self, tmp_path):
+        model = model_of("gpt_oss")
+        tritonfp8.convert(model, "rowwise", experts=True)
+        ids = torch.randint(0, 96, (2, 12))
+        expected = model(ids).logits
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        tritonfp8.convert(loaded, "rowwise", experts=True)
+        pickled = pickle.loads(pickle.dumps(experts_of(model)["model.layers.0.mlp.experts"]))
+        copied = copy.deepcopy(model)
+        copied.model.layers[0].mlp.experts = pickled
+        for other in (loaded, copied):
+            assert_bitwise_equal(other(ids).logits, expected)
+        assert type(pickled) is type(copied.model.layers[1].mlp.experts)
+
+    def test_experts_stay_by_default_and_the_report_says_so(self):
+        model = model_of("mixtral")
+        kinds = [type(each) for each in experts_of(model).values()]
+        report = tritonfp8.convert(model, "rowwise")
+        assert [type(each) for each in experts_of(model).values()] == kinds
+        assert "experts, which convert takes with experts=True; 2 of 4 experts a token" in str(report)
+
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    def test_gradient_checkpointing_and_compile(self, compiled):
+        model = model_of("qwen3_moe")
+        tritonfp8.convert(model, "rowwise", experts=True)
+        expected = losses_of(copy.deepcopy(model), 2)
+        if compiled:
+            for each in experts_of(model).values():
+                each.compile(fullgraph=True)
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert losses_of(model, 2) == expected
+
+    def test_filters_and_patterns(self):
+        model = model_of("mixtral")
+        first, second = experts_of(model)
+        report = tritonfp8.convert(model, {"*.0.mlp.experts": "rowwise"}, experts=True)
+        assert list(report.converted) == [first]
+        assert report.skipped[second] == "no pattern matched"
+        tritonfp8.revert(model)
+        report = tritonfp8.convert(model, "rowwise", ["*.1.*"], experts=True)
+        assert second in report.converted
+        assert report.skipped[first] == "no pattern of the filter matches it"
+        tritonfp8.revert(model)
+        report = tritonfp8.convert(model, "rowwise", lambda module, name: name == first, experts=True)
+        assert list(report.converted) == [first]
+
+    def test_what_cannot_be_is_an_error(self):
+        model = model_of("mixtral")
+        for options, message in (
+            ({"filter": "auto"}, 'filter="auto" cannot tell whether experts get slower'),
+            ({"mode": "inference"}, "the weights of experts cannot be stored in 8 bits"),
+            ({"weight_storage": "quantized"}, "the weights of experts cannot be stored in 8 bits"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tritonfp8.convert(model, "rowwise", experts=True, **options)
+        with pytest.raises(ValueError, match="experts=True, but the model has no experts that are known"):
+            tritonfp8.convert(nn.Linear(32, 32), "rowwise", experts=True)
+        with pytest.raises(TypeError, match="experts"):
+            tritonfp8.convert(model, "rowwise", experts="all")
+        next(iter(experts_of(model).values())).forward = lambda *args: args[0]
+        report = tritonfp8.convert(model, "rowwise", experts=True)
+        assert "their forward was replaced" in report.skipped["model.layers.0.mlp.experts"]
+
+
+class TestFloat8Experts:
+    def made(self, recipe="rowwise", bias=True):
+        torch.manual_seed(0)
+        return Float8Experts(5, 32, 48, recipe=recipe, bias=bias)
+
+    def routed(self, tokens=20, experts=5, top_k=2):
+        """Tokens at the experts 0, 1, 3 and 4: expert 2 has none."""
+        index = torch.stack([torch.arange(tokens) % 2, 3 + torch.arange(tokens) // 3 % 2], dim=1)[:, :top_k]
+        return normal(tokens, 32), index, normal(tokens, top_k, seed=1).softmax(1)
+
+    @each_recipe
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_is_a_loop_over_experts(self, recipe, bias):
+        found = []
+        for kind in ("module", "loop"):
+            experts = self.made(recipe, bias)
+            hidden, index, weights = self.routed()
+            hidden.requires_grad_()
+            weights.requires_grad_()
+            forward = experts if kind == "module" else loop(experts, recipe, swiglu)
+            out = forward(hidden, index, weights)
+            out.backward(normal(20, 32, seed=5))
+            found.append([out, hidden.grad, weights.grad, *(p.grad for p in experts.parameters())])
+        assert_bitwise_equal(*found)
+
+    def test_an_index_beyond_the_experts_is_no_expert(self):
+        experts = self.made()
+        hidden, index, weights = self.routed()
+        out = experts(hidden, index, weights)
+        masked = torch.where(index == 3, 5, index)
+        found = experts(hidden, masked, weights)
+        without = weights * (index != 3)
+        assert_bitwise_equal(found, experts(hidden, index, without))
+        assert not torch.equal(found, out)
+
+    @pytest.mark.parametrize("tokens", [0, 1])
+    def test_few_tokens(self, tokens):
+        experts = self.made()
+        out = experts(*self.routed(tokens))
+        assert out.shape == (tokens, 32)
+        out.sum().backward()
+        assert all(p.grad.isfinite().all() for p in experts.parameters())
+
+    def test_revert_is_high_precision(self):
+        model = nn.ModuleDict({"experts": self.made(), "head": nn.Linear(32, 32)})
+        expected = loop(model["experts"], "bf16", swiglu)(*self.routed())
+        assert tritonfp8.revert(model) == ["experts"]
+        assert model["experts"].recipe == recipes.get("bf16")
+        assert_bitwise_equal(model["experts"](*self.routed()), expected)
+
+    def test_one_graph_whatever_the_routing(self):
+        experts = self.made("blockwise", bias=False)
+        compiled = torch.compile(experts, fullgraph=True)
+        torch._dynamo.reset()
+        stats = torch._dynamo.utils.counters["stats"]
+        before = stats["unique_graphs"]
+        hidden, index, weights = self.routed()
+        for i in (index, index.flip(0), torch.zeros_like(index)):
+            assert_bitwise_equal(compiled(hidden, i, weights), experts(hidden, i, weights))
+        assert stats["unique_graphs"] == before + 1
+
+    def test_errors(self):
+        experts = self.made()
+        hidden, index, weights = self.routed()
+        for args in ((hidden[None], index, weights), (hidden, index[:-1], weights), (hidden, index, weights[:, :1])):
+            with pytest.raises(ValueError, match=r"\[T, top_k\]"):
+                experts(*args)
+        for sizes in ((0, 32, 48), (5, 3.0, 48)):
+            with pytest.raises(ValueError, match="must be a positive int"):
+                Float8Experts(*sizes, recipe="rowwise")
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+    def test_script_is_an_error(self):
+        with pytest.raises(TypeError, match=r"torch.jit.script needs layers of plain torch"):
+            torch.jit.script(self.made())
+
+    @pytest.mark.parametrize("recipe", QUANTIZED)
+    def test_training_is_close_to_high_precision(self, recipe):
+        """The experts learn another mixture: the loss falls as far as in high precision."""
+        target = self.made("bf16")
+        found = {}
+        for name in (recipe, "bf16"):
+            torch.manual_seed(1)
+            experts = Float8Experts(5, 32, 48, recipe=name)
+            optimizer = torch.optim.Adam(experts.parameters(), 3e-3)
+            for i in range(60):
+                _, index, weights = self.routed(64)
+                hidden = normal(64, 32, seed=100 + i)
+                loss = (experts(hidden, index, weights) - target(hidden, index, weights).detach()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.setdefault(name, []).append(loss.item())
+        assert found["bf16"][-1] < 0.5 * found["bf16"][0]
+        assert found[recipe][-1] < 1.1 * found["bf16"][-1]

@@ -1,0 +1,30 @@
+"""Experts: the linear layers of all experts of a model as grouped GEMMs that follow a recipe.
+
+Exports the layer as a function and as modules, and how the experts of other packages are converted.
+"""
+
+from tritonfp8.layers.moe.checks import check_offsets
+from tritonfp8.layers.moe.conversion import convert_experts, experts_before, revert_experts
+from tritonfp8.layers.moe.experts import (
+    ConvertedExperts,
+    Float8Experts,
+    RoutedExperts,
+    computing_class,
+    is_converted_experts,
+    why_unfit_experts,
+)
+from tritonfp8.layers.moe.grouped_linear import grouped_linear
+
+__all__ = [
+    "ConvertedExperts",
+    "Float8Experts",
+    "RoutedExperts",
+    "check_offsets",
+    "computing_class",
+    "convert_experts",
+    "experts_before",
+    "grouped_linear",
+    "is_converted_experts",
+    "revert_experts",
+    "why_unfit_experts",
+]

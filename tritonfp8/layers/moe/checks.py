@@ -1,0 +1,88 @@
+"""Checks of the operands of grouped GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tritonfp8.checks import check_strided
+from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.layers.tensor_types import PLAIN
+from tritonfp8.recipes import GEMMS, Recipe
+from tritonfp8.specs import check_group_spec
+
+# The operands that hold tokens as rows. Those of grad_weight have them as columns.
+_OF_TOKENS = ("output", "grad_input")
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ValueError for a recipe whose blocks would have tokens of two groups."""
+    for gemm in GEMMS:
+        spec = getattr(recipe, gemm).lhs
+        if gemm in _OF_TOKENS and spec is not None:
+            check_group_spec(spec, "rows")
+
+
+def _check_plain(tensors: Mapping[str, Tensor | None]) -> None:
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not torch.compiler.is_compiling() and type(x) not in PLAIN and _is_sharded(x):
+            raise TypeError(
+                f"grouped_linear needs plain tensors; got {name} of type {type(x).__name__}. Give it to_local() of a "
+                "DTensor that is sharded over experts"
+            )
+        check_strided(name, x)
+
+
+def _is_sharded(x: Tensor) -> bool:
+    return hasattr(x, "_local_tensor")
+
+
+def check_grouped_linear(input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
+    """Raise unless the operands, after autocast, fit together."""
+    _check_plain({"input": input, "weight": weight, "bias": bias, "offsets": offsets})
+    for name, x in (("weight", weight), ("bias", bias), ("offsets", offsets)):
+        if x is not None and x.device != input.device:
+            raise ValueError(
+                f"grouped_linear needs all tensors on one device; got {name} on {x.device} with input on {input.device}"
+            )
+    for name, x in (("input", input), ("weight", weight), ("bias", bias)):
+        if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
+            raise TypeError(
+                "grouped_linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got "
+                f"{name} of {x.dtype} with input of {input.dtype}. Cast one, or use torch.autocast."
+            )
+    if input.ndim != 2 or weight.ndim != 3 or input.shape[1] != weight.shape[2]:
+        raise ValueError(
+            "grouped_linear needs input [T, K] and weight [E, N, K]; got "
+            f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError(f"grouped_linear needs one group or more; got weight of shape {tuple(weight.shape)}")
+    if bias is not None and tuple(bias.shape) != tuple(weight.shape[:2]):
+        raise ValueError(f"bias must have shape {tuple(weight.shape[:2])}; got {tuple(bias.shape)}")
+    check_offsets(offsets, weight.shape[0], input.shape[0])
+
+
+def check_offsets(offsets: Tensor, groups: int, tokens: int) -> None:
+    """Raise unless these may be the ends of groups. Their values are read on a CPU only, where nobody waits for them.
+
+    Raises:
+        TypeError: another dtype than int32.
+        ValueError: another shape; or ends that decrease, begin below 0, or lie beyond the tokens.
+    """
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets must be int32, the end of each group; got {offsets.dtype}")
+    if tuple(offsets.shape) != (groups,):
+        raise ValueError(f"offsets must have shape ({groups},), the end of each group; got {tuple(offsets.shape)}")
+    if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.device.type != "cpu":
+        return
+    ends = offsets.tolist()
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > tokens:
+        raise ValueError(
+            f"offsets must be the ends of adjacent groups: increasing, from 0 to the {tokens} rows of the input; got "
+            f"{ends if len(ends) <= 16 else [*ends[:8], '...', *ends[-8:]]}"
+        )

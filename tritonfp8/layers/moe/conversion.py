@@ -1,0 +1,38 @@
+"""Give experts the class that follows a recipe, and their own class back."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tritonfp8.layers.in_place import change_class, rebase
+from tritonfp8.layers.moe.experts import ConvertedExperts, computing_class, experts_class
+from tritonfp8.recipes import Recipe, get
+
+
+def convert_experts(module: nn.Module, recipe: Recipe) -> None:
+    """Let experts for which :func:`computing_class` finds a class follow ``recipe``, in place."""
+    computes = computing_class(module)
+    assert computes is not None
+    change_class(module, experts_class(type(module), computes))
+    module.recipe = recipe  # type: ignore[assignment]
+
+
+def experts_before(module: ConvertedExperts) -> type | None:
+    """The class that converted experts had, or one that others derived from it since; None if they had no other.
+
+    Raises:
+        TypeError: the class was written as a subclass of one of this package.
+    """
+    if module.experts is None:
+        return None
+    joined = next(cls for cls in type(module).__mro__ if cls.__dict__.get("experts") is module.experts)
+    return rebase(type(module), joined, module.experts)
+
+
+def revert_experts(module: ConvertedExperts, before: type | None) -> None:
+    """Undo :func:`convert_experts`. Experts that had no other class compute in high precision from now on."""
+    if before is None:
+        module.recipe = get("bf16")
+        return
+    change_class(module, before)
+    module.__dict__.pop("recipe", None)

@@ -1,0 +1,249 @@
+"""Modules of experts that follow a recipe: one of our own, and classes for the experts of transformers and torchtitan.
+
+The two linear layers of an expert, and an activation between them, are two grouped GEMMs over all experts. Routers,
+which choose the experts of a token, are other modules, and stay in high precision.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tritonfp8 import counting
+from tritonfp8.layers.in_place import is_own_forward
+from tritonfp8.layers.moe.grouped_linear import grouped_linear
+from tritonfp8.layers.moe.routing import Routing, combine, gather
+from tritonfp8.layers.unsupported import refuse_script
+from tritonfp8.recipes import Recipe, get
+
+
+class ConvertedExperts(nn.Module):
+    """What all modules of experts that follow a recipe have."""
+
+    recipe: Recipe
+    # The class that converted experts had; None of those that were made by themselves.
+    experts: type[nn.Module] | None = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""
+        raise NotImplementedError
+
+    def grouped(self, input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+        """:func:`grouped_linear` by the recipe; its GEMMs count as those of this module."""
+        if counting.is_logging:
+            counting.resume(self)
+        return grouped_linear(input, weight, offsets, bias, self.recipe)
+
+    def extra_repr(self) -> str:
+        """The fields of the class that the module had, and the recipe."""
+        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.name!r}")))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.experts is None or type(self) is not experts_class(self.experts, type(self).__mro__[1]):
+            return super().__reduce_ex__(protocol)
+        # The joined class has no module in which pickle could look it up.
+        return _empty, (self.experts, type(self).__mro__[1]), self.__dict__
+
+
+class RoutedExperts(ConvertedExperts):
+    """Experts that are called with tokens and the experts of each token, as those of transformers are."""
+
+    def activation(self, rows: Tensor) -> Tensor:
+        """What lies between the two linear layers, ``[rows, N]`` to ``[rows, intermediate]``."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The sum of the experts of each token, each by its weight.
+
+        Args:
+            hidden_states: ``[T, hidden]``.
+            top_k_index: ``[T, top_k]``, integers: the experts of each token. Indices from E on stand for no expert.
+            top_k_weights: ``[T, top_k]``.
+
+        Returns:
+            ``[T, hidden]`` in the dtype of ``hidden_states``.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        if counting.is_logging:
+            counting.calling(self)
+        _check_routed(hidden_states, top_k_index, top_k_weights)
+        (up_name, up), (down_name, down) = self.weights().items()
+        routing = Routing.of(top_k_index, up.shape[0])
+        rows = gather(hidden_states, routing)
+        rows = self.activation(self.grouped(rows, up, routing.offsets, self._bias(up_name)))
+        rows = self.grouped(rows, down, routing.offsets, self._bias(down_name))
+        return combine(rows, routing, top_k_weights, hidden_states.dtype)
+
+    def _bias(self, name: str) -> Tensor | None:
+        return getattr(self, f"{name}_bias", None)
+
+
+def _check_routed(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    shape = (hidden.shape[0], top_k_index.shape[-1])
+    if hidden.ndim != 2 or tuple(top_k_index.shape) != shape or tuple(top_k_weights.shape) != shape:
+        raise ValueError(
+            "experts need hidden states [T, K], and for each token the indices and the weights of its experts, "
+            f"[T, top_k]; got {tuple(hidden.shape)}, {tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
+        )
+
+
+class Float8Experts(RoutedExperts):
+    """The experts of a mixture: a SwiGLU MLP each, all in two grouped GEMMs that follow a recipe.
+
+    Args:
+        num_experts: how many there are.
+        hidden_size, intermediate_size: features of a token outside and inside of an expert.
+        recipe: a name or a :class:`~tritonfp8.Recipe`.
+        bias: whether both layers of an expert have a bias.
+        device, dtype: of the parameters.
+
+    Parameters ``gate_up_proj [E, 2 intermediate, hidden]``, the gate first, and ``down_proj [E, hidden, intermediate]``
+    (and ``gate_up_proj_bias``, ``down_proj_bias``): names and shapes are those of transformers.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        recipe: str | Recipe,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name} must be a positive int; got {size!r}")
+        self.recipe = get(recipe)
+        shapes = {"gate_up_proj": (2 * intermediate_size, hidden_size), "down_proj": (hidden_size, intermediate_size)}
+        for name, (n, k) in shapes.items():
+            weight, vector = (torch.empty(num_experts, *rest, device=device, dtype=dtype) for rest in ((n, k), (n,)))
+            self.register_parameter(name, nn.Parameter(weight))
+            self.register_parameter(f"{name}_bias", nn.Parameter(vector) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize each expert as ``nn.Linear`` initializes its layers."""
+        for name, weight in self.weights().items():
+            bound = 1 / math.sqrt(weight.shape[2])
+            for parameter in (weight, self._bias(name)):
+                if parameter is not None:
+                    nn.init.uniform_(parameter, -bound, bound)
+
+    def weights(self) -> dict[str, Tensor]:
+        """As of :class:`ConvertedExperts`."""
+        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+
+    def activation(self, rows: Tensor) -> Tensor:
+        """SwiGLU."""
+        gate, up = rows.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def extra_repr(self) -> str:
+        """Sizes and recipe."""
+        experts, hidden, intermediate = self.down_proj.shape
+        sizes = f"num_experts={experts}, hidden_size={hidden}, intermediate_size={intermediate}"
+        return f"{sizes}, {super().extra_repr()}"
+
+
+class TransformersExperts(RoutedExperts):
+    """The part of converted experts of transformers that computes; joined with their class.
+
+    Their class says which parameters there are, and how they lie: ``has_gate``, ``is_transposed``, ``_apply_gate``.
+    """
+
+    def weights(self) -> dict[str, Tensor]:
+        """As of :class:`ConvertedExperts`."""
+        names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+        found = {name: getattr(self, name) for name in names}
+        return {name: w.transpose(1, 2) for name, w in found.items()} if self.is_transposed else found
+
+    def activation(self, rows: Tensor) -> Tensor:
+        """The gate of the model, with its clamps and its order of features; or its activation alone."""
+        found: Tensor = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)  # type: ignore[operator]
+        return found
+
+
+class TitanExperts(ConvertedExperts):
+    """The part of converted experts of torchtitan that computes: its grouped GEMM; joined with their class."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """As of :class:`ConvertedExperts`."""
+        return {name: getattr(self, name) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+
+    def forward(self, *args: Tensor) -> Tensor:
+        """As of torchtitan."""
+        if counting.is_logging:
+            counting.calling(self)
+        out: Tensor = super().forward(*args)
+        return out
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        return self.grouped(A, B_t.transpose(-2, -1), offs)
+
+
+_joined: dict[type[nn.Module], type[ConvertedExperts]] = {}
+
+
+def experts_class(cls: type[nn.Module], computes: type[ConvertedExperts]) -> type[ConvertedExperts]:
+    """The class of converted experts that had the class ``cls``: a subclass of ``computes`` and ``cls``."""
+    if cls not in _joined:
+        _joined[cls] = type(f"Float8{cls.__name__}", (computes, cls), {"__doc__": computes.__doc__, "experts": cls})
+    return _joined[cls]
+
+
+def _empty(cls: type[nn.Module], computes: type[ConvertedExperts]) -> ConvertedExperts:
+    found = experts_class(cls, computes)
+    return found.__new__(found)
+
+
+def is_converted_experts(module: nn.Module) -> TypeGuard[ConvertedExperts]:
+    """Whether these are experts that follow a recipe."""
+    return isinstance(module, ConvertedExperts)
+
+
+# What the decorator of transformers writes on experts, so that its own implementations know them.
+_OF_TRANSFORMERS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def computing_class(module: nn.Module) -> type[ConvertedExperts] | None:
+    """The class that computes experts like these by a recipe; None if these are no experts, or of an unknown kind.
+
+    Experts are known by what their classes have, so that their libraries need not be imported.
+    """
+    if isinstance(module, ConvertedExperts):
+        return None
+    if all(name in module.__dict__ for name in _OF_TRANSFORMERS) and hasattr(type(module), "_apply_gate"):
+        return TransformersExperts
+    if type(module).__name__ == "GroupedExperts" and type(module).__module__ == "torchtitan.models.common.moe":
+        return TitanExperts
+    return None
+
+
+def why_unfit_experts(module: nn.Module, computes: type[ConvertedExperts]) -> str | None:
+    """The reason why experts for which :func:`computing_class` found a class may not be converted, or None."""
+    if not is_own_forward(module):
+        return "their forward was replaced on the instance: it may compute otherwise"
+    try:
+        weights = computes.weights(module)  # type: ignore[arg-type]
+    except AttributeError as error:
+        return f"they have other parameters than their kind has: {error}"
+    odd = {name: tuple(weight.shape) for name, weight in weights.items() if weight.ndim != 3}
+    if odd or {name for name in weights if name not in module._parameters}:
+        return f"their weights are not parameters with three dims each: {odd or ', '.join(weights)}"
+    return None

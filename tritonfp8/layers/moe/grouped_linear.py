@@ -1,0 +1,182 @@
+"""``grouped_linear()``: the linear layers of all experts in one call, their three grouped GEMMs by a recipe.
+
+    output[g]      = input[g] @ weight[g].T          groups along the rows
+    grad_input[g]  = grad_output[g] @ weight[g]      groups along the rows
+    grad_weight[g] = grad_output[g].T @ input[g]     groups along the contraction
+
+for the rows of each group g. Every operand is quantized as if its group were alone, so a group has the bits that
+:func:`tritonfp8.functional.linear` computes from its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import counting, ops
+from tritonfp8.compat.torch_private import is_transformed
+from tritonfp8.layers.first_order import first_order
+from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_all
+from tritonfp8.layers.moe.checks import check_grouped_linear, check_recipe
+from tritonfp8.layers.recompute import decided
+from tritonfp8.layers.unsupported import refuse_transform
+from tritonfp8.recipes import Gemm, Recipe, get
+from tritonfp8.specs import QuantSpec
+
+
+def _tokens(x: Tensor, offsets: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of each group of ``x`` and of its transpose, each None where its spec is."""
+    if spec is not None and spec_t is not None:
+        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args)
+        return (qdata, scale), (qdata_t, scale_t)
+    return (
+        NO_PAIR if spec is None else ops.quantize_groups(x, offsets, *spec.args),
+        NO_PAIR if spec_t is None else ops.quantize_groups(x, offsets, *spec_t.args, True),
+    )
+
+
+def _multiply(
+    gemm: Gemm,
+    lhs: Pair,
+    rhs: Pair,
+    offsets: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tokens: int = 0,
+) -> Tensor:
+    assert gemm.lhs is not None
+    assert gemm.rhs is not None
+    return ops.scaled_grouped_matmul(
+        lhs[0], lhs[1], *gemm.lhs.args, rhs[0], rhs[1], *gemm.rhs.args, offsets, bias, out_dtype, gemm.accumulation,
+        gemm.batch_invariant, tokens,
+    )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """What a call computes.
+
+    Attributes:
+        recipe: of its three GEMMs.
+        needs_grad_input, needs_grad_weight, needs_grad_bias: whether somebody needs these gradients.
+        layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None.
+    """
+
+    recipe: Recipe
+    needs_grad_input: bool
+    needs_grad_weight: bool
+    needs_grad_bias: bool
+    layer: Any = None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The autograd function of :func:`grouped_linear`; it saves what that of a linear layer does, for all groups."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, plan: _Plan) -> Tensor:
+        recipe = plan.recipe
+        kept_spec = recipe.grad_weight.rhs if plan.needs_grad_weight else None
+        pair, kept = _tokens(input, offsets, recipe.output.lhs, kept_spec)
+        if plan.layer is not None:
+            counting.announce(plan.layer, "output")
+        if recipe.output.rhs is not None:
+            weight_pair = ops.quantize_matrices(weight, *recipe.output.rhs.args)
+            out = _multiply(recipe.output, pair, weight_pair, offsets, bias, input.dtype)
+        else:
+            out = ops.grouped_matmul(input, weight, offsets, bias)
+        ctx.save_for_backward(
+            offsets,
+            weight if plan.needs_grad_input else None,
+            input if plan.needs_grad_weight and kept[0] is None else None,
+            *kept,
+        )
+        ctx.plan, ctx.dtypes = plan, (input.dtype, weight.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (*first_order(lambda: _GroupedLinear._grads(ctx, grad_output)), None, None)
+
+    @staticmethod
+    def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        recipe = plan.recipe
+        offsets, weight, input, *kept = ctx.saved_tensors
+        pair, pair_t = _tokens(
+            grad_output,
+            offsets,
+            recipe.grad_input.lhs if plan.needs_grad_input else None,
+            recipe.grad_weight.lhs if plan.needs_grad_weight else None,
+        )
+        grad_input = grad_weight = None
+        if plan.needs_grad_input:
+            if plan.layer is not None:
+                counting.announce(plan.layer, "grad_input")
+            if recipe.grad_input.rhs is not None:
+                weight_pair = ops.quantize_matrices(weight, *recipe.grad_input.rhs.args, True)
+                grad_input = _multiply(recipe.grad_input, pair, weight_pair, offsets, None, ctx.dtypes[0])
+            else:
+                grad_input = ops.grouped_matmul(grad_output, weight.transpose(1, 2), offsets)
+        if plan.needs_grad_weight:
+            if plan.layer is not None:
+                counting.announce(plan.layer, "grad_weight")
+            if recipe.grad_weight.rhs is not None:
+                grad_weight = _multiply(
+                    recipe.grad_weight, pair_t, (kept[0], kept[1]), offsets, None, ctx.dtypes[1], grad_output.shape[0]
+                )
+            else:
+                grad_weight = ops.grouped_matmul(grad_output.t(), input.t(), offsets)
+        return grad_input, grad_weight, ops.grouped_sum(grad_output, offsets) if plan.needs_grad_bias else None
+
+
+def grouped_linear(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    recipe: str | Recipe = "rowwise",
+) -> Tensor:
+    """``input @ weight[g].T + bias[g]`` for the rows of each group g, by ``recipe``; differentiable once.
+
+    Args:
+        input: ``[T, K]``, the rows of each group adjacent.
+        weight: ``[E, N, K]``, a matrix for each group, in the dtype of ``input`` (or any where autocast is on). Any
+            strides: ``weight.transpose(1, 2)`` of a parameter ``[E, K, N]`` will do.
+        offsets: ``[E]``, int32, on the device of ``input``: the end of each group, as of ``torch._grouped_mm``. Groups
+            may be empty. Rows from ``offsets[-1]`` on belong to no group.
+        bias: ``[E, N]`` or None.
+        recipe: a name or a :class:`~tritonfp8.Recipe`.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``input`` (autocast's where it is on); zero in rows of no group, whose gradient is
+        zero, too.
+
+    The scales of a group come from its own rows: the outputs and gradients of a group have the bits of
+    :func:`tritonfp8.functional.linear` on this group alone. Saved for backward: the transposed input of each group in 8
+    bits, K (T + 128 E) bytes and scales at most, or the input itself if the recipe computes ``grad_weight`` in high
+    precision; the weight.
+
+    Raises:
+        TypeError: dtypes that differ or that no layer computes in, offsets of another dtype than int32, or a tensor
+            subclass, such as a DTensor.
+        ValueError: shapes or devices that do not fit, a recipe whose scales would belong to tokens of two groups; or
+            offsets on a CPU that decrease or end beyond T. On a GPU the host would have to wait for the offsets, so bad
+            ones raise nothing there: an end before that of the group before counts as that end, one beyond T as T.
+        RuntimeError: in a transform of ``torch.func``, or a second derivative.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
+    if not torch.compiler.is_dynamo_compiling():
+        recipe = decided(weight, recipe)
+        if is_transformed():
+            refuse_transform("grouped_linear", "Call it outside of the transform")
+    x, w, b = autocast_all(input.device.type, input, weight, bias)
+    assert x is not None
+    assert w is not None
+    check_grouped_linear(x, w, b, offsets)
+    check_recipe(recipe)
+    grad = torch.is_grad_enabled()
+    needs_input, needs_weight, needs_bias = (grad and t is not None and t.requires_grad for t in (x, w, b))
+    layer = counting.take_callers()[0] if counting.is_logging else None
+    plan = _Plan(recipe, needs_input, needs_weight, needs_bias, layer)
+    return _GroupedLinear.apply(x, w, b, offsets, plan)  # type: ignore[no-untyped-call]

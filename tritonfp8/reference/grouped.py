@@ -1,0 +1,218 @@
+"""Casts and GEMMs of groups of tokens in plain torch: a loop over the groups, each as if it were alone.
+
+Groups are adjacent rows. ``offsets`` has the end of each; the first group begins at row 0, each next one where the one
+before it ends. A group may be empty. Rows after the last group belong to none: results have zeros there.
+
+On a GPU nothing reads ``offsets`` on the host, so nothing can be raised for bad ones. They are read as if they had been
+clamped: an end before that of the group before it is that end, and an end beyond the rows is the last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tritonfp8.formats import FORMATS
+from tritonfp8.reference import casts, gemms
+from tritonfp8.specs import (
+    QuantSpec,
+    check_group_spec,
+    empty_grouped_scale,
+    group_column,
+    grouped_columns,
+    spec_of,
+)
+
+
+def group_bounds(offsets: Tensor, tokens: int) -> list[tuple[int, int]]:
+    """First row and end of each group."""
+    bounds, start = [], 0
+    for end in offsets.tolist():
+        bounds.append((start, min(max(end, start), tokens)))
+        start = bounds[-1][1]
+    return bounds
+
+
+def _empty_codes(shape: tuple[int, ...], spec: QuantSpec, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8, device=device).view(FORMATS[spec.format].dtype)
+
+
+def _write(to: Tensor, codes: Tensor) -> None:
+    # Not every device copies 8-bit floats.
+    to.view(torch.uint8).copy_(codes.view(torch.uint8))
+
+
+def quantize_groups(x: Tensor, offsets: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize each group of rows of ``x``, or its transpose.
+
+    Args:
+        x: ``[tokens, K]``, any floating dtype.
+        offsets: ``[groups]``, int32: the end of each group.
+        spec: the text of a :class:`~tritonfp8.QuantSpec`.
+        transpose: quantize the transpose of each group.
+
+    Returns:
+        ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"rows"``, or in ``"columns"`` if
+        ``transpose``. Rows of no group: quantized where each row has scales of its own, else zeros.
+    """
+    s = spec_of(spec)
+    return _columns(x, offsets, s) if transpose else _rows(x, offsets, s)
+
+
+def _rows(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    check_group_spec(spec, "rows")
+    if spec.block[0] == 1:
+        return casts.quantize(x, *spec.args)
+    qdata = _empty_codes(tuple(x.shape), spec, x.device)
+    scale = empty_grouped_scale(x.shape, spec, "rows", len(offsets), x.device)
+    for group, (start, end) in enumerate(group_bounds(offsets, len(x))):
+        codes, scale[group : group + 1] = casts.quantize(x[start:end], *spec.args)
+        _write(qdata[start:end], codes)
+    return qdata, scale
+
+
+def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    tokens, width = x.shape
+    shape = (width, grouped_columns(tokens, len(offsets)))
+    places = [
+        (start, end, group_column(start, group)) for group, (start, end) in enumerate(group_bounds(offsets, tokens))
+    ]
+    if spec.block[1] != -1:
+        padded = x.new_zeros(shape[::-1])
+        for start, end, at in places:
+            padded[at : at + end - start] = x[start:end]
+        return casts.quantize(padded, *spec.args, True)
+    qdata = _empty_codes(shape, spec, x.device)
+    scale = empty_grouped_scale(shape, spec, "columns", len(offsets), x.device)
+    for group, (start, end, at) in enumerate(places):
+        codes, scale[:, group : group + 1] = casts.quantize(x[start:end], *spec.args, True)
+        _write(qdata[:, at : at + end - start], codes)
+    return qdata, scale
+
+
+def quantize_groups_both(x: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``."""
+    return *quantize_groups(x, offsets, spec), *quantize_groups(x, offsets, spec_t, True)
+
+
+def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize each matrix of ``x``, or its transpose.
+
+    Args:
+        x: ``[groups, N, K]``, any floating dtype and layout.
+        spec: the text of a :class:`~tritonfp8.QuantSpec`.
+        transpose: quantize the transpose of each matrix.
+
+    Returns:
+        ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"matrices"``.
+    """
+    s = spec_of(spec)
+    groups, *shape = x.shape
+    shape = [groups, *(reversed(shape) if transpose else shape)]
+    qdata = _empty_codes(tuple(shape), s, x.device)
+    scale = empty_grouped_scale(shape, s, "matrices", groups, x.device)
+    for i in range(groups):
+        codes, scale[i] = casts.quantize(x[i], spec, transpose)
+        _write(qdata[i], codes)
+    return qdata, scale
+
+
+def scaled_grouped_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_spec: str,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulation: str = "precise",
+    batch_invariant: bool = False,
+    tokens: int = 0,
+) -> Tensor:
+    """A GEMM for each group, on quantized operands, as :func:`scaled_matmul` computes it.
+
+    Args:
+        a: in ``"rows"``, ``[tokens, K]``; or in ``"columns"``, ``[M, columns]``.
+        b: in ``"matrices"``, ``[groups, N, K]``; or in ``"columns"``, ``[N, columns]``.
+        offsets: ``[groups]``, int32: the end of each group.
+        bias: ``[groups, N]`` or None; None for columns.
+        out_dtype, accumulation, batch_invariant: as of :func:`scaled_matmul`.
+        tokens: of columns: the rows of the tensor that was quantized, as far as offsets may reach.
+
+    Returns:
+        ``[tokens, N]``, ``a @ b[group].T + bias[group]``; or, of columns, ``[groups, M, N]``: ``a @ b.T`` over the
+        columns of each group, zero for an empty group.
+    """
+    dtype = out_dtype or torch.bfloat16
+    options = (None, None, dtype, accumulation, batch_invariant)
+    if b.ndim == 3:
+        out = a.new_zeros((len(a), b.shape[1]), dtype=dtype)
+        for group, (start, end) in enumerate(group_bounds(offsets, len(a))):
+            if end > start:
+                rows = slice(group, group + 1) if spec_of(a_spec).block[0] == -1 else slice(start, end)
+                out[start:end] = gemms.scaled_matmul(
+                    a[start:end], a_scale[rows], a_spec, b[group], b_scale[group], b_spec,
+                    None if bias is None else bias[group], *options,
+                )  # fmt: skip
+        return out
+    out = a.new_zeros((len(offsets), len(a), len(b)), dtype=dtype)
+    for group, columns in _column_groups(offsets, tokens):
+        lhs_scale, rhs_scale = (
+            scale[:, _blocks(columns, group, spec_of(spec).block[1])]
+            for scale, spec in ((a_scale, a_spec), (b_scale, b_spec))
+        )
+        out[group] = gemms.scaled_matmul(
+            a[:, columns], lhs_scale, a_spec, b[:, columns], rhs_scale, b_spec, None, *options
+        )
+    return out
+
+
+def _column_groups(offsets: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
+    """The groups that are not empty, with their columns."""
+    for group, (start, end) in enumerate(group_bounds(offsets, tokens)):
+        if end > start:
+            at = group_column(start, group)
+            yield group, slice(at, at + end - start)
+
+
+def _blocks(columns: slice, group: int, size: int) -> slice:
+    """The scales of these columns."""
+    return slice(group, group + 1) if size == -1 else slice(columns.start // size, -(-columns.stop // size))
+
+
+def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A GEMM for each group in the operands' own dtype, for those that a recipe keeps in high precision.
+
+    Args:
+        a: ``[tokens, K]``; or ``[M, tokens]``.
+        b: ``[groups, N, K]``; or ``[N, tokens]``.
+        offsets: ``[groups]``, int32: the end of each group.
+        bias: ``[groups, N]`` or None; None if ``b`` has two dims.
+
+    Returns:
+        ``[tokens, N]``; or ``[groups, M, N]``, the sum over the tokens of each group.
+    """
+    if b.ndim == 3:
+        out = a.new_zeros((len(a), b.shape[1]))
+        for group, (start, end) in enumerate(group_bounds(offsets, len(a))):
+            if end > start:
+                out[start:end] = gemms.matmul(a[start:end], b[group], None if bias is None else bias[group])
+        return out
+    out = a.new_zeros((len(offsets), len(a), len(b)))
+    for group, (start, end) in enumerate(group_bounds(offsets, a.shape[1])):
+        if end > start:
+            out[group] = gemms.matmul(a[:, start:end], b[:, start:end])
+    return out
+
+
+def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """``x [tokens, N]`` summed over the rows of each group, ``[groups, N]``: the gradient of a bias."""
+    out = x.new_zeros((len(offsets), x.shape[1]))
+    for group, (start, end) in enumerate(group_bounds(offsets, len(x))):
+        if end > start:
+            out[group] = x[start:end].sum(0)
+    return out
