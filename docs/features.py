@@ -225,6 +225,7 @@ GRAPHS = (
 )
 
 SHARDED = (
+    Column("expert parallelism", ("tests/distributed/expert_parallel/test_experts.py::test_the_bits_of_one_process",)),
     *COLUMNS,
     Column(
         "DDP",

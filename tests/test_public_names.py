@@ -20,7 +20,7 @@ NAMES = {
     "tritonfp8.counting": ("count_gemms",),
     "tritonfp8.distributed": (
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",
-        "enable_float8_all_gather", "scales", "sharded_linear", "token_counts",
+        "enable_float8_all_gather", "scales", "shard_experts", "sharded_linear", "token_counts",
     ),
     "tritonfp8.export": (
         "CHECKPOINT_FORMATS", "CheckpointFormat", "ExportReport", "ExportedLayer", "LoadReport", "LoadedLayer", "load",

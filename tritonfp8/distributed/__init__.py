@@ -1,6 +1,7 @@
 """Linear layers on sharded tensors: tensor and sequence parallelism, the 8-bit all-gather of FSDP2, DTensor rules.
 
     tensor_parallel  a linear layer on DTensors, and parallel styles that send 8 bits
+    expert_parallel  experts sharded over ranks
     fsdp             weights gathered in 8 bits
     shard_layout     which part of each dim lies here, and where its blocks begin
     global_scales    quantize shards by the scales of the global tensor
@@ -13,6 +14,7 @@ derive. The core never imports this package.
 
 # They check torch, and register the rules of the ops and the weights of quantize_weights_once.
 from tritonfp8.distributed import dtensor_rules, stored_weights, torch_private, weight_scope  # noqa: F401
+from tritonfp8.distributed.expert_parallel import shard_experts
 from tritonfp8.distributed.fsdp import enable_float8_all_gather
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.stored_weights import check_stored_gather
@@ -32,6 +34,7 @@ __all__ = [
     "count_collective_bytes",
     "enable_float8_all_gather",
     "scales",
+    "shard_experts",
     "sharded_linear",
     "token_counts",
 ]

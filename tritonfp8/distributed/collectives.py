@@ -51,6 +51,17 @@ def all_gather_bytes(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]], gr
     return found
 
 
+def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: str) -> Tensor:
+    """The rows of ``x`` that are for other ranks, sent to them; and theirs, those of rank 0 first.
+
+    Args:
+        x: ``[sum(send), ...]``: first the rows for rank 0.
+        send, receive: for each rank the number of rows.
+        group: the name of the process group.
+    """
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(receive), list(send), group))
+
+
 def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: str) -> Tensor:
     """The sum of ``x`` over the group, scattered along ``dim``: rank i gets ``sizes[i]`` positions."""
     widest = max(sizes)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import snippet_checks as checks
 import torch
 import torch.nn.functional as F
 from pipeline_cases import Stage, batch_of, loss_of
-from snippet_checks import check_groups, check_mixture, check_stored, check_trained_in_8_bits, groups, mixture
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -371,10 +371,11 @@ CASES = {
     ),
     "convert.md-0": Case(lambda mesh: {"model": with_lm_head()}, check_head, ranks=False),
     "convert.md-1": Case(in_an_empty_folder, check_file, ranks=False),
-    "convert.md-2": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, check_stored, ranks=False),
-    "convert.md-3": Case(lambda mesh: {"model": Mlp()}, check_trained_in_8_bits, ranks=False),
-    "experts.md-0": Case(mixture, check_mixture, ranks=False),
-    "experts.md-1": Case(groups, check_groups, ranks=False),
+    "convert.md-2": Case(lambda mesh: {"tritonfp8": tritonfp8, "model": Mlp()}, checks.check_stored, ranks=False),
+    "convert.md-3": Case(lambda mesh: {"model": Mlp()}, checks.check_trained_in_8_bits, ranks=False),
+    "experts.md-0": Case(checks.mixture, checks.check_mixture, ranks=False),
+    "experts.md-1": Case(checks.groups, checks.check_groups, ranks=False),
+    "experts.md-2": Case(checks.sharded_mixture, checks.check_sharded_mixture),
     "export.md-0": Case(exported, check_exported, ranks=False),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(

@@ -2,6 +2,8 @@
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import tritonfp8
 from tritonfp8.layers.stored import StoredWeight
@@ -50,3 +52,15 @@ def groups(mesh):
 def check_groups(names):
     expected = tritonfp8.functional.linear(names["input"][5:9], names["weight"][2])
     assert torch.equal(names["out"][5:9], expected)
+
+
+def sharded_mixture(mesh):
+    found = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("ep",))
+    return {**mixture(mesh), "mesh": found}
+
+
+def check_sharded_mixture(names):
+    experts = names["model"].experts
+    assert isinstance(experts.down_proj, DTensor)
+    assert experts.down_proj.to_local().shape[0] == 2
+    assert names["model"](torch.randn(6, 64)).shape == (6, 64)

@@ -14,17 +14,22 @@ from tritonfp8.layers.moe.experts import (
     why_unfit_experts,
 )
 from tritonfp8.layers.moe.grouped_linear import grouped_linear
+from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
 
 __all__ = [
     "ConvertedExperts",
     "Float8Experts",
     "RoutedExperts",
+    "Routing",
+    "combine",
     "check_offsets",
     "computing_class",
     "convert_experts",
     "experts_before",
+    "gather",
     "grouped_linear",
     "is_converted_experts",
+    "permute",
     "revert_experts",
     "why_unfit_experts",
 ]

@@ -7,7 +7,8 @@ which choose the experts of a token, are other modules, and stay in high precisi
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +53,18 @@ class ConvertedExperts(nn.Module):
         return _empty, (self.experts, type(self).__mro__[1]), self.__dict__
 
 
+class Dispatch(Protocol):
+    """How ``tritonfp8.distributed`` computes experts that are sharded over ranks."""
+
+    def forward(self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As :meth:`RoutedExperts.forward`."""
+
+
 class RoutedExperts(ConvertedExperts):
     """Experts that are called with tokens and the experts of each token, as those of transformers are."""
+
+    # What computes experts that are sharded over ranks; None if all of them are here.
+    dispatch: Dispatch | None = None
 
     def activation(self, rows: Tensor) -> Tensor:
         """What lies between the two linear layers, ``[rows, N]`` to ``[rows, intermediate]``."""
@@ -76,14 +87,23 @@ class RoutedExperts(ConvertedExperts):
         if counting.is_logging:
             counting.calling(self)
         _check_routed(hidden_states, top_k_index, top_k_weights)
-        (up_name, up), (down_name, down) = self.weights().items()
-        routing = Routing.of(top_k_index, up.shape[0])
-        rows = gather(hidden_states, routing)
-        rows = self.activation(self.grouped(rows, up, routing.offsets, self._bias(up_name)))
-        rows = self.grouped(rows, down, routing.offsets, self._bias(down_name))
+        if self.dispatch is not None:
+            return self.dispatch.forward(self, hidden_states, top_k_index, top_k_weights)
+        weights = self.weights()
+        routing = Routing.of(top_k_index, next(iter(weights.values())).shape[0])
+        biases = [self.bias_of(name) for name in weights]
+        rows = self.compute(gather(hidden_states, routing), routing.offsets, list(weights.values()), biases)
         return combine(rows, routing, top_k_weights, hidden_states.dtype)
 
-    def _bias(self, name: str) -> Tensor | None:
+    def compute(
+        self, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Both linear layers of experts and what lies between them, on rows that are sorted by expert."""
+        inside = self.activation(self.grouped(rows, weights[0], offsets, biases[0]))
+        return self.grouped(inside, weights[1], offsets, biases[1])
+
+    def bias_of(self, name: str) -> Tensor | None:
+        """The bias beside the weight of this name, ``[E, N]``, or None."""
         return getattr(self, f"{name}_bias", None)
 
 
@@ -141,7 +161,7 @@ class Float8Experts(RoutedExperts):
         """Initialize each expert as ``nn.Linear`` initializes its layers."""
         for name, weight in self.weights().items():
             bound = 1 / math.sqrt(weight.shape[2])
-            for parameter in (weight, self._bias(name)):
+            for parameter in (weight, self.bias_of(name)):
                 if parameter is not None:
                     nn.init.uniform_(parameter, -bound, bound)
 

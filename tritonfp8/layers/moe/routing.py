@@ -46,23 +46,28 @@ class _Gather(torch.autograd.Function):
         return _sum_of_experts(grad[inverse], ctx.tokens), None, None
 
 
-class _Scatter(torch.autograd.Function):
-    """The rows of all experts in the order of their tokens. Each row is read once, so its gradient needs no atomics."""
+class _Permute(torch.autograd.Function):
+    """Rows in another order. Each row is read once, so the gradient needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows[inverse]
+        ctx.save_for_backward(inverse)
+        return rows[order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad[order], None, None
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
 
 
 def _sum_of_experts(rows: Tensor, tokens: int) -> Tensor:
     # torch sums bfloat16 in float32, and rounds once.
     return rows.view(tokens, -1 if tokens else 1, rows.shape[-1]).sum(1)
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """``rows[order]``; ``inverse`` undoes it."""
+    return _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
 
 
 def gather(hidden: Tensor, routing: Routing) -> Tensor:
@@ -79,5 +84,5 @@ def combine(rows: Tensor, routing: Routing, top_k_weights: Tensor, dtype: torch.
         top_k_weights: ``[T, top_k]``.
         dtype: of the result.
     """
-    ordered = _Scatter.apply(rows, routing.order, routing.inverse)  # type: ignore[no-untyped-call]
+    ordered = permute(rows, routing.inverse, routing.order)
     return _sum_of_experts(ordered * top_k_weights.reshape(-1, 1), top_k_weights.shape[0]).to(dtype)

@@ -1,0 +1,100 @@
+"""Experts over ranks: the results are those of one process with the tokens of all ranks."""
+
+import expert_cases
+import pytest
+from cases import each_recipe
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+# A number of tokens for each rank: even ones, uneven ones, a rank without tokens.
+TOKENS = {2: [(16, 16), (130, 3), (0, 20)], 4: [(16,) * 4, (5, 0, 140, 1), (0, 0, 0, 9)]}
+EVERYTHING = {
+    "out", "grad_hidden", "grad_weights", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
+}  # fmt: skip
+
+
+def outcome(ranks, world, **options):
+    rows = ranks.run(world, expert_cases.against_one_process, **options)
+    return [row for row, _ in rows], max(size for _, size in rows)
+
+
+@each_recipe
+@pytest.mark.parametrize("world", TOKENS)
+def test_the_bits_of_one_process(ranks, recipe, world):
+    for tokens in TOKENS[world]:
+        rows, _ = outcome(ranks, world, tokens=tokens, recipe=recipe)
+        assert rows == [{}] * world, tokens
+
+
+@pytest.mark.parametrize("experts", [5, 3, 2])
+def test_experts_that_do_not_divide_and_ranks_without_one(ranks, experts):
+    """Of four ranks, two have no expert of two."""
+    for recipe in ("rowwise", "tensorwise"):
+        rows, _ = outcome(ranks, 4, tokens=(9, 5, 0, 30), experts=experts, recipe=recipe, dtype="float32")
+        assert rows == [{}] * 4
+
+
+@pytest.mark.parametrize("routing", ["one", "none"])
+def test_all_tokens_at_one_expert_and_tokens_at_none(ranks, routing):
+    rows, _ = outcome(ranks, 4, tokens=(9, 5, 0, 30), routing=routing)
+    assert rows == [{}] * 4
+
+
+def test_averaged_gradients_are_the_sums_over_the_ranks(ranks):
+    rows, _ = outcome(ranks, 4, tokens=(9, 5, 0, 30), average=True)
+    assert rows == [{}] * 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each_recipe
+def test_rows_in_8_bits(ranks, recipe, dtype):
+    """Products that read rows have the same bits. Products and sums over tokens read the rounded rows."""
+    found = {
+        payload: outcome(ranks, 4, tokens=(40, 70, 0, 33), recipe=recipe, payload=payload, dtype=dtype)
+        for payload in ("float8", "high_precision")
+    }
+    (rows, sent), (exact, sent_exact) = found.values()
+    assert exact == [{}] * 4
+    if recipe in ("bf16", "tensorwise"):
+        assert rows == exact
+        assert sent == sent_exact
+        return
+    # One of two ways is in 8 bits, forward and backward: with scales a byte for two of bfloat16, for four of float32.
+    assert sent < (0.8 if dtype == "bfloat16" else 0.7) * sent_exact
+    worst = {name: max(row.get(name, 0.0) for row in rows) for name in EVERYTHING}
+    # Rounded twice by powers of two, an element has the code that it has when it is rounded once, unless it is tiny.
+    limit = 0.1 if recipe == "rowwise_hp_grad_weight" else 1e-5
+    limits = {"gate_up_proj": limit, "down_proj": limit, "down_proj_bias": 0.1}
+    assert all(off <= limits.get(name, 0.0) for name, off in worst.items()), worst
+    assert worst["down_proj_bias"] > 0, "this test can fail: the payload is rounded"
+
+
+@pytest.mark.parametrize("payload", ["float8", "high_precision"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "bf16"])
+def test_with_fsdp2(ranks, recipe, payload):
+    for expected, losses, stuck in ranks.run(4, expert_cases.train_with_fsdp, recipe=recipe, payload=payload):
+        assert losses == pytest.approx(expected, rel=2e-3 if payload == "float8" else 2e-4)
+        assert losses[-1] < losses[0]
+        assert stuck == []
+
+
+def test_checkpoints(ranks, tmp_path):
+    assert ranks.run(4, expert_cases.checkpoint, path=str(tmp_path)) == [True] * 4
+
+
+def test_errors(ranks):
+    texts = ranks.run(2, expert_cases.errors)[0]
+    for text, message in zip(
+        texts,
+        (
+            "ValueError: the model has no converted experts that route tokens",
+            "ValueError: mesh must have one dim",
+            "ValueError: payload",
+            "TypeError: average_gradients",
+            "ValueError: the experts of the model are sharded already (gate_up_proj, ",
+            "ValueError: the experts are sharded over ranks",
+            "TypeError: the weights of sharded experts must be DTensors; got a Parameter",
+        ),
+        strict=True,
+    ):
+        assert text.startswith(message)

@@ -1,0 +1,107 @@
+"""The forward of experts that are sharded over ranks: tokens go to the rank of their expert, and come back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tritonfp8.distributed.collectives import all_to_all_rows
+from tritonfp8.distributed.expert_parallel.exchange import divided_gradient, exchange, payload_of
+from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, permute
+
+
+class _Trip(NamedTuple):
+    """The way of this rank's rows, which are sorted by expert, and of those that it receives.
+
+    Attributes:
+        send, receive: the rows to and from each rank.
+        local: the routing of the received rows to the experts of this rank.
+    """
+
+    send: list[int]
+    receive: list[int]
+    local: Routing
+
+
+class ExpertDispatch:
+    """Computes a module of experts whose weights are sharded over a mesh of one dim.
+
+    Args:
+        mesh: over which the experts are sharded.
+        payload: ``"float8"`` or ``"high_precision"``.
+        average: whether gradients of the experts are divided by the number of ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, payload: str, average: bool) -> None:
+        self.mesh = mesh
+        self.payload = payload
+        self.average = average
+        self.ranks = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.group: str = mesh.get_group().group_name
+
+    def __deepcopy__(self, memo: object) -> ExpertDispatch:
+        return self
+
+    def experts_of(self, rank: int, experts: int) -> int:
+        """How many of the experts a rank has, as DTensor shards a dim."""
+        each = -(-experts // self.ranks)
+        return max(0, min(each, experts - rank * each))
+
+    def local(self, weight: Any) -> Tensor:
+        """This rank's part of a parameter.
+
+        Raises:
+            TypeError: it is not sharded any more.
+        """
+        if not isinstance(weight, DTensor):
+            raise TypeError(
+                f"the weights of sharded experts must be DTensors; got a {type(weight).__name__}. Load checkpoints "
+                "into the sharded parameters, or call shard_experts after the model has its final parameters"
+            )
+        local = weight.to_local()
+        return divided_gradient(local, self.ranks) if self.average else local
+
+    def trip(self, ends: Tensor) -> _Trip:
+        """The way of rows whose experts end at ``ends [E]``, over all experts. The host waits for the counts."""
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        of_rank = [self.experts_of(rank, len(ends)) for rank in range(self.ranks)]
+        mine = of_rank[self.rank]
+        theirs = all_to_all_rows(counts[:, None], of_rank, [mine] * self.ranks, self.group).view(self.ranks, mine)
+        send = torch.stack([part.sum() for part in counts.split(of_rank)])
+        both = torch.stack([send, theirs.sum(1)]).tolist()
+        # Rows arrive by rank and then by expert, so that a stable sort by expert keeps the order of ranks.
+        experts = torch.arange(mine, device=ends.device).repeat(self.ranks)
+        ids = torch.repeat_interleave(experts, theirs.flatten(), output_size=sum(both[1]))
+        return _Trip(both[0], both[1], Routing.of(ids[:, None], mine))
+
+    def forward(self, module: RoutedExperts, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As :meth:`RoutedExperts.forward`; the tokens of each rank are its own."""
+        names = module.weights()
+        routing = Routing.of(top_k_index, next(iter(names.values())).shape[0])
+        trip = self.trip(routing.offsets)
+        recipe, float8 = module.recipe, self.payload == "float8"
+        there = payload_of(recipe.output.lhs, hidden.dtype) if float8 else None
+        back = payload_of(recipe.grad_input.lhs, hidden.dtype) if float8 else None
+        sent = sum(trip.send)
+        rows = gather(hidden, routing)
+        # Rows of no expert stay here.
+        rows, rest = rows[:sent], rows[sent:]
+        rows = exchange(rows, trip.send, trip.receive, self.group, there)
+        rows = permute(rows, trip.local.order, trip.local.inverse)
+        weights = [self.local(weight) for weight in names.values()]
+        biases = [None if bias is None else self.local(bias) for bias in map(module.bias_of, names)]
+        if len(trip.local.offsets):
+            rows = module.compute(rows, trip.local.offsets, weights, biases)
+        else:
+            # A rank without experts receives no rows. It takes part in the collectives of backward nevertheless, and
+            # its empty shards get gradients: other ranks would wait for it in the norm of all gradients.
+            rows = rows + sum(x.sum() for x in (*weights, *biases) if x is not None)
+        rows = permute(rows, trip.local.inverse, trip.local.order)
+        rows = exchange(rows, trip.receive, trip.send, self.group, None, back)
+        rows = torch.cat([rows, torch.zeros_like(rest)]) if len(rest) else rows
+        return combine(rows, routing, top_k_weights, hidden.dtype)

@@ -1,0 +1,102 @@
+"""The all-to-all of rows between ranks, in 8 bits or as they are, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.distributed.collectives import all_to_all_rows
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs import QuantSpec, empty_scale
+
+# Every code times a power of two is exact in these. float16 has too few exponents.
+_EXACT_IN = (torch.bfloat16, torch.float32)
+
+
+def payload_of(spec: QuantSpec | None, dtype: torch.dtype) -> QuantSpec | None:
+    """The spec in which rows may travel that a GEMM quantizes by ``spec``; None if they travel as they are.
+
+    In 8 bits only where this changes no bit of that GEMM: each row has its own scales, which are powers of two. A row
+    that was quantized once has the same values after it is quantized again.
+    """
+    if spec is None or spec.block[0] != 1 or dtype not in _EXACT_IN:
+        return None
+    exact = SCALE_FORMATS[spec.scale_format].exponent_only or spec.scale_rounding == "pow2"
+    return spec if exact else None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        group: str,
+        spec: QuantSpec | None,
+        grad_spec: QuantSpec | None,
+    ) -> Tensor:
+        ctx.back = (receive, send, group, grad_spec)
+        return _sent(rows, send, receive, group, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sent(grad, *ctx.back), None, None, None, None, None
+
+
+def exchange(
+    rows: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: str,
+    spec: QuantSpec | None = None,
+    grad_spec: QuantSpec | None = None,
+) -> Tensor:
+    """Rows to other ranks, and theirs to this one; differentiable.
+
+    Args:
+        rows: ``[sum(send), K]``: first those for rank 0.
+        send, receive: for each rank the number of rows.
+        group: the name of the process group.
+        spec, grad_spec: in which rows, and the gradient on its way back, travel; None: as they are.
+
+    Returns:
+        ``[sum(receive), K]``: first those of rank 0.
+    """
+    return _Exchange.apply(rows, send, receive, group, spec, grad_spec)  # type: ignore[no-untyped-call]
+
+
+def divided_gradient(x: Tensor, by: int) -> Tensor:
+    """``x``, whose gradient is divided by ``by``."""
+    return _Divided.apply(x, by)  # type: ignore[no-untyped-call]
+
+
+def _sent(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str, spec: QuantSpec | None) -> Tensor:
+    if spec is None:
+        return all_to_all_rows(rows, send, receive, group)
+    width = rows.shape[1]
+    qdata, scale = ops.quantize(rows, *spec.args)
+    # Codes and scales of a row together, so that one collective carries both.
+    # Flattened: the scales of consecutive rows may be adjacent.
+    scales = scale.flatten().view(torch.uint8).view(len(rows), scale.shape[1] * scale.element_size())
+    there = torch.cat([qdata.view(torch.uint8), scales], 1)
+    here = all_to_all_rows(there, send, receive, group)
+    qdata = here[:, :width].contiguous().view(FORMATS[spec.format].dtype)
+    scale = empty_scale(qdata.shape, spec.block, spec.scale_format, rows.device)
+    scale.copy_(here[:, width:].flatten().view(scale.dtype).view(scale.shape))
+    return ops.dequantize(qdata, scale, *spec.args, rows.dtype)
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.by, None
