@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 try:
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.common.moe import RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
     from torchtitan.protocols.model import BaseModel, ModelConfigConverter
 except ImportError as error:
     raise ImportError(
@@ -28,15 +30,21 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from tritonfp8.checks import require_type
+from tritonfp8.checks import require, require_type
 from tritonfp8.convert import convert
 from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.distributed.expert_parallel import PAYLOADS, exchange, payload_of
+from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.recipes import Recipe
 
 SPMD_BACKEND = "partial_dtensor"
 """The ``parallelism.spmd_backend`` under which layers see how their tensors are sharded."""
 
-SAVED_OPS = ("scaled_matmul", "matmul", "whole_linear")
+SAVED_OPS = ("scaled_matmul", "matmul", "whole_linear", "scaled_grouped_matmul", "grouped_matmul")
 """The ops of a layer's GEMMs, by name: to compute one of them again takes as long as the layer."""
+
+COMPUTED_IN = torch.bfloat16
+"""The dtype in which experts of torchtitan compute."""
 
 log = logging.getLogger("tritonfp8")
 
@@ -74,11 +82,16 @@ class Float8Converter(ModelConfigConverter):
             all_gather: whether FSDP2 gathers weights in 8 bits. None: where torchtitan can shard them by FSDP2, which
                 is without pipeline parallelism. Pipeline stages are copies of the model, and a copy gathers in high
                 precision.
+            experts: whether ``GroupedExperts`` are converted, too; as for :func:`tritonfp8.convert`.
+            payload: how rows travel to converted experts of other ranks: as for
+                :func:`tritonfp8.distributed.shard_experts`. It changes ``AllToAllTokenDispatcher`` only.
         """
 
         recipe: Any = "rowwise"
         filter: Any = None
         all_gather: bool | None = None
+        experts: bool = False
+        payload: str = "float8"
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -148,6 +161,58 @@ def saving_gemms(config: SelectiveAC.Config) -> Float8SelectiveAC.Config:
 
 def apply(model: nn.Module, config: Float8Converter.Config) -> None:
     """Convert ``model`` as ``config`` says. The reports go to the logger ``tritonfp8``."""
-    log.info("%s", convert(model, config.recipe, config.filter))
+    require("payload", config.payload, PAYLOADS)
+    log.info("%s", convert(model, config.recipe, config.filter, experts=config.experts))
+    if config.payload == "float8":
+        send_in_8_bits(model)
     if config.all_gather:
         log.info("gathered in 8 bits under FSDP2: %s", enable_float8_all_gather(model))
+
+
+class Float8TokenDispatcher(AllToAllTokenDispatcher):
+    """torchtitan's all-to-all of tokens, in 8 bits where that changes no bit of an expert's output.
+
+    Rows travel to experts in 8 bits, and the gradients of what experts return on their way back.
+
+    Attributes:
+        experts: the converted experts, whose recipe says how rows are quantized.
+    """
+
+    experts: Any
+
+    def _dispatch_token_exchange(
+        self, routed_input_ND: Tensor, pg: Any, output_splits: list[int], input_splits: list[int]
+    ) -> Tensor:
+        recipe: Recipe = self.experts.recipe
+        return self._exchange(routed_input_ND, input_splits, output_splits, payload_of(recipe.output.lhs, COMPUTED_IN))
+
+    def _combine_token_exchange(
+        self, routed_output_RD: Tensor, pg: Any, input_splits: list[int], output_splits: list[int]
+    ) -> Tensor:
+        recipe: Recipe = self.experts.recipe
+        back = payload_of(recipe.grad_input.lhs, COMPUTED_IN)
+        return self._exchange(routed_output_RD, output_splits, input_splits, None, back)
+
+    def _exchange(self, rows: Tensor, send: list[int], receive: list[int], *specs: Any) -> Tensor:
+        assert self.ep_mesh is not None
+        group = self.ep_mesh.get_group().group_name
+        # Experts of torchtitan compute in bfloat16 whatever they get.
+        return exchange(rows.to(COMPUTED_IN), send, receive, group, *specs).to(rows.dtype)
+
+
+def send_in_8_bits(model: nn.Module) -> list[str]:
+    """Give converted experts that torchtitan sends tokens to by all-to-all a :class:`Float8TokenDispatcher`.
+
+    Returns:
+        The names of the modules around these experts.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts) and is_converted_experts(module.inner_experts):
+            dispatcher = module.token_dispatcher
+            if type(dispatcher) is AllToAllTokenDispatcher:
+                dispatcher.__class__ = Float8TokenDispatcher
+                # Past Module.__setattr__: the experts stay a child of their own module only.
+                dispatcher.__dict__["experts"] = module.inner_experts
+                found.append(name)
+    return found

@@ -6,12 +6,16 @@ attention (flex attention has no backward on CPUs), and the scaled reduction of 
 
 from __future__ import annotations
 
+import zlib
+
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from tritonfp8.counting import count_gemms
 from tritonfp8.distributed import count_collective_bytes
 from tritonfp8.layers.linear import Float8Linear
+from tritonfp8.layers.moe import is_converted_experts
 
 LAYERS, BATCH, LENGTH = 2, 2, 16
 HEAD = {"*lm_head": "rowwise", "*": "rowwise"}
@@ -85,14 +89,28 @@ def model_of(config, world):
     return model.train(), dims
 
 
+def set_weights(model):
+    """Give the model the same weights however it is sharded: torchtitan's own depend on the shards."""
+    full = {}
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.randn(parameter.shape, generator=generator) / 16
+        full[name] = torch.ones_like(drawn) if parameter.ndim == 1 else drawn
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
 def _whole(parameter):
     return parameter.detach().full_tensor().clone() if hasattr(parameter, "full_tensor") else parameter.detach().clone()
 
 
-def _converters(recipe, gather):
+def _converters(recipe, gather, experts, payload):
     from tritonfp8.integrations.torchtitan import Float8Converter
 
-    return None if recipe is None else [Float8Converter.Config(recipe=recipe, all_gather=gather)]
+    return (
+        None
+        if recipe is None
+        else [Float8Converter.Config(recipe=recipe, all_gather=gather, experts=experts, payload=payload)]
+    )
 
 
 def _policy(name):
@@ -130,20 +148,24 @@ def _step(model, loss_fn, batch, tokens):
 
 def train(
     mesh, parallelism, flavor="debugmodel", family="qwen3", recipe="rowwise", gather=None, dtype="float32",
-    checkpointing=None, compiled=False, steps=3, rate=1e-3, chunked=False,
+    checkpointing=None, compiled=False, steps=3, rate=1e-3, chunked=False, experts=False, same_weights=False,
+    payload="float8",
 ):  # fmt: skip
     """Train for a few steps.
 
     Returns:
         ``losses`` of this rank; ``stuck``, the parameters that did not change; ``wrong``, those whose gradient was not
-        finite; ``converted``, the number of layers; ``gemms`` of the last step, and ``gathered``, its bytes;
-        ``placements`` of the logits; ``saving``, the class of the activation checkpointing.
+        finite; ``converted``, the number of layers, and ``experts``, that of modules of experts; ``gemms`` of the last
+        step, and ``gathered`` and ``sent``, its bytes; ``placements`` of the logits; ``saving``, the class of the
+        activation checkpointing.
     """
     _use_cpus()
     torch.manual_seed(0)
-    spec = spec_of(flavor, _converters(recipe, gather), family)
+    spec = spec_of(flavor, _converters(recipe, gather, experts, payload), family)
     config = config_of(spec, parallelism, dtype, _policy(checkpointing), compiled)
     model, dims = model_of(config, mesh.size())
+    if same_weights:
+        set_weights(model)
     before = {name: _whole(parameter) for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     loss_fn = _loss_of(config, model, chunked)
@@ -162,8 +184,10 @@ def train(
         "stuck": [name for name, p in model.named_parameters() if torch.equal(_whole(p), before[name])],
         "wrong": sorted(wrong),
         "converted": sum(isinstance(module, Float8Linear) for module in model.modules()),
+        "experts": sum(is_converted_experts(module) for module in model.modules()),
         "gemms": gemms.calls.total(),
         "gathered": traffic.bytes["all_gather"],
+        "sent": traffic.bytes["all_to_all"],
         "placements": placements,
         "saving": type(config.activation_checkpoint).__qualname__,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from tritonfp8.layers.in_place import change_class, rebase
+from tritonfp8.layers.in_place import change_class, is_own_forward, rebase
 from tritonfp8.layers.moe.experts import ConvertedExperts, RoutedExperts, computing_class, experts_class
 from tritonfp8.recipes import Recipe, get
 
@@ -21,13 +21,15 @@ def experts_before(module: ConvertedExperts) -> type | None:
     """The class that converted experts had, or one that others derived from it since; None if they had no other.
 
     Raises:
-        ValueError: the experts are sharded.
+        ValueError: the experts are sharded, or another program wrapped their forward.
         TypeError: the class was written as a subclass of one of this package.
     """
     if isinstance(module, RoutedExperts) and module.dispatch is not None:
         raise ValueError("the experts are sharded over ranks, which only experts with a recipe compute: revert before")
     if module.experts is None:
         return None
+    if not is_own_forward(module):
+        raise ValueError(f"torchtitan wrapped the forward of a {type(module).__name__} to shard it: revert before that")
     joined = next(cls for cls in type(module).__mro__ if cls.__dict__.get("experts") is module.experts)
     return rebase(type(module), joined, module.experts)
 
