@@ -40,6 +40,13 @@ def test_all_tokens_at_one_expert_and_tokens_at_none(ranks, routing):
     assert rows == [{}] * 4
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_weights_that_are_quantized_once(ranks, recipe):
+    for experts in (8, 2):
+        rows, _ = outcome(ranks, 4, tokens=(9, 5, 0, 30), experts=experts, recipe=recipe, once=True)
+        assert rows == [{}] * 4
+
+
 def test_averaged_gradients_are_the_sums_over_the_ranks(ranks):
     rows, _ = outcome(ranks, 4, tokens=(9, 5, 0, 30), average=True)
     assert rows == [{}] * 4

@@ -1,5 +1,6 @@
 """Functions of each rank in the tests of expert parallelism. Each returns plain data."""
 
+import contextlib
 import copy
 
 import torch
@@ -55,7 +56,15 @@ def differing(found, expected):
 
 
 def against_one_process(
-    mesh, tokens, experts=8, recipe="rowwise", payload="high_precision", dtype="bfloat16", routing="any", average=False
+    mesh,
+    tokens,
+    experts=8,
+    recipe="rowwise",
+    payload="high_precision",
+    dtype="bfloat16",
+    routing="any",
+    average=False,
+    once=False,
 ):
     """What differs from one process with the tokens of all ranks; the bytes of this rank's all-to-alls."""
     dtype = getattr(torch, dtype)
@@ -66,7 +75,8 @@ def against_one_process(
     names = shard_experts(module, mesh, payload, average_gradients=average)
     assert names == [""]
     mine = slice(sum(tokens[: mesh.get_rank()]), sum(tokens[: mesh.get_rank() + 1]))
-    with count_collective_bytes() as traffic:
+    scope = tritonfp8.quantize_weights_once(module) if once else contextlib.nullcontext()
+    with scope, count_collective_bytes() as traffic:
         found = run(module, *(x[mine] for x in batch), grad[mine])
     expected = {name: x[mine] for name, x in expected.items()}
     for name, parameter in module.named_parameters():

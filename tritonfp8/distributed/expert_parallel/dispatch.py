@@ -66,6 +66,15 @@ class ExpertDispatch:
         local = weight.to_local()
         return divided_gradient(local, self.ranks) if self.average else local
 
+    def parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """This rank's part of each weight; None if FSDP2 shards them further, so that a forward gathers them."""
+        found = {}
+        for name, weight in weights.items():
+            if not isinstance(weight, DTensor) or weight.device_mesh != self.mesh or not weight.to_local().numel():
+                return None
+            found[name] = weight.to_local()
+        return found
+
     def trip(self, ends: Tensor) -> _Trip:
         """The way of rows whose experts end at ``ends [E]``, over all experts. The host waits for the counts."""
         counts = torch.diff(ends, prepend=ends.new_zeros(1))

@@ -77,12 +77,13 @@ from tritonfp8.layers.linear.quantized_input import (
     quantize_input,
     quantized_linear,
 )
-from tritonfp8.layers.linear.weight_cache import Watch, sample_of
+from tritonfp8.layers.linear.weight_cache import CachedWeight, Watch, sample_of
 from tritonfp8.layers.linear.weight_scope import (
     Sharding,
     WholeTogether,
     quantize_weights_once,
     raise_changed,
+    register_scope,
     register_sharding,
 )
 
@@ -90,6 +91,7 @@ __all__ = [
     "LOCAL",
     "NO_PAIR",
     "Amaxes",
+    "CachedWeight",
     "ConvertedLayer",
     "Float8Conv1D",
     "Float8Linear",
@@ -136,6 +138,7 @@ __all__ = [
     "quantize_weights_once",
     "quantized_linear",
     "raise_changed",
+    "register_scope",
     "register_sharding",
     "register_weight_type",
     "require_module",

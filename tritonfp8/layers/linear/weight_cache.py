@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tritonfp8.compat import torch_private
-from tritonfp8.layers.linear.operands import Operands
 from tritonfp8.layers.unsupported import refuse_transform
 from tritonfp8.recipes import Recipe
 
@@ -122,7 +121,8 @@ class CachedWeight:
     Attributes:
         dtype: the dtype in which the layer computes; the weight was cast to it first.
         recipe: that the weight was quantized for.
-        operands: the quantized weight, as :func:`tritonfp8.functional.linear` takes it.
+        operands: the quantized weight, as :func:`tritonfp8.functional.linear` takes it, or that of experts, as
+            :func:`tritonfp8.functional.grouped_linear` does.
         open: whether the scope is open.
         stored: the tensors that decide the weight: the Parameter itself, the rank's shard of it, or what its
             parametrization computes it from. None where no GEMM reads the weight in 8 bits.
@@ -133,7 +133,7 @@ class CachedWeight:
         self,
         dtype: torch.dtype,
         recipe: Recipe,
-        operands: Operands,
+        operands: Any,
         stored: Callable[[], Sequence[Tensor]],
         computed: Tensor | None = None,
     ) -> None:

@@ -50,6 +50,16 @@ class Sharding(NamedTuple):
 
 
 _registered: list[Sharding] = []
+Scope = Callable[[nn.Module, torch.dtype | None], AbstractContextManager[bool]]
+_scopes: list[Scope] = []
+
+
+def register_scope(scope: Scope) -> None:
+    """Let :func:`quantize_weights_once` open this scope, too: of modules that are no linear layers.
+
+    ``scope(model, dtype)`` returns a context, whose value says whether the model has such modules.
+    """
+    _scopes.append(scope)
 
 
 def register_sharding(sharding: Sharding) -> None:
@@ -221,7 +231,8 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     more. All ranks must open and close the block together. Parametrized weights (``torch.nn.utils.parametrizations``)
     are still computed in each pass, for autograd, but not quantized.
 
-    Weights that are stored in 8 bits are left as they are.
+    Weights that are stored in 8 bits are left as they are. Experts of torchtitan, and those that FSDP2 shards, quantize
+    their weights in each pass.
 
     Weights must not change inside the block. A change that torch counts (in place, another Parameter, other storage) is
     an error at the next eager use; codes that FSDP2 gathers are made again instead. Any other change (``.data``, a
@@ -245,10 +256,12 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"dtype must be torch.bfloat16, torch.float16, torch.float32 or None; got {shown(dtype)}")
     layers = {name: module for name, module in model.named_modules() if is_converted(module)}
-    if not layers:
-        raise ValueError("the model has no converted layer: use tritonfp8.convert first")
-    layers = {name: layer for name, layer in layers.items() if not _has_codes(layer)}
-    if open_already := [name for name, layer in layers.items() if layer.cached_weight is not None]:
-        raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
-    with _cached(layers, dtype):
+    with ExitStack() as stack:
+        others = [stack.enter_context(scope(model, dtype)) for scope in _scopes]
+        if not layers and not any(others):
+            raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+        layers = {name: layer for name, layer in layers.items() if not _has_codes(layer)}
+        if open_already := [name for name, layer in layers.items() if layer.cached_weight is not None]:
+            raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
+        stack.enter_context(_cached(layers, dtype))
         yield

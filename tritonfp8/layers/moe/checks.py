@@ -10,6 +10,7 @@ from torch import Tensor
 from tritonfp8.checks import check_strided
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.tensor_types import PLAIN
+from tritonfp8.quantized import QuantizedGroups
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import check_group_spec
 
@@ -65,6 +66,29 @@ def check_grouped_linear(input: Tensor, weight: Tensor, bias: Tensor | None, off
     if bias is not None and tuple(bias.shape) != tuple(weight.shape[:2]):
         raise ValueError(f"bias must have shape {tuple(weight.shape[:2])}; got {tuple(bias.shape)}")
     check_offsets(offsets, weight.shape[0], input.shape[0])
+
+
+def check_cached(cached: object, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:
+    """Raise unless ``cached`` has the operands of a weight of this shape for this recipe."""
+    if not isinstance(cached, tuple | list) or len(cached) != 2:
+        raise TypeError(
+            "quantized_weight must be a pair, the weights quantized untransposed and transposed "
+            f"(functional.quantize_matrices), or None; got {type(cached).__name__}"
+        )
+    experts, n, k = weight.shape
+    wanted = (
+        ("weight", recipe.output.rhs, (experts, n, k)),
+        ("transposed weight", recipe.grad_input.rhs if needs_grad_input else None, (experts, k, n)),
+    )
+    for (name, spec, shape), q in zip(wanted, cached, strict=True):
+        if spec is None:
+            continue
+        came = f"{q.spec} of shape {tuple(q.shape)}" if isinstance(q, QuantizedGroups) else type(q).__name__
+        if not isinstance(q, QuantizedGroups) or q.spec != spec or tuple(q.shape) != shape:
+            raise ValueError(
+                f"quantized_weight must hold the {name} as recipe {recipe.name!r} reads it, {spec} of shape {shape}; "
+                f"got {came}"
+            )
 
 
 def check_offsets(offsets: Tensor, groups: int, tokens: int) -> None:

@@ -7,7 +7,8 @@ which choose the experts of a token, are other modules, and stay in high precisi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
-from tritonfp8.layers.moe.grouped_linear import grouped_linear
+from tritonfp8.layers.linear import CachedWeight
+from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
 from tritonfp8.layers.moe.routing import Routing, combine, gather
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
@@ -33,11 +35,18 @@ class ConvertedExperts(nn.Module):
         """The weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""
         raise NotImplementedError
 
-    def grouped(self, input: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    def grouped(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        bias: Tensor | None = None,
+        quantized_weight: GroupedOperands | None = None,
+    ) -> Tensor:
         """:func:`grouped_linear` by the recipe; its GEMMs count as those of this module."""
         if counting.is_logging:
             counting.resume(self)
-        return grouped_linear(input, weight, offsets, bias, self.recipe)
+        return grouped_linear(input, weight, offsets, bias, self.recipe, quantized_weight=quantized_weight)
 
     def extra_repr(self) -> str:
         """The fields of the class that the module had, and the recipe."""
@@ -59,12 +68,17 @@ class Dispatch(Protocol):
     def forward(self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As :meth:`RoutedExperts.forward`."""
 
+    def parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """This rank's part of each weight; None if it has them only during a forward."""
+
 
 class RoutedExperts(ConvertedExperts):
     """Experts that are called with tokens and the experts of each token, as those of transformers are."""
 
     # What computes experts that are sharded over ranks; None if all of them are here.
     dispatch: Dispatch | None = None
+    # Inside quantize_weights_once: the quantized weights by name.
+    cached_weights: Mapping[str, CachedWeight] = MappingProxyType({})
 
     def activation(self, rows: Tensor) -> Tensor:
         """What lies between the two linear layers, ``[rows, N]`` to ``[rows, intermediate]``."""
@@ -99,8 +113,17 @@ class RoutedExperts(ConvertedExperts):
         self, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Tensor:
         """Both linear layers of experts and what lies between them, on rows that are sorted by expert."""
-        inside = self.activation(self.grouped(rows, weights[0], offsets, biases[0]))
-        return self.grouped(inside, weights[1], offsets, biases[1])
+        up, down = (self._cached(name, weight) for name, weight in zip(self.weights(), weights, strict=True))
+        inside = self.activation(self.grouped(rows, weights[0], offsets, biases[0], up))
+        return self.grouped(inside, weights[1], offsets, biases[1], down)
+
+    def _cached(self, name: str, weight: Tensor) -> GroupedOperands | None:
+        cached = self.cached_weights.get(name)
+        # A shallow copy of the module may outlive the scope.
+        if cached is None or not cached.open:
+            return None
+        cached.check(self, weight)
+        return cached.operands
 
     def bias_of(self, name: str) -> Tensor | None:
         """The bias beside the weight of this name, ``[E, N]``, or None."""

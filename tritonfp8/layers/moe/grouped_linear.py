@@ -19,9 +19,10 @@ from tritonfp8 import counting, ops
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_all
-from tritonfp8.layers.moe.checks import check_grouped_linear, check_recipe
+from tritonfp8.layers.moe.checks import check_cached, check_grouped_linear, check_recipe
 from tritonfp8.layers.recompute import decided
 from tritonfp8.layers.unsupported import refuse_transform
+from tritonfp8.quantized import QuantizedGroups
 from tritonfp8.recipes import Gemm, Recipe, get
 from tritonfp8.specs import QuantSpec
 
@@ -54,12 +55,30 @@ def _multiply(
     )  # fmt: skip
 
 
+GroupedOperands = tuple[QuantizedGroups | None, QuantizedGroups | None]
+"""Weights as two grouped GEMMs read them: quantized untransposed and transposed; None where no GEMM reads them."""
+
+
+def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = True) -> GroupedOperands:
+    """``weight [E, N, K]`` as the GEMMs of ``recipe`` read it, for :func:`grouped_linear` to use more than once."""
+    specs = (recipe.output.rhs, recipe.grad_input.rhs if needs_grad_input else None)
+    found: list[QuantizedGroups | None] = []
+    for spec, transpose in zip(specs, (False, True), strict=True):
+        if spec is None:
+            found.append(None)
+        else:
+            qdata, scale = ops.quantize_matrices(weight, *spec.args, transpose)
+            found.append(QuantizedGroups(qdata, scale, spec, "matrices", weight.shape[0]))
+    return found[0], found[1]
+
+
 class _Plan(NamedTuple):
     """What a call computes.
 
     Attributes:
         recipe: of its three GEMMs.
         needs_grad_input, needs_grad_weight, needs_grad_bias: whether somebody needs these gradients.
+        is_cached: whether the caller keeps the quantized weights.
         layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None.
     """
 
@@ -67,6 +86,7 @@ class _Plan(NamedTuple):
     needs_grad_input: bool
     needs_grad_weight: bool
     needs_grad_bias: bool
+    is_cached: bool = False
     layer: Any = None
 
 
@@ -74,35 +94,39 @@ class _GroupedLinear(torch.autograd.Function):
     """The autograd function of :func:`grouped_linear`; it saves what that of a linear layer does, for all groups."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, plan: _Plan, *cached: Any
+    ) -> Tensor:
         recipe = plan.recipe
         kept_spec = recipe.grad_weight.rhs if plan.needs_grad_weight else None
         pair, kept = _tokens(input, offsets, recipe.output.lhs, kept_spec)
         if plan.layer is not None:
             counting.announce(plan.layer, "output")
         if recipe.output.rhs is not None:
-            weight_pair = ops.quantize_matrices(weight, *recipe.output.rhs.args)
+            weight_pair = cached[:2] if plan.is_cached else ops.quantize_matrices(weight, *recipe.output.rhs.args)
             out = _multiply(recipe.output, pair, weight_pair, offsets, bias, input.dtype)
         else:
             out = ops.grouped_matmul(input, weight, offsets, bias)
         ctx.save_for_backward(
             offsets,
-            weight if plan.needs_grad_input else None,
+            weight if plan.needs_grad_input and (not plan.is_cached or cached[2] is None) else None,
             input if plan.needs_grad_weight and kept[0] is None else None,
             *kept,
+            *(cached[2:] if plan.needs_grad_input else ()),
         )
         ctx.plan, ctx.dtypes = plan, (input.dtype, weight.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return (*first_order(lambda: _GroupedLinear._grads(ctx, grad_output)), None, None)
+        grads = first_order(lambda: _GroupedLinear._grads(ctx, grad_output))
+        return (*grads, *[None] * (6 if ctx.plan.is_cached else 2))
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         recipe = plan.recipe
-        offsets, weight, input, *kept = ctx.saved_tensors
+        offsets, weight, input, kept_qdata, kept_scale, *cached = ctx.saved_tensors
         pair, pair_t = _tokens(
             grad_output,
             offsets,
@@ -114,7 +138,8 @@ class _GroupedLinear(torch.autograd.Function):
             if plan.layer is not None:
                 counting.announce(plan.layer, "grad_input")
             if recipe.grad_input.rhs is not None:
-                weight_pair = ops.quantize_matrices(weight, *recipe.grad_input.rhs.args, True)
+                spec_t = recipe.grad_input.rhs
+                weight_pair = (cached[0], cached[1]) if cached else ops.quantize_matrices(weight, *spec_t.args, True)
                 grad_input = _multiply(recipe.grad_input, pair, weight_pair, offsets, None, ctx.dtypes[0])
             else:
                 grad_input = ops.grouped_matmul(grad_output, weight.transpose(1, 2), offsets)
@@ -123,7 +148,13 @@ class _GroupedLinear(torch.autograd.Function):
                 counting.announce(plan.layer, "grad_weight")
             if recipe.grad_weight.rhs is not None:
                 grad_weight = _multiply(
-                    recipe.grad_weight, pair_t, (kept[0], kept[1]), offsets, None, ctx.dtypes[1], grad_output.shape[0]
+                    recipe.grad_weight,
+                    pair_t,
+                    (kept_qdata, kept_scale),
+                    offsets,
+                    None,
+                    ctx.dtypes[1],
+                    grad_output.shape[0],
                 )
             else:
                 grad_weight = ops.grouped_matmul(grad_output.t(), input.t(), offsets)
@@ -136,6 +167,8 @@ def grouped_linear(
     offsets: Tensor,
     bias: Tensor | None = None,
     recipe: str | Recipe = "rowwise",
+    *,
+    quantized_weight: GroupedOperands | None = None,
 ) -> Tensor:
     """``input @ weight[g].T + bias[g]`` for the rows of each group g, by ``recipe``; differentiable once.
 
@@ -147,6 +180,9 @@ def grouped_linear(
             may be empty. Rows from ``offsets[-1]`` on belong to no group.
         bias: ``[E, N]`` or None.
         recipe: a name or a :class:`~tritonfp8.Recipe`.
+        quantized_weight: both orientations of ``weight`` (of its cast, where autocast is on), quantized for ``recipe``
+            by :func:`quantize_matrices`. The caller must make sure that ``weight``, which still gets the gradient, has
+            not changed since.
 
     Returns:
         ``[T, N]`` in the dtype of ``input`` (autocast's where it is on); zero in rows of no group, whose gradient is
@@ -178,5 +214,12 @@ def grouped_linear(
     grad = torch.is_grad_enabled()
     needs_input, needs_weight, needs_bias = (grad and t is not None and t.requires_grad for t in (x, w, b))
     layer = counting.take_callers()[0] if counting.is_logging else None
-    plan = _Plan(recipe, needs_input, needs_weight, needs_bias, layer)
-    return _GroupedLinear.apply(x, w, b, offsets, plan)  # type: ignore[no-untyped-call]
+    if quantized_weight is not None:
+        check_cached(quantized_weight, w, recipe, needs_input)
+    plan = _Plan(recipe, needs_input, needs_weight, needs_bias, quantized_weight is not None, layer)
+    cached = [] if quantized_weight is None else [*_pair(quantized_weight[0]), *_pair(quantized_weight[1])]
+    return _GroupedLinear.apply(x, w, b, offsets, plan, *cached)  # type: ignore[no-untyped-call]
+
+
+def _pair(q: QuantizedGroups | None) -> Pair:
+    return NO_PAIR if q is None else (q.qdata, q.scale)

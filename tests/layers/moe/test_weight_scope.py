@@ -1,0 +1,94 @@
+"""Experts inside ``quantize_weights_once``."""
+
+import copy
+
+import pytest
+import torch
+from cases import each_recipe, normal
+from mixtures import model_of
+
+import tritonfp8
+from tritonfp8 import Float8Experts, functional, recipes
+from tritonfp8.testing import assert_bitwise_equal
+
+
+def batch(hidden, experts, tokens=9):
+    index = torch.arange(2 * tokens).view(tokens, 2) % experts
+    return normal(tokens, hidden), index, normal(tokens, 2, seed=1).softmax(1)
+
+
+class TestQuantizeWeightsOnce:
+    def accumulated(self, model, times=2):
+        torch.manual_seed(1)
+        for _ in range(times):
+            ids = torch.randint(0, 96, (2, 12))
+            model(ids, labels=ids).loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return grads
+
+    @each_recipe
+    def test_the_same_gradients_from_one_cast(self, recipe):
+        model = model_of("gpt_oss")
+        tritonfp8.convert(model, recipe, experts=True)
+        expected = self.accumulated(model)
+        with tritonfp8.quantize_weights_once(model), torch.profiler.profile() as profile:
+            found = self.accumulated(model)
+        assert_bitwise_equal(found, expected)
+        assert not any("quantize_matrices" in event.name for event in profile.events())
+        assert_bitwise_equal(self.accumulated(model), expected)
+
+    def test_changes(self):
+        model = model_of("mixtral")
+        tritonfp8.convert(model, "rowwise", experts=True)
+        ids = torch.randint(0, 96, (2, 12))
+        experts = model.model.layers[1].mlp.experts
+        # Changes that torch counts are errors at the next use, and others when the block ends.
+
+        def change_and_run():
+            with torch.no_grad():
+                experts.down_proj.mul_(2)
+            model(ids)
+
+        with pytest.raises(RuntimeError, match="changed inside"), tritonfp8.quantize_weights_once(model):
+            change_and_run()
+        with (
+            pytest.raises(RuntimeError, match=r"model.layers.1.mlp.experts.down_proj"),
+            tritonfp8.quantize_weights_once(model),
+        ):
+            experts.down_proj.data.mul_(2)
+        assert not experts.cached_weights
+        with tritonfp8.quantize_weights_once(model):
+            with pytest.raises(ValueError, match="blocks do not nest"), tritonfp8.quantize_weights_once(model):
+                pass
+            assert experts.cached_weights
+            copied = copy.deepcopy(experts)
+            with pytest.raises(ValueError, match="revert after the block"):
+                tritonfp8.revert(model)
+        assert not experts.cached_weights
+        assert copied(*batch(64, 4)).isfinite().all()
+
+    def test_experts_alone_and_on_meta(self):
+        experts = Float8Experts(4, 32, 48, recipe="rowwise", device="meta")
+        with pytest.raises(TypeError, match="must have data"), tritonfp8.quantize_weights_once(experts):
+            pass
+        experts = Float8Experts(4, 32, 48, recipe="rowwise")
+        args = batch(32, 4)
+        expected = experts(*args)
+        with tritonfp8.quantize_weights_once(experts, torch.float32):
+            assert_bitwise_equal(experts(*args), expected)
+
+    def test_operands_of_another_weight_are_an_error(self):
+        recipe, weight = recipes.get("rowwise"), normal(3, 24, 40)
+        gemms = ((recipe.output, False), (recipe.grad_input, True))
+        cached = [functional.quantize_matrices(weight, gemm.rhs, transpose) for gemm, transpose in gemms]
+        input, offsets = normal(11, 40).requires_grad_(), torch.tensor([4, 4, 10], dtype=torch.int32)
+        out = functional.grouped_linear(input, weight, offsets, quantized_weight=tuple(cached))
+        assert_bitwise_equal(out, functional.grouped_linear(input, weight, offsets))
+        for wrong, error, message in (
+            (cached[::-1], ValueError, r"must hold the weight .* of shape \(3, 24, 40\); got .*\(3, 40, 24\)"),
+            ([cached[0], None], ValueError, "must hold the transposed weight .* got NoneType"),
+            (cached[0], TypeError, "must be a pair"),
+        ):
+            with pytest.raises(error, match=message):
+                functional.grouped_linear(input, weight, offsets, quantized_weight=wrong)
