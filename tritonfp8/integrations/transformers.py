@@ -28,6 +28,7 @@ except ImportError as error:
 from tritonfp8.convert import ConversionReport, convert
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.linear import is_converted
+from tritonfp8.layers.moe import computing_class, is_converted_experts
 from tritonfp8.recipes import Recipe
 from tritonfp8.workflow import RecipeSchedule, TrainingCheck, verify_training
 
@@ -51,6 +52,7 @@ class Float8Config:
         schedule: stages of a :class:`~tritonfp8.RecipeSchedule` over the steps of the training, instead of ``recipe``.
         verify: whether the first step with a learning rate above zero is checked by :func:`tritonfp8.verify_training`,
             which warns of weights that it does not move.
+        experts: whether experts are converted, too; as for :func:`tritonfp8.convert`.
     """
 
     recipe: Any = "rowwise"
@@ -58,6 +60,7 @@ class Float8Config:
     all_gather: bool | None = None
     schedule: Stages | None = None
     verify: bool = True
+    experts: bool = False
 
 
 def uses_fsdp2() -> bool:
@@ -121,7 +124,7 @@ def write_config(model: nn.Module) -> None:
         raise TypeError(f"a model of transformers is needed, which has a config; got {type(model).__name__}")
     layers: dict[Recipe, list[str]] = {}
     for name, module in model.named_modules():
-        if is_converted(module):
+        if is_converted(module) or is_converted_experts(module):
             # Activation checkpointing puts a module around each layer, which is not saved.
             layers.setdefault(module.recipe, []).append(name.replace(_CHECKPOINT_PREFIX, ""))
     setattr(config, CONFIG_KEY, [{"recipe": r.to_dict(), "layers": names} for r, names in layers.items()])
@@ -147,7 +150,10 @@ def restore(model: nn.Module) -> ConversionReport:
             f"the model's config has no entry {CONFIG_KEY!r}: it was saved without Float8Callback. "
             "Use tritonfp8.convert(model, recipe)"
         )
-    return convert(model, {name: Recipe.from_dict(e["recipe"]) for e in entries for name in e["layers"]})
+    chosen = {name: Recipe.from_dict(e["recipe"]) for e in entries for name in e["layers"]}
+    modules = dict(model.named_modules())
+    experts = any(name in modules and computing_class(modules[name]) is not None for name in chosen)
+    return convert(model, chosen, experts=experts)
 
 
 class Float8Callback(TrainerCallback):
@@ -187,8 +193,8 @@ class Float8Callback(TrainerCallback):
         if self.config.schedule is not None:
             # Shares of the training are resolved when it begins: only then its length is known.
             recipe = RecipeSchedule(self.config.schedule, total_steps=2**31).first_quantized
-        if not any(is_converted(module) for module in inner.modules()):
-            self.report = convert(inner, recipe, self.config.filter)
+        if not any(is_converted(module) or is_converted_experts(module) for module in inner.modules()):
+            self.report = convert(inner, recipe, self.config.filter, experts=self.config.experts)
             log.info("%s", self.report)
         gather = uses_fsdp2() if self.config.all_gather is None else self.config.all_gather
         if gather:

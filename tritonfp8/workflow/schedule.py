@@ -13,6 +13,7 @@ from torch import nn
 from tritonfp8.checks import require_type
 from tritonfp8.convert import ConversionReport, convert, swap_recipe
 from tritonfp8.layers.linear import is_converted, require_module
+from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe, get
 
 MAX_RECIPES = 7
@@ -130,7 +131,7 @@ class RecipeSchedule:
     def attach(self, model: nn.Module) -> None:
         """Have a converted model follow this schedule from the next step on."""
         require_module(model)
-        if not any(is_converted(module) for module in model.modules()):
+        if not any(is_converted(module) or is_converted_experts(module) for module in model.modules()):
             raise ValueError("the model has no converted layer: use RecipeSchedule.convert")
         self._model = model
         self._apply(self.recipe_at(self.next_step))

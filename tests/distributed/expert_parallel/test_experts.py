@@ -2,7 +2,13 @@
 
 import expert_cases
 import pytest
-from cases import each_recipe
+import torch
+from cases import SPECS, banded, each_recipe
+
+import tritonfp8
+from tritonfp8.distributed.expert_parallel import payload_of
+from tritonfp8.specs import BLOCK_1X32, ROWWISE, QuantSpec
+from tritonfp8.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -83,6 +89,28 @@ def test_with_fsdp2(ranks, recipe, payload):
         assert losses == pytest.approx(expected, rel=2e-3 if payload == "float8" else 2e-4)
         assert losses[-1] < losses[0]
         assert stuck == []
+
+
+def test_payload_of_specs():
+    """Rows travel in 8 bits only where a GEMM would read the same values."""
+    pow2, exact = QuantSpec("e4m3", ROWWISE, "fp32", "pow2"), QuantSpec("e4m3", ROWWISE)
+    assert payload_of(pow2, torch.bfloat16) == pow2
+    assert payload_of(pow2, torch.float16) is None
+    assert payload_of(exact, torch.bfloat16) is None
+    assert payload_of(QuantSpec("e4m3", scale_rounding="pow2"), torch.bfloat16) is None
+    assert payload_of(QuantSpec("e5m2", BLOCK_1X32, "e8m0", "floor"), torch.float32) is not None
+    assert payload_of(None, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if payload_of(spec, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_that_is_quantized_twice_has_the_values_of_the_payload(spec, dtype):
+    """Of ordinary sizes, of the smallest subnormal ones, and of zeros."""
+    x = torch.cat([banded(64, 256), torch.zeros(3, 256)]).to(dtype)
+    once = tritonfp8.quantize(x, spec)
+    sent = tritonfp8.dequantize(once, dtype)
+    twice = tritonfp8.quantize(sent, spec)
+    assert_bitwise_equal(tritonfp8.dequantize(twice), tritonfp8.dequantize(once))
 
 
 def test_checkpoints(ranks, tmp_path):

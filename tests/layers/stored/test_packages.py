@@ -7,16 +7,17 @@ import torch
 from torch import nn
 
 import tritonfp8
+from tritonfp8 import recipes
 from tritonfp8.testing import assert_bitwise_equal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["blockwise"])
-def test_a_package_of_aot_inductor_holds_codes(tmp_path, name):
+def test_a_package_of_aot_inductor_holds_codes(tmp_path):
     """Code in C++, which calls the ops through the dispatcher: a process that loads it imports tritonfp8."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2048, 2048)).bfloat16()
-    tritonfp8.convert(model, name, mode="inference")
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 64)).bfloat16()
+    alone = recipes.get("rowwise", batch_invariant=True)
+    tritonfp8.convert(model, {"0": "blockwise", "1": alone}, mode="inference")
     x = torch.randn(16, 2048).bfloat16()
     with torch.no_grad():
         expected = model(x)

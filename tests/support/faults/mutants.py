@@ -1,4 +1,4 @@
-"""Faults of one line that the tests must notice: ``python tests/support/mutants.py [--only N]...``.
+"""Faults of one line that the tests must notice: ``python tests/support/faults/mutants.py [--only N]...``.
 
 Each fault is put into a copy of the tree, in which the test files that it names then run. A fault that no test notices
 means that something is no longer tested. Run it before and after tests are merged, shortened or moved.
@@ -14,7 +14,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from expert_mutants import FAULTS
+
+ROOT = Path(__file__).resolve().parents[3]
 COMPILED = "tests/compile_only"
 
 
@@ -326,6 +328,7 @@ MUTANTS = (
         "codes that change are called kept",
         ("tests/export",),
     ),
+    *(Mutant(*fault) for fault in FAULTS),
 )
 
 

@@ -1,0 +1,65 @@
+"""The faults about experts, as arguments of ``Mutant``."""
+
+_GROUPED = ("tests/reference/test_grouped.py",)
+_LINEAR = ("tests/layers/moe/test_grouped_linear.py",)
+_EXPERTS = ("tests/layers/moe/test_experts.py",)
+_RANKS = ("tests/distributed/expert_parallel/test_experts.py",)
+
+FAULTS = (
+    (
+        "tritonfp8/reference/grouped.py",
+        "bounds.append((start, min(max(end, start), tokens)))",
+        "bounds.append((start, max(end, start)))",
+        "offsets beyond the tokens are followed",
+        _GROUPED,
+    ),
+    (
+        "tritonfp8/specs.py",
+        "return GROUP_ALIGNMENT * (start // GROUP_ALIGNMENT + group)",
+        "return GROUP_ALIGNMENT * (start // GROUP_ALIGNMENT) + group",
+        "columns of two groups share a block",
+        _GROUPED,
+    ),
+    (
+        "tritonfp8/layers/moe/grouped_linear.py",
+        "recipe.grad_weight.lhs if plan.needs_grad_weight else None",
+        "recipe.grad_input.lhs if plan.needs_grad_weight else None",
+        "grad_weight reads gradients that were quantized for grad_input",
+        _LINEAR,
+    ),
+    (
+        "tritonfp8/layers/moe/routing.py",
+        "torch.arange(experts, device=ids.device), right=True)",
+        "torch.arange(experts, device=ids.device), right=False)",
+        "tokens go to the expert after theirs",
+        _EXPERTS,
+    ),
+    (
+        "tritonfp8/layers/moe/experts.py",
+        "w.transpose(1, 2) for name, w in found.items()} if self.is_transposed",
+        "w for name, w in found.items()} if self.is_transposed",
+        "transposed weights of gpt-oss are read as they lie",
+        _EXPERTS,
+    ),
+    (
+        "tritonfp8/distributed/expert_parallel/exchange.py",
+        "return grad / ctx.by, None",
+        "return grad, None",
+        "gradients of experts are sums over ranks where those of other layers are means",
+        (*_RANKS, "-k", "averaged"),
+    ),
+    (
+        "tritonfp8/distributed/expert_parallel/exchange.py",
+        'scale_rounding == "pow2"',
+        'scale_rounding != ""',
+        "rows are sent in 8 bits where that changes bits of outputs",
+        (*_RANKS, "-k", "payload"),
+    ),
+    (
+        "tritonfp8/distributed/expert_parallel/dispatch.py",
+        "rows = rows + sum(x.sum() for x in (*weights, *biases) if x is not None)",
+        "rows = rows + 0",
+        "empty shards get no gradient, and other ranks wait for it",
+        (*_RANKS, "-k", "divide"),
+    ),
+)
