@@ -53,6 +53,12 @@ def test_weights_that_are_quantized_once(ranks, recipe):
         assert rows == [{}] * 4
 
 
+def test_transposed_weights_of_gpt_oss(ranks):
+    for average in (False, True):
+        rows, _ = outcome(ranks, 4, tokens=(9, 5, 0, 30), experts=4, family="gpt_oss", average=average)
+        assert rows == [{}] * 4
+
+
 def test_averaged_gradients_are_the_sums_over_the_ranks(ranks):
     rows, _ = outcome(ranks, 4, tokens=(9, 5, 0, 30), average=True)
     assert rows == [{}] * 4

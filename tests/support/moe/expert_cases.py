@@ -3,6 +3,7 @@
 import contextlib
 import copy
 
+import mixtures
 import torch
 from cases import normal
 from torch import nn
@@ -17,8 +18,12 @@ from tritonfp8.testing import assert_bitwise_equal
 HIDDEN, INSIDE, TOP_K = 64, 48, 2
 
 
-def experts_of(count, recipe, dtype, bias=True):
+def experts_of(count, recipe, dtype, bias=True, family=None):
     torch.manual_seed(0)
+    if family is not None:
+        model = mixtures.model_of(family, dtype)
+        tritonfp8.convert(model, {"*.0.mlp.experts": recipe}, experts=True)
+        return model.model.layers[0].mlp.experts
     return tritonfp8.Float8Experts(count, HIDDEN, INSIDE, recipe=recipe, bias=bias, dtype=dtype)
 
 
@@ -65,10 +70,11 @@ def against_one_process(
     routing="any",
     average=False,
     once=False,
+    family=None,
 ):
     """What differs from one process with the tokens of all ranks; the bytes of this rank's all-to-alls."""
     dtype = getattr(torch, dtype)
-    whole = experts_of(experts, recipe, dtype)
+    whole = experts_of(experts, recipe, dtype, family=family)
     module = copy.deepcopy(whole)
     batch, grad = batch_of(sum(tokens), experts, dtype, routing), normal(sum(tokens), HIDDEN, seed=5, dtype=dtype)
     expected = run(whole, *batch, grad)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.collectives import all_to_all_rows
-from tritonfp8.distributed.expert_parallel.exchange import divided_gradient, exchange, payload_of
+from tritonfp8.distributed.expert_parallel.exchange import exchange, part, payload_of
 from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, permute
 
 
@@ -63,8 +63,7 @@ class ExpertDispatch:
                 f"the weights of sharded experts must be DTensors; got a {type(weight).__name__}. Load checkpoints "
                 "into the sharded parameters, or call shard_experts after the model has its final parameters"
             )
-        local = weight.to_local()
-        return divided_gradient(local, self.ranks) if self.average else local
+        return part(weight, self.ranks if self.average else 1)
 
     def parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """This rank's part of each weight; None if FSDP2 shards them further, so that a forward gathers them."""
@@ -102,7 +101,7 @@ class ExpertDispatch:
         rows, rest = rows[:sent], rows[sent:]
         rows = exchange(rows, trip.send, trip.receive, self.group, there)
         rows = permute(rows, trip.local.order, trip.local.inverse)
-        weights = [self.local(weight) for weight in names.values()]
+        weights = list(module.weights(self.local).values())
         biases = [None if bias is None else self.local(bias) for bias in map(module.bias_of, names)]
         if len(trip.local.offsets):
             rows = module.compute(rows, trip.local.offsets, weights, biases)

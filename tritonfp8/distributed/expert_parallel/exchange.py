@@ -70,9 +70,9 @@ def exchange(
     return _Exchange.apply(rows, send, receive, group, spec, grad_spec)  # type: ignore[no-untyped-call]
 
 
-def divided_gradient(x: Tensor, by: int) -> Tensor:
-    """``x``, whose gradient is divided by ``by``."""
-    return _Divided.apply(x, by)  # type: ignore[no-untyped-call]
+def part(weight: Any, by: int) -> Tensor:
+    """This rank's part of a DTensor; its gradient has the strides of the part, and is divided by ``by``."""
+    return _Part.apply(weight.to_local(), by)  # type: ignore[no-untyped-call]
 
 
 def _sent(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str, spec: QuantSpec | None) -> Tensor:
@@ -91,12 +91,17 @@ def _sent(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: str,
     return ops.dequantize(qdata, scale, *spec.args, rows.dtype)
 
 
-class _Divided(torch.autograd.Function):
+class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
-        ctx.by = by
+        ctx.by, ctx.stride = by, x.stride()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.by, None
+        grad = grad if ctx.by == 1 else grad / ctx.by
+        if grad.stride() != ctx.stride:
+            # Autograd would else copy the DTensor around it. torch 2.11 gathers uneven shards for that, only on the
+            # ranks that need the copy, which then wait for the others.
+            grad = grad.new_empty_strided(grad.shape, ctx.stride).copy_(grad)
+        return grad, None

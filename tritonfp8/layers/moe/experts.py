@@ -7,7 +7,7 @@ which choose the experts of a token, are other modules, and stay in high precisi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeGuard
 
@@ -24,6 +24,10 @@ from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 class ConvertedExperts(nn.Module):
     """What all modules of experts that follow a recipe have."""
 
@@ -31,8 +35,8 @@ class ConvertedExperts(nn.Module):
     # The class that converted experts had; None of those that were made by themselves.
     experts: type[nn.Module] | None = None
 
-    def weights(self) -> dict[str, Tensor]:
-        """The weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""
+    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
+        """``of`` the weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""
         raise NotImplementedError
 
     def grouped(
@@ -188,9 +192,9 @@ class Float8Experts(RoutedExperts):
                 if parameter is not None:
                     nn.init.uniform_(parameter, -bound, bound)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""
-        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+        return {"gate_up_proj": of(self.gate_up_proj), "down_proj": of(self.down_proj)}
 
     def activation(self, rows: Tensor) -> Tensor:
         """SwiGLU."""
@@ -210,10 +214,10 @@ class TransformersExperts(RoutedExperts):
     Their class says which parameters there are, and how they lie: ``has_gate``, ``is_transposed``, ``_apply_gate``.
     """
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""
         names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: of(getattr(self, name)) for name in names}
         return {name: w.transpose(1, 2) for name, w in found.items()} if self.is_transposed else found
 
     def activation(self, rows: Tensor) -> Tensor:
@@ -225,9 +229,9 @@ class TransformersExperts(RoutedExperts):
 class TitanExperts(ConvertedExperts):
     """The part of converted experts of torchtitan that computes: its grouped GEMM; joined with their class."""
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""
-        return {name: getattr(self, name) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+        return {name: of(getattr(self, name)) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
 
     def forward(self, *args: Tensor) -> Tensor:
         """As of torchtitan."""
