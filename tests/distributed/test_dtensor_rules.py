@@ -16,7 +16,10 @@ def named(func, args):
     return dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
 
 
-LOCAL = {"adamw", "adamw_amax", "operand_figures"}
+LOCAL = {
+    "adamw", "adamw_amax", "operand_figures", "quantize_groups", "quantize_groups_both", "quantize_matrices",
+    "scaled_grouped_matmul", "grouped_matmul", "grouped_sum",
+}  # fmt: skip
 """Callers give them the shards of DTensors, and reduce the results where that is needed."""
 
 

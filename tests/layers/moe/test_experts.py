@@ -248,6 +248,16 @@ class TestFloat8Experts:
             assert_bitwise_equal(compiled(hidden, i, weights), experts(hidden, i, weights))
         assert stats["unique_graphs"] == before + 1
 
+    def test_export(self):
+        """A program computes, for any number of tokens; it has no gradients, and says so."""
+        experts, args = self.made("blockwise"), self.routed()
+        tokens = torch.export.Dim("tokens", min=2, max=4096)
+        program = torch.export.export(experts, args, dynamic_shapes=({0: tokens},) * 3).module()
+        for batch in (args, self.routed(33)):
+            assert_bitwise_equal(program(*batch), experts(*batch))
+        with pytest.raises(RuntimeError, match="or experts"):
+            program(*args).sum().backward()
+
     def test_errors(self):
         experts = self.made()
         hidden, index, weights = self.routed()

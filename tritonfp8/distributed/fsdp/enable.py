@@ -28,10 +28,12 @@ from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 from tritonfp8.distributed.torch_private import FSDP, require_names
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, require_module
+from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import is_stored
 
 CASTS = ("param_dtype", "master")
 CONV1D = "a Conv1D: its weight is stored transposed, and is gathered in its own dtype"
+EXPERTS = "experts: their weights are gathered in their own dtype"
 STORED = "stored in 8 bits: FSDP2 gathers its codes without this"
 
 
@@ -69,6 +71,8 @@ def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, 
     skipped: dict[str, str] = {}
     for found in owners.values():
         mine = [name for name, module, key in found if isinstance(module, Float8Linear) and key == "weight"]
+        experts = [name for name, module, _ in found if is_converted_experts(module)]
+        skipped.update(dict.fromkeys(experts, EXPERTS))
         if not mine:
             conv1ds = [name for name, module, key in found if isinstance(module, Float8Conv1D) and key == "weight"]
             skipped.update(dict.fromkeys(conv1ds, CONV1D))

@@ -115,7 +115,7 @@ class _GroupedLinear(torch.autograd.Function):
             *(cached[2:] if plan.needs_grad_input else ()),
         )
         ctx.plan, ctx.dtypes = plan, (input.dtype, weight.dtype)
-        return out
+        return ops.sealed(out, input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
+from tritonfp8.conversion import converted_experts
 from tritonfp8.layers.linear import require_module
 from tritonfp8.workflow.health import export
 from tritonfp8.workflow.health.groups import Key
@@ -248,7 +249,8 @@ def inspect(
     Operands of one shape are measured together. Until then a sample keeps copies of their rows, at most 64 MiB a shape.
 
     Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Fused norms and MLPs run
-    unfused in sampled steps. A CUDA graph that the caller captured has no hooks when it is replayed: nothing is seen.
+    unfused in sampled steps. Converted experts are not measured: a warning names them. A CUDA graph that the caller
+    captured has no hooks when it is replayed: nothing is seen.
 
     Args:
         model: a converted model; it may be compiled or sharded.
@@ -270,4 +272,6 @@ def inspect(
         require_type("a threshold", each, Threshold, "a tritonfp8.workflow.health.Threshold")
     if not layer_names(model):
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+    if experts := converted_experts(model):
+        log.warning("converted experts are not measured, only linear layers are: %s", ", ".join(experts))
     return Inspection(model, every, rows, thresholds, first_step)

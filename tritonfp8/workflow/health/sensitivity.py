@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
-from tritonfp8.conversion import converted_layers, select
+from tritonfp8.conversion import converted_experts, converted_layers, select
 from tritonfp8.convert import swap_recipe
 from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
@@ -242,7 +242,8 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Run the block in high precision; then parameters, gradients, buffers, flags and random numbers are as before."""
-    recipes = {glob.escape(name): layer.recipe for name, layer in converted_layers(model).items()}
+    converted = {**converted_layers(model), **converted_experts(model)}
+    recipes = {glob.escape(name): module.recipe for name, module in converted.items()}
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     training = [(module, module.training) for module in model.modules()]

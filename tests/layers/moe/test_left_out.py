@@ -1,0 +1,42 @@
+"""Parts of the package that do not know experts yet say so, and leave them as they are."""
+
+import logging
+
+import pytest
+import torch
+from mixtures import experts_of, model_of
+
+import tritonfp8
+from tritonfp8 import recipes
+from tritonfp8.distributed import enable_float8_all_gather
+
+
+@pytest.fixture
+def model():
+    found = model_of("mixtral")
+    tritonfp8.convert(found, "rowwise", experts=True)
+    return found
+
+
+def recipes_of(model):
+    return {name: experts.recipe for name, experts in experts_of(model).items()}
+
+
+def test_inspect_warns(model, caplog):
+    with caplog.at_level(logging.WARNING, "tritonfp8"), tritonfp8.inspect(model, every=1) as stats:
+        ids = torch.randint(0, 96, (2, 12))
+        model(ids, labels=ids).loss.backward()
+        stats.step()
+    assert "converted experts are not measured, only linear layers are: model.layers.0.mlp.experts" in caplog.text
+
+
+def test_sensitivity_gives_experts_their_recipe_back(model):
+    ids = torch.randint(0, 96, (2, 12))
+    tritonfp8.sensitivity(model, {"input_ids": ids, "labels": ids}, ["rowwise"])
+    assert recipes_of(model) == dict.fromkeys(experts_of(model), recipes.get("rowwise"))
+
+
+def test_the_report_of_the_all_gather_names_them(model):
+    report = enable_float8_all_gather(model)
+    for name in experts_of(model):
+        assert report.skipped[name] == "experts: their weights are gathered in their own dtype"
