@@ -103,7 +103,7 @@ def _whole(parameter):
     return parameter.detach().full_tensor().clone() if hasattr(parameter, "full_tensor") else parameter.detach().clone()
 
 
-def _converters(recipe, gather, experts, payload):
+def _converters(recipe, gather, experts=False, payload="float8"):
     from tritonfp8.integrations.torchtitan import Float8Converter
 
     return (
