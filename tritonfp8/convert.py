@@ -116,7 +116,7 @@ def convert(
         fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`).
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; for ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: weights of converted layers become codes and scales
-            (:class:`tritonfp8.layers.stored.StoredWeight`). Those that are trained must be float32.
+            (:class:`tritonfp8.layers.stored.StoredWeight`). Trained weights must be float32.
         mode: ``"inference"`` freezes the weights of converted layers and stores them.
         batch_invariant: the bits of a row of a layer's output depend on this row of the input alone. It needs scales
             for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.

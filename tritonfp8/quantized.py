@@ -20,8 +20,25 @@ from tritonfp8.specs import (
 )
 
 
+class _CodesAndScales:
+    """What all containers of codes and scales answer."""
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the data."""
+        return self.qdata.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales together."""
+        return int(self.qdata.nbytes + self.scale.nbytes)
+
+
 @dataclass(frozen=True, eq=False)
-class Quantized:
+class Quantized(_CodesAndScales):
     """A quantized tensor: ``dequantized = float32(qdata) * float32(scale)``, the scale broadcast over its block.
 
     A frozen container and a pytree node, not a Tensor subclass: ``torch.compile``, checkpointing and ``tree_map`` see
@@ -61,16 +78,6 @@ class Quantized:
         """Number of dims of the tensor that was quantized."""
         return self.qdata.ndim
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the data."""
-        return self.qdata.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data and scales together."""
-        return int(self.qdata.nbytes + self.scale.nbytes)
-
     def __repr__(self) -> str:
         return f"Quantized({self.spec}, shape={tuple(self.shape)}, device={str(self.device)!r})"
 
@@ -96,7 +103,7 @@ def _check_scale(qdata: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, expe
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedGroups:
+class QuantizedGroups(_CodesAndScales):
     """The quantized operand of a grouped GEMM: one matrix for each group of tokens, in one tensor.
 
     No scale belongs to two groups, so each group has the bits that its matrix has when it is quantized by itself.
@@ -154,16 +161,6 @@ class QuantizedGroups:
     def shape(self) -> torch.Size:
         """Shape of ``qdata``."""
         return self.qdata.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the data."""
-        return self.qdata.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data and scales together."""
-        return int(self.qdata.nbytes + self.scale.nbytes)
 
     def __repr__(self) -> str:
         return (

@@ -17,7 +17,7 @@ from tritonfp8.warmup.measure import GemmCall
 from tritonfp8.warmup.record import record_linear
 
 INVARIANT = [name for name in recipes.names() if (spec := recipes.get(name).output.lhs) and spec.block[0] == 1]
-# K and N, of which GEMMs of few rows split K.
+# With this K and N, GEMMs of few rows split K.
 SIZES = {"cpu": (1200, 96), "cuda": (8192, 1024)}
 
 

@@ -21,7 +21,7 @@ def ends(sizes):
 
 
 def scale_of(scale, group, places, size):
-    """The scales of one group along the dim of the tokens, of which each covers ``size``."""
+    """The scales of one group along the dim of the tokens. Each scale covers ``size`` tokens."""
     return scale[group : group + 1] if size == -1 else scale[places.start // size : -(-places.stop // size)]
 
 

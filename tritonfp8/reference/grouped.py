@@ -185,7 +185,7 @@ def _blocks(columns: slice, group: int, size: int) -> slice:
 
 
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A GEMM for each group in the operands' own dtype, for those that a recipe keeps in high precision.
+    """A GEMM for each group in the operands' own dtype, where a recipe keeps it in high precision.
 
     Args:
         a: ``[tokens, K]``; or ``[M, tokens]``.

@@ -57,7 +57,7 @@ def test_options(ranks, known, setup):
     check(ranks, known, "data_copy", setup)
 
 
-# Resharded weights: those that are left gathered are above, with each swap.
+# Weights that FSDP2 reshards. The test above has weights that stay gathered, with each swap.
 @pytest.mark.parametrize("swap", ["data_copy"])
 def test_a_block_of_quantize_weights_once_for_each_set_of_weights(ranks, known, swap):
     check(ranks, known, swap, Setup(), once=True)

@@ -70,7 +70,7 @@ def test_optimizers_of_torch_step_shards_to_the_codes_of_one_rank(ranks, recipe,
     ):
         assert changed > 0.2
         assert (steps.steps, steps.unchanged) == (3, 0)
-        # One of the shards, and one of the whole weights that they are compared with.
+        # One call has the shards, and the other the whole weights to compare with.
         assert len(messages) == 2 + 2
 
 

@@ -51,7 +51,8 @@ def saved_between(function, x, width):
 PARTITIONERS = [*(("aot_eager_decomp_partition", name) for name in QUANTIZED), ("inductor", "rowwise")]
 SIZES = [((128, 160), False), ((128, 48), True), ((128, 48, 2), False)]
 each_size = pytest.mark.parametrize(("sizes", "is_saved"), SIZES)
-# Sizes decide what is saved, and a recipe what is cast: all sizes with one recipe, and each recipe with a size.
+# Sizes decide which tensors backward keeps, and a recipe decides the casts. So all sizes run with one recipe, and each
+# recipe with one size.
 ALL_SIZES = [(PARTITIONERS[QUANTIZED.index("rowwise")], size) for size in SIZES]
 CASES = [(*partitioner, *size) for partitioner, size in dict.fromkeys(ALL_SIZES + covering.each(PARTITIONERS, SIZES))]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import each_recipe, normal
 from mixtures import model_of
+from torch import nn
 
 import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
@@ -77,6 +78,22 @@ class TestQuantizeWeightsOnce:
         expected = experts(*args)
         with tritonfp8.quantize_weights_once(experts, torch.float32):
             assert_bitwise_equal(experts(*args), expected)
+
+    def test_parametrized_weights_are_computed_and_quantized_in_each_pass(self):
+        """As those of LoRA on the parameters of experts."""
+
+        class Twice(nn.Module):
+            def forward(self, x):
+                return 2 * x
+
+        experts, args = Float8Experts(4, 32, 48, recipe="rowwise"), batch(32, 4)
+        before = experts(*args)
+        nn.utils.parametrize.register_parametrization(experts, "down_proj", Twice())
+        expected = experts(*args)
+        assert not torch.equal(expected, before)
+        with tritonfp8.quantize_weights_once(experts):
+            experts.parametrizations.down_proj.original.data.mul_(2)
+            assert_bitwise_equal(experts(*args), 2 * expected)
 
     def test_operands_of_another_weight_are_an_error(self):
         recipe, weight = recipes.get("rowwise"), normal(3, 24, 40)

@@ -230,7 +230,7 @@ OPTIMIZERS = {
 
 
 def steps_directly(mesh, recipe, layout, optimizer, steps=3):
-    """torch's optimizer steps shards to the codes of the whole weights; what ranks warned of and counted."""
+    """Whether torch's optimizer gives shards the codes of unsharded weights; the warnings and counts of the ranks."""
     kind, options = OPTIMIZERS[optimizer]
     reference = trained_model(recipe)
     model = laid_out(mesh, layout, trained_model(recipe))

@@ -15,7 +15,7 @@ from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, permut
 
 
 class _Trip(NamedTuple):
-    """The way of this rank's rows, which are sorted by expert, and of those that it receives.
+    """The way of the rows that this rank sends, sorted by expert, and of the rows that it receives.
 
     Attributes:
         send, receive: the rows to and from each rank.

@@ -231,8 +231,8 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     more. All ranks must open and close the block together. Parametrized weights (``torch.nn.utils.parametrizations``)
     are still computed in each pass, for autograd, but not quantized.
 
-    Weights that are stored in 8 bits are left as they are. Experts of torchtitan, and those that FSDP2 shards, quantize
-    their weights in each pass.
+    Weights that are stored in 8 bits are left as they are. Experts of torchtitan, and experts that
+    FSDP2 shards, quantize their weights in each pass.
 
     Weights must not change inside the block. A change that torch counts (in place, another Parameter, other storage) is
     an error at the next eager use; codes that FSDP2 gathers are made again instead. Any other change (``.data``, a

@@ -32,7 +32,7 @@ class ConvertedExperts(nn.Module):
     """What all modules of experts that follow a recipe have."""
 
     recipe: Recipe
-    # The class that converted experts had; None of those that were made by themselves.
+    # The class that converted experts had; None for Float8Experts, which had no other.
     experts: type[nn.Module] | None = None
 
     def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:

@@ -16,8 +16,10 @@ from tritonfp8.recipes import Recipe
 
 
 def _parts(module: RoutedExperts) -> dict[str, Tensor] | None:
-    """The weights that lie whole on this rank, of all experts or of those that it has; None if FSDP2 shards them."""
+    """The weights of all experts on this rank, by name; None if FSDP2 shards them or a parametrization computes them."""
     weights = module.weights()
+    if not all(name in module._parameters for name in weights):
+        return None
     if module.dispatch is not None:
         return module.dispatch.parts(weights)
     return None if any(hasattr(weight, "_local_tensor") for weight in weights.values()) else weights
