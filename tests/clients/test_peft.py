@@ -3,10 +3,12 @@
 import peft
 import pytest
 import torch
+from mixtures import model_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tritonfp8
 from tritonfp8 import Float8Linear
+from tritonfp8.counting import count_gemms
 from tritonfp8.layers.stored import StoredWeight
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -130,3 +132,36 @@ def test_adapters_are_not_merged_into_codes():
         model.merge_and_unload()
     tritonfp8.revert(model)
     assert type(model.merge_and_unload()) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_adapters_on_the_parameters_of_experts_train(recipe):
+    """peft computes the weights of experts from base and adapters; the experts quantize the sum, in both orders."""
+    losses = {}
+    for order in ("convert first", "adapters first"):
+        model = model_of("mixtral")
+        lora = peft.LoraConfig(
+            r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        )
+        if order == "convert first":
+            tritonfp8.convert(model, recipe, experts=True)
+        model = peft.get_peft_model(model, lora)
+        if order == "adapters first":
+            tritonfp8.convert(model, recipe, experts=True)
+        trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        for _ in range(2):
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(order, []).append(loss.item())
+        assert len(trained) == 8
+        assert not [name for name, old in trained.items() if torch.equal(model.get_parameter(name), old)]
+        assert not [name for name, old in frozen.items() if not torch.equal(model.get_parameter(name), old)]
+        with count_gemms() as counts:
+            model(input_ids=TOKENS)
+        # Four projections of attention and two grouped GEMMs in each of two layers.
+        assert counts.calls == {"reference": 12}
+    assert losses["convert first"] == losses["adapters first"]

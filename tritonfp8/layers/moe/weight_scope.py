@@ -16,7 +16,7 @@ from tritonfp8.recipes import Recipe
 
 
 def _parts(module: RoutedExperts) -> dict[str, Tensor] | None:
-    """The weights of all experts on this rank, by name; None if FSDP2 shards them or a parametrization computes them."""
+    """The weights of the experts on this rank, by name; None if FSDP2 shards or a parametrization computes them."""
     weights = module.weights()
     if not all(name in module._parameters for name in weights):
         return None
