@@ -58,12 +58,12 @@ MAY_READ_THE_ENVIRONMENT = (*(f"tritonfp8.{room}" for room in ABOVE_THE_CORE), "
 # Functions, or a stride in one.
 BOUNDED = "the host copies a tensor whose offsets exceed 32 bits (View.within_32_bits)"
 STRIDES_OF_32_BITS = {
-    **dict.fromkeys(("_read_scale", "_read_rows", "_read_columns", "scale_tile"), BOUNDED),
+    **dict.fromkeys(("_read_scale", "read_rows", "read_columns", "scale_tile"), BOUNDED),
     **dict.fromkeys(
         ("block_scaled_matmul_kernel.stride_a_scale_k", "block_scaled_matmul_kernel.stride_b_scale_k"), BOUNDED
     ),
     **dict.fromkeys(("rms_norm_rows_kernel.stride_w", "rms_norm_backward_kernel.stride_w", "_load.stride_cn"), BOUNDED),
-    "_fill": "TMA coordinates have 32 bits; the host copies scales whose offsets exceed them",
+    "fill_stage": "TMA coordinates have 32 bits; the host copies scales whose offsets exceed them",
     "quantize_shards_kernel": "indices come from an int64 table",
     "quantize_tile_kernel": "the result index is 0 or 1",
 }

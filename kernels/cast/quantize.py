@@ -32,7 +32,7 @@ GIVEN: tl.constexpr = tl.constexpr(-1)
 
 
 @triton.jit
-def _tile_index(tile, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
+def tile_index(tile, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
     """Row and column of a tile. Tiles run down the columns of groups of ``GROUP`` rows.
 
     Tiles that run at the same time then form a square, so stores of both orientations are close together in memory.
@@ -92,7 +92,7 @@ def transpose_tile(q, R: tl.constexpr):
 
 
 @triton.jit
-def _load(pointers, mask, EVEN: tl.constexpr):
+def load_masked(pointers, mask, EVEN: tl.constexpr):
     return tl.load(pointers) if EVEN else tl.load(pointers, mask=mask, other=0.0)
 
 
@@ -160,7 +160,7 @@ def amax_kernel(
 ):  # fmt: skip
     """amax bits (int32) of the blocks of ``x [M, N]``. Each block must lie inside one tile."""
     begin(DEPENDENT)
-    pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
+    pid_m, pid_n = tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     x, _ = _load_tile(x_ptr, rows, cols, M, N, stride_xm, stride_xn)
@@ -198,7 +198,7 @@ def partial_amax_kernel(
         rows = tile * TILE_M + tl.arange(0, TILE_M)
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         offsets = rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
-        values = magnitudes(_load(x_ptr + offsets, mask, EVEN))
+        values = magnitudes(load_masked(x_ptr + offsets, mask, EVEN))
         if ROW:
             tl.store(row_ptr + strip.to(tl.int64) * stride_part + rows, reduce_max(values, 1), mask=rows < M)
         if COL or WHOLE:
@@ -259,14 +259,17 @@ def _given_amax(
 
 
 @triton.jit
-def _quantize_tile(
-    x, pid_m, pid_n, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
+def quantize_tile(
+    x, pid_m, pid_n, is_first, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
     stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
     DIRECT_CAST: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a spread tile and store it with its scales. ``PARTS`` is 0 if every block lies inside one tile."""
+    """Quantize a spread tile and store it with its scales. ``PARTS`` is 0 if every block lies inside one tile.
+
+    ``is_first``: the tile has the first rows of ``x``. It stores the scales of blocks of all rows.
+    """
     TILE_M: tl.constexpr = x.shape[0]
     TILE_N: tl.constexpr = x.shape[1]
     group_m = _group_offsets(pid_m, TILE_M, ROWS)
@@ -297,7 +300,7 @@ def _quantize_tile(
         offsets = rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
         _store(q_ptr + offsets, q, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
     # All tiles of a block compute its scale; the first one stores it.
-    if (ROWS != -1 or pid_m == 0) and (COLS != -1 or pid_n == 0):
+    if (ROWS != -1 or is_first) and (COLS != -1 or pid_n == 0):
         in_order = _in_order(scale, R) if ROWS == 1 else scale
         _store_blocks(s_ptr, in_order, group_m, group_n, groups_m, groups_n, stride_sm, stride_sn)
 
@@ -339,15 +342,15 @@ def quantize_kernel(
     rows are still in L2.
     """
     begin(DEPENDENT)
-    pid_m, pid_n = _tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
+    pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     rows = spread_rows(pid_m, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     pointers = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
-    x = _load(pointers, mask, EVEN)
+    x = load_masked(pointers, mask, EVEN)
     if NORMAL:
-        _quantize_tile(
-            x, pid_m, pid_n, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
+        quantize_tile(
+            x, pid_m, pid_n, pid_m == 0, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
             stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
             ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
             DIRECT_CAST, False, EVEN, R,
@@ -356,9 +359,9 @@ def quantize_kernel(
         if NORMAL:
             # Load again from the cache: keeping the tile costs registers. The second load also stops the compiler from
             # merging two equal casts; Triton 3.6 moved the bytes of a merged cast to wrong places on Hopper.
-            x = _load(pointers, mask, EVEN)
-        _quantize_tile(
-            x, pid_m, pid_n, M, N, qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn,
+            x = load_masked(pointers, mask, EVEN)
+        quantize_tile(
+            x, pid_m, pid_n, pid_m == 0, M, N, qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn,
             stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, parts_t, stride_part_t,
             ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
             DIRECT_CAST, True, EVEN, R,
@@ -380,7 +383,7 @@ def dequantize_kernel(
 ):  # fmt: skip
     """``out [M, N] = float32(q) * float32(scale)`` with the scale of each element's block; ``out`` is contiguous."""
     begin(DEPENDENT)
-    pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
+    pid_m, pid_n = tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, 1)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     q, mask = _load_tile(q_ptr, rows, cols, M, N, stride_qm, stride_qn)
@@ -402,11 +405,11 @@ def transpose_kernel(
 ):  # fmt: skip
     """Transpose ``q [M, N]`` (uint8) into the contiguous ``out [N, M]``."""
     begin(DEPENDENT)
-    pid_m, pid_n = _tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
+    pid_m, pid_n = tile_index(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     rows = spread_rows(pid_m, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     pointers = q_ptr + rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
-    q = _load(pointers, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
+    q = load_masked(pointers, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
     rows = pid_m * TILE_M + tl.arange(0, TILE_M)
     offsets = cols.to(tl.int64)[:, None] * M + rows.to(tl.int64)[None, :]
     _store(out_ptr + offsets, transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)

@@ -10,7 +10,7 @@ from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 
 @triton.jit
-def _scale_product(product, row_scale, col_scale, ROWS: tl.constexpr, COLS: tl.constexpr):
+def scale_product(product, row_scale, col_scale, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Scale the result of one step of K, by a scale for each row or column (ROWS, COLS = 1) or by one for the tile."""
     if ROWS == 1 and COLS == 1:
         return product * row_scale[:, None] * col_scale[None, :]
@@ -75,9 +75,9 @@ def block_scaled_matmul_kernel(
             a_scales += stride_a_scale_k
             b_scales += stride_b_scale_k
             if SWAP:
-                acc += _scale_product(product, b_scale, a_scale, B_ROWS, A_ROWS)
+                acc += scale_product(product, b_scale, a_scale, B_ROWS, A_ROWS)
             else:
-                acc += _scale_product(product, a_scale, b_scale, A_ROWS, B_ROWS)
+                acc += scale_product(product, a_scale, b_scale, A_ROWS, B_ROWS)
         if SWAP:
             acc = acc.T
         if SPLIT:
@@ -90,7 +90,7 @@ def block_scaled_matmul_kernel(
 
 
 @triton.jit
-def _load_exponents(
+def load_exponents(
     pointer, row, k_block, rows, k_blocks, stride_row, stride_k, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     offs_row = row + tl.arange(0, ROWS)
@@ -100,7 +100,7 @@ def _load_exponents(
 
 
 @triton.jit
-def _widen(x, exponents, SCALE_K: tl.constexpr):
+def widen_tile(x, exponents, SCALE_K: tl.constexpr):
     """Dequantize MX codes to bf16."""
     return scale_blocks(x.to(tl.float32), decode_e8m0(exponents), 1, SCALE_K).to(tl.bfloat16)
 
@@ -136,7 +136,7 @@ def mx_matmul_kernel(
         for k in range(first, last, BLOCK_K):
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)
             rhs = load_operand(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, TMA)
-            a_scale = _load_exponents(
+            a_scale = load_exponents(
                 a_scale_ptr,
                 row,
                 k // SCALE_K,
@@ -147,7 +147,7 @@ def mx_matmul_kernel(
                 BLOCK_M,
                 BLOCK_K // SCALE_K,
             )
-            b_scale = _load_exponents(
+            b_scale = load_exponents(
                 b_scale_ptr,
                 col,
                 k // SCALE_K,
@@ -162,7 +162,7 @@ def mx_matmul_kernel(
                 tl.static_assert(not SWAP, "the native instruction takes 128 rows of the input")
                 acc = tl.dot_scaled(lhs, a_scale, A_FORMAT, rhs.T, b_scale, B_FORMAT, acc)
             else:
-                acc = multiply(_widen(lhs, a_scale, SCALE_K), _widen(rhs, b_scale, SCALE_K), acc, SWAP, None)
+                acc = multiply(widen_tile(lhs, a_scale, SCALE_K), widen_tile(rhs, b_scale, SCALE_K), acc, SWAP, None)
         if SWAP:
             acc = acc.T
         if SPLIT:

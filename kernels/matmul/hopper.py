@@ -34,7 +34,7 @@ EARLY_STEPS: gl.constexpr = gl.constexpr(4)
 
 
 @gluon.jit
-def _tile_origin(tile, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+def tile_origin(tile, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
     """First row and column of the ``tile``-th tile, in the order of ``tiles.tile_index``."""
     per_group = GROUP_M * tiles_n
     first_m = (tile // per_group) * GROUP_M
@@ -44,7 +44,7 @@ def _tile_origin(tile, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.cons
 
 
 @gluon.jit
-def _next_stage(stage, phase, STAGES: gl.constexpr):
+def next_stage(stage, phase, STAGES: gl.constexpr):
     wrapped = stage == STAGES - 1
     return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
 
@@ -73,15 +73,15 @@ def _piece(
     if SPLIT:
         tiles = tiles_m * tiles_n
         part = piece // tiles
-        row, col = _tile_origin(piece % tiles, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = tile_origin(piece % tiles, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         return row, col, part, part * steps // split_k, (part + 1) * steps // split_k
     else:
-        row, col = _tile_origin(piece, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = tile_origin(piece, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         return row, col, 0, 0, steps
 
 
 @gluon.jit
-def _fill(
+def fill_stage(
     a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, step, stage,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -117,11 +117,11 @@ def _load(
         before = gl.where(piece == gl.program_id(0), filled, 0)
         for step in range(first + before, last):
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            _fill(
+            fill_stage(
                 a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, step, stage,
                 A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            stage, phase = _next_stage(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -173,14 +173,14 @@ def _activate(x, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _read_rows(pointer, row, end, stride, layout: gl.constexpr):
+def read_rows(pointer, row, end, stride, layout: gl.constexpr):
     """Load an epilogue vector for the 64 rows of a wave."""
     rows = row + gl.arange(0, WAVE_ROWS, gl.SliceLayout(1, layout))
     return gl.load(pointer + rows * stride, mask=rows < end, other=0.0)
 
 
 @gluon.jit
-def _read_columns(pointer, col, end, stride, COLUMNS: gl.constexpr):
+def read_columns(pointer, col, end, stride, COLUMNS: gl.constexpr):
     """Load an epilogue vector for the columns of a tile, spread over all threads: one or two registers each."""
     cols = col + gl.arange(0, COLUMNS, gl.BlockedLayout([1], [WARP_SIZE], [GROUP_WARPS], [0]))
     return gl.load(pointer + cols * stride, mask=cols < end, other=0.0)
@@ -251,7 +251,7 @@ def _store(
 
 
 @gluon.jit
-def _sum_promoted(
+def sum_promoted(
     shared, pointers, strides, row, col, first, last, stage, phase,
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, layout: gl.constexpr,
@@ -303,7 +303,7 @@ def _sum_promoted(
                 if step == first:
                     mbarrier.arrive(turn, count=1)
             acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
-        stage, phase = _next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
     return acc0, acc1, stage, phase
 
 
@@ -331,11 +331,11 @@ def _start_step(
 
 
 @gluon.jit
-def _sum_overlapped(
+def sum_overlapped(
     shared, pointers, strides, row, col, first, last, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """:func:`_sum_promoted` with one wave; each step starts before the last one is promoted, OVERLAP steps in a row.
+    """:func:`sum_promoted` with one wave; each step starts before the last one is promoted, OVERLAP steps in a row.
 
     No wgmma may be in flight across an iteration: ptxas would then wait for each one.
     """
@@ -349,7 +349,7 @@ def _sum_overlapped(
         )
         for i in gl.static_range(1, OVERLAP):
             previous = stage
-            stage, phase = _next_stage(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
             token_next, a_next, b_next = _start_step(
                 shared, pointers, strides, row, col, step + i, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
             )
@@ -363,7 +363,7 @@ def _sum_overlapped(
         product = warpgroup_mma_wait(0, deps=[token])
         mbarrier.arrive(empty.index(stage), count=1)
         acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
-        stage, phase = _next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
     for step in range(first + turns * OVERLAP, last):
         token, a_scale, b_scale = _start_step(
             shared, pointers, strides, row, col, step, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
@@ -371,16 +371,16 @@ def _sum_overlapped(
         product = warpgroup_mma_wait(0, deps=[token])
         mbarrier.arrive(empty.index(stage), count=1)
         acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
-        stage, phase = _next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
     return acc, stage, phase
 
 
 @gluon.jit
-def _sum_fast(
+def sum_fast(
     shared, first, last, stage, phase,
     GROUP: gl.constexpr, WAVES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """:func:`_sum_promoted` without promotion: the tensor core's accumulator sums all steps, and one is in flight."""
+    """:func:`sum_promoted` without promotion: the tensor core's accumulator sums all steps, and one is in flight."""
     a_bufs, b_bufs, _, _, _, full, empty, _ = shared
     FIRST: gl.constexpr = GROUP * WAVES
     acc0 = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
@@ -398,7 +398,7 @@ def _sum_fast(
         # Recomputed, not kept from the last step: if two names have the same value before a loop, Triton takes them for
         # one inside it.
         mbarrier.arrive(empty.index(_stage_before(stage, STAGES)), count=1, pred=step > first)
-        stage, phase = _next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
     if WAVES == 2:
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
     else:
@@ -440,21 +440,21 @@ def _multiply(
         bias0 = None
         bias1 = None
         if SCALED:
-            a_scale0 = _read_rows(a_scale_ptr, row, M, stride_am, layout)
-            b_scale0 = _read_columns(b_scale_ptr, col, N, stride_bn, COLUMNS)
+            a_scale0 = read_rows(a_scale_ptr, row, M, stride_am, layout)
+            b_scale0 = read_columns(b_scale_ptr, col, N, stride_bn, COLUMNS)
             if WAVES == 2:
-                a_scale1 = _read_rows(a_scale_ptr, row + WAVE_ROWS, M, stride_am, layout)
+                a_scale1 = read_rows(a_scale_ptr, row + WAVE_ROWS, M, stride_am, layout)
             if HALVES:
-                b_scale1 = _read_columns(b_scale_ptr, col + COLUMNS, N, stride_bn, COLUMNS)
+                b_scale1 = read_columns(b_scale_ptr, col + COLUMNS, N, stride_bn, COLUMNS)
         if HAS_BIAS:
             if SWAP:
-                bias0 = _read_rows(bias_ptr, row, M, 1, layout)
+                bias0 = read_rows(bias_ptr, row, M, 1, layout)
             else:
-                bias0 = _read_columns(bias_ptr, col, N, 1, COLUMNS)
+                bias0 = read_columns(bias_ptr, col, N, 1, COLUMNS)
                 if HALVES:
-                    bias1 = _read_columns(bias_ptr, col + COLUMNS, N, 1, COLUMNS)
+                    bias1 = read_columns(bias_ptr, col + COLUMNS, N, 1, COLUMNS)
         if PROMOTE and OVERLAP > 1:
-            acc0, stage, phase = _sum_overlapped(
+            acc0, stage, phase = sum_overlapped(
                 shared, pointers, strides, row, col, first, last, stage, phase,
                 GROUP, A_ROWS, B_ROWS, BLOCK_N, STAGES, OVERLAP, layout,
             )  # fmt: skip
@@ -463,12 +463,12 @@ def _multiply(
                 # Start half a step after the other group, so that the two do not promote at the same time.
                 mbarrier.wait(turn, tile_phase, pred=steps >= STAGES)
                 tile_phase = tile_phase ^ 1
-            acc0, acc1, stage, phase = _sum_promoted(
+            acc0, acc1, stage, phase = sum_promoted(
                 shared, pointers, strides, row, col, first, last, stage, phase,
                 GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
             )  # fmt: skip
         else:
-            acc0, acc1, stage, phase = _sum_fast(
+            acc0, acc1, stage, phase = sum_fast(
                 shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout
             )
         out_row = part * (tiles_n * BLOCK_N if SWAP else tiles_m * BLOCK_M)
@@ -551,7 +551,7 @@ def hopper_matmul_kernel(
     row, col, _, first, last = _piece(gl.program_id(0), sizes, split_k, SPLIT, BLOCK_M, BLOCK_N, GROUP_M)
     filled = gl.minimum(last - first, EARLY)
     for stage in range(filled):
-        _fill(
+        fill_stage(
             a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, first + stage, stage,
             A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip

@@ -185,19 +185,22 @@ _GROUPED = {
         "(Tensor x, Tensor offsets, str spec, bool transpose=False) -> (Tensor, Tensor)",
         fakes.quantize_groups,
         reference.quantize_groups,
-        launch.no_kernel,
+        launch.quantize_groups,
+        launch.plan_quantize_groups,
     ),
     "quantize_groups_both": Op(
         "(Tensor x, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor)",
         fakes.quantize_groups_both,
         reference.quantize_groups_both,
-        launch.no_kernel,
+        launch.quantize_groups_both,
+        launch.plan_quantize_groups_both,
     ),
     "quantize_matrices": Op(
         "(Tensor x, str spec, bool transpose=False) -> (Tensor, Tensor)",
         fakes.quantize_matrices,
         reference.quantize_matrices,
-        launch.no_kernel,
+        launch.quantize_matrices,
+        launch.plan_quantize_matrices,
     ),
     "scaled_grouped_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
@@ -206,7 +209,8 @@ _GROUPED = {
         "SymInt tokens=0) -> Tensor",
         fakes.scaled_grouped_matmul,
         reference.scaled_grouped_matmul,
-        launch.no_kernel,
+        launch.scaled_grouped_matmul,
+        launch.plan_scaled_grouped_matmul,
         kind=scaled_grouped_matmul_kind,
         contraction=grouped_contraction,
     ),
@@ -214,11 +218,12 @@ _GROUPED = {
         "(Tensor a, Tensor b, Tensor offsets, Tensor? bias=None) -> Tensor",
         fakes.grouped_matmul,
         reference.grouped_matmul,
-        launch.no_kernel,
+        launch.grouped_matmul,
+        launch.plan_grouped_matmul,
         kind=matmul_kind,
     ),
     "grouped_sum": Op(
-        "(Tensor x, Tensor offsets) -> Tensor", fakes.grouped_sum, reference.grouped_sum, launch.no_kernel
+        "(Tensor x, Tensor offsets) -> Tensor", fakes.grouped_sum, reference.grouped_sum, launch.grouped_sum
     ),
 }
 _FUSED = {

@@ -128,6 +128,9 @@ DEQUANTIZE = CastTile(64, 128, 4)
 WIDEN = CastTile(128, 32, 4)
 # Of the casts of many shards in one launch.
 SHARDS = CastTile(128, 128, 8)
+# Of groups of rows, and the sums of their parts.
+GROUPS = CastTile(128, 128, 8)
+GROUP_SUMS = CastTile(16, 128, 4)
 
 # Most partial maxima of a line that a cast reduces itself, and most that it reduces in one step.
 MOST_PARTS_IN_A_CAST = 32

@@ -92,8 +92,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels/matmul/block_scaled.py",
-        "acc += _scale_product(product, b_scale, a_scale, B_ROWS, A_ROWS)",
-        "acc += _scale_product(product, a_scale, b_scale, A_ROWS, B_ROWS)",
+        "acc += scale_product(product, b_scale, a_scale, B_ROWS, A_ROWS)",
+        "acc += scale_product(product, a_scale, b_scale, A_ROWS, B_ROWS)",
         "swapped operands are scaled as if they were not",
         ("tests/kernels/test_matmul.py", "-k", "every_configuration"),
     ),

@@ -135,17 +135,20 @@ def waits_first(ptx):
     return first is not None and first[0] == WAIT
 
 
-def note_launches(monkeypatch, cc, *modules):
+def note_launches(monkeypatch, cc, *modules, **abilities):
     """Have plans launch for a device of compute capability ``cc`` from now on, and note what they would launch.
 
-    So do those of ``modules`` that launch without a plan, by a ``run`` of their own.
+    So do those of ``modules`` that launch without a plan, by a ``run`` of their own. ``abilities`` are more abilities
+    that the device has.
 
     Returns:
         A list that grows with each launch: ``(kernel, arguments of run after the number of programs, options)``.
     """
     found = []
-    abilities = dataclasses.replace(hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132)
-    monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
+    has = dataclasses.replace(
+        hardware.CPU, capability=divmod(cc, 10), has_direct_cast=cc >= 90, num_sms=132, **abilities
+    )
+    monkeypatch.setattr(hardware, "abilities", lambda device: has)
 
     def note(kernel, programs, *arguments, **options):
         found.append((kernel, arguments, options))
@@ -167,8 +170,8 @@ def compile_launch(cc, kernel, pointers, integers, constants, **options):
     """
     names = list(kernel.arg_names)
     given = dict(zip(names, pointers, strict=False))
-    signature = {name: POINTERS[pointer.dtype] for name, pointer in given.items() if pointer is not None}
-    divisible = list(signature)
+    signature = {name: _type_of(pointer) for name, pointer in given.items() if pointer is not None}
+    divisible = [name for name, kind in signature.items() if kind.startswith("*")]
     constants = {**{name: None for name, pointer in given.items() if pointer is None}, **constants}
     for name, value in zip(names[len(pointers) :], integers, strict=False):
         if value == 1:
@@ -178,6 +181,13 @@ def compile_launch(cc, kernel, pointers, integers, constants, **options):
         if value % 16 == 0:
             divisible.append(name)
     return compile_kernel(kernel, signature, constants, cc, divisible_by_16=divisible, **options)
+
+
+def _type_of(pointer):
+    """Type in a signature of a tensor or of a TMA descriptor."""
+    if not hasattr(pointer, "block_shape"):
+        return POINTERS[pointer.dtype]
+    return descriptor(POINTERS[pointer.base.dtype][1:], pointer.block_shape, getattr(pointer, "layout", None))
 
 
 def read_report(ptx, shared_bytes, log):

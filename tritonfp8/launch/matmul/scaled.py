@@ -133,7 +133,7 @@ def _plan_tiles(
     )
 
 
-def _is_readable_along_k(scale: View) -> bool:
+def is_readable_along_k(scale: View) -> bool:
     """Whether TMA can read a step's rows of a scale along K, ``[rows, steps]``, as ``Quantized`` lays it out.
 
     The Hopper kernel finds a step's rows by one 32-bit coordinate.
@@ -143,7 +143,7 @@ def _is_readable_along_k(scale: View) -> bool:
     return row == 1 and step % SCALE_ALIGNMENT == 0 and aligned and step * scale.shape[1] <= MAX_TMA_COORDINATE
 
 
-def _scale_along_k(scale: View, rows: int, block_rows: int) -> tuple[Pointer, int, int]:
+def scale_along_k(scale: View, rows: int, block_rows: int) -> tuple[Pointer, int, int]:
     """A scale along K as the Hopper kernel reads it, with its strides of a row and of a step of K."""
     if rows > 1:
         return scale, scale.strides[0], scale.strides[1]
@@ -160,8 +160,8 @@ def _plan_specialized(
     split = config.split_k > 1
     a_rows, b_rows = (p.a_rows, p.b_rows) if family == "blockwise" else (0, 0)
     if a_rows:
-        a_scale, *a_strides = _scale_along_k(p.a_scale, a_rows, max(config.block_m, SCALE_VECTOR))
-        b_scale, *b_strides = _scale_along_k(p.b_scale, b_rows, max(config.block_n, SCALE_VECTOR))
+        a_scale, *a_strides = scale_along_k(p.a_scale, a_rows, max(config.block_m, SCALE_VECTOR))
+        b_scale, *b_strides = scale_along_k(p.b_scale, b_rows, max(config.block_n, SCALE_VECTOR))
     else:
         a_stride, b_stride = p.scale_strides()
         a_scale, a_strides = p.a_scale, [a_stride, 0]
@@ -255,7 +255,7 @@ def _plan_gemm(
     gemm = p if workspace is None else p.partial_sums(workspace)
     if config.specialized:
         along_k = [(p.a_scale, p.a_rows), (p.b_scale, p.b_rows)] if family == "blockwise" else []
-        if not all(rows > 1 or _is_readable_along_k(scale) for scale, rows in along_k):
+        if not all(rows > 1 or is_readable_along_k(scale) for scale, rows in along_k):
             return False
         _plan_specialized(plan, gemm, family, accumulation, config, programs)
     else:
@@ -309,7 +309,7 @@ def _within_32_bits(scale: Tensor) -> Tensor:
 
 def _readable_along_k(scale: Tensor, spec: str) -> Tensor:
     """``scale``, copied if it lies along K and TMA cannot read it: a scale from elsewhere may have any strides."""
-    if spec_of(spec).block != BLOCK_1X128 or _is_readable_along_k(View.of(scale)):
+    if spec_of(spec).block != BLOCK_1X128 or is_readable_along_k(View.of(scale)):
         return scale
     shape = (scale.shape[0], scale.shape[1] * BLOCK_1X128[1])
     return empty_scale(shape, BLOCK_1X128, "fp32", scale.device).copy_(scale)

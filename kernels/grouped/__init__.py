@@ -1,0 +1,1 @@
+"""Casts and GEMMs of groups of adjacent rows, such as the tokens of each expert: all groups in one launch."""

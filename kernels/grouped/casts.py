@@ -1,0 +1,178 @@
+"""Casts of groups: each group of rows, or each matrix, is quantized as if it were alone."""
+
+import triton
+import triton.language as tl
+
+from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.grouped.schedule import FIELDS, bounds_of
+from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
+from tritonfp8.kernels.pdl import begin
+
+
+@triton.jit
+def _rows_of(tile, table_ptr, rows, MATRICES: tl.constexpr, TILE: tl.constexpr):
+    """Group of a tile, first row of the group, its number of rows, and which tile of the group it is."""
+    if MATRICES:
+        tiles = tl.cdiv(rows, TILE)
+        group = tile // tiles
+        return group, group * rows, rows, tile % tiles
+    else:
+        at = table_ptr + tile * FIELDS
+        start = tl.load(at + 3)
+        return tl.load(at), start, tl.load(at + 2) - start, (tl.load(at + 1) - start) // TILE
+
+
+@triton.jit
+def _of_group(pointer, group, start, stride_row, stride_group, ROWS: tl.constexpr, MATRICES: tl.constexpr):
+    """Where the values of a group begin: scales that tokens share are found by the group, others by its first row."""
+    if MATRICES or ROWS == -1:
+        return pointer + group.to(tl.int64) * stride_group
+    else:
+        return pointer + start.to(tl.int64) * stride_row
+
+
+@triton.jit
+def group_amax_kernel(
+    x_ptr, table_ptr, row_ptr, col_ptr, whole_ptr, blocks, entries, rows, N, stride_xm, stride_xn, stride_part,
+    ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, MATRICES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Maxima of blocks that no tile holds whole.
+
+        row_ptr    [cdiv(N, TILE_N), rows of x]  magnitudes per row, over the columns of a tile
+        col_ptr    [groups, N]                   amax bits (int32) per column of a group; zero before
+        whole_ptr  [groups]                      amax bits of a group; zero before
+
+    Tiles of one group raise its maxima by atomics: the maximum of integers is the same in every order.
+    """
+    begin(DEPENDENT)
+    L: tl.constexpr = TILE_M // R
+    pid_m, pid_n = tile_index(tl.program_id(0), blocks * TILE_M, N, TILE_M, TILE_N, 1)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    tiles = blocks if MATRICES else tl.load(table_ptr + entries * FIELDS)
+    # More than one tile only where some rows belong to no group.
+    for tile in range(pid_m, tiles, blocks):
+        group, start, count, of_group = _rows_of(tile, table_ptr, rows, MATRICES, TILE_M)
+        within = of_group * TILE_M + tl.arange(0, TILE_M)
+        mask = (within < count)[:, None] & (cols < N)[None, :]
+        x = x_ptr + start.to(tl.int64) * stride_xm
+        offsets = within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+        values = magnitudes(tl.load(x + offsets, mask=mask, other=0.0))
+        if ROW:
+            to = row_ptr + pid_n.to(tl.int64) * stride_part + start
+            tl.store(to + within, reduce_max(values, 1), mask=within < count)
+        if COL or WHOLE:
+            highest = reduce_max(tl.reshape(values, (R, L, TILE_N)), 0) if R > 1 else values
+            found = reduce_max(highest, 0)
+            if tile < blocks:
+                if COL:
+                    to = col_ptr + group.to(tl.int64) * N
+                    bits = amax_bits(found, x_ptr.dtype.element_ty)
+                    tl.atomic_max(to + cols, bits, mask=(cols < N) & (count > 0), sem="relaxed")
+                if WHOLE:
+                    bits = amax_bits(reduce_max(found, 0), x_ptr.dtype.element_ty)
+                    tl.atomic_max(whole_ptr + group, bits, sem="relaxed")
+
+
+@triton.jit
+def quantize_groups_kernel(
+    x_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr,
+    blocks, entries, groups, rows, N, stride_xm, stride_xn,
+    groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_sg, stride_am, stride_an, stride_ag,
+    groups_tm, groups_tn, stride_qtm, stride_qtn, stride_qtg, stride_stm, stride_stn, stride_stg,
+    stride_atm, stride_atn, stride_atg,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr,
+    E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
+    ROWS_T: tl.constexpr, COLS_T: tl.constexpr, QMAX_T: tl.constexpr, EMAX_T: tl.constexpr,
+    QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
+    E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
+    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, MATRICES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Quantize each group of rows of ``x``, its transpose, or both, in one pass over ``x``.
+
+    All strides and blocks are in the coordinates of ``x``. With MATRICES each group has ``rows`` rows. Else the table
+    of aligned tiles says which rows a tile has, and the transposed result is a tensor of groups of columns: tile t
+    writes its t-th TILE_M columns, zeros after the last token of a group. A block that does not fit in a tile takes its
+    amax from ``amax_ptr``, by the strides of its group.
+    """
+    begin(DEPENDENT)
+    pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), blocks * TILE_M, N, TILE_M, TILE_N, GROUP)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    tiles = blocks if MATRICES else tl.load(table_ptr + entries * FIELDS)
+    # More than one tile only where some rows belong to no group.
+    for tile in range(pid_m, tiles, blocks):
+        group, start, count, of_group = _rows_of(tile, table_ptr, rows, MATRICES, TILE_M)
+        within = spread_rows(of_group, TILE_M, R)
+        # Rows of no group have zeros where their scale would be that of a group.
+        loaded = tl.where((group < groups) | (ROWS == 1), count, 0)
+        mask = (within < loaded)[:, None] & (cols < N)[None, :]
+        pointers = x_ptr + start.to(tl.int64) * stride_xm
+        pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+        if NORMAL:
+            x = load_masked(pointers, mask, False)
+            quantize_tile(
+                x, of_group, pid_n, of_group == 0, count, N,
+                q_ptr + start.to(tl.int64) * stride_qm,
+                _of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
+                _of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
+                groups_m if MATRICES else tl.where(group < groups, 1, 0) if ROWS == -1 else count,
+                groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
+                ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
+                DIRECT_CAST, False, False, R,
+            )  # fmt: skip
+        if TRANSPOSED:
+            if tile < blocks:
+                x = load_masked(pointers, mask, False)
+                # Absolute columns, so that their alignment is known.
+                of_all = of_group if MATRICES else tile
+                quantize_tile(
+                    x, of_all, pid_n, of_group == 0, rows if MATRICES else blocks * TILE_M, N,
+                    qt_ptr + group.to(tl.int64) * stride_qtg,
+                    st_ptr + group.to(tl.int64) * stride_stg,
+                    amax_t_ptr + group.to(tl.int64) * stride_atg,
+                    groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, 1, 0,
+                    ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
+                    DIRECT_CAST, True, False, R,
+                )  # fmt: skip
+
+
+@triton.jit
+def partial_sums_kernel(
+    x_ptr, table_ptr, parts_ptr, N, stride_xm, stride_xn,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``parts [tiles, N]``, float32: the sum over the rows of each tile of the aligned table."""
+    begin(DEPENDENT)
+    tiles_n = tl.cdiv(N, TILE_N)
+    tile = tl.program_id(0) // tiles_n
+    cols = tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N)
+    _, start, count, of_group = _rows_of(tile, table_ptr, 0, False, TILE_M)
+    within = of_group * TILE_M + tl.arange(0, TILE_M)
+    pointers = x_ptr + start.to(tl.int64) * stride_xm
+    pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    x = tl.load(pointers, mask=(within < count)[:, None] & (cols < N)[None, :], other=0.0)
+    tl.store(parts_ptr + tile.to(tl.int64) * N + cols, tl.sum(x.to(tl.float32), 0), mask=cols < N)
+
+
+@triton.jit
+def group_sums_kernel(
+    parts_ptr, offsets_ptr, out_ptr, tokens, groups, N,
+    TILE: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``out [groups, N]``: the sum of the parts of each group, in their order, so that every run gives the same bits."""
+    begin(DEPENDENT)
+    tiles_n = tl.cdiv(N, TILE_N)
+    group = tl.program_id(0) // tiles_n
+    cols = tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N)
+    start, end = bounds_of(offsets_ptr, group, tokens, groups, SIZE)
+    first = start // TILE + group
+    acc = tl.zeros((TILE_P, TILE_N), tl.float32)
+    tiles = tl.cdiv(end - start, TILE)
+    for tile in range(0, tiles, TILE_P):
+        part = tile + tl.arange(0, TILE_P)
+        pointers = parts_ptr + (first + part).to(tl.int64)[:, None] * N + cols[None, :]
+        acc += tl.load(pointers, mask=(part < tiles)[:, None] & (cols < N)[None, :], other=0.0)
+    out = tl.sum(acc, 0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + group.to(tl.int64) * N + cols, out, mask=cols < N)

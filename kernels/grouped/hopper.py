@@ -1,0 +1,333 @@
+"""The warp-specialized GEMM for Hopper (:mod:`tritonfp8.kernels.matmul.hopper`) over groups of rows or of columns.
+
+The groups differ in three things only: where the operands of a tile begin, how many steps of K it has, and how many of
+its rows are stored. So the producer and the sums of the dense kernel are used as they are. A tile that reaches beyond
+its group loads rows of the next group, which it does not store: TMA stores whole tiles, other tiles are stored by
+threads.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
+
+from tritonfp8.kernels.grouped.schedule import FIELDS as TABLE_FIELDS
+from tritonfp8.kernels.matmul.hopper import (
+    SCALE_VECTOR,
+    WARP_SIZE,
+    WAVE_ROWS,
+    fill_stage,
+    next_stage,
+    read_columns,
+    read_rows,
+    sum_fast,
+    sum_overlapped,
+    sum_promoted,
+    tile_origin,
+)
+from tritonfp8.kernels.triton_names import tma_store
+
+FIELDS: gl.constexpr = gl.constexpr(TABLE_FIELDS.value)
+
+
+@gluon.jit
+def _piece(piece, sizes, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    """Row of the table, and first row and column of the tile: those of ``a``, or of the tiles of the table times 1."""
+    _, _, tiles_m, tiles_n, _, _ = sizes
+    if COLUMNS:
+        per_group = tiles_m * tiles_n
+        row, col = tile_origin(piece % per_group, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
+        return piece // per_group, row, col
+    else:
+        tile, col = tile_origin(piece, tiles_m, tiles_n, 1, BLOCK_N, GROUP_M)
+        return tile, 0, col
+
+
+@gluon.jit
+def _entry(table_ptr, index, pieces_left):
+    """Group, row, end and start of a row of the table; the first row where no piece is left."""
+    at = table_ptr + gl.where(pieces_left, index, 0) * FIELDS
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@gluon.jit
+def _steps(entry, sizes, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, ALIGNMENT: gl.constexpr):
+    """First and last step of K."""
+    group, _, end, start = entry
+    steps = sizes[4]
+    if COLUMNS:
+        first = (start // ALIGNMENT + group) * (ALIGNMENT // BLOCK_K)
+        return first, first + gl.cdiv(end - start, BLOCK_K)
+    else:
+        return 0, steps
+
+
+@gluon.jit
+def _load(
+    a_desc, b_desc, a_scale, b_scale, table_ptr, shared, sizes, strides, pieces,
+    COLUMNS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, ALIGNMENT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: load all steps of this program's tiles."""
+    empty = shared[6]
+    N = sizes[1]
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        index, row, col = _piece(piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
+        entry = _entry(table_ptr, index, True)
+        first, last = _steps(entry, sizes, COLUMNS, BLOCK_K, ALIGNMENT)
+        if not COLUMNS:
+            # Beyond the last matrix, for rows of no group, TMA reads zeros.
+            row = entry[1]
+            col += entry[0] * N
+        for step in range(first, last):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            fill_stage(
+                a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, step, stage,
+                A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _finish(
+    acc, out_desc, out_ptr, out_buf, a_scale, b_scale, bias, is_group, out_row, limit, col, N,
+    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Scales -> bias -> output dtype -> shared memory -> the first ``limit`` rows of ``out`` from ``out_row`` on."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLS: gl.constexpr = acc.shape[1]
+    if SCALED:
+        # One scale after the other: their product may over- or underflow float32 even if the result does not.
+        acc *= gl.convert_layout(a_scale, gl.SliceLayout(1, layout))[:, None]
+        acc *= gl.convert_layout(b_scale, gl.SliceLayout(0, layout))[None, :]
+    if HAS_BIAS:
+        acc += gl.convert_layout(bias.to(gl.float32), gl.SliceLayout(0, layout))[None, :]
+    # Whatever was read for them, rows of no group are zero.
+    acc = gl.where(is_group, acc, 0.0)
+    tma.store_wait(0)
+    out_buf.store(acc.to(out_desc.dtype))
+    if limit >= ROWS:
+        fence_async_shared()
+        tma_store(out_desc, [out_row, col], out_buf)
+    else:
+        VECTOR: gl.constexpr = 128 // out_desc.dtype.primitive_bitwidth
+        ACROSS: gl.constexpr = COLS // VECTOR if COLS // VECTOR < WARP_SIZE else WARP_SIZE
+        plain: gl.constexpr = gl.BlockedLayout([1, VECTOR], [WARP_SIZE // ACROSS, ACROSS], [4, 1], [1, 0])
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, plain))
+        cols = col + gl.arange(0, COLS, gl.SliceLayout(0, plain))
+        pointers = out_ptr + (out_row + rows).to(gl.int64)[:, None] * N + cols[None, :]
+        gl.store(pointers, out_buf.load(plain), mask=(rows < limit)[:, None] & (cols < N)[None, :])
+
+
+@gluon.jit
+def _store(
+    acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, is_group, out_row, limit, col, N,
+    SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Epilogue of one wave. HALVES handles half of the columns at a time."""
+    if HALVES:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+        left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
+        _finish(
+            gl.convert_layout(left, half), out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, is_group,
+            out_row, limit, col, N, SCALED, HAS_BIAS, half,
+        )  # fmt: skip
+        _finish(
+            gl.convert_layout(right, half), out_desc, out_ptr, out_buf, a_scale, b_scale1, bias1, is_group,
+            out_row, limit, col + HALF, N, SCALED, HAS_BIAS, half,
+        )  # fmt: skip
+    else:
+        _finish(
+            acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, is_group, out_row, limit, col, N,
+            SCALED, HAS_BIAS, layout,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply(
+    out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces,
+    GROUP: gl.constexpr, WAVES: gl.constexpr, COLUMNS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PROMOTE: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr,
+    HALVES: gl.constexpr, OVERLAP: gl.constexpr, ALIGNMENT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A consumer warp group: WAVES waves of 64 rows, from row ``GROUP * WAVES * 64`` on, of each of its tiles."""
+    a_scale_ptr, b_scale_ptr, bias_ptr = pointers
+    M, N, _, _, _, groups = sizes
+    stride_ag, stride_bg, stride_am, _, stride_bn, _ = strides
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    SCALED: gl.constexpr = A_ROWS == 0
+    PART: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
+    turn = shared[7]
+    out_buf = shared[4].index(GROUP)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    tile_phase = gl.to_tensor(0)
+    first_piece = gl.program_id(0)
+    index, _, _ = _piece(first_piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
+    group, table_row, end, start = _entry(table_ptr, index, first_piece < pieces)
+    for piece in range(first_piece, pieces, gl.num_programs(0)):
+        entry = (group, table_row, end, start)
+        first, last = _steps(entry, sizes, COLUMNS, BLOCK_K, ALIGNMENT)
+        _, row, col = _piece(piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
+        is_group = group < groups
+        if COLUMNS:
+            is_group = end > start
+            row_end = M
+            out_row = group * M + row
+        else:
+            row = table_row
+            row_end = end
+            out_row = row
+        # Its own scales, and those of its matrix, of which rows of no group have none.
+        shift = GROUP * WAVES * WAVE_ROWS
+        row += shift
+        out_row += shift
+        col_end = gl.where(is_group, N, 0)
+        a_scale0 = None
+        a_scale1 = None
+        b_scale0 = None
+        b_scale1 = None
+        bias0 = None
+        bias1 = None
+        # Load before the main loop, to hide the latency.
+        if SCALED:
+            a_first = a_scale_ptr + gl.where(is_group, group, 0) * stride_ag
+            b_first = b_scale_ptr + gl.where(is_group, group, 0) * stride_bg
+            a_scale0 = read_rows(a_first, row, row_end, stride_am, layout)
+            b_scale0 = read_columns(b_first, col, col_end, stride_bn, PART)
+            if WAVES == 2:
+                a_scale1 = read_rows(a_first, row + WAVE_ROWS, row_end, stride_am, layout)
+            if HALVES:
+                b_scale1 = read_columns(b_first, col + PART, col_end, stride_bn, PART)
+        if HAS_BIAS:
+            b_bias = bias_ptr + gl.where(is_group, group, 0) * N
+            bias0 = read_columns(b_bias, col, col_end, 1, PART)
+            if HALVES:
+                bias1 = read_columns(b_bias, col + PART, col_end, 1, PART)
+        # The next tile's, so that nobody waits for it.
+        next_piece = piece + gl.num_programs(0)
+        index, _, _ = _piece(next_piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
+        next_group, next_row, next_end, next_start = _entry(table_ptr, index, next_piece < pieces)
+        block_scales = (a_scale_ptr, b_scale_ptr + gl.where(is_group, group, 0) * stride_bg, bias_ptr, bias_ptr)
+        if PROMOTE and OVERLAP > 1:
+            acc0, stage, phase = sum_overlapped(
+                shared, block_scales, strides, row, col, first, last, stage, phase,
+                GROUP, A_ROWS, B_ROWS, BLOCK_N, STAGES, OVERLAP, layout,
+            )  # fmt: skip
+        elif PROMOTE:
+            if STAGGER and GROUP == 1:
+                # Start half a step after the other group, so that the two do not promote at the same time.
+                mbarrier.wait(turn, tile_phase, pred=sizes[4] >= STAGES)
+                tile_phase = tile_phase ^ 1
+            acc0, acc1, stage, phase = sum_promoted(
+                shared, block_scales, strides, row, col, first, last, stage, phase,
+                GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
+            )  # fmt: skip
+        else:
+            acc0, acc1, stage, phase = sum_fast(
+                shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout
+            )
+        _store(
+            acc0, out_desc, out_ptr, out_buf, a_scale0, b_scale0, b_scale1, bias0, bias1, is_group,
+            out_row, row_end - row, col, N, SCALED, HAS_BIAS, HALVES, layout,
+        )  # fmt: skip
+        if WAVES == 2:
+            _store(
+                acc1, out_desc, out_ptr, out_buf, a_scale1, b_scale0, b_scale1, bias0, bias1, is_group,
+                out_row + WAVE_ROWS, row_end - row - WAVE_ROWS, col, N, SCALED, HAS_BIAS, HALVES, layout,
+            )  # fmt: skip
+        group = next_group
+        table_row = next_row
+        end = next_end
+        start = next_start
+    tma.store_wait(0)
+
+
+# Without this Triton compiles again whenever one of these values changes between divisible by 16, not divisible, and 1.
+@gluon.jit(
+    do_not_specialize=[
+        "entries", "groups", "M", "N", "K", "stride_ag", "stride_bg", "stride_am", "stride_ak", "stride_bn",
+        "stride_bk",
+    ]
+)  # fmt: skip
+def hopper_grouped_kernel(
+    a_desc, b_desc, out_desc, out_ptr, a_scale, b_scale, bias_ptr, table_ptr, entries, groups, M, N, K,
+    stride_ag, stride_bg, stride_am, stride_ak, stride_bn, stride_bk,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, STAGGER: gl.constexpr,
+    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr, ALIGNMENT: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """A GEMM for each group: see ``grouped_matmul_kernel``.
+
+    ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of matrices, the matrices of all groups one below the
+    other, with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N, BLOCK_K]`` and ``[64, BLOCK_N]``. Scales are as those of
+    ``hopper_matmul_kernel``; ``stride_ag`` and ``stride_bg`` lead from those of a group to the next group's.
+    """
+    GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
+    WAVES: gl.constexpr = BLOCK_M // (GROUPS * WAVE_ROWS)
+    OUT_COLS: gl.constexpr = BLOCK_N // (2 if HALVES else 1)
+    A_SCALES: gl.constexpr = BLOCK_M if BLOCK_M > SCALE_VECTOR else SCALE_VECTOR
+    B_SCALES: gl.constexpr = BLOCK_N if BLOCK_N > SCALE_VECTOR else SCALE_VECTOR
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, WAVE_ROWS, OUT_COLS], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    if STAGGER:
+        mbarrier.init(turn, count=1)
+    # TMA loads arrive at these barriers: the fence makes them visible to TMA.
+    fence_async_shared()
+    scale_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    a_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, A_SCALES], scale_layout)
+    b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, B_SCALES], scale_layout)
+    shared = (a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, out_bufs, full, empty, turn)
+    pointers = (a_scale, b_scale, bias_ptr)
+    strides = (stride_ag, stride_bg, stride_am, stride_ak, stride_bn, stride_bk)
+    # As `begin` in the other kernels. Nothing above reads or writes global memory.
+    if DEPENDENT:
+        gdc_wait()
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    if COLUMNS:
+        tiles_m = gl.cdiv(M, BLOCK_M)
+        pieces = groups * tiles_m * tiles_n
+    else:
+        tiles_m = gl.load(table_ptr + entries * FIELDS)
+        pieces = tiles_m * tiles_n
+    sizes = (M, N, tiles_m, tiles_n, gl.cdiv(K, BLOCK_K), groups)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces, gl.constexpr(0),
+                             WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
+                             ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, sizes, strides, pieces, COLUMNS, A_ROWS,
+                         B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces, gl.constexpr(0),
+                             WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
+                             ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                (_multiply, (out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces, gl.constexpr(1),
+                             WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
+                             ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, sizes, strides, pieces, COLUMNS, A_ROWS,
+                         B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

@@ -1,0 +1,144 @@
+"""The casts and GEMMs of groups compile: for Hopper without spills, for Ada and Blackwell at all."""
+
+import pytest
+import torch
+from compile_target import compile_launch, note_launches
+from matmul_compiles import HOPPER_SHARED_BYTES
+
+from tritonfp8 import specs
+from tritonfp8.launch import grouped, partial_maxima
+from tritonfp8.recipes import get
+from tritonfp8.tuning import grouped_tiles
+from tritonfp8.tuning.matmul_space import shared_bytes
+
+TOKENS, GROUPS, N, K = 4096, 8, 1024, 2048
+RECIPES = ("rowwise", "tensorwise", "blockwise", "mxfp8")
+META = torch.device("meta")
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+OFFSETS = empty(GROUPS, dtype=torch.int32)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What a call would launch on a device of compute capability ``cc``, compiled: kernels and reports."""
+
+    def compile_(cc, call):
+        hopper = {"has_tma": cc >= 90, "has_warpgroup_mma": cc == 90, "has_native_mx": cc == 100}
+        found = note_launches(monkeypatch, cc, partial_maxima, **hopper)
+        call()
+        return [(kernel, compile_launch(cc, kernel, *arguments, **options)) for kernel, arguments, options in found]
+
+    return compile_
+
+
+def check(found, cc):
+    for kernel, report in found:
+        if cc == 90:
+            assert report.spill_bytes == 0, (kernel.__name__, report.log)
+            assert report.shared_bytes <= HOPPER_SHARED_BYTES
+
+
+def casts(recipe, dtype):
+    """Calls of the casts of a recipe, by name."""
+    gemms = get(recipe)
+    x, weight = empty(TOKENS, K, dtype=dtype), empty(GROUPS, N, K, dtype=dtype)
+    rows, columns = gemms.output.lhs.args[0], gemms.grad_weight.rhs.args[0]
+    swapped = empty(GROUPS, K, N, dtype=dtype).transpose(1, 2)
+    return {
+        "rows": lambda: grouped.quantize_groups(x, OFFSETS, rows),
+        "columns": lambda: grouped.quantize_groups(x, OFFSETS, columns, True),
+        "both": lambda: grouped.quantize_groups_both(x, OFFSETS, rows, columns),
+        "matrices": lambda: grouped.quantize_matrices(weight, gemms.output.rhs.args[0]),
+        "matrices transposed": lambda: grouped.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
+        "matrices of another layout": lambda: grouped.quantize_matrices(swapped, gemms.output.rhs.args[0]),
+        "sum": lambda: grouped.grouped_sum(x, OFFSETS),
+    }
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_casts(compiled, recipe, cc):
+    for call in casts(recipe, torch.bfloat16).values():
+        found = compiled(cc, call)
+        assert found
+        check(found, cc)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_casts_of_float32(compiled, recipe):
+    calls = casts(recipe, torch.float32)
+    for name in ("both", "matrices transposed"):
+        check(compiled(90, calls[name]), 90)
+
+
+def quantized(shape, spec, layout):
+    qdata = empty(*shape, dtype=torch.float8_e4m3fn)
+    return qdata, specs.empty_grouped_scale(shape, spec, layout, GROUPS, META), spec.args[0]
+
+
+def gemm(recipe, columns, bias=False, out_dtype=torch.bfloat16, config=None, accumulation="precise"):
+    """A call of one of the two kinds of GEMMs of a recipe."""
+    gemms = get(recipe)
+    if columns:
+        width = specs.grouped_columns(TOKENS, GROUPS)
+        lhs = quantized((N, width), gemms.grad_weight.lhs, "columns")
+        rhs = quantized((K, width), gemms.grad_weight.rhs, "columns")
+    else:
+        lhs = quantized((TOKENS, K), gemms.output.lhs, "rows")
+        rhs = quantized((GROUPS, N, K), gemms.output.rhs, "matrices")
+    vector = empty(GROUPS, N) if bias else None
+    tokens = TOKENS if columns else 0
+    return lambda: grouped.scaled_grouped_matmul(
+        *lhs, *rhs, OFFSETS, vector, out_dtype, accumulation, False, tokens, config=config
+    )
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100])
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_portable_gemms(compiled, recipe, columns, cc):
+    family = specs.matmul_family(get(recipe).output.lhs.block, get(recipe).output.rhs.block)
+    config = grouped_tiles.PORTABLE[family]
+    check(compiled(cc, gemm(recipe, columns, bias=not columns, config=config)), cc)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [False, True])
+def test_gemms_of_high_precision(compiled, columns, dtype):
+    a, b = empty(TOKENS, K, dtype=dtype), empty(GROUPS, N, K, dtype=dtype)
+    if columns:
+        a, b = empty(TOKENS, N, dtype=dtype).t(), empty(TOKENS, K, dtype=dtype).t()
+    check(compiled(90, lambda: grouped.grouped_matmul(a, b, OFFSETS)), 90)
+
+
+SPECIALIZED = [
+    pytest.param(family, accumulation, config, id=f"{family}-{accumulation}-{config.name}")
+    for (family, accumulation), configs in grouped_tiles.SPECIALIZED.items()
+    for config in configs
+]
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(("family", "accumulation", "config"), SPECIALIZED)
+def test_specialized_gemms_run_without_spills(compiled, family, accumulation, config, columns, out):
+    if columns and family == "blockwise" and not config.column_scales:
+        pytest.skip("this configuration is not chosen for scales of every column")
+    if shared_bytes(config, family, out.itemsize) > HOPPER_SHARED_BYTES:
+        pytest.skip("this configuration is not chosen for this output")
+    recipe = {"epilogue": "rowwise", "blockwise": "blockwise"}[family]
+    call = gemm(recipe, columns, bias=not columns, out_dtype=out, config=config, accumulation=accumulation)
+    found = compiled(90, call)
+    check(found, 90)
+    kernel, report = found[-1]
+    assert kernel.__name__ == "hopper_grouped_kernel"
+    assert "wgmma.mma_async.sync" in report.ptx
+    assert "cp.async.bulk.tensor.2d" in report.ptx
+    assert "serialized" not in report.log, report.log
+    assert report.shared_bytes <= shared_bytes(config, family, out.itemsize)
+    assert report.ptx.count("mbarrier.init") == 2 * config.num_stages + (config.stagger and not columns)

@@ -1,0 +1,34 @@
+"""Launch the casts and GEMMs of groups. Nothing reads the offsets of groups on the host.
+
+Exports the Triton twin of each op of groups, and what plans it.
+"""
+
+from tritonfp8.launch.grouped.casts import (
+    grouped_sum,
+    plan_quantize_groups,
+    plan_quantize_groups_both,
+    plan_quantize_matrices,
+    quantize_groups,
+    quantize_groups_both,
+    quantize_matrices,
+)
+from tritonfp8.launch.grouped.matmul import (
+    grouped_matmul,
+    plan_grouped_matmul,
+    plan_scaled_grouped_matmul,
+    scaled_grouped_matmul,
+)
+
+__all__ = [
+    "grouped_matmul",
+    "grouped_sum",
+    "plan_grouped_matmul",
+    "plan_quantize_groups",
+    "plan_quantize_groups_both",
+    "plan_quantize_matrices",
+    "plan_scaled_grouped_matmul",
+    "quantize_groups",
+    "quantize_groups_both",
+    "quantize_matrices",
+    "scaled_grouped_matmul",
+]

@@ -1,0 +1,77 @@
+"""Plan the tables that say which rows, of which group, a program works on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from tritonfp8.kernels.grouped import schedule as kernels
+from tritonfp8.launch.plan import Planner, View
+
+FIELDS = int(kernels.FIELDS.value)
+# Elements of the comparison of entries with groups, all in registers.
+ELEMENTS = 8192
+WARPS = 8
+
+
+class Table(NamedTuple):
+    """A table of tiles.
+
+    Attributes:
+        buffer: int32, ``entries`` rows, then the number of tiles.
+        entries: the most tiles that there can be.
+    """
+
+    buffer: View
+    entries: int
+
+
+def _sizes(groups: int) -> dict[str, object]:
+    size = triton.next_power_of_2(groups + 1)
+    return {"SIZE": size, "ENTRIES": max(1, ELEMENTS // size)}
+
+
+def bounds_size(groups: int) -> int:
+    """The SIZE of a kernel that looks for the bounds of groups."""
+    return int(triton.next_power_of_2(groups + 1))
+
+
+def _programs(entries: int, sizes: dict[str, object]) -> int:
+    per_program = sizes["ENTRIES"]
+    assert isinstance(per_program, int)
+    return -(-entries // per_program)
+
+
+def plan_row_tiles(plan: Planner, offsets: View, tokens: int, tile: int, aligned: bool) -> Table:
+    """The tiles of ``tile`` rows: aligned with columns, for casts; or none of them empty, for GEMMs."""
+    (groups,) = offsets.shape
+    entries = -(-tokens // tile) + groups + (tokens // tile if aligned else 1)
+    buffer = plan.empty((entries * FIELDS + 1,), torch.int32)
+    sizes = _sizes(groups)
+    plan.launch(
+        kernels.row_tiles_kernel,
+        _programs(entries, sizes),
+        (offsets, buffer),
+        (tokens, groups, entries),
+        {"TILE": tile, "ALIGNED": aligned, **sizes},
+        num_warps=WARPS,
+    )
+    return Table(buffer, entries)
+
+
+def plan_largest_first(plan: Planner, offsets: View, tokens: int) -> Table:
+    """The groups, the one with most tokens first."""
+    (groups,) = offsets.shape
+    buffer = plan.empty((groups * FIELDS,), torch.int32)
+    sizes = _sizes(groups)
+    plan.launch(
+        kernels.largest_first_kernel,
+        _programs(groups, sizes),
+        (offsets, buffer),
+        (tokens, groups),
+        sizes,
+        num_warps=WARPS,
+    )
+    return Table(buffer, groups)

@@ -1,0 +1,69 @@
+"""Which tile each GEMM of groups works in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tritonfp8.hardware import Abilities
+from tritonfp8.tuning.matmul_space import MatmulConfig, supports
+
+# Of plain Triton, by the family of the scales; None has none, and reads 16-bit operands.
+PORTABLE: Mapping[str | None, MatmulConfig] = {
+    "epilogue": MatmulConfig(128, 128, 128, 8, 3),
+    "blockwise": MatmulConfig(128, 128, 128, 8, 3),
+    "mx": MatmulConfig(128, 128, 64, 8, 3),
+    None: MatmulConfig(128, 128, 64, 8, 3),
+}
+FLOAT32 = MatmulConfig(64, 64, 32, 4, 3, blocks_per_sm=2)
+
+
+# Of the warp-specialized kernel, by family and accumulation; the best for most GEMMs first.
+SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
+    ("epilogue", "fast"): (
+        MatmulConfig(128, 256, 128, 4, 4, halves=True, group_m=16, specialized=True),
+        MatmulConfig(128, 128, 128, 4, 5, specialized=True),
+    ),
+    ("epilogue", "precise"): (
+        MatmulConfig(128, 128, 128, 4, 5, group_m=16, specialized=True, overlap=2),
+        MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True),
+    ),
+    ("blockwise", "precise"): (
+        MatmulConfig(128, 128, 128, 4, 5, group_m=16, specialized=True, overlap=4, column_scales=False),
+        MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True),
+        MatmulConfig(128, 128, 128, 4, 4, specialized=True),
+    ),
+}
+
+
+def choose(
+    family: str | None,
+    accumulation: str,
+    rows: tuple[int, int],
+    groups: int,
+    tokens: int,
+    shape: tuple[int, int, int],
+    itemsize: int,
+    out_itemsize: int,
+    device: Abilities,
+    specialized: bool,
+) -> MatmulConfig:
+    """The configuration of a GEMM of groups.
+
+    Args:
+        family: of the scales (:func:`tritonfp8.specs.matmul_family`), or None.
+        accumulation: ``"fast"`` or ``"precise"``.
+        rows: rows of each operand that share a scale.
+        groups: how many there are.
+        tokens: of all groups.
+        shape: M, N and K of a group, 0 for the one that tokens are.
+        itemsize: bytes of an element of the operands.
+        out_itemsize: bytes of an element of the output.
+        device: what it runs on.
+        specialized: whether the warp-specialized kernel can run it.
+    """
+    if specialized and family is not None:
+        kind = (family, "precise" if family == "blockwise" else accumulation)
+        for config in SPECIALIZED[kind]:
+            if supports(config, family, out_itemsize, True, True, device.max_shared_bytes, column_scales=rows[1] == 1):
+                return config
+    return FLOAT32 if itemsize == 4 else PORTABLE[family]
