@@ -93,6 +93,7 @@ def transpose_tile(q, R: tl.constexpr):
 
 @triton.jit
 def load_masked(pointers, mask, EVEN: tl.constexpr):
+    """Load a tile, zeros where ``mask`` is false; EVEN: it is true everywhere."""
     return tl.load(pointers) if EVEN else tl.load(pointers, mask=mask, other=0.0)
 
 

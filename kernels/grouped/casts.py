@@ -59,19 +59,19 @@ def group_amax_kernel(
         offsets = within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
         values = magnitudes(tl.load(x + offsets, mask=mask, other=0.0))
         if ROW:
-            to = row_ptr + pid_n.to(tl.int64) * stride_part + start
-            tl.store(to + within, reduce_max(values, 1), mask=within < count)
+            row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
+            tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
         if COL or WHOLE:
             highest = reduce_max(tl.reshape(values, (R, L, TILE_N)), 0) if R > 1 else values
             found = reduce_max(highest, 0)
             if tile < blocks:
                 if COL:
-                    to = col_ptr + group.to(tl.int64) * N
+                    maxima = col_ptr + group.to(tl.int64) * N + cols
                     bits = amax_bits(found, x_ptr.dtype.element_ty)
-                    tl.atomic_max(to + cols, bits, mask=(cols < N) & (count > 0), sem="relaxed")
+                    tl.atomic_max(maxima, bits, mask=(cols < N) & (count > 0), sem="relaxed")
                 if WHOLE:
-                    bits = amax_bits(reduce_max(found, 0), x_ptr.dtype.element_ty)
-                    tl.atomic_max(whole_ptr + group, bits, sem="relaxed")
+                    highest_bits = amax_bits(reduce_max(found, 0), x_ptr.dtype.element_ty)
+                    tl.atomic_max(whole_ptr + group, highest_bits, sem="relaxed")
 
 
 @triton.jit
@@ -122,20 +122,19 @@ def quantize_groups_kernel(
                 ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
                 DIRECT_CAST, False, False, R,
             )  # fmt: skip
-        if TRANSPOSED:
-            if tile < blocks:
-                x = load_masked(pointers, mask, False)
-                # Absolute columns, so that their alignment is known.
-                of_all = of_group if MATRICES else tile
-                quantize_tile(
-                    x, of_all, pid_n, of_group == 0, rows if MATRICES else blocks * TILE_M, N,
-                    qt_ptr + group.to(tl.int64) * stride_qtg,
-                    st_ptr + group.to(tl.int64) * stride_stg,
-                    amax_t_ptr + group.to(tl.int64) * stride_atg,
-                    groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, 1, 0,
-                    ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
-                    DIRECT_CAST, True, False, R,
-                )  # fmt: skip
+        if TRANSPOSED and tile < blocks:
+            x = load_masked(pointers, mask, False)
+            # Absolute columns, so that their alignment is known.
+            of_all = of_group if MATRICES else tile
+            quantize_tile(
+                x, of_all, pid_n, of_group == 0, rows if MATRICES else blocks * TILE_M, N,
+                qt_ptr + group.to(tl.int64) * stride_qtg,
+                st_ptr + group.to(tl.int64) * stride_stg,
+                amax_t_ptr + group.to(tl.int64) * stride_atg,
+                groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, 1, 0,
+                ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
+                DIRECT_CAST, True, False, R,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -161,7 +160,7 @@ def group_sums_kernel(
     parts_ptr, offsets_ptr, out_ptr, tokens, groups, N,
     TILE: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``out [groups, N]``: the sum of the parts of each group, in their order, so that every run gives the same bits."""
+    """``out [groups, N]``: the sum of the parts of each group in their order, so every run gives the same bits."""
     begin(DEPENDENT)
     tiles_n = tl.cdiv(N, TILE_N)
     group = tl.program_id(0) // tiles_n

@@ -212,7 +212,10 @@ def _multiply(
         next_piece = piece + gl.num_programs(0)
         index, _, _ = _piece(next_piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
         next_group, next_row, next_end, next_start = _entry(table_ptr, index, next_piece < pieces)
-        block_scales = (a_scale_ptr, b_scale_ptr + gl.where(is_group, group, 0) * stride_bg, bias_ptr, bias_ptr)
+        if B_ROWS > 1:
+            block_scales = (a_scale_ptr, b_scale_ptr + gl.where(is_group, group, 0) * stride_bg, bias_ptr, bias_ptr)
+        else:
+            block_scales = (a_scale_ptr, b_scale_ptr, bias_ptr, bias_ptr)
         if PROMOTE and OVERLAP > 1:
             acc0, stage, phase = sum_overlapped(
                 shared, block_scales, strides, row, col, first, last, stage, phase,

@@ -93,6 +93,7 @@ def block_scaled_matmul_kernel(
 def load_exponents(
     pointer, row, k_block, rows, k_blocks, stride_row, stride_k, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
+    """Load the exponents ``[ROWS, BLOCKS]`` of a tile of MX codes; zeros out of bounds."""
     offs_row = row + tl.arange(0, ROWS)
     offs_k = k_block + tl.arange(0, BLOCKS)
     offsets = offs_row.to(tl.int64)[:, None] * stride_row + offs_k.to(tl.int64)[None, :] * stride_k

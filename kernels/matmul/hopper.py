@@ -45,6 +45,7 @@ def tile_origin(tile, tiles_m, tiles_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.const
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The stage after ``stage``, and the phase of its barriers."""
     wrapped = stage == STAGES - 1
     return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
 

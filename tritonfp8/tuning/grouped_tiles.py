@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from tritonfp8.hardware import Abilities
 from tritonfp8.tuning.matmul_space import MatmulConfig, supports
@@ -35,21 +36,10 @@ SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
 }
 
 
-def choose(
-    family: str | None,
-    accumulation: str,
-    rows: tuple[int, int],
-    groups: int,
-    tokens: int,
-    shape: tuple[int, int, int],
-    itemsize: int,
-    out_itemsize: int,
-    device: Abilities,
-    specialized: bool,
-) -> MatmulConfig:
-    """The configuration of a GEMM of groups.
+class GroupedGemm(NamedTuple):
+    """What decides the configuration of a GEMM of groups.
 
-    Args:
+    Attributes:
         family: of the scales (:func:`tritonfp8.specs.matmul_family`), or None.
         accumulation: ``"fast"`` or ``"precise"``.
         rows: rows of each operand that share a scale.
@@ -58,12 +48,39 @@ def choose(
         shape: M, N and K of a group, 0 for the one that tokens are.
         itemsize: bytes of an element of the operands.
         out_itemsize: bytes of an element of the output.
+    """
+
+    family: str | None
+    accumulation: str
+    rows: tuple[int, int]
+    groups: int
+    tokens: int
+    shape: tuple[int, int, int]
+    itemsize: int
+    out_itemsize: int
+
+
+def specialized_space(gemm: GroupedGemm) -> tuple[MatmulConfig, ...]:
+    """The configurations of the warp-specialized kernel that serve a GEMM."""
+    assert gemm.family is not None
+    configs = SPECIALIZED[gemm.family, "precise" if gemm.family == "blockwise" else gemm.accumulation]
+    # Without its turns, which need the same steps of every tile, the largest tile spills with scales of columns.
+    return tuple(c for c in configs if not (c.stagger and gemm.family == "blockwise" and gemm.shape[2] == 0))
+
+
+def choose(gemm: GroupedGemm, device: Abilities, specialized: bool) -> MatmulConfig:
+    """The configuration of a GEMM of groups.
+
+    Args:
+        gemm: the GEMM.
         device: what it runs on.
         specialized: whether the warp-specialized kernel can run it.
     """
-    if specialized and family is not None:
-        kind = (family, "precise" if family == "blockwise" else accumulation)
-        for config in SPECIALIZED[kind]:
-            if supports(config, family, out_itemsize, True, True, device.max_shared_bytes, column_scales=rows[1] == 1):
+    if specialized:
+        for config in specialized_space(gemm):
+            if supports(
+                config, str(gemm.family), gemm.out_itemsize, True, True, device.max_shared_bytes,
+                column_scales=gemm.rows[1] == 1,
+            ):  # fmt: skip
                 return config
-    return FLOAT32 if itemsize == 4 else PORTABLE[family]
+    return FLOAT32 if gemm.itemsize == 4 else PORTABLE[gemm.family]

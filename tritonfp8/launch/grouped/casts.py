@@ -81,10 +81,10 @@ class _Side(NamedTuple):
     """
 
     qdata: View
-    q_strides: tuple[int, int, int]
+    q_strides: tuple[int, ...]
     scale: View
-    scale_strides: tuple[int, int, int]
-    scale_sizes: tuple[int, int]
+    scale_strides: tuple[int, ...]
+    scale_sizes: tuple[int, ...]
     block: BlockShape
     spec: QuantSpec
     amax: View | None = None

@@ -18,6 +18,7 @@ from tritonfp8.launch.matmul.scaled import PROMOTION, SWIZZLE, is_readable_along
 from tritonfp8.launch.plan import Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, GROUP_ALIGNMENT, QuantSpec, matmul_family, spec_of
 from tritonfp8.tuning import MatmulConfig, grouped_tiles
+from tritonfp8.tuning.grouped_tiles import GroupedGemm
 
 
 class _Gemm(NamedTuple):
@@ -116,13 +117,14 @@ def _plan_tiles(plan: Planner, p: _Gemm, tile: MatmulConfig) -> None:
     )  # fmt: skip
 
 
-def _problem(p: _Gemm) -> tuple[object, ...]:
-    """What decides the configuration: family, accumulation, scaled rows, groups, and sizes."""
+def _problem(p: _Gemm) -> GroupedGemm:
     rows = (0, 0) if p.a_spec is None or p.b_spec is None else (p.a_spec.block[0], p.b_spec.block[0])
     tokens = p.tokens if p.is_columns else p.a.shape[0]
     _, n, k = p.sizes()
     shape = (p.a.shape[0], n, 0) if p.is_columns else (0, n, k)
-    return p.family, p.accumulation, rows, p.offsets.shape[0], tokens, shape, p.a.itemsize, p.out.itemsize
+    return GroupedGemm(
+        p.family, p.accumulation, rows, p.offsets.shape[0], tokens, shape, p.a.itemsize, p.out.itemsize
+    )  # fmt: skip
 
 
 def _matrices(x: View) -> View:
@@ -217,7 +219,7 @@ def _plan(plan: Planner, p: _Gemm, config: MatmulConfig | None = None) -> list[V
     if not p.out.numel():
         return [p.out]
     if config is None:
-        config = grouped_tiles.choose(*_problem(p), plan.device, _fits_specialized(plan, p))
+        config = grouped_tiles.choose(_problem(p), plan.device, _fits_specialized(plan, p))
     if config.specialized:
         _plan_specialized(plan, p, config)
     else:
