@@ -34,7 +34,7 @@ def _of_group(pointer, group, start, stride_row, stride_group, ROWS: tl.constexp
 @triton.jit
 def group_amax_kernel(
     x_ptr, table_ptr, row_ptr, col_ptr, whole_ptr, blocks, entries, rows, N, stride_xm, stride_xn, stride_part,
-    ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, MATRICES: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, MATRICES: tl.constexpr, ALIGNMENT: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Maxima of blocks that no tile holds whole.
@@ -43,35 +43,38 @@ def group_amax_kernel(
         col_ptr    [groups, N]                   amax bits (int32) per column of a group; zero before
         whole_ptr  [groups]                      amax bits of a group; zero before
 
-    Tiles of one group raise its maxima by atomics: the maximum of integers is the same in every order.
+    A program takes the ALIGNMENT rows of a tile of the table, TILE_M at a time. Programs of one group raise its maxima
+    by atomics: the maximum of integers is the same in every order.
     """
     begin(DEPENDENT)
     L: tl.constexpr = TILE_M // R
-    pid_m, pid_n = tile_index(tl.program_id(0), blocks * TILE_M, N, TILE_M, TILE_N, 1)
+    pid_m, pid_n = tile_index(tl.program_id(0), blocks * ALIGNMENT, N, ALIGNMENT, TILE_N, 1)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     tiles = blocks if MATRICES else tl.load(table_ptr + entries * FIELDS)
     # More than one tile only where some rows belong to no group.
     for tile in range(pid_m, tiles, blocks):
-        group, start, count, of_group = _rows_of(tile, table_ptr, rows, MATRICES, TILE_M)
-        within = of_group * TILE_M + tl.arange(0, TILE_M)
-        mask = (within < count)[:, None] & (cols < N)[None, :]
-        x = x_ptr + start.to(tl.int64) * stride_xm
-        offsets = within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
-        values = magnitudes(tl.load(x + offsets, mask=mask, other=0.0))
-        if ROW:
-            row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
-            tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
-        if COL or WHOLE:
-            highest = reduce_max(tl.reshape(values, (R, L, TILE_N)), 0) if R > 1 else values
+        group, start, count, of_group = _rows_of(tile, table_ptr, rows, MATRICES, ALIGNMENT)
+        first = of_group * ALIGNMENT
+        x = x_ptr + start.to(tl.int64) * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+        row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
+        # Zeros of the dtype of the magnitudes.
+        highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
+        for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
+            within = part + tl.arange(0, TILE_M)
+            mask = (within < count)[:, None] & (cols < N)[None, :]
+            values = magnitudes(tl.load(x + within.to(tl.int64)[:, None] * stride_xm, mask=mask, other=0.0))
+            if ROW:
+                tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
+            if COL or WHOLE:
+                highest = tl.maximum(highest, reduce_max(tl.reshape(values, (R, L, TILE_N)), 0) if R > 1 else values)
+        if (COL or WHOLE) and (tile < blocks) & (count > first):
             found = reduce_max(highest, 0)
-            if tile < blocks:
-                if COL:
-                    maxima = col_ptr + group.to(tl.int64) * N + cols
-                    bits = amax_bits(found, x_ptr.dtype.element_ty)
-                    tl.atomic_max(maxima, bits, mask=(cols < N) & (count > 0), sem="relaxed")
-                if WHOLE:
-                    highest_bits = amax_bits(reduce_max(found, 0), x_ptr.dtype.element_ty)
-                    tl.atomic_max(whole_ptr + group, highest_bits, sem="relaxed")
+            if COL:
+                maxima = col_ptr + group.to(tl.int64) * N + cols
+                tl.atomic_max(maxima, amax_bits(found, x_ptr.dtype.element_ty), mask=cols < N, sem="relaxed")
+            if WHOLE:
+                bits = amax_bits(reduce_max(found, 0), x_ptr.dtype.element_ty)
+                tl.atomic_max(whole_ptr + group, bits, sem="relaxed")
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 The groups differ in three things only: where the operands of a tile begin, how many steps of K it has, and how many of
 its rows are stored. So the producer and the sums of the dense kernel are used as they are. A tile that reaches beyond
-its group loads rows of the next group, which it does not store: TMA stores whole tiles, other tiles are stored by
+its group loads rows of the groups beside it, which it does not store: TMA stores whole tiles, other tiles are stored by
 threads.
 """
 
@@ -92,10 +92,10 @@ def _load(
 
 @gluon.jit
 def _finish(
-    acc, out_desc, out_ptr, out_buf, a_scale, b_scale, bias, is_group, out_row, limit, col, N,
+    acc, out_desc, out_ptr, out_buf, a_scale, b_scale, bias, is_group, out_row, skipped, limit, col, N,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Scales -> bias -> output dtype -> shared memory -> the first ``limit`` rows of ``out`` from ``out_row`` on."""
+    """Scales -> bias -> output dtype -> shared memory -> rows ``[skipped, limit)`` of ``out`` from ``out_row`` on."""
     ROWS: gl.constexpr = acc.shape[0]
     COLS: gl.constexpr = acc.shape[1]
     if SCALED:
@@ -108,7 +108,7 @@ def _finish(
     acc = gl.where(is_group, acc, 0.0)
     tma.store_wait(0)
     out_buf.store(acc.to(out_desc.dtype))
-    if limit >= ROWS:
+    if (limit >= ROWS) & (skipped <= 0):
         fence_async_shared()
         tma_store(out_desc, [out_row, col], out_buf)
     else:
@@ -118,12 +118,15 @@ def _finish(
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, plain))
         cols = col + gl.arange(0, COLS, gl.SliceLayout(0, plain))
         pointers = out_ptr + (out_row + rows).to(gl.int64)[:, None] * N + cols[None, :]
-        gl.store(pointers, out_buf.load(plain), mask=(rows < limit)[:, None] & (cols < N)[None, :])
+        gl.store(
+            pointers, out_buf.load(plain), mask=((rows >= skipped) & (rows < limit))[:, None] & (cols < N)[None, :]
+        )
 
 
 @gluon.jit
 def _store(
-    acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, is_group, out_row, limit, col, N,
+    acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, is_group,
+    out_row, skipped, limit, col, N,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of one wave. HALVES handles half of the columns at a time."""
@@ -133,15 +136,15 @@ def _store(
         left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
         _finish(
             gl.convert_layout(left, half), out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, is_group,
-            out_row, limit, col, N, SCALED, HAS_BIAS, half,
+            out_row, skipped, limit, col, N, SCALED, HAS_BIAS, half,
         )  # fmt: skip
         _finish(
             gl.convert_layout(right, half), out_desc, out_ptr, out_buf, a_scale, b_scale1, bias1, is_group,
-            out_row, limit, col + HALF, N, SCALED, HAS_BIAS, half,
+            out_row, skipped, limit, col + HALF, N, SCALED, HAS_BIAS, half,
         )  # fmt: skip
     else:
         _finish(
-            acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, is_group, out_row, limit, col, N,
+            acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, is_group, out_row, skipped, limit, col, N,
             SCALED, HAS_BIAS, layout,
         )  # fmt: skip
 
@@ -176,10 +179,12 @@ def _multiply(
         is_group = group < groups
         if COLUMNS:
             is_group = end > start
+            row_start = 0
             row_end = M
             out_row = group * M + row
         else:
             row = table_row
+            row_start = start
             row_end = end
             out_row = row
         # Its own scales, and those of its matrix, of which rows of no group have none.
@@ -236,12 +241,13 @@ def _multiply(
             )
         _store(
             acc0, out_desc, out_ptr, out_buf, a_scale0, b_scale0, b_scale1, bias0, bias1, is_group,
-            out_row, row_end - row, col, N, SCALED, HAS_BIAS, HALVES, layout,
+            out_row, row_start - row, row_end - row, col, N, SCALED, HAS_BIAS, HALVES, layout,
         )  # fmt: skip
         if WAVES == 2:
             _store(
                 acc1, out_desc, out_ptr, out_buf, a_scale1, b_scale0, b_scale1, bias0, bias1, is_group,
-                out_row + WAVE_ROWS, row_end - row - WAVE_ROWS, col, N, SCALED, HAS_BIAS, HALVES, layout,
+                out_row + WAVE_ROWS, row_start - row - WAVE_ROWS, row_end - row - WAVE_ROWS, col, N,
+                SCALED, HAS_BIAS, HALVES, layout,
             )  # fmt: skip
         group = next_group
         table_row = next_row

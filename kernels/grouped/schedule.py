@@ -46,18 +46,20 @@ def _of_chosen(values, chosen):
 @triton.jit
 def row_tiles_kernel(
     offsets_ptr, table_ptr, tokens, groups, entries,
-    TILE: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, ENTRIES: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, ALIGNED: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, ENTRIES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the table of tiles of TILE rows, each of one group: group, first row, end of the group, its start.
 
     After the ``entries`` of the table comes the number of tiles; entries from there on are not set. ALIGNED: the t-th
     tile of the table has the tokens of the t-th TILE columns of a tensor of groups of columns
-    (:func:`tritonfp8.specs.group_column`), so some tiles have no rows. Else no tile is empty. SIZE is a power of two
-    above the number of groups.
+    (:func:`tritonfp8.specs.group_column`), so some tiles have no rows. Else no tile is empty, and tiles begin at
+    multiples of STEP, the first of a group perhaps before its start. SIZE is a power of two above the number of groups.
     """
     begin(DEPENDENT)
     index, starts, ends = _bounds(offsets_ptr, tokens, groups, SIZE)
-    tiles = (ends - starts + TILE - 1) // TILE
+    before = starts % STEP
+    tiles = tl.where(ends > starts, (ends - starts + before + TILE - 1) // TILE, 0)
     if ALIGNED:
         last = tokens // TILE + groups
         first = tl.where(index < groups, starts // TILE + index, last)
@@ -70,7 +72,7 @@ def row_tiles_kernel(
     group = tl.sum(begun.to(tl.int32), 1) - 1
     chosen = group[:, None] == index[None, :]
     start = _of_chosen(starts, chosen)
-    row = start + (entry - _of_chosen(first, chosen)) * TILE
+    row = start - start % STEP + (entry - _of_chosen(first, chosen)) * TILE
     to = table_ptr + entry * FIELDS
     written = entry < entries
     tl.store(to, group, mask=written)

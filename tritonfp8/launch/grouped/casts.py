@@ -148,7 +148,7 @@ def _with_amax(
     if not blocks:
         return list(sides)
     row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
-    tile = TILE
+    tile = cast_tiles.amax_pass(n, blocks).tile
     strips = -(-n // tile.n)
     lines = PartialMaxima.allocate(plan, of.x, rows, 0, strips, 0) if row else None
     # One more than there are groups: for rows of no group.
@@ -160,8 +160,8 @@ def _with_amax(
         (of.x, table[0], of.x if lines is None else lines.buffer, of_columns or of.x, of_whole or of.x),
         (of.blocks, table[1], of.rows, n, *of.x.strides, 0 if lines is None else lines.lines),
         {
-            "ROW": row, "COL": col, "WHOLE": whole, "MATRICES": of.is_matrices, "TILE_M": tile.m, "TILE_N": tile.n,
-            "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize),
+            "ROW": row, "COL": col, "WHOLE": whole, "MATRICES": of.is_matrices, "ALIGNMENT": TILE.m,
+            "TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize),
         },
         **tile.options(),
     )  # fmt: skip

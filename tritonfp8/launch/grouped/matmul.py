@@ -16,7 +16,15 @@ from tritonfp8.launch.executor import planned
 from tritonfp8.launch.grouped.schedule import plan_largest_first, plan_row_tiles
 from tritonfp8.launch.matmul.scaled import PROMOTION, SWIZZLE, is_readable_along_k, scale_along_k
 from tritonfp8.launch.plan import Planner, Pointer, TensorMap, View
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, GROUP_ALIGNMENT, QuantSpec, matmul_family, spec_of
+from tritonfp8.specs import (
+    BLOCK_1X32,
+    BLOCK_1X128,
+    GROUP_ALIGNMENT,
+    SCALE_ALIGNMENT,
+    QuantSpec,
+    matmul_family,
+    spec_of,
+)
 from tritonfp8.tuning import MatmulConfig, grouped_tiles
 from tritonfp8.tuning.grouped_tiles import GroupedGemm
 
@@ -175,7 +183,9 @@ def _plan_specialized(plan: Planner, p: _Gemm, config: MatmulConfig) -> None:
         table = plan_largest_first(plan, p.offsets, p.tokens)
         pieces = groups * -(-m // config.block_m) * -(-n // config.block_n)
     else:
-        table = plan_row_tiles(plan, p.offsets, m, config.block_m, aligned=False)
+        # TMA reads scales along K from multiples of 16 bytes on.
+        step = SCALE_ALIGNMENT if p.family == "blockwise" else 1
+        table = plan_row_tiles(plan, p.offsets, m, config.block_m, aligned=False, step=step)
         pieces = table.entries * -(-n // config.block_n)
     scales, strides, (a_rows, b_rows) = _scales(p, config)
     out = _matrices(p.out)

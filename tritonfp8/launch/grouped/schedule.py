@@ -44,10 +44,14 @@ def _programs(entries: int, sizes: dict[str, object]) -> int:
     return -(-entries // per_program)
 
 
-def plan_row_tiles(plan: Planner, offsets: View, tokens: int, tile: int, aligned: bool) -> Table:
-    """The tiles of ``tile`` rows: aligned with columns, for casts; or none of them empty, for GEMMs."""
+def plan_row_tiles(plan: Planner, offsets: View, tokens: int, tile: int, aligned: bool, step: int = 1) -> Table:
+    """The tiles of ``tile`` rows: aligned with columns, for casts; or none of them empty, for GEMMs.
+
+    With ``step`` tiles begin at multiples of it, so that the first of a group may begin before the group.
+    """
     (groups,) = offsets.shape
-    entries = -(-tokens // tile) + groups + (tokens // tile if aligned else 1)
+    before = (step - 1) * (groups + 1)
+    entries = -(-(tokens + before) // tile) + groups + (tokens // tile if aligned else 1)
     buffer = plan.empty((entries * FIELDS + 1,), torch.int32)
     sizes = _sizes(groups)
     plan.launch(
@@ -55,7 +59,7 @@ def plan_row_tiles(plan: Planner, offsets: View, tokens: int, tile: int, aligned
         _programs(entries, sizes),
         (offsets, buffer),
         (tokens, groups, entries),
-        {"TILE": tile, "ALIGNED": aligned, **sizes},
+        {"TILE": tile, "ALIGNED": aligned, "STEP": step, **sizes},
         num_warps=WARPS,
     )
     return Table(buffer, entries)
