@@ -91,53 +91,87 @@ def quantize_groups_kernel(
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, MATRICES: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize each group of rows of ``x``, its transpose, or both, in one pass over ``x``.
 
     All strides and blocks are in the coordinates of ``x``. With MATRICES each group has ``rows`` rows. Else the table
     of aligned tiles says which rows a tile has, and the transposed result is a tensor of groups of columns: tile t
     writes its t-th TILE_M columns, zeros after the last token of a group. A block that does not fit in a tile takes its
-    amax from ``amax_ptr``, by the strides of its group.
+    amax from ``amax_ptr``, by the strides of its group. EVEN: no tile reaches beyond the columns of ``x``, nor beyond
+    the rows of a matrix.
     """
     begin(DEPENDENT)
     pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), blocks * TILE_M, N, TILE_M, TILE_N, GROUP)
+    group, start, count, of_group = _rows_of(pid_m, table_ptr, rows, MATRICES, TILE_M)
+    within = spread_rows(of_group, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
-    tiles = blocks if MATRICES else tl.load(table_ptr + entries * FIELDS)
-    # More than one tile only where some rows belong to no group.
-    for tile in range(pid_m, tiles, blocks):
-        group, start, count, of_group = _rows_of(tile, table_ptr, rows, MATRICES, TILE_M)
-        within = spread_rows(of_group, TILE_M, R)
-        # Rows of no group have zeros where their scale would be that of a group.
-        loaded = tl.where((group < groups) | (ROWS == 1), count, 0)
-        mask = (within < loaded)[:, None] & (cols < N)[None, :]
-        pointers = x_ptr + start.to(tl.int64) * stride_xm
-        pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
-        if NORMAL:
-            x = load_masked(pointers, mask, False)
+    mask = (within < count)[:, None]
+    if not EVEN:
+        mask = mask & (cols < N)[None, :]
+    pointers = x_ptr + start.to(tl.int64) * stride_xm
+    pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    if NORMAL:
+        x = load_masked(pointers, mask, EVEN and MATRICES)
+        quantize_tile(
+            x, of_group, pid_n, of_group == 0, count, N,
+            q_ptr + start.to(tl.int64) * stride_qm,
+            _of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
+            _of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
+            count if ROWS == 1 and not MATRICES else groups_m,
+            groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
+            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
+            DIRECT_CAST, False, EVEN and MATRICES, R,
+        )  # fmt: skip
+    if TRANSPOSED:
+        x = load_masked(pointers, mask, EVEN and MATRICES)
+        # Of groups of columns by their absolute place, whose alignment is known.
+        quantize_tile(
+            x, of_group if MATRICES else pid_m, pid_n, of_group == 0, rows if MATRICES else blocks * TILE_M, N,
+            qt_ptr + group.to(tl.int64) * stride_qtg,
+            st_ptr + group.to(tl.int64) * stride_stg,
+            amax_t_ptr + group.to(tl.int64) * stride_atg,
+            groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, 1, 0,
+            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
+            DIRECT_CAST, True, EVEN, R,
+        )  # fmt: skip
+
+
+@triton.jit
+def quantize_rest_kernel(
+    x_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, blocks, entries, N, stride_xm, stride_xn,
+    groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
+    DIRECT_CAST: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Quantize the rows of no group: each by its own scales; zeros if a group has one scale for all rows.
+
+    In a launch of its own: a loop takes registers of which ``quantize_groups_kernel`` has none to spare.
+    """
+    begin(DEPENDENT)
+    tiles_n = tl.cdiv(N, TILE_N)
+    rest = tl.load(table_ptr + entries * FIELDS) - blocks
+    for piece in range(tl.program_id(0), rest * tiles_n, tl.num_programs(0)):
+        _, start, count, of_group = _rows_of(blocks + piece // tiles_n, table_ptr, 0, False, TILE_M)
+        pid_n = piece % tiles_n
+        cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+        within = of_group * TILE_M + tl.arange(0, TILE_M)
+        mask = (within < count)[:, None] & (cols < N)[None, :]
+        first = start.to(tl.int64)
+        if ROWS == 1:
+            offsets = (first + within)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
             quantize_tile(
-                x, of_group, pid_n, of_group == 0, count, N,
-                q_ptr + start.to(tl.int64) * stride_qm,
-                _of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
-                _of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
-                groups_m if MATRICES else tl.where(group < groups, 1, 0) if ROWS == -1 else count,
-                groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
+                tl.load(x_ptr + offsets, mask=mask, other=0.0), of_group, pid_n, of_group == 0, count, N,
+                q_ptr + first * stride_qm, s_ptr + first * stride_sm, amax_ptr + first * stride_am,
+                count, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
                 ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-                DIRECT_CAST, False, False, R,
+                DIRECT_CAST, False, False, 1,
             )  # fmt: skip
-        if TRANSPOSED and tile < blocks:
-            x = load_masked(pointers, mask, False)
-            # Absolute columns, so that their alignment is known.
-            of_all = of_group if MATRICES else tile
-            quantize_tile(
-                x, of_all, pid_n, of_group == 0, rows if MATRICES else blocks * TILE_M, N,
-                qt_ptr + group.to(tl.int64) * stride_qtg,
-                st_ptr + group.to(tl.int64) * stride_stg,
-                amax_t_ptr + group.to(tl.int64) * stride_atg,
-                groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, 1, 0,
-                ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
-                DIRECT_CAST, True, False, R,
-            )  # fmt: skip
+        else:
+            offsets = (first + within)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
+            tl.store(q_ptr + offsets, tl.zeros((TILE_M, TILE_N), q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -129,7 +129,10 @@ WIDEN = CastTile(128, 32, 4)
 # Of the casts of many shards in one launch.
 SHARDS = CastTile(128, 128, 8)
 # Of groups of rows, and the sums of their parts.
-GROUPS = CastTile(128, 128, 8)
+GROUPS = CastTile(128, 128, 4)
+GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
+# Of rows of no group.
+REST = CastTile(128, 128, 8)
 GROUP_SUMS = CastTile(16, 128, 4)
 
 # Most partial maxima of a line that a cast reduces itself, and most that it reduces in one step.
@@ -170,6 +173,11 @@ def has_own_reduce(parts: int, block: BlockShape, normal: bool, transposes: bool
 def row_tile(n: int) -> CastTile:
     """A tile of whole rows of ``n`` elements, at most :data:`MAX_ROW_IN_TILE`."""
     return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
+
+
+def of_groups(blocks: Collection[BlockShape]) -> CastTile:
+    """The tile of a cast of groups to scales of these blocks."""
+    return GROUPS_OF_LARGE_BLOCKS if TENSORWISE in blocks or BLOCK_128X128 in blocks else GROUPS
 
 
 def amax_pass(n: int, blocks: Collection[BlockShape]) -> AmaxPass:

@@ -18,22 +18,26 @@ PORTABLE: Mapping[str | None, MatmulConfig] = {
 FLOAT32 = MatmulConfig(64, 64, 32, 4, 3, blocks_per_sm=2)
 
 
-# Of the warp-specialized kernel, by family and accumulation; the best for most GEMMs first.
+# Of the warp-specialized kernel, by family and accumulation; the best for groups of many tokens first.
+_LARGEST = MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True)
 SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
     ("epilogue", "fast"): (
         MatmulConfig(128, 256, 128, 4, 4, halves=True, group_m=16, specialized=True),
         MatmulConfig(128, 128, 128, 4, 5, specialized=True),
     ),
     ("epilogue", "precise"): (
+        _LARGEST,
         MatmulConfig(128, 128, 128, 4, 5, group_m=16, specialized=True, overlap=2),
-        MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True),
     ),
     ("blockwise", "precise"): (
         MatmulConfig(128, 128, 128, 4, 5, group_m=16, specialized=True, overlap=4, column_scales=False),
-        MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True),
+        _LARGEST,
         MatmulConfig(128, 128, 128, 4, 4, specialized=True),
     ),
 }
+# From so many tokens a group on, tiles of 256 rows: of tokens, or, where tokens are summed, of the result.
+MANY_TOKENS = 512
+MANY_SUMMED_TOKENS = 1024
 
 
 class GroupedGemm(NamedTuple):
@@ -64,8 +68,11 @@ def specialized_space(gemm: GroupedGemm) -> tuple[MatmulConfig, ...]:
     """The configurations of the warp-specialized kernel that serve a GEMM."""
     assert gemm.family is not None
     configs = SPECIALIZED[gemm.family, "precise" if gemm.family == "blockwise" else gemm.accumulation]
+    sums_tokens = gemm.shape[2] == 0
     # Without its turns, which need the same steps of every tile, the largest tile spills with scales of columns.
-    return tuple(c for c in configs if not (c.stagger and gemm.family == "blockwise" and gemm.shape[2] == 0))
+    configs = tuple(c for c in configs if not (c.stagger and gemm.family == "blockwise" and sums_tokens))
+    are_few = gemm.tokens < gemm.groups * (MANY_SUMMED_TOKENS if sums_tokens else MANY_TOKENS)
+    return tuple(sorted(configs, key=lambda config: are_few and config == _LARGEST))
 
 
 def choose(gemm: GroupedGemm, device: Abilities, specialized: bool) -> MatmulConfig:

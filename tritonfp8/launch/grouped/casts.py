@@ -28,7 +28,7 @@ from tritonfp8.specs import (
     spec_of,
     transposed,
 )
-from tritonfp8.tuning import VECTOR_BYTES, BlockShape, CastTile, cast_tiles
+from tritonfp8.tuning import VECTOR_BYTES, BlockShape, cast_tiles
 
 META = torch.device("meta")
 # Rows of a tile: as many tokens as the columns at whose multiples groups begin.
@@ -115,7 +115,7 @@ def _side_of_tokens(plan: Planner, of: _Groups, spec: QuantSpec, transpose: bool
     row, col = scale.strides
     block = spec.block
     if not transpose:
-        side = _Side(qdata, (*qdata.strides, 0), scale, (row, col, row), (0, scale.shape[1]), block, spec)
+        side = _Side(qdata, (*qdata.strides, 0), scale, (row, col, row), (1, scale.shape[1]), block, spec)
     elif block[1] == -1:
         # One scale for each group.
         side = _Side(
@@ -151,9 +151,8 @@ def _with_amax(
     tile = cast_tiles.amax_pass(n, blocks).tile
     strips = -(-n // tile.n)
     lines = PartialMaxima.allocate(plan, of.x, rows, 0, strips, 0) if row else None
-    # One more than there are groups: for rows of no group.
-    of_columns = plan.empty((of.groups + 1, n), torch.int32, zeroed=True) if col else None
-    of_whole = plan.empty((of.groups + 1,), torch.int32, zeroed=True) if whole else None
+    of_columns = plan.empty((of.groups, n), torch.int32, zeroed=True) if col else None
+    of_whole = plan.empty((of.groups,), torch.int32, zeroed=True) if whole else None
     plan.launch(
         kernels.group_amax_kernel,
         of.blocks * strips,
@@ -186,7 +185,7 @@ def _plan_sides(plan: Planner, of: _Groups, side: _Side | None, side_t: _Side | 
     assert first is not None
     assert second is not None
     _, n = of.x.shape
-    tile: CastTile = TILE
+    tile = cast_tiles.of_groups({first.block, second.block})
     constants = {
         **kernel_constants(first.spec, first.block),
         "PARTS": int(first.amax is not None),
@@ -196,6 +195,7 @@ def _plan_sides(plan: Planner, of: _Groups, side: _Side | None, side_t: _Side | 
         "TRANSPOSED": side_t is not None,
         "DIRECT_CAST": plan.device.has_direct_cast,
         "MATRICES": of.is_matrices,
+        "EVEN": n % tile.n == 0 and of.rows % tile.m == 0,
         "TILE_M": tile.m,
         "TILE_N": tile.n,
         "R": tile.rows_a_thread(VECTOR_BYTES) if side_t is not None else 1,
@@ -211,6 +211,31 @@ def _plan_sides(plan: Planner, of: _Groups, side: _Side | None, side_t: _Side | 
             *second.scale_sizes, *second.q_strides, *second.scale_strides, *second.amax_strides,
         ),
         constants,
+        **tile.options(),
+    )  # fmt: skip
+    if side is not None and not of.is_matrices:
+        _plan_rest(plan, of, table, side)
+
+
+def _plan_rest(plan: Planner, of: _Groups, table: tuple[View, int], side: _Side) -> None:
+    """Fill the rows of no group: few, as a rule none."""
+    rows, n = of.x.shape
+    tile = cast_tiles.REST
+    plan.launch(
+        kernels.quantize_rest_kernel,
+        min(plan.device.num_sms, -(-rows // TILE.m) * -(-n // tile.n)),
+        (of.x, table[0], *side.pointers()),
+        (
+            of.blocks, table[1], n, *of.x.strides, side.scale_sizes[1], *side.q_strides[:2], *side.scale_strides[:2],
+            *side.amax_strides[:2],
+        ),
+        {
+            **kernel_constants(side.spec, side.block),
+            "PARTS": int(side.amax is not None),
+            "DIRECT_CAST": plan.device.has_direct_cast,
+            "TILE_M": tile.m,
+            "TILE_N": tile.n,
+        },
         **tile.options(),
     )  # fmt: skip
 
