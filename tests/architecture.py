@@ -62,6 +62,7 @@ STRIDES_OF_32_BITS = {
     **dict.fromkeys(
         ("block_scaled_matmul_kernel.stride_a_scale_k", "block_scaled_matmul_kernel.stride_b_scale_k"), BOUNDED
     ),
+    **dict.fromkeys(("_multiply.stride_ag", "_multiply.stride_bg"), BOUNDED),
     **dict.fromkeys(("rms_norm_rows_kernel.stride_w", "rms_norm_backward_kernel.stride_w", "_load.stride_cn"), BOUNDED),
     "fill_stage": "TMA coordinates have 32 bits; the host copies scales whose offsets exceed them",
     "quantize_shards_kernel": "indices come from an int64 table",

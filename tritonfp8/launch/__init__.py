@@ -26,7 +26,8 @@ from tritonfp8.launch.fused import (
     silu_mul_backward_quantize,
     silu_mul_quantize,
 )
-from tritonfp8.launch.grouped import (
+from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
+from tritonfp8.launch.moe import (
     grouped_matmul,
     grouped_sum,
     plan_grouped_matmul,
@@ -39,7 +40,6 @@ from tritonfp8.launch.grouped import (
     quantize_matrices,
     scaled_grouped_matmul,
 )
-from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
 from tritonfp8.launch.optimizer import adamw, adamw_amax
 from tritonfp8.launch.plan import ALIGNMENT
 from tritonfp8.launch.shards import amax_of_shards, quantize_shards

@@ -3,7 +3,7 @@
 Exports the choice of a GEMM's configuration, the tiles of the casts and fused kernels, and the files of tuned entries.
 """
 
-from tritonfp8.tuning import cast_tiles, fused_tiles, optimizer_tiles, store
+from tritonfp8.tuning import cast_tiles, fused_tiles, grouped_tiles, optimizer_tiles, store
 from tritonfp8.tuning.cast_tiles import VECTOR_BYTES, BlockShape, CastTile
 from tritonfp8.tuning.chooser import candidates, choose, install, key, kind, on_change, reload, table
 from tritonfp8.tuning.matmul_space import (
@@ -38,6 +38,7 @@ __all__ = [
     "choose",
     "find",
     "fused_tiles",
+    "grouped_tiles",
     "install",
     "is_widened",
     "key",

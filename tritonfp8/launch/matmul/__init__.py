@@ -4,6 +4,24 @@ scaled     kernels that read codes
 widened    MX operands where no tensor core takes them, dequantized to bf16 first
 """
 
-from tritonfp8.launch.matmul.scaled import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
+from tritonfp8.launch.matmul.scaled import (
+    PROMOTION,
+    SWIZZLE,
+    has_tma_layout,
+    is_readable_along_k,
+    plan_scaled_matmul,
+    product_kind,
+    scale_along_k,
+    scaled_matmul,
+)
 
-__all__ = ["has_tma_layout", "plan_scaled_matmul", "product_kind", "scaled_matmul"]
+__all__ = [
+    "PROMOTION",
+    "SWIZZLE",
+    "has_tma_layout",
+    "is_readable_along_k",
+    "plan_scaled_matmul",
+    "product_kind",
+    "scale_along_k",
+    "scaled_matmul",
+]

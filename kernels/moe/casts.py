@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile, spread_rows, tile_index
-from tritonfp8.kernels.grouped.schedule import FIELDS, bounds_of
+from tritonfp8.kernels.moe.schedule import FIELDS, bounds_of
 from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
 from tritonfp8.kernels.pdl import begin
 
@@ -159,18 +159,19 @@ def quantize_rest_kernel(
         cols = pid_n * TILE_N + tl.arange(0, TILE_N)
         within = of_group * TILE_M + tl.arange(0, TILE_M)
         mask = (within < count)[:, None] & (cols < N)[None, :]
-        first = start.to(tl.int64)
+        row = start + within
         if ROWS == 1:
-            offsets = (first + within)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+            offsets = row.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
             quantize_tile(
                 tl.load(x_ptr + offsets, mask=mask, other=0.0), of_group, pid_n, of_group == 0, count, N,
-                q_ptr + first * stride_qm, s_ptr + first * stride_sm, amax_ptr + first * stride_am,
+                q_ptr + start.to(tl.int64) * stride_qm,
+                s_ptr + start.to(tl.int64) * stride_sm, amax_ptr + start.to(tl.int64) * stride_am,
                 count, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
                 ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
                 DIRECT_CAST, False, False, 1,
             )  # fmt: skip
         else:
-            offsets = (first + within)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
+            offsets = row.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
             tl.store(q_ptr + offsets, tl.zeros((TILE_M, TILE_N), q_ptr.dtype.element_ty), mask=mask)
 
 

@@ -3,7 +3,7 @@
 Exports the Triton twin of each op of groups, and what plans it.
 """
 
-from tritonfp8.launch.grouped.casts import (
+from tritonfp8.launch.moe.casts import (
     grouped_sum,
     plan_quantize_groups,
     plan_quantize_groups_both,
@@ -12,7 +12,7 @@ from tritonfp8.launch.grouped.casts import (
     quantize_groups_both,
     quantize_matrices,
 )
-from tritonfp8.launch.grouped.matmul import (
+from tritonfp8.launch.moe.matmul import (
     grouped_matmul,
     plan_grouped_matmul,
     plan_scaled_grouped_matmul,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tritonfp8.formats import SCALE_FORMATS
-from tritonfp8.kernels.grouped import hopper as hopper_kernels
-from tritonfp8.kernels.grouped import matmul as kernels
 from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
+from tritonfp8.kernels.moe import hopper as hopper_kernels
+from tritonfp8.kernels.moe import matmul as kernels
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.grouped.schedule import plan_largest_first, plan_row_tiles
-from tritonfp8.launch.matmul.scaled import PROMOTION, SWIZZLE, is_readable_along_k, scale_along_k
+from tritonfp8.launch.matmul import PROMOTION, SWIZZLE, is_readable_along_k, scale_along_k
+from tritonfp8.launch.moe.schedule import plan_largest_first, plan_row_tiles
 from tritonfp8.launch.plan import Planner, Pointer, TensorMap, View
 from tritonfp8.specs import (
     BLOCK_1X32,
@@ -26,7 +26,6 @@ from tritonfp8.specs import (
     spec_of,
 )
 from tritonfp8.tuning import MatmulConfig, grouped_tiles
-from tritonfp8.tuning.grouped_tiles import GroupedGemm
 
 
 class _Gemm(NamedTuple):
@@ -125,12 +124,12 @@ def _plan_tiles(plan: Planner, p: _Gemm, tile: MatmulConfig) -> None:
     )  # fmt: skip
 
 
-def _problem(p: _Gemm) -> GroupedGemm:
+def _problem(p: _Gemm) -> grouped_tiles.GroupedGemm:
     rows = (0, 0) if p.a_spec is None or p.b_spec is None else (p.a_spec.block[0], p.b_spec.block[0])
     tokens = p.tokens if p.is_columns else p.a.shape[0]
     _, n, k = p.sizes()
     shape = (p.a.shape[0], n, 0) if p.is_columns else (0, n, k)
-    return GroupedGemm(
+    return grouped_tiles.GroupedGemm(
         p.family, p.accumulation, rows, p.offsets.shape[0], tokens, shape, p.a.itemsize, p.out.itemsize
     )  # fmt: skip
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.kernels.grouped import casts as kernels
+from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.cast import plan_quantize
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.grouped.schedule import bounds_size, plan_row_tiles
+from tritonfp8.launch.moe.schedule import bounds_size, plan_row_tiles
 from tritonfp8.launch.partial_maxima import PartialMaxima
 from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.specs import (

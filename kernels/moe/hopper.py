@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from tritonfp8.kernels.grouped.schedule import FIELDS as TABLE_FIELDS
 from tritonfp8.kernels.matmul.hopper import (
     SCALE_VECTOR,
     WARP_SIZE,
@@ -25,6 +24,7 @@ from tritonfp8.kernels.matmul.hopper import (
     sum_promoted,
     tile_origin,
 )
+from tritonfp8.kernels.moe.schedule import FIELDS as TABLE_FIELDS
 from tritonfp8.kernels.triton_names import tma_store
 
 FIELDS: gl.constexpr = gl.constexpr(TABLE_FIELDS.value)

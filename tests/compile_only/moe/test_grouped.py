@@ -6,7 +6,7 @@ from compile_target import compile_launch, note_launches
 from matmul_compiles import HOPPER_SHARED_BYTES
 
 from tritonfp8 import specs
-from tritonfp8.launch import grouped, partial_maxima
+from tritonfp8.launch import moe, partial_maxima
 from tritonfp8.recipes import get
 from tritonfp8.tuning import grouped_tiles
 from tritonfp8.tuning.matmul_space import shared_bytes
@@ -50,13 +50,13 @@ def casts(recipe, dtype):
     rows, columns = gemms.output.lhs.args[0], gemms.grad_weight.rhs.args[0]
     swapped = empty(GROUPS, K, N, dtype=dtype).transpose(1, 2)
     return {
-        "rows": lambda: grouped.quantize_groups(x, OFFSETS, rows),
-        "columns": lambda: grouped.quantize_groups(x, OFFSETS, columns, True),
-        "both": lambda: grouped.quantize_groups_both(x, OFFSETS, rows, columns),
-        "matrices": lambda: grouped.quantize_matrices(weight, gemms.output.rhs.args[0]),
-        "matrices transposed": lambda: grouped.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
-        "matrices of another layout": lambda: grouped.quantize_matrices(swapped, gemms.output.rhs.args[0]),
-        "sum": lambda: grouped.grouped_sum(x, OFFSETS),
+        "rows": lambda: moe.quantize_groups(x, OFFSETS, rows),
+        "columns": lambda: moe.quantize_groups(x, OFFSETS, columns, True),
+        "both": lambda: moe.quantize_groups_both(x, OFFSETS, rows, columns),
+        "matrices": lambda: moe.quantize_matrices(weight, gemms.output.rhs.args[0]),
+        "matrices transposed": lambda: moe.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
+        "matrices of another layout": lambda: moe.quantize_matrices(swapped, gemms.output.rhs.args[0]),
+        "sum": lambda: moe.grouped_sum(x, OFFSETS),
     }
 
 
@@ -93,7 +93,7 @@ def gemm(recipe, columns, bias=False, out_dtype=torch.bfloat16, config=None, acc
         rhs = quantized((GROUPS, N, K), gemms.output.rhs, "matrices")
     vector = empty(GROUPS, N) if bias else None
     tokens = TOKENS if columns else 0
-    return lambda: grouped.scaled_grouped_matmul(
+    return lambda: moe.scaled_grouped_matmul(
         *lhs, *rhs, OFFSETS, vector, out_dtype, accumulation, False, tokens, config=config
     )
 
@@ -113,7 +113,7 @@ def test_gemms_of_high_precision(compiled, columns, dtype):
     a, b = empty(TOKENS, K, dtype=dtype), empty(GROUPS, N, K, dtype=dtype)
     if columns:
         a, b = empty(TOKENS, N, dtype=dtype).t(), empty(TOKENS, K, dtype=dtype).t()
-    check(compiled(90, lambda: grouped.grouped_matmul(a, b, OFFSETS)), 90)
+    check(compiled(90, lambda: moe.grouped_matmul(a, b, OFFSETS)), 90)
 
 
 SPECIALIZED = [
