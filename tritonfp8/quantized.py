@@ -113,7 +113,7 @@ class QuantizedGroups(_CodesAndScales):
 
             - ``"rows"``: ``[tokens, K]``, the rows of a group adjacent;
             - ``"columns"``: ``[N, columns]``. Group g, whose first token is ``start``, begins at column
-              ``128 * (start // 128 + g)``, and zeros follow it;
+              ``128 * (start // 128 + g)``, and zeros follow it, quantized with its scales;
             - ``"matrices"``: ``[groups, N, K]``, as the weights of experts.
         scale: one scale a block, as of :class:`Quantized`; but where a block is all rows of tokens or all columns of
             tokens, one for each group: ``[groups, 1]`` or ``[N, groups]``.

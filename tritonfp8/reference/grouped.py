@@ -9,6 +9,7 @@ clamped: an end before that of the group before it is that end, and an end beyon
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -76,19 +77,18 @@ def _rows(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     tokens, width = x.shape
     shape = (width, grouped_columns(tokens, len(offsets)))
-    places = [
-        (start, end, group_column(start, group)) for group, (start, end) in enumerate(group_bounds(offsets, tokens))
-    ]
+    padded = x.new_zeros(shape[::-1])
+    firsts = []
+    for group, (start, end) in enumerate(group_bounds(offsets, tokens)):
+        firsts.append(group_column(start, group))
+        padded[firsts[-1] : firsts[-1] + end - start] = x[start:end]
     if spec.block[1] != -1:
-        padded = x.new_zeros(shape[::-1])
-        for start, end, at in places:
-            padded[at : at + end - start] = x[start:end]
         return casts.quantize(padded, *spec.args, True)
     qdata = _empty_codes(shape, spec, x.device)
     scale = empty_grouped_scale(shape, spec, "columns", len(offsets), x.device)
-    for group, (start, end, at) in enumerate(places):
-        codes, scale[:, group : group + 1] = casts.quantize(x[start:end], *spec.args, True)
-        _write(qdata[:, at : at + end - start], codes)
+    for group, (first, last) in enumerate(itertools.pairwise([*firsts, shape[1]])):
+        codes, scale[:, group : group + 1] = casts.quantize(padded[first:last], *spec.args, True)
+        _write(qdata[:, first:last], codes)
     return qdata, scale
 
 

@@ -63,16 +63,27 @@ class GroupedGemm(NamedTuple):
     itemsize: int
     out_itemsize: int
 
+    @property
+    def sums_tokens(self) -> bool:
+        """Whether the sums run over the tokens of each group."""
+        return self.shape[2] == 0
 
-def specialized_space(gemm: GroupedGemm) -> tuple[MatmulConfig, ...]:
-    """The configurations of the warp-specialized kernel that serve a GEMM."""
+
+def serves(config: MatmulConfig, gemm: GroupedGemm, max_shared_bytes: int) -> bool:
+    """Whether a configuration of the warp-specialized kernel serves a GEMM, on a device that can run any."""
+    family = str(gemm.family)
+    fits = supports(config, family, gemm.out_itemsize, True, True, max_shared_bytes, column_scales=gemm.rows[1] == 1)
+    # Without its turns, which need the same steps of every tile, the largest tile spills with scales of columns.
+    return fits and not (config.stagger and family == "blockwise" and gemm.sums_tokens)
+
+
+def specialized_space(gemm: GroupedGemm, max_shared_bytes: int) -> list[MatmulConfig]:
+    """The configurations of the warp-specialized kernel that serve a GEMM, the best first."""
     assert gemm.family is not None
     configs = SPECIALIZED[gemm.family, "precise" if gemm.family == "blockwise" else gemm.accumulation]
-    sums_tokens = gemm.shape[2] == 0
-    # Without its turns, which need the same steps of every tile, the largest tile spills with scales of columns.
-    configs = tuple(c for c in configs if not (c.stagger and gemm.family == "blockwise" and sums_tokens))
-    are_few = gemm.tokens < gemm.groups * (MANY_SUMMED_TOKENS if sums_tokens else MANY_TOKENS)
-    return tuple(sorted(configs, key=lambda config: are_few and config == _LARGEST))
+    are_few = gemm.tokens < gemm.groups * (MANY_SUMMED_TOKENS if gemm.sums_tokens else MANY_TOKENS)
+    runnable = [config for config in configs if serves(config, gemm, max_shared_bytes)]
+    return sorted(runnable, key=lambda config: are_few and config == _LARGEST)
 
 
 def choose(gemm: GroupedGemm, device: Abilities, specialized: bool) -> MatmulConfig:
@@ -83,11 +94,6 @@ def choose(gemm: GroupedGemm, device: Abilities, specialized: bool) -> MatmulCon
         device: what it runs on.
         specialized: whether the warp-specialized kernel can run it.
     """
-    if specialized:
-        for config in specialized_space(gemm):
-            if supports(
-                config, str(gemm.family), gemm.out_itemsize, True, True, device.max_shared_bytes,
-                column_scales=gemm.rows[1] == 1,
-            ):  # fmt: skip
-                return config
+    if specialized and (found := specialized_space(gemm, device.max_shared_bytes)):
+        return found[0]
     return FLOAT32 if gemm.itemsize == 4 else PORTABLE[gemm.family]

@@ -11,9 +11,11 @@ from tritonfp8.launch.matmul.scaled import (
     is_readable_along_k,
     plan_scaled_matmul,
     product_kind,
+    readable_along_k,
     scale_along_k,
     scaled_matmul,
 )
+from tritonfp8.launch.matmul.widened import too_many_scales
 
 __all__ = [
     "PROMOTION",
@@ -22,6 +24,8 @@ __all__ = [
     "is_readable_along_k",
     "plan_scaled_matmul",
     "product_kind",
+    "readable_along_k",
     "scale_along_k",
     "scaled_matmul",
+    "too_many_scales",
 ]

@@ -307,7 +307,7 @@ def _within_32_bits(scale: Tensor) -> Tensor:
     return scale if View.of(scale).within_32_bits() else scale.contiguous()
 
 
-def _readable_along_k(scale: Tensor, spec: str) -> Tensor:
+def readable_along_k(scale: Tensor, spec: str) -> Tensor:
     """``scale``, copied if it lies along K and TMA cannot read it: a scale from elsewhere may have any strides."""
     if spec_of(spec).block != BLOCK_1X128 or is_readable_along_k(View.of(scale)):
         return scale
@@ -354,7 +354,7 @@ def scaled_matmul(
     given = (a_scale, b_scale, bias)
     copied = (_within_32_bits(a_scale), _within_32_bits(b_scale), None if bias is None else bias.contiguous())
     if _are_same(copied, given):
-        copied = (_readable_along_k(a_scale, a_spec), _readable_along_k(b_scale, b_spec), bias)
+        copied = (readable_along_k(a_scale, a_spec), readable_along_k(b_scale, b_spec), bias)
     if _are_same(copied, given):
         raise widened.too_many_scales(a_scale, b_scale)
     a_scale, b_scale, bias = copied

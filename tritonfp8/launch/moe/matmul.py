@@ -13,7 +13,14 @@ from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.kernels.moe import hopper as hopper_kernels
 from tritonfp8.kernels.moe import matmul as kernels
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.matmul import PROMOTION, SWIZZLE, is_readable_along_k, scale_along_k
+from tritonfp8.launch.matmul import (
+    PROMOTION,
+    SWIZZLE,
+    is_readable_along_k,
+    readable_along_k,
+    scale_along_k,
+    too_many_scales,
+)
 from tritonfp8.launch.moe.schedule import plan_largest_first, plan_row_tiles
 from tritonfp8.launch.plan import Planner, Pointer, TensorMap, View
 from tritonfp8.specs import (
@@ -139,6 +146,21 @@ def _matrices(x: View) -> View:
     return x.strided((math.prod(x.shape[:-1]), x.shape[-1]), x.strides[-2:])
 
 
+def _has_usual_layout(scale: View | None, spec: QuantSpec | None) -> bool:
+    """Whether kernels can address a scale, and TMA can read it where it lies along K."""
+    if scale is None or spec is None:
+        return True
+    along_k = spec.block == BLOCK_1X128 and scale.ndim == 2
+    return scale.within_32_bits() and (not along_k or is_readable_along_k(scale))
+
+
+def _of_usual_layout(scale: Tensor, spec: str) -> Tensor:
+    """``scale``, copied if it has another layout: a scale from elsewhere may have any strides."""
+    if _has_usual_layout(View.of(scale), spec_of(spec)):
+        return scale
+    return readable_along_k(scale, spec) if scale.ndim == 2 else scale.contiguous()
+
+
 def _fits_specialized(plan: Planner, p: _Gemm) -> bool:
     """Whether the warp-specialized kernel can run this GEMM."""
     if not plan.device.has_warpgroup_mma or p.family not in ("epilogue", "blockwise"):
@@ -221,9 +243,9 @@ def _plan_specialized(plan: Planner, p: _Gemm, config: MatmulConfig) -> None:
 
 def _plan(plan: Planner, p: _Gemm, config: MatmulConfig | None = None) -> list[View] | None:
     """One output; None if something must be copied first."""
-    scales = [scale for scale in (p.a_scale, p.b_scale) if scale is not None]
-    fits = all(scale.within_32_bits() for scale in scales) and p.offsets.is_contiguous()
-    if not fits or (p.bias is not None and not p.bias.is_contiguous()):
+    if not p.offsets.is_contiguous() or (p.bias is not None and not p.bias.is_contiguous()):
+        return None
+    if not all(_has_usual_layout(scale, spec) for scale, spec in ((p.a_scale, p.a_spec), (p.b_scale, p.b_spec))):
         return None
     if not p.out.numel():
         return [p.out]
@@ -291,10 +313,13 @@ def scaled_grouped_matmul(
     results = planned(plan_scaled_grouped_matmul, tensors, options)
     if results is not None:
         return results[0]
-    a_scale, b_scale, offsets = a_scale.contiguous(), b_scale.contiguous(), offsets.contiguous()
+    given = (a_scale, b_scale, offsets, bias)
+    a_scale, b_scale = _of_usual_layout(a_scale, a_spec), _of_usual_layout(b_scale, b_spec)
+    offsets, bias = offsets.contiguous(), None if bias is None else bias.contiguous()
+    if all(x is y for x, y in zip(given, (a_scale, b_scale, offsets, bias), strict=True)):
+        raise too_many_scales(a_scale, b_scale)
     return scaled_grouped_matmul(
-        a, a_scale, a_spec, b, b_scale, b_spec, offsets, None if bias is None else bias.contiguous(), *options[2:-1],
-        config=config,
+        a, a_scale, a_spec, b, b_scale, b_spec, offsets, bias, *options[2:-1], config=config
     )  # fmt: skip
 
 

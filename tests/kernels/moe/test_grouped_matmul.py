@@ -1,0 +1,210 @@
+"""The GEMMs of groups, in every configuration: in the interpreter on CPU tensors, compiled on CUDA tensors.
+
+Where all magnitudes are equal every scale is a power of two and every sum is exact, so the values are those of the
+reference.
+"""
+
+import pytest
+import torch
+from cases import CUDA, each_device, normal
+from routings import ends, routing_cases
+
+from tritonfp8 import recipes, reference
+from tritonfp8.launch import moe
+from tritonfp8.recipes import Gemm
+from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
+from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.tuning import grouped_tiles
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def ternary(*shape, seed):
+    """1.75, the mantissa of the largest e4m3 and e5m2 number, of either sign, and zeros."""
+    return normal(*shape, seed=seed).sign().mul(normal(*shape, seed=seed + 1).abs() < 1).mul(1.75).bfloat16()
+
+
+def assert_equal(found, expected):
+    """Equal values; the sign of a zero is that of the order of the additions."""
+    assert_bitwise_equal(found + 0, expected + 0)
+
+
+def moved(args, device):
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+
+
+def of_rows(gemm, x, weight, offsets):
+    """The first arguments of a GEMM of groups of rows."""
+    lhs = reference.quantize_groups(x, offsets, *gemm.lhs.args)
+    return (*lhs, *gemm.lhs.args, *reference.quantize_matrices(weight, *gemm.rhs.args), *gemm.rhs.args, offsets)
+
+
+def of_columns(gemm, grad, x, offsets):
+    """The first arguments of a GEMM of groups of columns."""
+    pairs = [
+        (*reference.quantize_groups(y, offsets, *s.args, True), *s.args) for y, s in ((grad, gemm.lhs), (x, gemm.rhs))
+    ]
+    return (*pairs[0], *pairs[1], offsets)
+
+
+def check_rows(gemm, device, tokens, sizes, n, k, data=ternary, bias=True, out_dtype=None, **options):
+    x, weight, offsets = data(tokens, k, seed=0), data(len(sizes), n, k, seed=5), ends(sizes)
+    vector = normal(len(sizes), n, seed=9).round().bfloat16() if bias else None
+    args = (*of_rows(gemm, x, weight, offsets), vector, out_dtype)
+    expected = reference.scaled_grouped_matmul(*args)
+    return moe.scaled_grouped_matmul(*moved(args, device), gemm.accumulation, **options).cpu(), expected
+
+
+def check_columns(gemm, device, tokens, sizes, n, k, data=ternary, out_dtype=None, **options):
+    grad, x, offsets = data(tokens, n, seed=0), data(tokens, k, seed=5), ends(sizes)
+    args = (*of_columns(gemm, grad, x, offsets), None, out_dtype)
+    expected = reference.scaled_grouped_matmul(*args, tokens=tokens)
+    found = moe.scaled_grouped_matmul(*moved(args, device), gemm.accumulation, tokens=tokens, **options)
+    return found.cpu(), expected
+
+
+@each_device
+@each_recipe
+@pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
+def test_groups_of_any_size(device, recipe, tokens, sizes):
+    gemms = recipes.get(recipe)
+    assert_equal(*check_rows(gemms.output, device, tokens, sizes, 48, 160))
+    assert_equal(*check_columns(gemms.grad_weight, device, tokens, sizes, 48, 160))
+
+
+@each_device
+@each_recipe
+@pytest.mark.parametrize(("n", "k"), [(41, 75), (200, 8), (136, 264)])
+def test_sizes(device, recipe, n, k):
+    gemms = recipes.get(recipe)
+    for out_dtype in (torch.float32, torch.float16):
+        assert_equal(*check_rows(gemms.output, device, 170, (7, 130, 20), n, k, out_dtype=out_dtype))
+        assert_equal(*check_columns(gemms.grad_weight, device, 170, (7, 130, 20), n, k, out_dtype=out_dtype))
+
+
+BLOCKS = [QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2"), QuantSpec("e5m2", BLOCK_128X128)]
+
+
+@each_device
+@pytest.mark.parametrize("rhs", BLOCKS, ids=str)
+@pytest.mark.parametrize("lhs", BLOCKS, ids=str)
+def test_every_pair_of_blocks(device, lhs, rhs):
+    gemm = Gemm(lhs, rhs)
+    assert_equal(*check_columns(gemm, device, 300, (7, 0, 250), 256, 144))
+    if lhs.block == BLOCK_1X128:
+        assert_equal(*check_rows(gemm, device, 300, (7, 0, 250), 256, 144))
+
+
+SPECIALIZED = [
+    pytest.param(family, accumulation, config, id=f"{family}-{accumulation}-{config.name}")
+    for (family, accumulation), configs in grouped_tiles.SPECIALIZED.items()
+    for config in configs
+]
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("family", "accumulation", "config"), SPECIALIZED)
+class TestSpecialized:
+    """Each configuration of the warp-specialized kernel."""
+
+    def gemms(self, family, accumulation):
+        names = {"epilogue": ("rowwise", "tensorwise"), "blockwise": ("blockwise",)}[family]
+        for name in names:
+            recipe = recipes.get(name)
+            for gemm in (recipe.output, recipe.grad_weight):
+                yield Gemm(gemm.lhs, gemm.rhs, accumulation)
+
+    def serves(self, family, config, out_dtype, of_columns):
+        rows = (1, 1) if of_columns else (1, 128)
+        shape = (256, 384, 0) if of_columns else (0, 256, 384)
+        gemm = grouped_tiles.GroupedGemm(family, "precise", rows, 3, 400, shape, 1, out_dtype.itemsize)
+        return grouped_tiles.serves(config, gemm, 232448)
+
+    @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
+    def test_groups_of_any_size(self, device, family, accumulation, config, out_dtype, tokens, sizes):
+        output, grad_weight = list(self.gemms(family, accumulation))[:2]
+        if self.serves(family, config, out_dtype, False):
+            options = {"out_dtype": out_dtype, "config": config}
+            assert_equal(*check_rows(output, device, tokens, sizes, 272, 384, **options))
+        if self.serves(family, config, out_dtype, True):
+            options = {"out_dtype": out_dtype, "config": config}
+            assert_equal(*check_columns(grad_weight, device, tokens, sizes, 272, 384, **options))
+
+    def test_normal_data(self, device, family, accumulation, config, out_dtype):
+        def data(*shape, seed):
+            return normal(*shape, seed=seed, dtype=torch.bfloat16)
+
+        for gemm in self.gemms(family, accumulation):
+            of_columns = gemm.lhs.block[1] == -1 and gemm == list(self.gemms(family, accumulation))[1]
+            check = check_columns if of_columns else check_rows
+            if accumulation == "fast" or not self.serves(family, config, out_dtype, of_columns):
+                continue
+            options = {"out_dtype": out_dtype, "config": config}
+            found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, data, **options)
+            assert_matmul_close(found.flatten(0, -2), expected.float().flatten(0, -2), out_dtype)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
+def test_high_precision(device, dtype, tokens, sizes):
+    x, weight, grad = (
+        ternary(*shape, seed=seed).to(dtype)
+        for seed, shape in ((0, (tokens, 72)), (3, (len(sizes), 40, 72)), (7, (tokens, 40)))
+    )
+    offsets, bias = ends(sizes), normal(len(sizes), 40, seed=9).round().to(dtype)
+    for args in ((x, weight, offsets, bias), (x, weight, offsets), (grad.t(), x.t(), offsets)):
+        found = moe.grouped_matmul(*moved(args, device))
+        assert_equal(found.cpu(), reference.grouped_matmul(*args))
+
+
+@each_device
+@each_recipe
+def test_what_belongs_to_no_group_is_not_read(device, recipe):
+    """NaN in the weights of empty groups, and in rows of no group."""
+    gemm = recipes.get(recipe).output
+    x, weight, offsets = ternary(200, 96, seed=0), ternary(3, 48, 96, seed=5), ends((0, 150, 0))
+    expected = moe.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
+    x[150:], weight[0], weight[2] = torch.nan, torch.nan, torch.nan
+    found = moe.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
+    assert_bitwise_equal(found, expected)
+    assert not found[150:].any()
+
+
+@each_device
+@pytest.mark.parametrize("hostile", [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0)], ids=str)
+def test_hostile_offsets_are_clamped(device, hostile):
+    gemms = recipes.get("rowwise")
+    offsets = torch.tensor(hostile, dtype=torch.int32)
+    x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
+    for args, tokens in (
+        (of_rows(gemms.output, x, weight, offsets), 0),
+        (of_columns(gemms.grad_weight, grad, x, offsets), 100),
+    ):
+        found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
+        assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
+
+
+@each_device
+def test_scales_and_offsets_of_other_layouts(device):
+    gemm = recipes.get("blockwise").output
+    x, weight, offsets = ternary(100, 256, seed=0), ternary(2, 128, 256, seed=5), ends((60, 40))
+    a, a_scale, a_spec, b, b_scale, b_spec, _ = of_rows(gemm, x, weight, offsets)
+    expected = reference.scaled_grouped_matmul(a, a_scale, a_spec, b, b_scale, b_spec, offsets)
+    strided = torch.stack([offsets, offsets], 1)[:, 0]
+    args = (a, a_scale.contiguous(), a_spec, b, b_scale.transpose(1, 2).contiguous().transpose(1, 2), b_spec, strided)
+    assert_equal(moe.scaled_grouped_matmul(*moved(args, device)).cpu(), expected)
+
+
+def test_few_tokens_take_small_tiles():
+    def chosen(tokens, columns=False):
+        shape = (512, 1024, 0) if columns else (0, 512, 1024)
+        gemm = grouped_tiles.GroupedGemm("epilogue", "precise", (1, 1), 8, tokens, shape, 1, 2)
+        return grouped_tiles.specialized_space(gemm, 232448)[0].block_m
+
+    assert [chosen(8 * n) for n in (4, 511, 512)] == [128, 128, 256]
+    assert [chosen(8 * n, columns=True) for n in (1023, 1024)] == [128, 256]
