@@ -19,7 +19,7 @@ stub.patch()
 
 from tritonfp8 import hardware, recipes, reference
 from tritonfp8.compat import triton_private
-from tritonfp8.launch import cast, executor, figures, fused, kernel_cache
+from tritonfp8.launch import cast, executor, figures, fused, kernel_cache, moe
 from tritonfp8.specs import BLOCKS, QuantSpec
 
 stub.patch_abilities(hardware)
@@ -157,6 +157,33 @@ def figure_cases():
         yield f"figures {spec}", figures.operand_figures, operands
 
 
+def group_cases():
+    def ends():
+        return torch.tensor([40, 40, 300], dtype=torch.int32)
+
+    for name in ("rowwise", "blockwise"):
+        recipe = recipes.get(name)
+        rows, columns = recipe.output.lhs.args, recipe.grad_weight.rhs.args
+
+        def both(r=rows, c=columns):
+            return torch.randn(310, 512).bfloat16(), ends(), *r, *c
+
+        def of_rows(g=recipe.output):
+            x, weight = torch.randn(310, 512).bfloat16(), torch.randn(3, 256, 512).bfloat16()
+            a, b = moe.quantize_groups(x, ends(), *g.lhs.args), moe.quantize_matrices(weight, *g.rhs.args)
+            return *a, *g.lhs.args, *b, *g.rhs.args, ends(), torch.randn(3, 256)
+
+        def of_columns(g=recipe.grad_weight):
+            grad, x = (torch.randn(310, n).bfloat16() for n in (256, 512))
+            a, b = (moe.quantize_groups(y, ends(), *q.args, True) for y, q in ((grad, g.lhs), (x, g.rhs)))
+            return *a, *g.lhs.args, *b, *g.rhs.args, ends(), None, torch.float32, "precise", False, 310
+
+        yield f"groups {name} casts", moe.quantize_groups_both, both
+        yield f"groups {name} rows", moe.scaled_grouped_matmul, of_rows
+        yield f"groups {name} columns", moe.scaled_grouped_matmul, of_columns
+    yield "sums of groups", moe.grouped_sum, lambda: (torch.randn(310, 512), ends())
+
+
 def product(gemm, m, n, k, epilogue, out):
     a, b = torch.randn(m, k), torch.randn(n, k)
     qa, qb = cast.quantize(a, *gemm.lhs.args), cast.quantize(b, *gemm.rhs.args)
@@ -196,7 +223,7 @@ def main():
     wanted = sys.argv[1:] or [""]
     results = [
         compare(label, function, [make() for _ in range(3)])
-        for label, function, make in (*cases(), *fused_cases(), *figure_cases())
+        for label, function, make in (*cases(), *fused_cases(), *figure_cases(), *group_cases())
         if any(text in label for text in wanted)
     ]
     different = sum(not same for same, _ in results)
