@@ -32,10 +32,32 @@ def _of_group(pointer, group, start, stride_row, stride_group, ROWS: tl.constexp
 
 
 @triton.jit
+def _load_rows(
+    x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn,
+    PICKED: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Rows ``within`` of a group: of ``x``, or, if PICKED, of the rows of ``x`` that are named, times their factors."""
+    if PICKED:
+        source = tl.load(picked_ptr + start + within, mask=within < count, other=0)
+        pointers = x_ptr + source.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    else:
+        pointers = x_ptr + start.to(tl.int64) * stride_xm
+        pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    x = load_masked(pointers, mask, EVEN)
+    if SCALED:
+        factors = tl.load(factors_ptr + start + within, mask=within < count, other=0.0).to(tl.float32)
+        return (x.to(tl.float32) * factors[:, None]).to(x.dtype)
+    else:
+        return x
+
+
+@triton.jit
 def group_amax_kernel(
-    x_ptr, table_ptr, row_ptr, col_ptr, whole_ptr, blocks, entries, rows, N, stride_xm, stride_xn, stride_part,
+    x_ptr, picked_ptr, factors_ptr, table_ptr, row_ptr, col_ptr, whole_ptr,
+    blocks, entries, rows, N, stride_xm, stride_xn, stride_part,
     ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, MATRICES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, DEPENDENT: tl.constexpr,
+    PICKED: tl.constexpr, SCALED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Maxima of blocks that no tile holds whole.
 
@@ -55,14 +77,28 @@ def group_amax_kernel(
     for tile in range(pid_m, tiles, blocks):
         group, start, count, of_group = _rows_of(tile, table_ptr, rows, MATRICES, ALIGNMENT)
         first = of_group * ALIGNMENT
-        x = x_ptr + start.to(tl.int64) * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
         row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
         # Zeros of the dtype of the magnitudes.
         highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
         for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
             within = part + tl.arange(0, TILE_M)
             mask = (within < count)[:, None] & (cols < N)[None, :]
-            values = magnitudes(tl.load(x + within.to(tl.int64)[:, None] * stride_xm, mask=mask, other=0.0))
+            x = _load_rows(
+                x_ptr,
+                picked_ptr,
+                factors_ptr,
+                start,
+                count,
+                within,
+                cols,
+                mask,
+                stride_xm,
+                stride_xn,
+                PICKED,
+                SCALED,
+                False,
+            )
+            values = magnitudes(x)
             if ROW:
                 tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
             if COL or WHOLE:
@@ -79,7 +115,7 @@ def group_amax_kernel(
 
 @triton.jit
 def quantize_groups_kernel(
-    x_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr,
+    x_ptr, picked_ptr, factors_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr,
     blocks, entries, groups, rows, N, stride_xm, stride_xn,
     groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_sg, stride_am, stride_an, stride_ag,
     groups_tm, groups_tn, stride_qtm, stride_qtn, stride_qtg, stride_stm, stride_stn, stride_stg,
@@ -91,8 +127,8 @@ def quantize_groups_kernel(
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, MATRICES: tl.constexpr,
-    EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PICKED: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize each group of rows of ``x``, its transpose, or both, in one pass over ``x``.
 
@@ -110,10 +146,23 @@ def quantize_groups_kernel(
     mask = (within < count)[:, None]
     if not EVEN:
         mask = mask & (cols < N)[None, :]
-    pointers = x_ptr + start.to(tl.int64) * stride_xm
-    pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    WHOLE: tl.constexpr = EVEN and MATRICES
     if NORMAL:
-        x = load_masked(pointers, mask, EVEN and MATRICES)
+        x = _load_rows(
+            x_ptr,
+            picked_ptr,
+            factors_ptr,
+            start,
+            count,
+            within,
+            cols,
+            mask,
+            stride_xm,
+            stride_xn,
+            PICKED,
+            SCALED,
+            WHOLE,
+        )
         quantize_tile(
             x, of_group, pid_n, of_group == 0, count, N,
             q_ptr + start.to(tl.int64) * stride_qm,
@@ -122,10 +171,24 @@ def quantize_groups_kernel(
             count if ROWS == 1 and not MATRICES else groups_m,
             groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
             ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-            DIRECT_CAST, False, EVEN and MATRICES, R,
+            DIRECT_CAST, False, WHOLE, R,
         )  # fmt: skip
     if TRANSPOSED:
-        x = load_masked(pointers, mask, EVEN and MATRICES)
+        x = _load_rows(
+            x_ptr,
+            picked_ptr,
+            factors_ptr,
+            start,
+            count,
+            within,
+            cols,
+            mask,
+            stride_xm,
+            stride_xn,
+            PICKED,
+            SCALED,
+            WHOLE,
+        )
         # Of groups of columns by their absolute place, whose alignment is known.
         quantize_tile(
             x, of_group if MATRICES else pid_m, pid_n, of_group == 0, rows if MATRICES else blocks * TILE_M, N,
@@ -140,11 +203,12 @@ def quantize_groups_kernel(
 
 @triton.jit
 def quantize_rest_kernel(
-    x_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, blocks, entries, N, stride_xm, stride_xn,
+    x_ptr, picked_ptr, factors_ptr, table_ptr, q_ptr, s_ptr, amax_ptr, blocks, entries, N, stride_xm, stride_xn,
     groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
-    DIRECT_CAST: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
+    DIRECT_CAST: tl.constexpr, PICKED: tl.constexpr, SCALED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize the rows of no group: each by its own scales; zeros if a group has one scale for all rows.
 
@@ -159,20 +223,55 @@ def quantize_rest_kernel(
         cols = pid_n * TILE_N + tl.arange(0, TILE_N)
         within = of_group * TILE_M + tl.arange(0, TILE_M)
         mask = (within < count)[:, None] & (cols < N)[None, :]
-        row = start + within
         if ROWS == 1:
-            offsets = row.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+            x = _load_rows(
+                x_ptr,
+                picked_ptr,
+                factors_ptr,
+                start,
+                count,
+                within,
+                cols,
+                mask,
+                stride_xm,
+                stride_xn,
+                PICKED,
+                SCALED,
+                False,
+            )
             quantize_tile(
-                tl.load(x_ptr + offsets, mask=mask, other=0.0), of_group, pid_n, of_group == 0, count, N,
-                q_ptr + start.to(tl.int64) * stride_qm,
+                x, of_group, pid_n, of_group == 0, count, N, q_ptr + start.to(tl.int64) * stride_qm,
                 s_ptr + start.to(tl.int64) * stride_sm, amax_ptr + start.to(tl.int64) * stride_am,
                 count, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
                 ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
                 DIRECT_CAST, False, False, 1,
             )  # fmt: skip
         else:
-            offsets = row.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
+            offsets = (start + within).to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
             tl.store(q_ptr + offsets, tl.zeros((TILE_M, TILE_N), q_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def pick_kernel(
+    q_ptr, s_ptr, picked_ptr, out_ptr, out_s_ptr, rows, N, scales,
+    stride_qm, stride_sm, stride_sn, stride_om, stride_on,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_S: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The codes (uint8) and scales of the rows that ``picked`` names, one below the other; ``out`` is contiguous."""
+    begin(DEPENDENT)
+    at = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    source = tl.load(picked_ptr + at, mask=at < rows, other=0)
+    for col in range(0, N, TILE_N):
+        cols = col + tl.arange(0, TILE_N)
+        mask = (at < rows)[:, None] & (cols < N)[None, :]
+        codes = tl.load(q_ptr + source.to(tl.int64)[:, None] * stride_qm + cols[None, :], mask=mask, other=0)
+        tl.store(out_ptr + at.to(tl.int64)[:, None] * N + cols[None, :], codes, mask=mask)
+    for col in range(0, scales, TILE_S):
+        cols = col + tl.arange(0, TILE_S)
+        mask = (at < rows)[:, None] & (cols < scales)[None, :]
+        offsets = source.to(tl.int64)[:, None] * stride_sm + cols.to(tl.int64)[None, :] * stride_sn
+        to = at.to(tl.int64)[:, None] * stride_om + cols.to(tl.int64)[None, :] * stride_on
+        tl.store(out_s_ptr + to, tl.load(s_ptr + offsets, mask=mask, other=0), mask=mask)
 
 
 @triton.jit

@@ -67,15 +67,24 @@ def _groups(shape: Sequence[int], spec: str, layout: str, groups: int, device: t
     return qdata, empty_grouped_scale(shape, s, layout, groups, device)
 
 
-def quantize_groups(x: Tensor, offsets: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
-    groups = offsets.shape[0]
+def quantize_groups(
+    x: Tensor,
+    offsets: Tensor,
+    spec: str,
+    transpose: bool = False,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    groups, tokens = offsets.shape[0], (x if rows is None else rows).shape[0]
     if transpose:
-        return _groups((x.shape[1], grouped_columns(x.shape[0], groups)), spec, "columns", groups, x.device)
-    return _groups(x.shape, spec, "rows", groups, x.device)
+        return _groups((x.shape[1], grouped_columns(tokens, groups)), spec, "columns", groups, x.device)
+    return _groups((tokens, x.shape[1]), spec, "rows", groups, x.device)
 
 
-def quantize_groups_both(x: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *quantize_groups(x, offsets, spec), *quantize_groups(x, offsets, spec_t, True)
+def quantize_groups_both(
+    x: Tensor, offsets: Tensor, spec: str, spec_t: str, rows: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *quantize_groups(x, offsets, spec, False, rows), *quantize_groups(x, offsets, spec_t, True, rows)
 
 
 def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:

@@ -182,14 +182,16 @@ _GEMMS = {
 # Of groups of tokens, as the experts of a model take them. `offsets` has the end of each group.
 _GROUPED = {
     "quantize_groups": Op(
-        "(Tensor x, Tensor offsets, str spec, bool transpose=False) -> (Tensor, Tensor)",
+        "(Tensor x, Tensor offsets, str spec, bool transpose=False, Tensor? rows=None, Tensor? factors=None) "
+        "-> (Tensor, Tensor)",
         fakes.quantize_groups,
         reference.quantize_groups,
         launch.quantize_groups,
         launch.plan_quantize_groups,
     ),
     "quantize_groups_both": Op(
-        "(Tensor x, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor)",
+        "(Tensor x, Tensor offsets, str spec, str spec_t, Tensor? rows=None, Tensor? factors=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
         fakes.quantize_groups_both,
         reference.quantize_groups_both,
         launch.quantize_groups_both,

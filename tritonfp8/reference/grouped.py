@@ -45,7 +45,21 @@ def _write(to: Tensor, codes: Tensor) -> None:
     to.view(torch.uint8).copy_(codes.view(torch.uint8))
 
 
-def quantize_groups(x: Tensor, offsets: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+def pick_rows(x: Tensor, rows: Tensor | None, factors: Tensor | None) -> Tensor:
+    """``x[rows]``, each row times its factor, rounded once; ``x`` itself without ``rows``."""
+    if rows is None:
+        return x
+    return x[rows] if factors is None else (x[rows].float() * factors.float()[:, None]).to(x.dtype)
+
+
+def quantize_groups(
+    x: Tensor,
+    offsets: Tensor,
+    spec: str,
+    transpose: bool = False,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Quantize each group of rows of ``x``, or its transpose.
 
     Args:
@@ -53,13 +67,16 @@ def quantize_groups(x: Tensor, offsets: Tensor, spec: str, transpose: bool = Fal
         offsets: ``[groups]``, int32: the end of each group.
         spec: the text of a :class:`~tritonfp8.QuantSpec`.
         transpose: quantize the transpose of each group.
+        rows: ``[tokens]``, int64: the rows of ``x``, of any number, that are quantized; None for all.
+        factors: ``[tokens]``: a factor of each of these rows, which are rounded once to the dtype of ``x``; or None.
 
     Returns:
         ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"rows"``, or in ``"columns"`` if
         ``transpose``. Rows of no group: quantized where each row has scales of its own, else zeros.
     """
     s = spec_of(spec)
-    return _columns(x, offsets, s) if transpose else _rows(x, offsets, s)
+    picked = pick_rows(x, rows, factors)
+    return _columns(picked, offsets, s) if transpose else _rows(picked, offsets, s)
 
 
 def _rows(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -92,9 +109,12 @@ def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tenso
     return qdata, scale
 
 
-def quantize_groups_both(x: Tensor, offsets: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_groups_both(
+    x: Tensor, offsets: Tensor, spec: str, spec_t: str, rows: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``."""
-    return *quantize_groups(x, offsets, spec), *quantize_groups(x, offsets, spec_t, True)
+    picked = pick_rows(x, rows, factors)
+    return *quantize_groups(picked, offsets, spec), *quantize_groups(picked, offsets, spec_t, True)
 
 
 def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:

@@ -131,6 +131,9 @@ SHARDS = CastTile(128, 128, 8)
 # Of groups of rows, and the sums of their parts.
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
+# Of rows that are picked from codes; scales of a row at a time.
+PICK = CastTile(16, 1024, 4)
+PICK_SCALES = 32
 # Of rows of no group.
 REST = CastTile(128, 128, 8)
 GROUP_SUMS = CastTile(16, 128, 4)

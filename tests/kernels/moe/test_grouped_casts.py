@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import SPECS, each_device, normal, on_devices, patterns
+from cases import SPECS, each_device, generator, normal, on_devices, patterns
 from routings import ROUTINGS, ends, routing_cases
 
 from tritonfp8 import reference
@@ -152,3 +152,28 @@ def test_every_block_is_cast():
     assert {spec.block for spec in COLUMN_SPECS} == {spec.block for spec in SPECS} == {
         TENSORWISE, ROWWISE, BLOCK_1X128, BLOCK_128X128, BLOCK_1X32,
     }  # fmt: skip
+
+
+@on_devices(
+    [
+        (ROW_SPECS[1], COLUMN_SPECS[1], torch.bfloat16, True),
+        (ROW_SPECS[2], COLUMN_SPECS[2], torch.float32, False),
+        (ROW_SPECS[0], COLUMN_SPECS[4], torch.bfloat16, False),
+        (ROW_SPECS[3], COLUMN_SPECS[3], torch.float16, True),
+    ],
+    spec=ROW_SPECS,
+    spec_t=COLUMN_SPECS,
+    dtype=(torch.bfloat16, torch.float32),
+    scaled=(False, True),
+)
+def test_picked_rows(device, spec, spec_t, dtype, scaled):
+    """Rows of another tensor, some more than once, each times a factor."""
+    x, offsets = normal(70, 168, dtype=dtype), ends((7, 0, 130, 40)).to(device)
+    rows = torch.randint(0, 70, (190,), generator=generator(3))
+    factors = normal(190, seed=2).to(dtype) if scaled else None
+    expected = reference.quantize_groups_both(x, offsets.cpu(), *spec.args, *spec_t.args, rows, factors)
+    picked = (rows.to(device), None if factors is None else factors.to(device))
+    found = moe.quantize_groups_both(x.to(device), offsets, *spec.args, *spec_t.args, *picked)
+    assert_same(found, expected)
+    assert_same(moe.quantize_groups(x.to(device), offsets, *spec.args, False, *picked), expected[:2])
+    assert_same(moe.quantize_groups(x.to(device), offsets, *spec_t.args, True, *picked), expected[2:])

@@ -1,0 +1,254 @@
+"""One pass over groups of rows, or over matrices, that quantizes each in one orientation or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.kernels.moe import casts as kernels
+from tritonfp8.launch.moe.schedule import plan_row_tiles
+from tritonfp8.launch.partial_maxima import PartialMaxima
+from tritonfp8.launch.plan import Planner, View, kernel_constants
+from tritonfp8.specs import (
+    COLUMNWISE,
+    GROUP_ALIGNMENT,
+    ROWWISE,
+    TENSORWISE,
+    QuantSpec,
+    empty_grouped_scale,
+    grouped_columns,
+    transposed,
+)
+from tritonfp8.tuning import VECTOR_BYTES, BlockShape, cast_tiles
+
+META = torch.device("meta")
+# Rows of a tile: as many tokens as the columns at whose multiples groups begin.
+TILE = cast_tiles.GROUPS
+assert TILE.m == GROUP_ALIGNMENT
+
+
+class Groups(NamedTuple):
+    """What is cast: rows ``[rows, N]``, and how they are divided into groups.
+
+    Attributes:
+        x: all rows.
+        groups: how many groups there are.
+        rows: of each group, if they are matrices; else 0.
+        offsets: the end of each group; None for matrices.
+        picked: the rows of ``x`` that are cast; None for all.
+        factors: of these rows, or None.
+    """
+
+    x: View
+    groups: int
+    rows: int
+    offsets: View | None
+    picked: View | None = None
+    factors: View | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all groups and of none."""
+        return (self.x if self.picked is None else self.picked).shape[0]
+
+    def sources(self) -> tuple[View, View | None, View | None]:
+        """The pointers of what is read."""
+        return self.x, self.picked, self.factors
+
+    def constants(self) -> dict[str, object]:
+        """Compile-time arguments of how it is read."""
+        return {"PICKED": self.picked is not None, "SCALED": self.factors is not None}
+
+    @property
+    def is_matrices(self) -> bool:
+        """Whether the groups are matrices of equal size."""
+        return self.offsets is None
+
+    @property
+    def blocks(self) -> int:
+        """Tiles of rows that belong to groups."""
+        if self.is_matrices:
+            return self.groups * -(-self.rows // TILE.m)
+        return grouped_columns(self.tokens, self.groups) // GROUP_ALIGNMENT
+
+    def table(self, plan: Planner) -> tuple[View, int]:
+        """The table of tiles and its entries; for matrices, which need none, anything."""
+        if self.offsets is None:
+            return self.x, 0
+        found = plan_row_tiles(plan, self.offsets, self.tokens, TILE.m, aligned=True)
+        return found.buffer, found.entries
+
+
+class Side(NamedTuple):
+    """One result, in the coordinates of ``x``; strides of rows, columns and groups.
+
+    Attributes:
+        qdata, q_strides: the codes.
+        scale, scale_strides, scale_sizes: the scales, and how many rows and columns of them a group has.
+        block, spec: of the scales.
+        amax, amax_strides: amax bits, if no tile holds a block whole.
+    """
+
+    qdata: View
+    q_strides: tuple[int, ...]
+    scale: View
+    scale_strides: tuple[int, ...]
+    scale_sizes: tuple[int, ...]
+    block: BlockShape
+    spec: QuantSpec
+    amax: View | None = None
+    amax_strides: tuple[int, int, int] = (0, 0, 0)
+
+    def pointers(self) -> list[View]:
+        """The pointers of codes, scales and amaxes."""
+        exponent_only = SCALE_FORMATS[self.spec.scale_format].exponent_only
+        scale = self.scale.retyped(torch.uint8) if exponent_only else self.scale
+        return [self.qdata, scale, scale if self.amax is None else self.amax]
+
+    def swapped(self) -> Side:
+        """The same result in the coordinates of the transpose of each matrix."""
+        (q_row, q_col, q_group), (row, col, group) = self.q_strides, self.scale_strides
+        return self._replace(
+            q_strides=(q_col, q_row, q_group),
+            scale_strides=(col, row, group),
+            scale_sizes=self.scale_sizes[::-1],
+            block=transposed(self.block),
+        )
+
+
+def side_of_tokens(plan: Planner, of: Groups, spec: QuantSpec, transpose: bool) -> tuple[Side, View, View]:
+    """Allocate a result of groups of tokens: the side, and its views as the caller gets them."""
+    tokens, width = of.tokens, of.x.shape[1]
+    layout = "columns" if transpose else "rows"
+    shape = (width, grouped_columns(tokens, of.groups)) if transpose else (tokens, width)
+    qdata = plan.empty(shape, FORMATS[spec.format].dtype)
+    scale = plan.like(empty_grouped_scale(shape, spec, layout, of.groups, META))
+    row, col = scale.strides
+    block = spec.block
+    if not transpose:
+        side = Side(qdata, (*qdata.strides, 0), scale, (row, col, row), (1, scale.shape[1]), block, spec)
+    elif block[1] == -1:
+        # One scale for each group.
+        side = Side(
+            qdata, (*qdata.strides[::-1], 0), scale, (0, row, col), (1, scale.shape[0]), transposed(block), spec
+        )
+    else:
+        side = Side(qdata, (*qdata.strides[::-1], 0), scale, (col, row, 0), scale.shape[::-1], transposed(block), spec)
+    return side, qdata, scale
+
+
+def side_of_matrices(plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool) -> tuple[Side, View, View]:
+    """Allocate a result of matrices ``[groups, n, k]``, likewise."""
+    groups, n, k = shape
+    sizes = (groups, k, n) if transpose else (groups, n, k)
+    qdata = plan.empty(sizes, FORMATS[spec.format].dtype)
+    scale = plan.like(empty_grouped_scale(sizes, spec, "matrices", groups, META))
+    q_group, q_row, q_col = qdata.strides
+    group, row, col = scale.strides
+    side = Side(qdata, (q_row, q_col, q_group), scale, (row, col, group), scale.shape[1:], spec.block, spec)
+    return side.swapped() if transpose else side, qdata, scale
+
+
+def _with_amax(plan: Planner, of: Groups, table: tuple[View, int], sides: Sequence[Side | None]) -> list[Side | None]:
+    """``sides`` with the amax of blocks that span a whole dim, in one pass over ``x``."""
+    rows, n = of.tokens, of.x.shape[1]
+    blocks = {s.block for s in sides if s is not None and -1 in s.block}
+    if not blocks:
+        return list(sides)
+    row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
+    tile = cast_tiles.amax_pass(n, blocks).tile
+    strips = -(-n // tile.n)
+    lines = PartialMaxima.allocate(plan, of.x, rows, 0, strips, 0) if row else None
+    of_columns = plan.empty((of.groups, n), torch.int32, zeroed=True) if col else None
+    of_whole = plan.empty((of.groups,), torch.int32, zeroed=True) if whole else None
+    plan.launch(
+        kernels.group_amax_kernel,
+        of.blocks * strips,
+        (*of.sources(), table[0], of.x if lines is None else lines.buffer, of_columns or of.x, of_whole or of.x),
+        (of.blocks, table[1], of.rows, n, *of.x.strides, 0 if lines is None else lines.lines),
+        {
+            "ROW": row, "COL": col, "WHOLE": whole, "MATRICES": of.is_matrices, "ALIGNMENT": TILE.m,
+            **of.constants(),
+            "TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize),
+        },
+        **tile.options(),
+    )  # fmt: skip
+    found: dict[BlockShape, tuple[View, tuple[int, int, int]]] = {}
+    if lines is not None:
+        found[ROWWISE] = lines.reduce(plan)[0], (1, 0, of.rows)
+    if of_columns is not None:
+        found[COLUMNWISE] = of_columns, (0, 1, n)
+    if of_whole is not None:
+        found[TENSORWISE] = of_whole, (0, 0, 1)
+    return [
+        s._replace(amax=found[s.block][0], amax_strides=found[s.block][1]) if s is not None and s.block in found else s
+        for s in sides
+    ]
+
+
+def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None) -> None:
+    """Fill one or two sides from the rows of ``of``."""
+    table = of.table(plan)
+    side, side_t = _with_amax(plan, of, table, (side, side_t))
+    first, second = side or side_t, side_t or side
+    assert first is not None
+    assert second is not None
+    _, n = of.x.shape
+    tile = cast_tiles.of_groups({first.block, second.block})
+    constants = {
+        **kernel_constants(first.spec, first.block),
+        "PARTS": int(first.amax is not None),
+        **kernel_constants(second.spec, second.block, "_T"),
+        "PARTS_T": int(second.amax is not None),
+        "NORMAL": side is not None,
+        "TRANSPOSED": side_t is not None,
+        "DIRECT_CAST": plan.device.has_direct_cast,
+        "MATRICES": of.is_matrices,
+        **of.constants(),
+        "EVEN": n % tile.n == 0 and of.rows % tile.m == 0,
+        "TILE_M": tile.m,
+        "TILE_N": tile.n,
+        "R": tile.rows_a_thread(VECTOR_BYTES) if side_t is not None else 1,
+        "GROUP": tile.group,
+    }
+    plan.launch(
+        kernels.quantize_groups_kernel,
+        of.blocks * -(-n // tile.n),
+        (*of.sources(), table[0], *first.pointers(), *second.pointers()),
+        (
+            of.blocks, table[1], of.groups, of.rows, n, *of.x.strides,
+            *first.scale_sizes, *first.q_strides[:2], *first.scale_strides, *first.amax_strides,
+            *second.scale_sizes, *second.q_strides, *second.scale_strides, *second.amax_strides,
+        ),
+        constants,
+        **tile.options(),
+    )  # fmt: skip
+    if side is not None and not of.is_matrices:
+        _plan_rest(plan, of, table, side)
+
+
+def _plan_rest(plan: Planner, of: Groups, table: tuple[View, int], side: Side) -> None:
+    """Fill the rows of no group: few, as a rule none."""
+    rows, n = of.tokens, of.x.shape[1]
+    tile = cast_tiles.REST
+    plan.launch(
+        kernels.quantize_rest_kernel,
+        min(plan.device.num_sms, -(-rows // TILE.m) * -(-n // tile.n)),
+        (*of.sources(), table[0], *side.pointers()),
+        (
+            of.blocks, table[1], n, *of.x.strides, side.scale_sizes[1], *side.q_strides[:2], *side.scale_strides[:2],
+            *side.amax_strides[:2],
+        ),
+        {
+            **kernel_constants(side.spec, side.block),
+            "PARTS": int(side.amax is not None),
+            "DIRECT_CAST": plan.device.has_direct_cast,
+            **of.constants(),
+            "TILE_M": tile.m,
+            "TILE_N": tile.n,
+        },
+        **tile.options(),
+    )  # fmt: skip
