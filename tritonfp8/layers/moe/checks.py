@@ -42,8 +42,10 @@ def _is_sharded(x: Tensor) -> bool:
     return hasattr(x, "_local_tensor")
 
 
-def check_grouped_linear(input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
-    """Raise unless the operands, after autocast, fit together."""
+def check_grouped_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, rows: int | None = None
+) -> None:
+    """Raise unless the operands, after autocast, fit together; ``rows`` if not all of input are multiplied once."""
     _check_plain({"input": input, "weight": weight, "bias": bias, "offsets": offsets})
     for name, x in (("weight", weight), ("bias", bias), ("offsets", offsets)):
         if x is not None and x.device != input.device:
@@ -65,7 +67,7 @@ def check_grouped_linear(input: Tensor, weight: Tensor, bias: Tensor | None, off
         raise ValueError(f"grouped_linear needs one group or more; got weight of shape {tuple(weight.shape)}")
     if bias is not None and tuple(bias.shape) != tuple(weight.shape[:2]):
         raise ValueError(f"bias must have shape {tuple(weight.shape[:2])}; got {tuple(bias.shape)}")
-    check_offsets(offsets, weight.shape[0], input.shape[0])
+    check_offsets(offsets, weight.shape[0], input.shape[0] if rows is None else rows)
 
 
 def check_cached(cached: object, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:

@@ -19,6 +19,7 @@ from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
+from tritonfp8.layers.moe.routed_linear import can_route, combined_linear, gathered_linear
 from tritonfp8.layers.moe.routing import Routing, combine, gather
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
@@ -48,9 +49,13 @@ class ConvertedExperts(nn.Module):
         quantized_weight: GroupedOperands | None = None,
     ) -> Tensor:
         """:func:`grouped_linear` by the recipe; its GEMMs count as those of this module."""
+        self._resume()
+        return grouped_linear(input, weight, offsets, bias, self.recipe, quantized_weight=quantized_weight)
+
+    def _resume(self) -> None:
+        """The next GEMMs count as those of this module."""
         if counting.is_logging:
             counting.resume(self)
-        return grouped_linear(input, weight, offsets, bias, self.recipe, quantized_weight=quantized_weight)
 
     def extra_repr(self) -> str:
         """The fields of the class that the module had, and the recipe."""
@@ -109,9 +114,19 @@ class RoutedExperts(ConvertedExperts):
             return self.dispatch.forward(self, hidden_states, top_k_index, top_k_weights)
         weights = self.weights()
         routing = Routing.of(top_k_index, next(iter(weights.values())).shape[0])
+        if can_route(hidden_states, top_k_weights):
+            return self._routed(hidden_states, weights, routing, top_k_weights)
         biases = [self.bias_of(name) for name in weights]
         rows = self.compute(gather(hidden_states, routing), routing.offsets, list(weights.values()), biases)
         return combine(rows, routing, top_k_weights, hidden_states.dtype)
+
+    def _routed(self, hidden: Tensor, weights: Mapping[str, Tensor], routing: Routing, top_k_weights: Tensor) -> Tensor:
+        """What :func:`gather`, :meth:`compute` and :func:`combine` return, without copies of the tokens."""
+        up, down = ((weight, self.bias_of(name), self._cached(name, weight)) for name, weight in weights.items())
+        self._resume()
+        inside = self.activation(gathered_linear(hidden, up[0], routing, up[1], self.recipe, up[2]))
+        self._resume()
+        return combined_linear(inside, down[0], routing, down[1], top_k_weights, self.recipe, down[2])
 
     def compute(
         self, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]

@@ -10,6 +10,7 @@ for the rows of each group g. Every operand is quantized as if its group were al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,35 @@ from tritonfp8.recipes import Gemm, Recipe, get
 from tritonfp8.specs import QuantSpec
 
 
-def _tokens(x: Tensor, offsets: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-    """``(qdata, scale)`` of each group of ``x`` and of its transpose, each None where its spec is."""
+class Rows(NamedTuple):
+    """The rows of all groups: those of ``x``; or those that ``picked [R]`` names, each times its factor, if any."""
+
+    x: Tensor
+    picked: Tensor | None = None
+    factors: Tensor | None = None
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return (self.x if self.picked is None else self.picked).shape[0]
+
+    def tensor(self) -> Tensor:
+        """The rows, in memory of their own if they are picked; rounded as the casts round them."""
+        if self.picked is None:
+            return self.x
+        rows = self.x[self.picked]
+        return rows if self.factors is None else (rows.float() * self.factors.float()[:, None]).to(rows.dtype)
+
+
+def tokens_of(rows: Rows, offsets: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+    """``(qdata, scale)`` of each group of rows and of its transpose, each None where its spec is."""
+    x, *picked = rows
     if spec is not None and spec_t is not None:
-        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args)
+        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *picked)
         return (qdata, scale), (qdata_t, scale_t)
     return (
-        NO_PAIR if spec is None else ops.quantize_groups(x, offsets, *spec.args),
-        NO_PAIR if spec_t is None else ops.quantize_groups(x, offsets, *spec_t.args, True),
+        NO_PAIR if spec is None else ops.quantize_groups(x, offsets, *spec.args, False, *picked),
+        NO_PAIR if spec_t is None else ops.quantize_groups(x, offsets, *spec_t.args, True, *picked),
     )
 
 
@@ -72,7 +94,7 @@ def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = Tr
     return found[0], found[1]
 
 
-class _Plan(NamedTuple):
+class GroupedPlan(NamedTuple):
     """What a call computes.
 
     Attributes:
@@ -89,24 +111,66 @@ class _Plan(NamedTuple):
     is_cached: bool = False
     layer: Any = None
 
+    def announce(self, gemm: str) -> None:
+        """Say which GEMM comes next, where somebody logs them."""
+        if self.layer is not None:
+            counting.announce(self.layer, gemm)
+
+    def output(
+        self, rows: Rows, lhs: Pair, weight: Tensor, cached: Sequence[Any], offsets: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """The forward GEMM, of rows whose codes are ``lhs``."""
+        self.announce("output")
+        gemm = self.recipe.output
+        if gemm.rhs is None:
+            return ops.grouped_matmul(rows.tensor(), weight, offsets, bias)
+        rhs = (cached[0], cached[1]) if self.is_cached else ops.quantize_matrices(weight, *gemm.rhs.args)
+        return _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
+
+    def grad_input(
+        self, grad: Rows, lhs: Pair, weight: Tensor | None, cached: Sequence[Any], offsets: Tensor
+    ) -> Tensor:
+        """The gradient of the rows; the weight is None where its codes are cached."""
+        self.announce("grad_input")
+        gemm = self.recipe.grad_input
+        if gemm.rhs is None:
+            assert weight is not None
+            return ops.grouped_matmul(grad.tensor(), weight.transpose(1, 2), offsets)
+        rhs = (cached[0], cached[1]) if cached else ops.quantize_matrices(weight, *gemm.rhs.args, True)
+        return _multiply(gemm, lhs, rhs, offsets, None, grad.x.dtype)
+
+    def grad_weight(
+        self, grad: Rows, lhs: Pair, rows: Rows | None, rhs: Pair, offsets: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """The gradient of the weight; the rows are None where their codes are ``rhs``."""
+        self.announce("grad_weight")
+        gemm = self.recipe.grad_weight
+        if gemm.rhs is not None:
+            return _multiply(gemm, lhs, rhs, offsets, None, dtype, grad.number)
+        assert rows is not None
+        return ops.grouped_matmul(grad.tensor().t(), rows.tensor().t(), offsets)
+
+    def tokens_of_grad(self, grad: Rows, offsets: Tensor) -> tuple[Pair, Pair]:
+        """The codes of the output's gradient for both gradients."""
+        return tokens_of(
+            grad,
+            offsets,
+            self.recipe.grad_input.lhs if self.needs_grad_input else None,
+            self.recipe.grad_weight.lhs if self.needs_grad_weight else None,
+        )
+
 
 class _GroupedLinear(torch.autograd.Function):
     """The autograd function of :func:`grouped_linear`; it saves what that of a linear layer does, for all groups."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, plan: _Plan, *cached: Any
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, plan: GroupedPlan, *cached: Any
     ) -> Tensor:
-        recipe = plan.recipe
-        kept_spec = recipe.grad_weight.rhs if plan.needs_grad_weight else None
-        pair, kept = _tokens(input, offsets, recipe.output.lhs, kept_spec)
-        if plan.layer is not None:
-            counting.announce(plan.layer, "output")
-        if recipe.output.rhs is not None:
-            weight_pair = cached[:2] if plan.is_cached else ops.quantize_matrices(weight, *recipe.output.rhs.args)
-            out = _multiply(recipe.output, pair, weight_pair, offsets, bias, input.dtype)
-        else:
-            out = ops.grouped_matmul(input, weight, offsets, bias)
+        kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
+        rows = Rows(input)
+        pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec)
+        out = plan.output(rows, pair, weight, cached, offsets, bias)
         ctx.save_for_backward(
             offsets,
             weight if plan.needs_grad_input and (not plan.is_cached or cached[2] is None) else None,
@@ -114,7 +178,7 @@ class _GroupedLinear(torch.autograd.Function):
             *kept,
             *(cached[2:] if plan.needs_grad_input else ()),
         )
-        ctx.plan, ctx.dtypes = plan, (input.dtype, weight.dtype)
+        ctx.plan, ctx.dtype = plan, weight.dtype
         return ops.sealed(out, input, weight, bias)
 
     @staticmethod
@@ -124,40 +188,15 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan: _Plan = ctx.plan
-        recipe = plan.recipe
+        plan: GroupedPlan = ctx.plan
         offsets, weight, input, kept_qdata, kept_scale, *cached = ctx.saved_tensors
-        pair, pair_t = _tokens(
-            grad_output,
-            offsets,
-            recipe.grad_input.lhs if plan.needs_grad_input else None,
-            recipe.grad_weight.lhs if plan.needs_grad_weight else None,
-        )
-        grad_input = grad_weight = None
-        if plan.needs_grad_input:
-            if plan.layer is not None:
-                counting.announce(plan.layer, "grad_input")
-            if recipe.grad_input.rhs is not None:
-                spec_t = recipe.grad_input.rhs
-                weight_pair = (cached[0], cached[1]) if cached else ops.quantize_matrices(weight, *spec_t.args, True)
-                grad_input = _multiply(recipe.grad_input, pair, weight_pair, offsets, None, ctx.dtypes[0])
-            else:
-                grad_input = ops.grouped_matmul(grad_output, weight.transpose(1, 2), offsets)
+        grad = Rows(grad_output)
+        pair, pair_t = plan.tokens_of_grad(grad, offsets)
+        grad_input = plan.grad_input(grad, pair, weight, cached, offsets) if plan.needs_grad_input else None
+        grad_weight = None
         if plan.needs_grad_weight:
-            if plan.layer is not None:
-                counting.announce(plan.layer, "grad_weight")
-            if recipe.grad_weight.rhs is not None:
-                grad_weight = _multiply(
-                    recipe.grad_weight,
-                    pair_t,
-                    (kept_qdata, kept_scale),
-                    offsets,
-                    None,
-                    ctx.dtypes[1],
-                    grad_output.shape[0],
-                )
-            else:
-                grad_weight = ops.grouped_matmul(grad_output.t(), input.t(), offsets)
+            rows = None if input is None else Rows(input)
+            grad_weight = plan.grad_weight(grad, pair_t, rows, (kept_qdata, kept_scale), offsets, ctx.dtype)
         return grad_input, grad_weight, ops.grouped_sum(grad_output, offsets) if plan.needs_grad_bias else None
 
 
@@ -201,6 +240,24 @@ def grouped_linear(
             ones raise nothing there: an end before that of the group before counts as that end, one beyond T as T.
         RuntimeError: in a transform of ``torch.func``, or a second derivative.
     """
+    x, w, b, plan, cached = checked(input, weight, offsets, bias, recipe, quantized_weight)
+    return _GroupedLinear.apply(x, w, b, offsets, plan, *cached)  # type: ignore[no-untyped-call]
+
+
+def checked(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    recipe: str | Recipe,
+    quantized_weight: GroupedOperands | None,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, GroupedPlan, list[Any]]:
+    """The operands of :func:`grouped_linear` after autocast, and what the call computes; ``rows`` if not all of input.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :func:`grouped_linear`.
+    """
     recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
     if not torch.compiler.is_dynamo_compiling():
         recipe = decided(weight, recipe)
@@ -209,16 +266,16 @@ def grouped_linear(
     x, w, b = autocast_all(input.device.type, input, weight, bias)
     assert x is not None
     assert w is not None
-    check_grouped_linear(x, w, b, offsets)
+    check_grouped_linear(x, w, b, offsets, rows)
     check_recipe(recipe)
     grad = torch.is_grad_enabled()
     needs_input, needs_weight, needs_bias = (grad and t is not None and t.requires_grad for t in (x, w, b))
     layer = counting.take_callers()[0] if counting.is_logging else None
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, needs_input)
-    plan = _Plan(recipe, needs_input, needs_weight, needs_bias, quantized_weight is not None, layer)
+    plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, quantized_weight is not None, layer)
     cached = [] if quantized_weight is None else [*_pair(quantized_weight[0]), *_pair(quantized_weight[1])]
-    return _GroupedLinear.apply(x, w, b, offsets, plan, *cached)  # type: ignore[no-untyped-call]
+    return x, w, b, plan, cached
 
 
 def _pair(q: QuantizedGroups | None) -> Pair:

@@ -43,7 +43,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _sum_of_experts(grad[inverse], ctx.tokens), None, None
+        return sum_of_experts(grad[inverse], ctx.tokens), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -60,7 +60,8 @@ class _Permute(torch.autograd.Function):
         return grad[inverse], None, None
 
 
-def _sum_of_experts(rows: Tensor, tokens: int) -> Tensor:
+def sum_of_experts(rows: Tensor, tokens: int) -> Tensor:
+    """The sum of the rows of each token, which are adjacent, ``[tokens, K]``."""
     # torch sums bfloat16 in float32, and rounds once.
     return rows.view(tokens, -1 if tokens else 1, rows.shape[-1]).sum(1)
 
@@ -85,4 +86,4 @@ def combine(rows: Tensor, routing: Routing, top_k_weights: Tensor, dtype: torch.
         dtype: of the result.
     """
     ordered = permute(rows, routing.inverse, routing.order)
-    return _sum_of_experts(ordered * top_k_weights.reshape(-1, 1), top_k_weights.shape[0]).to(dtype)
+    return sum_of_experts(ordered * top_k_weights.reshape(-1, 1), top_k_weights.shape[0]).to(dtype)
