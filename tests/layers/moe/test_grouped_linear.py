@@ -212,11 +212,6 @@ class TestErrors:
         with pytest.raises(RuntimeError, match="grouped_linear"):
             torch.func.grad(lambda x: self.run(input=x).sum())(self.INPUT)
 
-    @pytest.mark.gpu
-    def test_a_gpu_says_that_it_has_no_kernel(self):
-        with pytest.raises(NotImplementedError, match="without experts=True"):
-            self.run(*(x.cuda() for x in (self.INPUT, self.WEIGHT, ends(4, 0, 6), self.BIAS)))
-
 
 class TestOperands:
     """The public functions of quantized groups."""
