@@ -1,5 +1,6 @@
-"""Models of the suites: layers of a Llama, or of a transformer with biases, on random hidden states."""
+"""Models of the suites, on random hidden states: layers of a Llama, of a transformer with biases, or of experts."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import tritonfp8
 from bench.shapes import Shape
+from tritonfp8.layers.moe import Routing, combine, gather
 
 POSITIONS = 8192
 # Standard deviation of the weights, times sqrt(hidden). With the usual initial weights (0.02, or 1.28 here at a hidden
@@ -118,3 +121,53 @@ def llama(shape: Shape, device: torch.device) -> Layers:
     torch.manual_seed(0)
     with torch.device(device):
         return Layers(LlamaModel._from_config(config, dtype=torch.bfloat16))
+
+
+class TorchExperts(tritonfp8.Float8Experts):
+    """The same experts in bf16, with torch's grouped GEMM."""
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        """As of :class:`tritonfp8.Float8Experts`."""
+        routing = Routing.of(top_k_index, len(self.down_proj))
+        rows = self.multiply(gather(hidden_states, routing), self.gate_up_proj, routing.offsets)
+        rows = self.multiply(self.activation(rows), self.down_proj, routing.offsets)
+        return combine(rows, routing, top_k_weights, hidden_states.dtype)
+
+    def multiply(self, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """``rows @ weight[g].T`` for the rows of each expert g."""
+        return torch._grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
+
+
+class LoopedExperts(TorchExperts):
+    """The same experts in bf16, one after the other."""
+
+    def multiply(self, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """As of :class:`TorchExperts`."""
+        ends = [0, *offsets.tolist()]
+        return torch.cat(
+            [F.linear(rows[start:end], w) for (start, end), w in zip(itertools.pairwise(ends), weight, strict=True)]
+        )
+
+
+class Mixture(nn.Module):
+    """A router and experts: each token goes to ``top_k`` experts, weighted by a softmax over all."""
+
+    def __init__(self, router: nn.Linear, experts: tritonfp8.Float8Experts, top_k: int) -> None:
+        super().__init__()
+        self.router, self.experts, self.top_k = router, experts, top_k
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [tokens, hidden]``."""
+        weights, index = self.router(x).float().softmax(-1).topk(self.top_k, dim=-1)
+        return self.experts(x, index, weights.to(x.dtype))
+
+
+def mixture(
+    shape: Shape, device: torch.device, experts: type[tritonfp8.Float8Experts], recipe: str = "bf16"
+) -> Mixture:
+    """A bf16 layer for a shape of the kind ``experts``; every call gives the same weights."""
+    _, top_k, count, hidden, intermediate = shape.size
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    torch.manual_seed(0)
+    router = nn.Linear(hidden, count, bias=False, **options)
+    return Mixture(router, experts(count, hidden, intermediate, recipe=recipe, **options), top_k)

@@ -23,7 +23,7 @@ from bench.contest.bars import BARS, judge
 from bench.contest.machine import results_folder, write_results
 
 # Share of the budget for each suite, about its usual time. Later suites get the time that a suite leaves.
-SUITES = {"scaled_matmul": 4, "quantize": 2, "linear": 4, "model": 5, "launch": 5}
+SUITES = {"scaled_matmul": 4, "quantize": 2, "linear": 4, "model": 5, "launch": 5, "grouped": 4, "experts": 4}
 # Time for a test that started just before the budget ended.
 GRACE_SECONDS = 120
 STOP_SECONDS = 10

@@ -10,6 +10,8 @@ and for fast accumulation.
 - ``cast``: ``(rows, cols)`` of a bf16 tensor
 - ``layer``: ``(M, K, N)``: tokens, in features, out features
 - ``model``: ``(layers, hidden, ffn, heads, kv_heads, batch, sequence)``; its name is of a row of ``bench.models``
+- ``grouped``: ``(T, E, N, K)``: tokens, experts, out features, in features
+- ``experts``: ``(tokens, top_k, experts, hidden, intermediate)`` of a layer of a mixture of experts
 - ``launch``: ``(M, N, K)``, so small that host time dominates
 - ``first_step``: ``(batch, sequence)``; the shape's name is a model of ``tritonfp8.training.models.MODELS``
 """
@@ -78,12 +80,30 @@ _DECODE = {
 }
 
 
+# By model: rows of all experts, experts on a GPU, and (N, K) of linear layers of an expert.
+_MIXTURES = {
+    "deepseek-v3": (32768, 32, {"gate + up": (4096, 7168), "down": (7168, 2048)}),
+    "qwen3-30b": (131072, 128, {"gate + up": (1536, 2048), "down": (2048, 768)}),
+    # 64 tokens, 8 experts each.
+    "decode": (512, 128, {"qwen3-30b gate + up": (1536, 2048)}),
+    "mixtral": (32768, 8, {"gate": (14336, 4096)}),
+    "gpt-oss": (16384, 32, {"gate + up": (5760, 2880)}),
+}
+
+
 def _set(name: str, tokens: Iterable[int], layers: dict[str, tuple[int, int]]) -> tuple[Shape, ...]:
     return tuple(Shape(name, f"{what}, {m} tokens", (m, *nk)) for m, (what, nk) in product(tokens, layers.items()))
 
 
 def _sizes(name: str, **sizes: tuple[int, ...]) -> tuple[Shape, ...]:
     return tuple(Shape(name, what.replace("_", " "), size) for what, size in sizes.items())
+
+
+def _experts() -> tuple[tuple[Shape, ...], ...]:
+    return tuple(
+        tuple(Shape(name, f"{what}, {experts} experts", (rows, experts, *nk)) for what, nk in layers.items())
+        for name, (rows, experts, layers) in _MIXTURES.items()
+    )
 
 
 _SETS = (
@@ -150,6 +170,15 @@ _SETS = (
         ),
         _sizes(SMOKE, tiny=(1, 64, 128, 2, 1, 1, 128), tiny_with_biases=(1, 64, 192, 2, 2, 1, 128)),
     ),
+    ("grouped", *_experts(), _sizes(SMOKE, tiny=(128, 4, 64, 96))),
+    (
+        "experts",
+        # The 32 experts of one rank of eight, with as many rows as they have there.
+        _sizes("deepseek-v3", deepseek_v3=(4096, 8, 32, 7168, 2048)),
+        _sizes("qwen3-30b", qwen3_30b=(16384, 8, 128, 2048, 768)),
+        _sizes("mixtral", mixtral=(16384, 2, 8, 4096, 14336)),
+        _sizes(SMOKE, tiny=(64, 2, 4, 96, 64)),
+    ),
     ("launch", _sizes("launch", small=(128, 768, 768)), _sizes(SMOKE, tiny=(16, 32, 128))),
     (
         "first_step",
@@ -164,8 +193,8 @@ LARGE_GEMMS = ("square", "llama-8b", "llama-70b", "deepseek-v3")
 BAR_GEMMS = ("square", "llama-8b", "llama-70b", "untuned")
 ALL_MODELS = ("models", "other-models")
 TUNED = ("square", "llama-8b", "deepseek-v3", "decode")
-# The sets of the bars; other sets are measured on request.
-DEFAULT = (*LARGE_GEMMS, "untuned", "decode", "large", "layers", *ALL_MODELS, "launch", "first-step")
+# The sets of the bars, and of experts; other sets are measured on request.
+DEFAULT = (*LARGE_GEMMS, "untuned", "decode", "large", "layers", *ALL_MODELS, *_MIXTURES, "launch", "first-step")
 
 
 def set_names() -> list[str]:

@@ -95,11 +95,20 @@ def means_table(rows: Iterable[Row]) -> str:
 
 
 def rows_table(rows: Iterable[Row]) -> str:
-    """All rows of a suite: time, rate, speed over the peer and peak memory, or the reason why there is no time."""
+    """All rows of a suite: time, rate, speed over the peer, and peak memory with its ratio to that of the peer; or the
+    reason why there is no time.
+    """
     return table(
         ("case", "shape", "contender", "time", "rate", "over its peer", "peak memory", "note"),
         (_line(row, peer) for row, peer in with_peers(rows)),
     )
+
+
+def _memory_text(row: Row, peer: Row | None) -> str:
+    if "peak_bytes" not in row:
+        return ""
+    text = f"{row['peak_bytes'] / 2**30:.3g} GiB"
+    return f"{text}, {row['peak_bytes'] / peer['peak_bytes']:.3f} x" if peer and peer.get("peak_bytes") else text
 
 
 def _line(row: Row, peer: Row | None) -> tuple[str, ...]:
@@ -112,6 +121,6 @@ def _line(row: Row, peer: Row | None) -> tuple[str, ...]:
         seconds_text(row["seconds"]) if measured else "",
         rate_text(row) if measured else "",
         "" if ratio is None else f"{ratio:.3f} x {row['peer']}",
-        f"{row['peak_bytes'] / 2**30:.3g} GiB" if "peak_bytes" in row else "",
+        _memory_text(row, peer),
         row.get("reason", ""),
     )

@@ -125,7 +125,7 @@ ONE_PROCESS = (
         (f"{_CHUNKED}::test_without_sharding_a_converted_head_is_the_matrix_of_the_loss",),
         known="Such a product is in high precision with any recipe: it reads the weight, and not the layer.",
     ),
-    Column("experts in 3-D parameters (`experts=True`)", (_EXPERTS,), known="On a GPU: `NotImplementedError`."),
+    Column("experts in 3-D parameters (`experts=True`)", (_EXPERTS,)),
     Column("experts in a list of linear layers", ("tests/conversion/test_coverage.py::test_experts_in_a_list",)),
     Column(
         "experts in one 3-D tensor",

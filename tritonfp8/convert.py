@@ -121,7 +121,7 @@ def convert(
         batch_invariant: the bits of a row of a layer's output depend on this row of the input alone. It needs scales
             for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.
         experts: also convert experts (:func:`tritonfp8.functional.grouped_linear`): of transformers 5, which then
-            ignore ``set_experts_implementation``, and ``GroupedExperts`` of torchtitan. They run on a CPU only.
+            ignore ``set_experts_implementation``, and ``GroupedExperts`` of torchtitan.
 
     Returns:
         A :class:`ConversionReport`.

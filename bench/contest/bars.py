@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import shapes
-from bench.contest import cases
+from bench.contest import cases, grouped
 from bench.shapes import ALL_MODELS, BAR_GEMMS
 
 # The epilogue should cost no measurable time: rounds of one GEMM differ by more than 2%.
@@ -155,10 +155,8 @@ def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
 
 def known_cases() -> set[str]:
     """Names of the cases of all suites."""
-    return {
-        case.name
-        for case in (*cases.CASTS, *cases.FUSED, *cases.GEMM_CASES, cases.EPILOGUE, *cases.CALLS, *cases.WHOLE)
-    }
+    ops = (*cases.CASTS, *cases.FUSED, *cases.GEMM_CASES, cases.EPILOGUE, *grouped.PRODUCTS, *grouped.CASTS)
+    return {case.name for case in (*ops, *cases.CALLS, *cases.WHOLE, grouped.EXPERTS)}
 
 
 # Of each case and accumulation: geometric mean and lowest over the shapes of BAR_GEMMS.

@@ -1,7 +1,7 @@
 """Gates: checks that a result must pass before its time is reported."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,6 +9,7 @@ from tritonfp8 import Recipe, reference
 from tritonfp8.recipes import GEMMS, OPERANDS
 from tritonfp8.testing import (
     FAST_SQNR,
+    FAST_TOLERANCE,
     MODEL_SQNR,
     SAME_BYTES,
     assert_bitwise_equal,
@@ -18,6 +19,8 @@ from tritonfp8.testing import (
 )
 
 Check = Callable[[Any], None]
+# The longest contraction that FAST_SQNR is about.
+FAST_DEPTH = 16384
 
 
 def same_bytes(expected: Any) -> Check:
@@ -51,15 +54,59 @@ def same_every_time(
             raise AssertionError(f"run {run} of {runs} gave other bits than the first: {error}") from error
 
 
-def close_gemm(expected: torch.Tensor, accumulation: str) -> Check:
-    """A check that a GEMM's result is close to ``expected`` (float32), by the tolerance of its accumulation."""
+def close_gemm(expected: torch.Tensor, accumulation: str, fast: float = FAST_SQNR) -> Check:
+    """A check that a GEMM's result is close to ``expected`` (float32), by the tolerance of its accumulation.
+
+    ``fast`` is the least SQNR of fast accumulation.
+    """
 
     def check(actual: torch.Tensor) -> None:
         if accumulation == "precise":
             assert_matmul_close(actual, expected, actual.dtype)
             return
         found = min(sqnr(actual, expected), worst_tile_sqnr(actual, expected))
-        assert found >= FAST_SQNR, f"{found:.1f} dB, overall or in the worst tile; required {FAST_SQNR}"
+        assert found >= fast, f"{found:.1f} dB, overall or in the worst tile; required {fast}"
+
+    return check
+
+
+class Part(NamedTuple):
+    """The GEMM of one group.
+
+    Attributes:
+        group: which one.
+        place: of its result in the result of all groups.
+        product: float32.
+        depth: the length of its contraction.
+    """
+
+    group: int
+    place: slice | int
+    product: torch.Tensor
+    depth: int
+
+
+def close_groups(
+    parts: Callable[[], Iterable[Part]],
+    accumulation: str,
+    zero: Callable[[torch.Tensor], Iterator[torch.Tensor]] = lambda result: iter(()),
+) -> Check:
+    """A check of a grouped GEMM: the result of each group is close to its GEMM.
+
+    Args:
+        parts: the GEMMs of the groups, which are computed one at a time during the check.
+        accumulation: as of :func:`close_gemm`.
+        zero: the parts of a result that must be zero.
+    """
+
+    def check(actual: torch.Tensor) -> None:
+        for part in parts():
+            fast = FAST_SQNR if part.depth <= FAST_DEPTH else FAST_TOLERANCE.worst_tile
+            try:
+                close_gemm(part.product, accumulation, fast)(actual[part.place])
+            except AssertionError as error:
+                raise AssertionError(f"group {part.group}: {error}") from error
+        assert not any(x.any() for x in zero(actual)), "a group without rows has a result that is not zero"
 
     return check
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import _load, _tile_index, quantize_kernel, spread_rows
+from tritonfp8.kernels.cast.quantize import load_masked, quantize_kernel, spread_rows, tile_index
 from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
 from tritonfp8.kernels.pdl import begin
 
@@ -26,11 +26,11 @@ def delayed_kernel(
 ):  # fmt: skip
     """:func:`quantize_kernel`, and the amax of ``x`` (bits of float32) into ``found_ptr`` if it is larger."""
     begin(DEPENDENT)
-    pid_m, pid_n = _tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
+    pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     rows = spread_rows(pid_m, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    x = _load(x_ptr + rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn, mask, EVEN)
+    x = load_masked(x_ptr + rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn, mask, EVEN)
     highest = reduce_max(reduce_max(magnitudes(x), 1), 0)
     tl.atomic_max(found_ptr, amax_bits(highest, x.dtype), sem="relaxed")
     quantize_kernel(

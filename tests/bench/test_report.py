@@ -15,7 +15,7 @@ from bench_rows import LLAMA, SQUARE, UP, gemm_rows, synthetic_rows
 from typer.testing import CliRunner
 
 from bench import first_step, report, shapes, tables
-from bench.contest import cases
+from bench.contest import cases, grouped
 from bench.contest.bars import BARS, judge
 from bench.plots import PLOTS, layer_breakdown
 
@@ -197,9 +197,12 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), *others}
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
     assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
+    assert {r["case"] for r in rows["grouped"]} == {case.name for case in (*grouped.PRODUCTS, *grouped.CASTS)}
+    assert {r["contender"] for r in rows["experts"]} == {*grouped.RECIPES, "bf16", "torch bf16"}
     # Of every op, that is; a whole model holds attention, and the first step is a time.
     repeated = {suite: {r.get("same_bits_runs") for r in found if r["own"]} for suite, found in rows.items()}
-    assert repeated == {"quantize": {3}, "scaled_matmul": {3}, "linear": {3}, "model": {None}, "launch": {3, None}}
+    ops = {suite: {3} for suite in ("quantize", "scaled_matmul", "linear", "grouped", "experts")}
+    assert repeated == {**ops, "model": {None}, "launch": {3, None}}
     assert {r["case"] for r in rows["launch"] if r["own"] and "same_bits_runs" not in r} == {"first step"}
 
     # pytest-benchmark's own file: our own figure is its figure, and the host has no name.

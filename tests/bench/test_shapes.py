@@ -10,7 +10,7 @@ from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import store
 from tritonfp8.warmup.run import read_shapes
 
-DIMS = {"gemm": 3, "cast": 2, "layer": 3, "model": 7, "launch": 3, "first_step": 2}
+DIMS = {"gemm": 3, "cast": 2, "layer": 3, "model": 7, "grouped": 4, "experts": 5, "launch": 3, "first_step": 2}
 BF16_BYTES = 2
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.testing import assert_bitwise_equal, sqnr
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -247,6 +247,21 @@ class TestFloat8Experts:
         for i in (index, index.flip(0), torch.zeros_like(index)):
             assert_bitwise_equal(compiled(hidden, i, weights), experts(hidden, i, weights))
         assert stats["unique_graphs"] == before + 1
+
+    @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "rowwise_hp_grad_weight"])
+    def test_compiled_gradients(self, recipe):
+        """Those of eager mode but for the rounding between the operations of SwiGLU."""
+        experts = self.made(recipe)
+        compiled = torch.compile(experts, fullgraph=True)
+
+        def gradients(module):
+            hidden, index, weights = self.routed()
+            leaves = [hidden.clone().requires_grad_(), weights.clone().requires_grad_(), *experts.parameters()]
+            out = module(leaves[0], index, leaves[1])
+            return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+        for found, expected in zip(gradients(compiled), gradients(experts), strict=True):
+            assert sqnr(found, expected) > 30
 
     def test_export(self):
         """A program computes, for any number of tokens; it has no gradients, and says so."""

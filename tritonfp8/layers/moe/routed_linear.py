@@ -17,7 +17,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
-from tritonfp8.layers.moe.routing import Routing, combine, sum_of_experts
+from tritonfp8.layers.moe.routing import Routing, sum_of_experts, weighted_sum
 from tritonfp8.recipes import Recipe
 
 
@@ -110,7 +110,7 @@ class _CombinedLinear(torch.autograd.Function):
             *(cached[2:] if plan.needs_grad_input else ()),
         )
         ctx.plan, ctx.dtype = plan, weight.dtype
-        out = combine(of_experts, Routing(offsets, order, inverse), top_k_weights, inside.dtype)
+        out = weighted_sum(of_experts[inverse], top_k_weights, inside.dtype)
         return ops.sealed(out, inside, weight, bias, top_k_weights)
 
     @staticmethod

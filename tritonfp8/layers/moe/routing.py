@@ -85,5 +85,11 @@ def combine(rows: Tensor, routing: Routing, top_k_weights: Tensor, dtype: torch.
         top_k_weights: ``[T, top_k]``.
         dtype: of the result.
     """
-    ordered = permute(rows, routing.inverse, routing.order)
-    return sum_of_experts(ordered * top_k_weights.reshape(-1, 1), top_k_weights.shape[0]).to(dtype)
+    return weighted_sum(permute(rows, routing.inverse, routing.order), top_k_weights, dtype)
+
+
+def weighted_sum(ordered: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`combine` of rows in the order of ``top_k_index.flatten()``."""
+    out = sum_of_experts(ordered * top_k_weights.reshape(-1, 1), top_k_weights.shape[0])
+    # No cast to its own dtype: compiled by torch 2.11, an autograd.Function that returns one gets gradients of zero.
+    return out if out.dtype == dtype else out.to(dtype)

@@ -1,0 +1,78 @@
+"""A mixture of experts, forward and backward, compiled: time and peak memory of recipes, and of bf16 by torch."""
+
+import pytest
+import torch
+
+import tritonfp8
+from bench.contest import gates
+from bench.contest.compare import Contender, measures
+from bench.contest.grouped import EXPERTS, RECIPES
+from bench.contest.peers import compiled
+from bench.models import LoopedExperts, TorchExperts, mixture
+
+# Compiling takes longer than measuring.
+pytestmark = pytest.mark.timeout(1200)
+BF16, TORCH = "bf16", "torch bf16"
+
+
+def training_step(layer, x, grad_output, smoke=None):
+    """The timed function: output, and gradients of the input and of all parameters, by name.
+
+    ``smoke`` is None for a layer that is not compiled.
+    """
+    forward = layer if smoke is None else compiled(layer, smoke)
+    parameters = dict(layer.named_parameters())
+
+    def step():
+        out = forward(x)
+        grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
+        return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
+
+    return step
+
+
+def by_expert(results):
+    """``results`` with each expert's part by itself: in double precision a whole gradient would not fit."""
+    return {
+        f"{name} {i}" if x.ndim == 3 else name: part
+        for name, x in results.items()
+        for i, part in enumerate(x if x.ndim == 3 else (x,))
+    }
+
+
+def inputs(shape, device):
+    """Hidden states, which need a gradient, and the gradient of the output."""
+    tokens, _, _, hidden, _ = shape.size
+    x, grad_output = (torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return x.requires_grad_(), grad_output
+
+
+def close_experts(shape, x, grad_output):
+    """A check of the results of a step against those of a loop over the experts in bf16."""
+    expected = training_step(mixture(shape, x.device, LoopedExperts), x, grad_output)()
+    check = gates.close_model(by_expert(expected))
+    return lambda results: check(by_expert(results))
+
+
+def flops(shape):
+    """FLOPs of the experts: two linear layers, of which the first has a gate, in three GEMMs each."""
+    tokens, top_k, _, hidden, intermediate = shape.size
+    return 3 * 2 * tokens * top_k * 3 * hidden * intermediate
+
+
+@measures("experts", (EXPERTS,))
+def test_experts(benchmark, contest, case, shape):
+    device = contest.device.device
+    x, grad_output = inputs(shape, device)
+    check = close_experts(shape, x, grad_output)
+    work = {"flops": flops(shape)}
+
+    def contender(name, experts, recipe, own):
+        def make():
+            return training_step(mixture(shape, device, experts, recipe), x, grad_output, contest.smoke)
+
+        return Contender(name, make, check, own=own, peer=None if name == TORCH else TORCH, fields=work)
+
+    contenders = [contender(name, tritonfp8.Float8Experts, name, own=True) for name in (*RECIPES, BF16)]
+    contenders.append(contender(TORCH, TorchExperts, BF16, own=False))
+    contest(benchmark, case, shape, contenders, contest.device.settled_seconds)
