@@ -78,6 +78,9 @@ def test_ratios_to_peers_and_their_means(rendered):
     # Half the bytes of a copy in two thirds of its time.
     assert by_key["quantize", "1x128", "large", "tritonfp8"][5] == "0.750"
     assert by_key["linear", "layer", "layers", "rowwise fast"][5] == "1.500"
+    rows = [line for line in markdown(folder / "tables.md") if len(line) == 8 and line[0] == "model"]
+    assert {line[6] for line in rows if line[2] in cases.MODEL_VARIANTS} == {"1 GiB, 1.000 x"}
+    assert {line[6] for line in rows if line[2] == "bf16"} == {"1 GiB"}
 
 
 def test_every_bar_of_a_whole_run_has_a_verdict(rendered):

@@ -61,40 +61,45 @@ def test_casts_have_the_bits_of_the_reference(device, n, k, recipe):
 KEPT, BESIDE = (2, 4, 5), (40, 0, 129, 3, 7, 300, 0, 60)
 
 
+def with_other_groups(layer):
+    """Another layer, in which the groups KEPT have the tokens and the weights that they have in ``layer``."""
+    other, bounds, beside = layer_of(seed=10), group_bounds(ends(MIXED), TOKENS), group_bounds(ends(BESIDE), TOKENS)
+    for group in KEPT:
+        for x, y in ((layer.input, other.input), (layer.grad, other.grad)):
+            y[slice(*beside[group])] = x[slice(*bounds[group])]
+        other.weight[group], other.bias[group] = layer.weight[group], layer.bias[group]
+    return other
+
+
 @cpu_and_cuda
 @each_recipe
 def test_other_groups_change_nothing(device, recipe):
-    """The tokens of some experts move, and other experts get others and other weights, in GEMMs of one size."""
-    layer, other = layer_of(), layer_of(seed=10)
-    offsets, beside = ends(MIXED), ends(BESIDE)
+    """The tokens of some experts move, and other experts get others and other weights; the GEMMs keep their sizes."""
+    layer, places = layer_of(), [ends(MIXED), ends(BESIDE)]
+    layers = [each.to(device) for each in (layer, with_other_groups(layer))]
+    results = [run(each, offsets.to(device), recipe) for each, offsets in zip(layers, places, strict=True)]
     for group in KEPT:
-        (start, end), (to, to_end) = (group_bounds(each, TOKENS)[group] for each in (offsets, beside))
-        for x, y in ((layer.input, other.input), (layer.grad, other.grad)):
-            y[to:to_end] = x[start:end]
-        other.weight[group], other.bias[group] = layer.weight[group], layer.bias[group]
-    found, expected = (
-        run(each.to(device), places.to(device), recipe) for each, places in ((other, beside), (layer, offsets))
-    )
-    for group in KEPT:
-        assert_bitwise_equal(of_group(found, beside, group), of_group(expected, offsets, group))
+        assert_bitwise_equal(*(of_group(of, offsets, group) for of, offsets in zip(results, places, strict=True)))
 
 
 @cpu_and_cuda
 @each_quantized
-def test_casts_of_a_group_are_those_of_it_alone(device, recipe):
-    recipe, x = recipes.get(recipe), layer_of(device=device).input
+def test_other_groups_change_no_cast(device, recipe):
+    layer, places, recipe = layer_of(), [ends(MIXED), ends(BESIDE)], recipes.get(recipe)
+    inputs = [each.input.to(device) for each in (layer, with_other_groups(layer))]
     for spec, transpose in ((recipe.output.lhs, False), (recipe.grad_weight.rhs, True)):
         if spec is None:
             continue
-        of_all = ops.quantize_groups(x, ends(MIXED).to(device), *spec.args, transpose)
-        for group, (start, end) in enumerate(group_bounds(ends(MIXED), TOKENS)):
-            if end > start:
-                alone = ops.quantize_groups(x[start:end], ends((end - start,)).to(device), *spec.args, transpose)
-                parts = (
-                    cast_of_group(of_all, spec, ends(MIXED), TOKENS, group, transpose),
-                    cast_of_group(alone, spec, ends((end - start,)), end - start, 0, transpose),
-                )
-                assert_bitwise_equal(*parts)
+        found = [
+            ops.quantize_groups(x, offsets.to(device), *spec.args, transpose)
+            for x, offsets in zip(inputs, places, strict=True)
+        ]
+        for group in KEPT:
+            parts = (
+                cast_of_group(q, spec, offsets, TOKENS, group, transpose)
+                for q, offsets in zip(found, places, strict=True)
+            )
+            assert_bitwise_equal(*parts)
 
 
 @poisoned
