@@ -61,7 +61,7 @@ def run(layer, offsets, recipe, needed=(True, True, True)):
 
 
 def casts(of, layer, offsets, recipe):
-    """Every operand that a recipe quantizes, by the functions of a module: ``ops`` or ``reference``."""
+    """Every operand that a recipe quantizes, by the functions of a module, ``ops`` or ``reference``; on the CPU."""
     recipe, found = recipes.get(recipe), {}
     of_tokens = {
         "input": (layer.input, recipe.output.lhs, recipe.grad_weight.rhs),
@@ -74,7 +74,7 @@ def casts(of, layer, offsets, recipe):
             found[f"{name} in both"] = of.quantize_groups_both(x, offsets, *spec.args, *spec_t.args)
     for transpose, gemm in ((False, recipe.output), (True, recipe.grad_input)):
         found[f"weight {transpose}"] = of.quantize_matrices(layer.weight, *gemm.rhs.args, transpose)
-    return {name: list(parts) for name, parts in found.items()}
+    return {name: [x.cpu() for x in parts] for name, parts in found.items()}
 
 
 def assert_groups_close(found, expected, offsets):
