@@ -17,7 +17,7 @@ from tritonfp8.warmup.measure import GemmCall
 from tritonfp8.warmup.record import record_linear
 
 INVARIANT = [name for name in recipes.names() if (spec := recipes.get(name).output.lhs) and spec.block[0] == 1]
-# With this K and N, GEMMs of few rows split K.
+# With this K and N, GEMMs of few rows may split K.
 SIZES = {"cpu": (1200, 96), "cuda": (8192, 1024)}
 
 
@@ -50,14 +50,6 @@ def test_rows_are_those_of_a_larger_batch_and_of_training(device, name):
     training = made(device)
     convert(training, name, lambda layer, fqn: True, batch_invariant=True)
     assert_bitwise_equal(training(x), whole)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", INVARIANT)
-def test_without_it_a_row_depends_on_the_batch(name):
-    model, x = inferring(name, "cuda", batch_invariant=False), rows("cuda", 4096)
-    with torch.no_grad():
-        assert any(not torch.equal(model(x[:m]), model(x)[:m]) for m in (1, 7, 64, 256))
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

@@ -5,7 +5,52 @@ _LINEAR = ("tests/layers/moe/test_grouped_linear.py",)
 _EXPERTS = ("tests/layers/moe/test_experts.py",)
 _RANKS = ("tests/distributed/expert_parallel/test_experts.py",)
 
+_CASTS = ("tests/kernels/moe/test_grouped_casts.py",)
+_GEMMS = ("tests/kernels/moe/test_grouped_matmul.py",)
+
 FAULTS = (
+    (
+        "kernels/moe/schedule.py",
+        "ends = tl.where(index >= groups, tokens, tl.minimum(tl.maximum(ends, 0), tokens))",
+        "ends = tl.where(index >= groups, tokens, tl.maximum(ends, 0))",
+        "kernels follow offsets beyond the tokens",
+        _CASTS,
+    ),
+    (
+        "kernels/moe/casts.py",
+        "        offsets = (start + within).to(tl.int64)[:, None] * stride_qm",
+        "        offsets = within.to(tl.int64)[:, None] * stride_qm",
+        "zeros of rows of no group overwrite the first rows",
+        _CASTS,
+    ),
+    (
+        "kernels/moe/casts.py",
+        "        return (x.to(tl.float32) * factors[:, None]).to(x.dtype)",
+        "        return (x.to(tl.float32) * factors[:, None])",
+        "rows are not rounded after they are multiplied by their factors",
+        _CASTS,
+    ),
+    (
+        "kernels/moe/matmul.py",
+        "        acc = tl.where(is_group & (end > start), acc, 0.0)",
+        "        acc = acc",
+        "rows of no group get a bias",
+        _GEMMS,
+    ),
+    (
+        "kernels/moe/matmul.py",
+        "                first = (start // ALIGNMENT + group) * ALIGNMENT",
+        "                first = (start // ALIGNMENT) * ALIGNMENT",
+        "groups of columns are read from where another begins",
+        _GEMMS,
+    ),
+    (
+        "tritonfp8/layers/moe/routed_linear.py",
+        "top_k_weights.reshape(-1)[order])",
+        "top_k_weights.reshape(-1))",
+        "gradients are multiplied by the weights of other experts",
+        _EXPERTS,
+    ),
     (
         "tritonfp8/reference/grouped.py",
         "bounds.append((start, min(max(end, start), tokens)))",
@@ -22,8 +67,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/moe/grouped_linear.py",
-        "recipe.grad_weight.lhs if plan.needs_grad_weight else None",
-        "recipe.grad_input.lhs if plan.needs_grad_weight else None",
+        "self.recipe.grad_weight.lhs if self.needs_grad_weight else None",
+        "self.recipe.grad_input.lhs if self.needs_grad_weight else None",
         "grad_weight reads gradients that were quantized for grad_input",
         _LINEAR,
     ),
