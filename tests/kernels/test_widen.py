@@ -71,10 +71,15 @@ def test_shapes_and_layouts(device, shape, layout):
     assert out.stride(0) % 8 == 0, "cuBLAS reads aligned rows fastest"
 
 
+def odd_k(device, k):
+    """``k`` on a GPU. On a CPU rows without a gap: there torch's GEMM in bf16 may read gaps, which nobody wrote."""
+    return k if device == "cuda" else -(-k // 8) * 8
+
+
 @each_device
 @pytest.mark.parametrize(("bias", "activation", "residual", "out_dtype"), EPILOGUES)
 def test_epilogues(device, bias, activation, residual, out_dtype):
-    m, n, k = ROWS, 77, 100
+    m, n, k = ROWS, 77, odd_k(device, 100)
     product = Product.of(normal, MX, (m, n, k), device)
     bias_value = None if bias is None else normal(n, seed=3, dtype=torch.bfloat16, device=device) * 10
     residual_value = None if residual is None else normal(m, n, seed=4, dtype=out_dtype, device=device) * 10
@@ -86,7 +91,7 @@ def test_epilogues(device, bias, activation, residual, out_dtype):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_it_is_the_product_of_the_kernel_that_reads_codes(device, out_dtype):
     """Exact sums: the same bits as of the kernels that are chosen for fewer rows."""
-    product = Product.of(integers, MX, (ROWS, 130, 257), device)
+    product = Product.of(integers, MX, (ROWS, 130, odd_k(device, 257)), device)
     kernel = SPACES["mx"]["precise"][-1]
     found, expected = product.run(out_dtype=out_dtype), product.run(out_dtype=out_dtype, config=kernel)
     # The sign of a zero is that of the order of the additions.

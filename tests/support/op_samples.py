@@ -55,9 +55,7 @@ def samples(device):
     yield ops.scaled_matmul, (*matmul_args((VECTOR, SQUARE), device), True)
     yield from fused_samples(device)
     yield from figure_samples(device)
-    if device == "cpu":
-        # There are no kernels of grouped GEMMs.
-        yield from grouped_samples()
+    yield from grouped_samples()
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x, *(banded(24, k, dtype=torch.bfloat16).to(device).squeeze(1) for k in (70, 1)))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))

@@ -2,6 +2,7 @@
 
 import json
 
+import mixtures
 import pytest
 import torch
 from models import SMALL
@@ -42,6 +43,21 @@ class TestRecording:
         with Recorder() as recorder:
             training_step(model, torch.zeros(2, 21, dtype=torch.long), autocast=False)
         assert record_model(config, "rowwise", (2, 20), str(dtype)[6:]) == list(recorder.calls)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_experts(self, tmp_path, dtype):
+        """Those of the same model that is converted and trained, on tokens that go where its router sends them."""
+        path = tmp_path / "config.json"
+        model = mixtures.model_of("mixtral")
+        path.write_text(json.dumps({**model.config.to_dict(), "vocab_size": 256}))
+        model = build_model(str(path), 20, seed=0).train().to(getattr(torch, dtype))
+        tritonfp8.convert(model, "rowwise", experts=True)
+        with Recorder() as recorder:
+            training_step(model, torch.randint(0, 96, (2, 21)), autocast=dtype == "float32")
+        recorded = record_model(str(path), "rowwise", (2, 20), dtype, experts=True)
+        assert recorded == list(recorder.calls)
+        assert {call.op for call in recorded} >= {"quantize_groups_both", "quantize_matrices", "scaled_grouped_matmul"}
+        assert "scaled_grouped_matmul" not in {call.op for call in record_model(str(path), "rowwise", (2, 20), dtype)}
 
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_a_layer_calls_what_it_really_calls(self, recipe):

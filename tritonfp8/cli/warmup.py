@@ -34,6 +34,7 @@ def warmup(
         str,
         typer.Option(help=f"Dtype of the weights: {', '.join(record.DTYPES)}. float32 runs under bfloat16 autocast."),
     ] = "float32",
+    experts: Annotated[bool, typer.Option("--experts", help="The model is converted with experts=True.")] = False,
     tune: Annotated[
         bool, typer.Option("--tune/--no-tune", help="Measure configurations of the GEMMs and save the fastest.")
     ] = False,
@@ -59,7 +60,15 @@ def warmup(
     If it is killed, the same command continues. Under torchrun one process a machine compiles and rank 0 measures.
     Ctrl-C ends it and keeps finished work. Exit code 1 if something failed.
     """
-    options = {"model": model, "shapes": shapes, "dtype": dtype, "tune": tune, "force": force, "timeout": timeout}
+    options = {
+        "model": model,
+        "shapes": shapes,
+        "dtype": dtype,
+        "experts": experts,
+        "tune": tune,
+        "force": force,
+        "timeout": timeout,
+    }
     names = [name.strip() for name in recipes.split(",") if name.strip()]
     _warm_up(tokens, recipes=names, workers=workers, device=device, **options)
 

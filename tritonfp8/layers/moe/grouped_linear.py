@@ -4,8 +4,8 @@
     grad_input[g]  = grad_output[g] @ weight[g]      groups along the rows
     grad_weight[g] = grad_output[g].T @ input[g]     groups along the contraction
 
-for the rows of each group g. Every operand is quantized as if its group were alone, so a group has the bits that
-:func:`tritonfp8.functional.linear` computes from its tokens.
+for the rows of each group g. Every operand is quantized as if its group were alone, so a group has the codes that
+:func:`tritonfp8.functional.linear` makes of its tokens; and, multiplied by the reference, the bits.
 """
 
 from __future__ import annotations
@@ -227,10 +227,11 @@ def grouped_linear(
         ``[T, N]`` in the dtype of ``input`` (autocast's where it is on); zero in rows of no group, whose gradient is
         zero, too.
 
-    The scales of a group come from its own rows: the outputs and gradients of a group have the bits of
-    :func:`tritonfp8.functional.linear` on this group alone. Saved for backward: the transposed input of each group in 8
-    bits, K (T + 128 E) bytes and scales at most, or the input itself if the recipe computes ``grad_weight`` in high
-    precision; the weight.
+    The scales of a group come from its own rows: its operands have the codes that :func:`tritonfp8.functional.linear`
+    makes of this group alone, and, on a CPU, its outputs and gradients the bits. On a GPU kernels of their own multiply
+    groups; they sum K in the same order for groups of every size. Saved for backward: the transposed input of each
+    group in 8 bits, K (T + 128 E) bytes and scales at most, or the input itself if the recipe computes ``grad_weight``
+    in high precision; the weight.
 
     Raises:
         TypeError: dtypes that differ or that no layer computes in, offsets of another dtype than int32, or a tensor
