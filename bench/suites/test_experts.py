@@ -55,7 +55,7 @@ def close_experts(shape, x, grad_output):
 
 
 def flops(shape):
-    """FLOPs of the experts: two linear layers, of which the first has a gate, in three GEMMs each."""
+    """FLOPs of the experts: two linear layers in three GEMMs each; the first has a gate."""
     tokens, top_k, _, hidden, intermediate = shape.size
     return 3 * 2 * tokens * top_k * 3 * hidden * intermediate
 

@@ -117,7 +117,7 @@ def cast_of_group(q, spec, offsets, tokens, group, transpose):
 def soil(device):
     """Fill memory with ones, in all bits, and free it: NaN in every format, and -1 in integers.
 
-    Blocks of all sizes, since an allocator gives back those that fit best.
+    Blocks of all sizes, since an allocator gives back the block that fits best.
     """
     if device == "cuda":
         torch.cuda.empty_cache()

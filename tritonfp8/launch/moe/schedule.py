@@ -1,4 +1,4 @@
-"""Plan the tables that say which rows, of which group, a program works on."""
+"""Plan the tables by which a program finds its group and its rows."""
 
 from __future__ import annotations
 

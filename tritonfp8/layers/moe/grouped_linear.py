@@ -29,7 +29,7 @@ from tritonfp8.specs import QuantSpec
 
 
 class Rows(NamedTuple):
-    """The rows of all groups: those of ``x``; or those that ``picked [R]`` names, each times its factor, if any."""
+    """The rows of all groups: all rows of ``x``, or its rows ``picked [R]``, each times its factor, if any."""
 
     x: Tensor
     picked: Tensor | None = None
