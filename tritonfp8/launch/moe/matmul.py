@@ -21,7 +21,7 @@ from tritonfp8.launch.matmul import (
     scale_along_k,
     too_many_scales,
 )
-from tritonfp8.launch.moe.schedule import plan_largest_first, plan_row_tiles
+from tritonfp8.launch.moe.schedule import Table, plan_largest_first, plan_row_tiles
 from tritonfp8.launch.plan import Planner, Pointer, TensorMap, View
 from tritonfp8.specs import (
     BLOCK_1X32,
@@ -87,17 +87,23 @@ def _bytes_of(scale: View | None, spec: QuantSpec | None) -> View | None:
     return scale.retyped(torch.uint8) if SCALE_FORMATS[spec.scale_format].exponent_only else scale
 
 
+def _schedule(plan: Planner, p: _Gemm, config: MatmulConfig, step: int = 1) -> tuple[Table, int]:
+    """The table by which programs find their tiles, and the most tiles of the output that there can be."""
+    m, n, _ = p.sizes()
+    tiles_n = -(-n // config.block_n)
+    if p.is_columns:
+        table = plan_largest_first(plan, p.offsets, p.tokens)
+        return table, table.entries * -(-m // config.block_m) * tiles_n
+    table = plan_row_tiles(plan, p.offsets, m, config.block_m, aligned=False, step=step)
+    return table, table.entries * tiles_n
+
+
 def _plan_tiles(plan: Planner, p: _Gemm, tile: MatmulConfig) -> None:
     """Launch the plain Triton kernel, on any device."""
     m, n, k = p.sizes()
     family = p.family
     groups = p.offsets.shape[0]
-    if p.is_columns:
-        table = plan_largest_first(plan, p.offsets, p.tokens)
-        pieces = groups * -(-m // tile.block_m) * -(-n // tile.block_n)
-    else:
-        table = plan_row_tiles(plan, p.offsets, m, tile.block_m, aligned=False)
-        pieces = table.entries * -(-n // tile.block_n)
+    table, pieces = _schedule(plan, p, tile)
     b_strides = (0, *p.b.strides)[-3:]
     out_strides = p.out.strides if p.is_columns else (0, p.out.strides[0])
     native = family == "mx" and plan.device.has_native_mx
@@ -200,14 +206,8 @@ def _plan_specialized(plan: Planner, p: _Gemm, config: MatmulConfig) -> None:
     """Launch the warp-specialized kernel."""
     m, n, k = p.sizes()
     groups = p.offsets.shape[0]
-    if p.is_columns:
-        table = plan_largest_first(plan, p.offsets, p.tokens)
-        pieces = groups * -(-m // config.block_m) * -(-n // config.block_n)
-    else:
-        # TMA reads scales along K from multiples of 16 bytes on.
-        step = SCALE_ALIGNMENT if p.family == "blockwise" else 1
-        table = plan_row_tiles(plan, p.offsets, m, config.block_m, aligned=False, step=step)
-        pieces = table.entries * -(-n // config.block_n)
+    # TMA reads scales along K from multiples of 16 bytes on.
+    table, pieces = _schedule(plan, p, config, SCALE_ALIGNMENT if p.family == "blockwise" else 1)
     scales, strides, (a_rows, b_rows) = _scales(p, config)
     out = _matrices(p.out)
     plan.launch(
