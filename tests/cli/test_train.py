@@ -137,7 +137,7 @@ def test_interrupt_keeps_what_was_measured(invoke, small, tmp_path, monkeypatch)
 
 
 def test_killed_run_keeps_the_recipes_before(small, tmp_path):
-    args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "50"]
+    args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "20"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([*COMMAND, *args], **pipes) as process:
         for line in process.stdout:
@@ -145,7 +145,7 @@ def test_killed_run_keeps_the_recipes_before(small, tmp_path):
                 process.kill()
                 break
     (run,) = result_of(tmp_path / "out")["runs"]
-    assert (run["recipe"], run["steps"]) == ("bf16", 50)
+    assert (run["recipe"], run["steps"]) == ("bf16", 20)
 
 
 def test_interrupt_before_the_first_step_writes_nothing(invoke, small, tmp_path, monkeypatch):
@@ -160,20 +160,20 @@ def test_interrupt_before_the_first_step_writes_nothing(invoke, small, tmp_path,
 
 
 def test_ctrl_c_ends_the_process_with_its_report(small, tmp_path):
-    args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "1000"]
+    args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "300"]
     # A shell lets its background jobs ignore SIGINT, and their children inherit that.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([*COMMAND, *args], preexec_fn=listen, **pipes) as process:
         for line in process.stdout:
-            if "step 100/1000" in line:
+            if "step 30/300" in line:
                 process.send_signal(signal.SIGINT)
                 break
         output = process.stdout.read()
     assert process.returncode == 130, output
     assert "Interrupted: the figures cover the finished steps." in output
     (run,) = result_of(tmp_path / "out")["runs"]
-    assert 100 <= run["steps"] < 1000
+    assert 30 <= run["steps"] < 300
     assert run["interrupted"]
 
 
