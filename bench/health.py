@@ -1,8 +1,8 @@
-"""The cost of ``tritonfp8.inspect``, as a share of a training step: ``python -m bench.health [--compile]``.
+"""The cost of ``tritonfp8.inspect``, as a share of training: ``python -m bench.health [--compile]``.
 
-Trains Llama layers of ``--shapes`` in four kinds of steps, in turns: without ``inspect``, the same in eager mode,
-unsampled inside of ``inspect``, and sampled. Prints the median of each, and the share that a sample every 50 steps
-adds. On a CPU, use ``--shapes smoke``.
+Trains Llama layers of ``--shapes`` for windows of 50 steps, in turns: without ``inspect``, inside it without a sample,
+and with a sample in the first step. Prints the median of each, and what a sample every 50 steps adds. On a CPU, use
+``--shapes smoke``.
 """
 
 import argparse
@@ -24,12 +24,11 @@ from tritonfp8.workflow.health.inspection import ROWS
 EVERY = 50
 
 
-def seconds(step: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
-    """Seconds of ``step``; ``before`` is not timed."""
-    before()
+def seconds(window: Callable[[], object], device: torch.device) -> float:
+    """Seconds of ``window``, until the device has done its work."""
     synchronize(device)
     begin = now(device)
-    step()
+    window()
     end = now(device)
     synchronize(device)
     return seconds_between(begin, end)
@@ -41,7 +40,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int, rows: Sequence[int]) -> dict[str, float]:
-    """Median seconds of a step of each kind; ``sampled N`` measures N rows of an operand."""
+    """Median seconds of a window of :data:`EVERY` steps of each kind; ``sampled N`` measures N rows of an operand."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _, hidden, _, _, _, batch, sequence = shape.size
     model = llama(shape, device)
@@ -52,31 +51,32 @@ def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int, rows: 
     def step() -> None:
         call(x).float().square().mean().backward()
 
-    def eager() -> None:
-        with torch.compiler.set_stance("force_eager"):
+    def plain() -> None:
+        for _ in range(EVERY):
             step()
 
-    def sampled(rows: int) -> None:
-        with tritonfp8.inspect(model, every=EVERY, rows=rows, thresholds=()) as stats:
-            step()
-            stats.step()
+    def inspected(first_step: int, rows: int = ROWS) -> None:
+        # The last step is outside of the block, whose next sample would begin with it.
+        with tritonfp8.inspect(model, every=EVERY, rows=rows, thresholds=(), first_step=first_step) as stats:
+            for _ in range(EVERY - 1):
+                step()
+                stats.step()
+        step()
 
+    kinds: dict[str, Callable[[], None]] = {"plain": plain, "unsampled": functools.partial(inspected, 1)}
+    kinds |= {f"sampled {each}": functools.partial(inspected, 0, each) for each in rows}
+    for window in kinds.values():
+        window()
     found: dict[str, list[float]] = collections.defaultdict(list)
-    for round in range(rounds + 2):
-        times = {"plain": seconds(step, device), "eager": seconds(eager, device)}
-        times |= {f"sampled {each}": seconds(functools.partial(sampled, each), device) for each in rows}
-        with tritonfp8.inspect(model, every=EVERY, thresholds=()) as stats:
-            # Step 0 is sampled. It is not timed.
-            times["unsampled"] = seconds(lambda: (step(), stats.step()), device, lambda: (step(), stats.step()))
-        if round >= 2:
-            for kind, each in times.items():
-                found[kind].append(each)
+    for _ in range(rounds):
+        for kind, window in kinds.items():
+            found[kind].append(seconds(window, device))
     return {kind: statistics.median(times) for kind, times in found.items()}
 
 
 def cost(seconds: Mapping[str, float], rows: int) -> float:
-    """What a sample of so many rows every :data:`EVERY` steps adds, as a share of a step."""
-    return (seconds[f"sampled {rows}"] - seconds["plain"]) / (EVERY * seconds["plain"])
+    """What a sample of so many rows every :data:`EVERY` steps adds, as a share of the time of those steps."""
+    return seconds[f"sampled {rows}"] / seconds["plain"] - 1
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only the models of the set whose name contains this")
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[ROWS], help="rows of an operand that are measured")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     args = parser.parse_args()
@@ -98,14 +98,14 @@ def main() -> None:
         plain = found["plain"]
         print(f"{shape}, {args.recipe}, {'compiled' if args.compile else 'eager'}, {args.rounds} rounds")
         for kind, time in found.items():
-            print(f"  {kind:<12} {1e3 * time:9.2f} ms  {time / plain - 1:+.1%}")
+            print(f"  {kind:<12} {1e3 * time / EVERY:9.2f} ms a step  {time / plain - 1:+.2%}")
         for rows in args.rows:
-            print(f"  a sample of {rows} rows every {EVERY} steps costs {cost(found, rows):.2%} of a step")
+            print(f"  a sample of {rows} rows every {EVERY} steps adds {cost(found, rows):.2%}")
         measured.append(
             {"shape": shape.name, "size": shape.size, "recipe": args.recipe, "compile": args.compile, "seconds": found}
         )
     if args.out is not None:
-        write_results(args.out, {"unit": "seconds a step", "every": EVERY, "rows": measured})
+        write_results(args.out, {"unit": "seconds of a window of steps", "every": EVERY, "rows": measured})
 
 
 if __name__ == "__main__":

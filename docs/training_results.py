@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 
-from bench.health import cost
+from bench.health import EVERY, cost
 from bench.inference.decode import PLAIN
 from bench.tables import table
 from docs.results import DATA, data, text
@@ -75,12 +75,12 @@ def direct_call_times() -> str:
 
 def inspection() -> str:
     """What a sample of ``inspect`` every 50 steps adds to a step, by the rows that it measures."""
-    rows = data("health.json")["rows"]
+    rows = data("../nvidia-h100/health.json")["rows"]
     counts = sorted(int(kind.split()[1]) for kind in rows[0]["seconds"] if kind.startswith("sampled "))
     lines = []
     for row in rows:
         costs = (f"{100 * cost(row['seconds'], count):.1f} %" for count in counts)
-        lines.append((row["shape"], f"{1e3 * row['seconds']['plain']:.0f} ms", *costs))
+        lines.append((row["shape"], f"{1e3 * row['seconds']['plain'] / EVERY:.0f} ms", *costs))
     return table(("model", "step", *(f"`rows={count}`" for count in counts)), lines)
 
 
@@ -95,6 +95,17 @@ def decoding() -> str:
     memory = {row["recipe"]: row["bytes_of_bf16"] for row in rows}
     lines = [(name, f"{memory[name]:.3f}", *(f"{speeds[name, n]:.2f}" for n in counts)) for name in recipes]
     return table(("recipe", "bytes of the weights", *(f"{n} token{'s' * (n > 1)}" for n in counts)), lines)
+
+
+def stored_steps() -> str:
+    """Speed of the fused AdamW over a copy of as many bytes, by the dtype of its moments."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in data("../nvidia-h100/stored-training-speed.json")["rows"]:
+        shape = " x ".join(map(str, row["shape"]))
+        found.setdefault((shape, row["recipe"]), {})[row["moments"]] = row["share"]
+    moments = list(next(iter(found.values())))
+    lines = [(*key, *(f"{shares[dtype]:.2f}" for dtype in moments)) for key, shares in found.items()]
+    return table(("weight", "recipe", *(f"{dtype} moments" for dtype in moments)), lines)
 
 
 def stored_losses() -> str:
@@ -141,6 +152,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "schedule": schedule,
     "seeds": seeds,
     "stored losses": stored_losses,
+    "stored steps": stored_steps,
     "stored sharded": stored_sharded,
     "training": training,
 }

@@ -5,16 +5,21 @@ torchtitan's own functions shard the models; ``Float8Converter`` converts them, 
 only if every parameter changed. The losses of all steps must then be within 1e-3 of those of one process. bf16 shows
 how much of the difference is the order of sums. With FSDP2 over both processes, losses with and without the 8-bit
 gather must be equal to the bit. On CPUs the processes use gloo, and the reference implementation computes.
+
+The rows ``noise`` are a control: one process, whose first weights differ by a 1e-7 of their values. A model that such
+noise moves further than two processes do cannot be closer to them.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import types
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +27,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,7 +38,9 @@ from bench.distributed.compare import make_deterministic
 from bench.distributed.run import DETERMINISTIC_CUBLAS, QUANTIZED
 from bench.models import with_head
 
-LIMIT = 1e-3
+# By which losses of two processes may differ from those of one, those of the two gathers, and those of the control.
+LIMITS = {"tp": 1e-3, "gather": 0.0, "noise": math.inf}
+NOISE = 1e-7
 BATCH, LENGTH, STEPS, RATE = 4, 256, 10, 1e-3
 PLAIN = "bf16"
 
@@ -48,6 +56,7 @@ class Program:
         tp: degree of tensor parallelism; FSDP2 takes the other processes.
         gather: whether FSDP2 gathers weights in 8 bits.
         dtype: of activations and gathered weights, ``mixed_precision_param`` of torchtitan.
+        noise: by how much the first weights differ from those of other programs, as a share of their values.
     """
 
     recipe: str
@@ -56,6 +65,7 @@ class Program:
     tp: int = 1
     gather: bool = True
     dtype: str = "bfloat16"
+    noise: float = 0.0
 
 
 def _supply_missing(device: str) -> None:
@@ -94,10 +104,28 @@ def _config(program: Program) -> Any:
     )
 
 
+def _experts_in_float32(self: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    """The forward of torchtitan's experts, whose GEMMs are in bf16 for any dtype of activations.
+
+    With tensor parallelism over the hidden dim, the part of a sum that a rank computes would then be rounded to bf16.
+    FP8 layers would quantize other values from the first step on, and the comparison would show torchtitan's rounding.
+    """
+    weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+    local = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
+    counts = tokens.tolist()
+    groups = x.split([*counts, x.shape[0] - sum(counts)])
+    parts = [
+        (F.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+        for rows, gate, down, up in zip(groups[:-1], *local, strict=True)
+    ]
+    return torch.cat([*parts, torch.zeros_like(groups[-1])])
+
+
 def _build(program: Program, device: str) -> tuple[Any, nn.Module, Any]:
     """The config, the model as torchtitan's Trainer shards it, and the parallel dims."""
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.moe import GroupedExperts
 
     config = _config(program)
     spec = config.model_spec
@@ -120,21 +148,27 @@ def _build(program: Program, device: str) -> tuple[Any, nn.Module, Any]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+    if program.dtype == "float32":
+        for module in model.modules():
+            if isinstance(module, GroupedExperts):
+                module.forward = types.MethodType(_experts_in_float32, module)
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
         for name, parameter in model.named_parameters():
-            parameter.copy_(_initial(name, parameter))
+            parameter.copy_(_initial(name, parameter, program.noise))
     return config, model.train(), dims
 
 
-def _initial(name: str, parameter: Tensor) -> Tensor:
+def _initial(name: str, parameter: Tensor, noise: float) -> Tensor:
     """Values that depend on the name only, so that a parameter has them however it is sharded."""
     name = name.replace("_checkpoint_wrapped_module.", "")
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     whole = torch.ones(parameter.shape)
     if parameter.dim() > 1:
         whole.normal_(std=0.02, generator=generator)
+    if noise:
+        whole *= 1 + noise * torch.randn(whole.shape, generator=generator)
     whole = whole.to(parameter.device)
     if isinstance(parameter, DTensor):
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
@@ -239,11 +273,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def pairs_of(recipes: list[str], flavors: list[str], dtypes: list[str]) -> list[tuple[str, Program, Program]]:
-    """Pairs of programs and their kind: ``"tp"``, two processes and one; ``"gather"``, in 8 bits and not."""
+    """Pairs of programs and what they compare, a key of :data:`LIMITS`."""
     pairs = []
     for flavor, dtype, recipe in itertools.product(flavors, dtypes, [PLAIN, *recipes]):
         options = {"recipe": recipe, "flavor": flavor, "dtype": dtype}
         pairs.append(("tp", Program(processes=2, tp=2, **options), Program(**options)))
+        pairs.append(("noise", Program(noise=NOISE, **options), Program(**options)))
         if recipe != PLAIN:
             pairs.append(("gather", Program(processes=2, **options), Program(processes=2, gather=False, **options)))
     return pairs
@@ -266,13 +301,13 @@ def main(
     found = run(list(dict.fromkeys(program for _, *pair in pairs for program in pair)), device)
     rows = []
     for way, first, other in pairs:
-        verdict = judge(found[first], found[other], LIMIT if way == "tp" else 0.0)
+        verdict = judge(found[first], found[other], LIMITS[way])
         rows.append({"compared": way, "recipe": first.recipe, "flavor": first.flavor, "dtype": first.dtype, **verdict})
         named = f"{way:<7}{first.flavor:<16}{first.dtype:<10}{first.recipe:<24}{verdict['converted']:>3} layers"
         print("ok " if verdict["ok"] else "BAD", named, f"{verdict['difference']:.2e}", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_results(out / "torchtitan.json", {"limit": LIMIT, "steps": STEPS, "rows": rows})
+        write_results(out / "torchtitan.json", {"limit": LIMITS["tp"], "steps": STEPS, "rows": rows})
     sys.exit(not all(row["ok"] for row in rows))
 
 

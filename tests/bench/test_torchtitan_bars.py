@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from bench.distributed import torchtitan
 
@@ -28,14 +29,26 @@ def test_runs_must_agree_and_every_parameter_must_change(other, limit, ok):
         assert torchtitan.judge(*pair, limit)["ok"] == ok
 
 
-def test_each_recipe_is_compared_with_one_process_and_without_the_gather():
+def test_each_recipe_is_compared_with_one_process_with_noise_and_without_the_gather():
     pairs = torchtitan.pairs_of(["rowwise", "mxfp8"], ["debugmodel"], ["float32"])
     compared = {(way, first.recipe, first.processes, other.processes) for way, first, other in pairs}
     assert compared == {
         ("tp", "bf16", 2, 1), ("tp", "rowwise", 2, 1), ("tp", "mxfp8", 2, 1),
+        ("noise", "bf16", 1, 1), ("noise", "rowwise", 1, 1), ("noise", "mxfp8", 1, 1),
         ("gather", "rowwise", 2, 2), ("gather", "mxfp8", 2, 2),
     }  # fmt: skip
     for way, first, other in pairs:
         assert (first.tp, other.tp) == ((2, 1) if way == "tp" else (1, 1))
+        assert (first.noise > 0) == (way == "noise")
+        assert other.noise == 0
         assert first.gather
-        assert other.gather == (way == "tp")
+        assert other.gather == (way != "gather")
+
+
+def test_noise_moves_matrices_by_its_share():
+    parameter = torch.empty(64, 32)
+    plain, same, noisy = (torchtitan._initial("layers.0.wq", parameter, noise) for noise in (0.0, 0.0, 1e-3))
+    assert torch.equal(plain, same)
+    shares = (noisy - plain).abs() / plain.abs()
+    assert 0 < shares.max() < 1e-2
+    assert shares.mean() == pytest.approx(1e-3 * math.sqrt(2 / math.pi), rel=0.1)
