@@ -84,6 +84,18 @@ def inspection() -> str:
     return table(("model", "step", *(f"`rows={count}`" for count in counts)), lines)
 
 
+def torchtitan_mixture() -> str:
+    """The largest differences of torchtitan's losses, and those that noise makes."""
+    compared = {
+        "tp": "two processes of tensor parallelism, and one",
+        "noise": "one process, and one whose first weights differ by a 1e-7",
+        "gather": "FSDP2 over two processes, with the 8-bit gather and without",
+    }
+    rows = data("../cpu/torchtitan-moe/torchtitan.json")["rows"]
+    lines = [(row["recipe"], compared[row["compared"]], f"{row['difference']:.1e}") for row in rows]
+    return table(("recipe", "compared", "largest difference in ten steps"), lines)
+
+
 def decoding() -> str:
     """Speed and memory of stored weights over those of bf16, by tokens decoded together."""
     # The kernel of mxfp8 and batch-invariant layers are newer than the first run.
@@ -153,6 +165,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "seeds": seeds,
     "stored losses": stored_losses,
     "stored steps": stored_steps,
+    "torchtitan mixture": torchtitan_mixture,
     "stored sharded": stored_sharded,
     "training": training,
 }

@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torchtitan_cases
+from torch import nn
+
+import tritonfp8
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,3 +152,28 @@ class TestConfigs:
 
         with pytest.raises(TypeError, match="the config of a model of torchtitan"):
             Float8Converter.Config().build().convert({})
+
+
+def test_inspect_names_the_weights_of_experts():
+    """Torchtitan's experts multiply by three weights in turn, and do not say by which."""
+    from torchtitan.models.common.moe import GroupedExperts
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4).build()})
+    for scale, weight in enumerate(model.parameters(), 1):
+        nn.init.uniform_(weight, -scale, scale)
+    tritonfp8.convert(model, "rowwise", experts=True)
+    x = torch.randn(20, 64)
+    with tritonfp8.inspect(model, every=1) as stats:
+        model["experts"](x, torch.tensor([5, 0, 7, 8])).sum().backward()
+        stats.step()
+    found = stats.to_dict()[0]
+    weights = dict(model["experts"].named_parameters())
+    assert set(found) == {f"experts.{name}" for name in weights}
+    tokens = x.bfloat16().abs().max().item()
+    for name, weight in weights.items():
+        operands = found[f"experts.{name}"]
+        assert operands["weight"]["amax"] == weight.abs().max().item()
+        # Two weights multiply the tokens, and the third what came of that.
+        assert (operands["input"]["amax"] == tokens) == (name != "w2_EDF")
+        assert "grad_output" in operands

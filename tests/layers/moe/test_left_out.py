@@ -1,7 +1,5 @@
 """Parts of the package that do not know experts yet say so, and leave them as they are."""
 
-import logging
-
 import pytest
 import torch
 from mixtures import experts_of, model_of
@@ -20,14 +18,6 @@ def model():
 
 def recipes_of(model):
     return {name: experts.recipe for name, experts in experts_of(model).items()}
-
-
-def test_inspect_warns(model, caplog):
-    with caplog.at_level(logging.WARNING, "tritonfp8"), tritonfp8.inspect(model, every=1) as stats:
-        ids = torch.randint(0, 96, (2, 12))
-        model(ids, labels=ids).loss.backward()
-        stats.step()
-    assert "converted experts are not measured, only linear layers are: model.layers.0.mlp.experts" in caplog.text
 
 
 def test_sensitivity_gives_experts_their_recipe_back(model):

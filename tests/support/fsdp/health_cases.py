@@ -7,7 +7,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import tritonfp8
-from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, enable_float8_all_gather
+from tritonfp8.distributed import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    enable_float8_all_gather,
+    shard_experts,
+)
 from tritonfp8.recipes import get
 from tritonfp8.workflow.health.statistics import FIELDS, measure
 
@@ -81,3 +86,30 @@ def sensitivity_fsdp(mesh, gather):
     assert all(p.grad is None for p in sharded.parameters())
     assert {layer.recipe.name for layer in (sharded[0], sharded[2])} == {"rowwise"}
     sharded(x).square().mean().backward()
+
+
+def inspect_experts(mesh, way):
+    """Experts that a rank holds, or that FSDP2 shards: weights are those of this rank, and every operand is seen."""
+    torch.manual_seed(0)
+    experts = tritonfp8.Float8Experts(4, 64, 48, recipe="rowwise")
+    whole = {name: weight.detach().clone() for name, weight in experts.weights().items()}
+    if way == "experts":
+        shard_experts(experts, mesh)
+    else:
+        fully_shard(experts, mesh=mesh)
+    model = nn.ModuleDict({"experts": experts})
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())
+    hidden = torch.randn(16, 64, generator=generator)
+    index = torch.rand(16, 4, generator=generator).topk(2).indices
+    with tritonfp8.inspect(model, every=1) as stats:
+        experts(hidden, index, torch.full((16, 2), 0.5)).square().mean().backward()
+        stats.step()
+    found, spec = stats.to_dict()[0], get("rowwise").output.rhs
+    assert set(found) == {"experts.gate_up_proj", "experts.down_proj"}
+    for name, weight in whole.items():
+        operands = found[f"experts.{name}"]
+        assert set(operands) == {"input", "weight", "grad_output"}
+        mine = weight.chunk(mesh.size())[mesh.get_local_rank()]
+        assert operands["weight"]["sqnr"] == min(_figures(matrix, spec)["sqnr"] for matrix in mine)
+        assert all(20 < figures["sqnr"] < 50 for figures in operands.values())
+    assert experts.observer is None

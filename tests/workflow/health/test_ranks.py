@@ -19,6 +19,11 @@ def test_shards_of_tensor_parallelism_are_inspected(ranks):
     ranks.run(2, health_cases.inspect_tensor_parallel)
 
 
+@pytest.mark.parametrize("way", ["experts", "fsdp"])
+def test_sharded_experts_are_inspected(ranks, way):
+    ranks.run(2, health_cases.inspect_experts, way=way)
+
+
 @pytest.mark.parametrize("gather", [False, True])
 def test_sensitivity_of_sharded_weights(ranks, gather):
     ranks.run(2, health_cases.sensitivity_fsdp, gather=gather)

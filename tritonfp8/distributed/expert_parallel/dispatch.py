@@ -99,6 +99,10 @@ class ExpertDispatch:
         rows = gather(hidden, routing)
         # Rows of no expert stay here.
         rows, rest = rows[:sent], rows[sent:]
+        up, down = names
+        if module.observer is not None:
+            # Rows that arrived as codes are what their codes stand for: their cast would seem to lose nothing.
+            module.observer.saw_input(up, rows)
         rows = exchange(rows, trip.send, trip.receive, self.group, there)
         rows = permute(rows, trip.local.order, trip.local.inverse)
         weights = list(module.weights(self.local).values())
@@ -111,5 +115,7 @@ class ExpertDispatch:
             rows = rows + sum(x.sum() for x in (*weights, *biases) if x is not None)
         rows = permute(rows, trip.local.inverse, trip.local.order)
         rows = exchange(rows, trip.receive, trip.send, self.group, None, back)
+        if module.observer is not None:
+            module.observer.saw_output(down, rows)
         rows = torch.cat([rows, torch.zeros_like(rest)]) if len(rest) else rows
         return combine(rows, routing, top_k_weights, hidden.dtype)

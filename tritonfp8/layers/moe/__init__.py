@@ -9,6 +9,7 @@ from tritonfp8.layers.moe.conversion import convert_experts, experts_before, rev
 from tritonfp8.layers.moe.experts import (
     ConvertedExperts,
     Float8Experts,
+    Observer,
     RoutedExperts,
     computing_class,
     is_converted_experts,
@@ -20,6 +21,7 @@ from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
 __all__ = [
     "ConvertedExperts",
     "Float8Experts",
+    "Observer",
     "RoutedExperts",
     "Routing",
     "combine",

@@ -19,7 +19,7 @@ from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
-from tritonfp8.layers.moe.routed_linear import can_route, combined_linear, gathered_linear
+from tritonfp8.layers.moe.routed_linear import can_route, combined_linear, gathered_linear, rows_of_grad
 from tritonfp8.layers.moe.routing import Routing, combine, gather
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
@@ -29,10 +29,25 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
+class Observer(Protocol):
+    """Is told what the linear layers of experts read, by the name of the weight, in a step that ``inspect`` samples.
+
+    The first call in a pass counts.
+    """
+
+    def saw_input(self, weight: str, rows: Tensor) -> None:
+        """The layer reads ``rows``."""
+
+    def saw_output(self, weight: str, out: Tensor, of_grad: Callable[[Tensor], Tensor] = _itself) -> None:
+        """``out`` came of the layer; the gradient that it reads is ``of_grad`` of that of ``out``."""
+
+
 class ConvertedExperts(nn.Module):
     """What all modules of experts that follow a recipe have."""
 
     recipe: Recipe
+    # Set during a sampled step of inspect.
+    observer: Observer | None = None
     # The class that converted experts had; None for Float8Experts, which had no other.
     experts: type[nn.Module] | None = None
 
@@ -124,17 +139,37 @@ class RoutedExperts(ConvertedExperts):
         """What :func:`gather`, :meth:`compute` and :func:`combine` return, without copies of the tokens."""
         up, down = ((weight, self.bias_of(name), self._cached(name, weight)) for name, weight in weights.items())
         self._resume()
-        inside = self.activation(gathered_linear(hidden, up[0], routing, up[1], self.recipe, up[2]))
+        inner = gathered_linear(hidden, up[0], routing, up[1], self.recipe, up[2])
+        inside = self.activation(inner)
         self._resume()
-        return combined_linear(inside, down[0], routing, down[1], top_k_weights, self.recipe, down[2])
+        out = combined_linear(inside, down[0], routing, down[1], top_k_weights, self.recipe, down[2])
+        if self.observer is not None:
+            self._saw(hidden, inner, inside)
+            self.observer.saw_output(
+                tuple(weights)[1], out, lambda grad: rows_of_grad(grad, routing, top_k_weights).tensor()
+            )
+        return out
 
     def compute(
         self, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Tensor:
         """Both linear layers of experts and what lies between them, on rows that are sorted by expert."""
-        up, down = (self._cached(name, weight) for name, weight in zip(self.weights(), weights, strict=True))
-        inside = self.activation(self.grouped(rows, weights[0], offsets, biases[0], up))
-        return self.grouped(inside, weights[1], offsets, biases[1], down)
+        names = tuple(self.weights())
+        up, down = (self._cached(name, weight) for name, weight in zip(names, weights, strict=True))
+        inner = self.grouped(rows, weights[0], offsets, biases[0], up)
+        inside = self.activation(inner)
+        out = self.grouped(inside, weights[1], offsets, biases[1], down)
+        if self.observer is not None:
+            self._saw(rows, inner, inside)
+            self.observer.saw_output(names[1], out)
+        return out
+
+    def _saw(self, rows: Tensor, inner: Tensor, inside: Tensor) -> None:
+        assert self.observer is not None
+        up, down = self.weights()
+        self.observer.saw_input(up, rows)
+        self.observer.saw_output(up, inner)
+        self.observer.saw_input(down, inside)
 
     def _cached(self, name: str, weight: Tensor) -> GroupedOperands | None:
         cached = self.cached_weights.get(name)
@@ -252,11 +287,19 @@ class TitanExperts(ConvertedExperts):
         """As of torchtitan."""
         if counting.is_logging:
             counting.calling(self)
+        if self.observer is not None:
+            self.__dict__["order"] = iter(("w1_EFD", "w3_EFD", "w2_EDF"))
         out: Tensor = super().forward(*args)
         return out
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        return self.grouped(A, B_t.transpose(-2, -1), offs)
+        out = self.grouped(A, B_t.transpose(-2, -1), offs)
+        if self.observer is not None:
+            # Torchtitan does not say which weight this is.
+            weight = next(self.__dict__["order"])
+            self.observer.saw_input(weight, A)
+            self.observer.saw_output(weight, out)
+        return out
 
 
 _joined: dict[type[nn.Module], type[ConvertedExperts]] = {}

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonfp8.specs import QuantSpec
-from tritonfp8.workflow.health.statistics import measure_all, some_rows, view_of_rows, whole_amax, whole_amaxes
+from tritonfp8.workflow.health.statistics import (
+    RUN,
+    measure_all,
+    some_rows,
+    view_of_rows,
+    whole_amax,
+    whole_amaxes,
+    worst_of,
+)
 
 Key = tuple[str, str]
 """A layer and an operand."""
@@ -39,6 +47,18 @@ class Group:
     def is_full(self) -> bool:
         """Whether one more operand of this kind would take more than :data:`GROUP_BYTES`."""
         return (len(self.parts) + 1) * self.parts[0].nbytes > GROUP_BYTES
+
+
+def _figures_of(matrices: Sequence[Tensor], rows: int, spec: QuantSpec | None) -> Tensor:
+    """The figures of matrices of one shape, ``[matrices, len(FIELDS)]``, of so many rows of each."""
+    shape, amaxes = matrices[0].shape, whole_amaxes(matrices)
+    views = [view_of_rows(x, rows) for x in matrices]
+    at_once = max(1, GROUP_BYTES // views[0].nbytes)
+    found = []
+    for i in range(0, len(views), at_once):
+        parts = torch.stack(views[i : i + at_once]).view(-1, views[0].numel() // shape[1], shape[1])
+        found.append(measure_all(parts, amaxes[i : i + at_once], shape.numel(), spec))
+    return torch.cat(found)
 
 
 class Groups:
@@ -77,14 +97,14 @@ class Groups:
             self._figures[key] = None
             by_kind.setdefault(Kind(x.shape, x.dtype, x.device, spec), []).append((key, x))
         for kind, found in by_kind.items():
-            views = [view_of_rows(x, self._rows) for _, x in found]
-            at_once = max(1, GROUP_BYTES // views[0].nbytes)
-            amaxes = whole_amaxes([x for _, x in found])
-            for i in range(0, len(found), at_once):
-                parts = torch.stack(views[i : i + at_once]).view(-1, views[0].numel() // kind.shape[1], kind.shape[1])
-                figures = measure_all(parts, amaxes[i : i + at_once], kind.shape.numel(), kind.spec)
-                keys = [key for key, _ in found[i : i + at_once]]
-                self._figures.update(zip(keys, figures.unbind(), strict=True))
+            figures = _figures_of([x for _, x in found], self._rows, kind.spec)
+            self._figures.update(zip([key for key, _ in found], figures.unbind(), strict=True))
+
+    @torch.no_grad()
+    def measure_matrices(self, key: Key, x: Tensor, spec: QuantSpec | None) -> None:
+        """Add the weights of experts ``[E, N, K]``, each quantized alone: a figure is that of the worst expert."""
+        rows = max(RUN, self._rows // x.shape[0])
+        self._figures[key] = worst_of(_figures_of(x.unbind(), rows, spec))
 
     def add_equal(self, key: Key, other: Key) -> None:
         """Add an operand that is the tensor of ``other``, quantized alike: it is measured once."""

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
-from tritonfp8.conversion import converted_experts
 from tritonfp8.layers.linear import require_module
 from tritonfp8.workflow.health import export
 from tritonfp8.workflow.health.groups import Key
-from tritonfp8.workflow.health.observer import Observer, layer_names
+from tritonfp8.workflow.health.observer import Observer, expert_names, layer_names
 from tritonfp8.workflow.health.statistics import FIELDS
 from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold, findings
 
@@ -249,8 +248,11 @@ def inspect(
     Operands of one shape are measured together. Until then a sample keeps copies of their rows, at most 64 MiB a shape.
 
     Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Fused norms and MLPs run
-    unfused in sampled steps. Converted experts are not measured: a warning names them. A CUDA graph that the caller
-    captured has no hooks when it is replayed: nothing is seen.
+    unfused in sampled steps. A CUDA graph that the caller captured has no hooks when it is replayed: nothing is seen.
+
+    Each weight of converted experts is a layer, such as ``"model.layers.0.mlp.experts.down_proj"``. A figure of the
+    weight is that of the expert where it is worst, from at least 128 rows of each. Tokens are measured together; a
+    tensorwise scale then is that of all tokens, and not of those of one expert.
 
     Args:
         model: a converted model; it may be compiled or sharded.
@@ -270,8 +272,6 @@ def inspect(
             raise ValueError(f"{name} must be at least {least}; got {number}")
     for each in thresholds:
         require_type("a threshold", each, Threshold, "a tritonfp8.workflow.health.Threshold")
-    if not layer_names(model):
+    if not layer_names(model) and not expert_names(model):
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
-    if experts := converted_experts(model):
-        log.warning("converted experts are not measured, only linear layers are: %s", ", ".join(experts))
     return Inspection(model, every, rows, thresholds, first_step)

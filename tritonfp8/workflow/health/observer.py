@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -11,25 +11,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tritonfp8.conversion import converted_layers
+from tritonfp8.conversion import converted_experts, converted_layers
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, versions
+from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
 from tritonfp8.workflow.health.groups import Groups, Key
-from tritonfp8.workflow.health.statistics import local_matrix
+from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
 
 # What torch.compile and activation checkpointing put into the names of modules.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def layer_names(model: nn.Module) -> dict[str, Float8Linear | Float8Conv1D]:
     """The converted layers by the names that ``convert`` gave them."""
-    found = {}
-    for name, layer in converted_layers(model).items():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        found[name] = layer
-    return found
+    return {_unwrapped(name): layer for name, layer in converted_layers(model).items()}
+
+
+def expert_names(model: nn.Module) -> dict[str, ConvertedExperts]:
+    """The converted experts by the names that ``convert`` gave them."""
+    return {_unwrapped(name): module for name, module in converted_experts(model).items()}
 
 
 def spec_of_operand(recipe: Recipe, operand: str) -> QuantSpec | None:
@@ -71,11 +78,30 @@ class _Seen(NamedTuple):
         return self.tensor() is x and self.spec == spec and self.versions is not None and self.versions == versions(x)
 
 
+class _ExpertsObserver:
+    """Notes what the layers of one module of experts read: see :class:`tritonfp8.layers.moe.Observer`."""
+
+    def __init__(self, observer: Observer, name: str, recipe: Recipe, groups: Groups) -> None:
+        self._observer, self._name, self._recipe, self._groups = observer, name, recipe, groups
+
+    def saw_input(self, weight: str, rows: Tensor) -> None:
+        self._observer.has_run = True
+        self._observer.note(f"{self._name}.{weight}", "input", local_matrix(rows), self._recipe)
+
+    def saw_output(self, weight: str, out: Tensor, of_grad: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:
+        def after_backward(grad: Tensor) -> None:
+            self._observer.note_grad(f"{self._name}.{weight}", of_grad(grad.detach()), self._recipe, self._groups)
+
+        if out.requires_grad:
+            out.register_hook(after_backward)
+
+
 class Observer:
     """Measures the operands of the converted layers of a model, from :meth:`start` to :meth:`stop`.
 
     Weights are measured at the start, when FSDP2 has them in shards and in high precision. Of the other operands, the
-    first one that a layer sees is measured: gradient accumulation and checkpointing call layers more than once.
+    first one that a layer sees is measured: gradient accumulation and checkpointing call layers more than once. Each
+    weight of experts counts as a layer.
 
     Attributes:
         groups: the operands so far.
@@ -102,7 +128,19 @@ class Observer:
                 for name, layer in layers.items()
                 if _has_values(weight := _matrix_of(layer))
             )
+            for name, module in expert_names(self._model).items():
+                self._observe_experts(name, module, stack)
             self._stack = stack.pop_all()
+
+    def _observe_experts(self, name: str, module: ConvertedExperts, stack: ExitStack) -> None:
+        """Measure the weights of experts, and have the module tell of its rows and outputs until ``stack`` closes."""
+        recipe, groups = module.recipe, self.groups
+        for key, weight in module.weights(local_matrices).items():
+            if _has_values(weight):
+                groups.measure_matrices((f"{name}.{key}", "weight"), weight, spec_of_operand(recipe, "weight"))
+
+        module.observer = _ExpertsObserver(self, name, recipe, groups)
+        stack.callback(module.__dict__.pop, "observer", None)
 
     def stop(self) -> dict[Key, Tensor]:
         """Remove the hooks. Returns the figures by layer and operand, on their devices."""
@@ -110,7 +148,7 @@ class Observer:
         groups, self.groups = self.groups, Groups(self._rows)
         return groups.figures()
 
-    def _note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> bool:
+    def note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> bool:
         """Add an operand; returns whether it is measured."""
         if (name, operand) in self.groups or not _has_values(x):
             return False
@@ -122,8 +160,14 @@ class Observer:
         if self._seen is not None and key not in self.groups and self._seen.serves(x, spec):
             self.groups.add_equal(key, self._seen.key)
         else:
-            added = self._note(name, "input", local_matrix(x), recipe)
+            added = self.note(name, "input", local_matrix(x), recipe)
             self._seen = _Seen(weakref.ref(x), versions(x), spec, key) if added else None
+
+    def note_grad(self, name: str, grad: Tensor, recipe: Recipe, groups: Groups) -> None:
+        """Add a gradient, if ``groups`` are still those of this step."""
+        # A backward after the end of its step belongs to no sample.
+        if groups is self.groups:
+            self.note(name, "grad_output", local_matrix(grad), recipe)
 
     def _hook(self, name: str, layer: nn.Module) -> RemovableHandle:
         def after_forward(module: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
@@ -132,11 +176,6 @@ class Observer:
             if x is not None:
                 self._note_input(name, x, recipe)
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda grad: after_backward(grad, recipe, groups))
-
-        def after_backward(grad: Tensor, recipe: Recipe, groups: Groups) -> None:
-            # A backward after the end of its step belongs to no sample.
-            if groups is self.groups:
-                self._note(name, "grad_output", local_matrix(grad), recipe)
+                output.register_hook(lambda grad: self.note_grad(name, grad, recipe, groups))
 
         return layer.register_forward_hook(after_forward, with_kwargs=True)

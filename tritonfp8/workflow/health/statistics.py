@@ -42,6 +42,13 @@ def local_matrix(x: Tensor) -> Tensor:
     return torch.atleast_2d(x).flatten(0, -2)
 
 
+def local_matrices(x: Tensor) -> Tensor:
+    """``x [E, N, K]`` without a gradient; of a sharded tensor, the shard of this rank."""
+    x = x.detach()
+    to_local = getattr(x, "to_local", None)
+    return x if to_local is None else to_local()
+
+
 def some_rows(x: Tensor, rows: int) -> Tensor:
     """:func:`view_of_rows` as a copy, ``[rows, K]``.
 
@@ -126,6 +133,25 @@ def measure_all(parts: Tensor, whole: Tensor, elements: int, spec: QuantSpec | N
         # Other scales reach up to the amax. Nothing is clipped by them.
         limit = FORMATS[spec.format].qmax if spec.scale_rounding == "floor" else math.inf
         return ops.operand_figures(parts, whole, elements, limit, result, qdata, low, high)
+
+
+def worst_of(figures: Tensor) -> Tensor:
+    """The figures of several operands as one: each figure of the operand where it is worst.
+
+    The largest of each, but the smallest ``scale_min`` and ``sqnr``; ``outlier_channel`` is that of ``outlier_ratio``.
+
+    Args:
+        figures: ``[operands, len(FIELDS)]``.
+
+    Returns:
+        ``[len(FIELDS)]``.
+    """
+    worst = figures.amax(0)
+    for field in ("scale_min", "sqnr"):
+        worst[FIELDS.index(field)] = figures[:, FIELDS.index(field)].amin()
+    ratio, channel = FIELDS.index("outlier_ratio"), FIELDS.index("outlier_channel")
+    worst[channel] = figures[figures[:, ratio].argmax(), channel]
+    return worst
 
 
 def _round_trip(parts: Tensor, whole: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:

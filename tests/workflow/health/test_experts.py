@@ -1,0 +1,154 @@
+"""inspect() of converted experts: each of their weights is a layer."""
+
+import logging
+
+import pytest
+import torch
+from cases import normal
+from mixtures import FAMILIES, experts_of, model_of
+
+import tritonfp8
+from tritonfp8 import Float8Experts, recipes
+from tritonfp8.workflow.health import FIELDS, statistics
+
+RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_grad_weight"]
+
+
+class Mixture(torch.nn.Module):
+    """Experts with a given routing, two for each token."""
+
+    def __init__(self, recipe="rowwise"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = Float8Experts(4, 64, 48, recipe=recipe)
+
+    def forward(self, x):
+        index = torch.stack([torch.arange(len(x)) % 4, torch.arange(len(x)) % 3], 1)
+        return self.experts(x, index, normal(len(x), 2, seed=3).softmax(-1))
+
+
+def figures_of(model, x):
+    """The figures of one step, by layer and operand."""
+    with tritonfp8.inspect(model, every=1) as stats:
+        model(x).square().sum().backward()
+        stats.step()
+    return stats.to_dict()[0], stats
+
+
+def measured(x, spec):
+    return dict(zip(FIELDS, statistics.measure(x, spec, 1024).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_operand_of_every_family(family):
+    model = model_of(family)
+    tritonfp8.convert(model, "rowwise", experts=True)
+    ids = torch.randint(0, 96, (2, 12))
+    with tritonfp8.inspect(model, every=1) as stats:
+        model(ids, labels=ids).loss.backward()
+        stats.step()
+    found = stats.to_dict()[0]
+    for name in experts_of(model):
+        for key in ("gate_up_proj", "down_proj"):
+            operands = found[f"{name}.{key}"]
+            assert set(operands) == {"input", "weight", "grad_output"}
+            assert all(20 < figures["sqnr"] < 50 for figures in operands.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_figures_are_those_of_what_the_gemms_read(recipe):
+    model, x = Mixture(recipe), normal(20, 64, seed=1).requires_grad_()
+    found, _ = figures_of(model, x)
+    rule = recipes.get(recipe)
+    experts = model.experts
+    for name, weight in experts.weights().items():
+        each = [measured(matrix.detach(), rule.output.rhs) for matrix in weight]
+        figures = found[f"experts.{name}"]["weight"]
+        assert figures["sqnr"] == min(one["sqnr"] for one in each)
+        for field in ("amax", "scale_max", "flushed_share", "outlier_ratio"):
+            assert figures[field] == max(one[field] for one in each)
+        worst = max(each, key=lambda one: one["outlier_ratio"])
+        assert figures["outlier_channel"] == worst["outlier_channel"]
+    assert found["experts.gate_up_proj"]["input"] == measured(x.detach(), rule.output.lhs)
+
+    # The rows of experts, each computed by itself.
+    order = torch.stack([torch.arange(20) % 4, torch.arange(20) % 3], 1).flatten()
+    rows = torch.argsort(order, stable=True)
+    tokens, factors = x.detach()[rows // 2], normal(20, 2, seed=3).softmax(-1).flatten()[rows]
+    offsets = torch.bincount(order, minlength=4).cumsum(0).to(torch.int32)
+    inner = experts.grouped(tokens, experts.gate_up_proj.detach(), offsets).requires_grad_()
+    inside = experts.activation(inner)
+    inside.retain_grad()
+    out = experts.grouped(inside, experts.down_proj.detach(), offsets)
+    whole = model(x)
+    grad = 2 * whole.detach()[rows // 2] * factors[:, None]
+    out.backward(grad)
+    assert found["experts.down_proj"]["input"] == measured(inside.detach(), rule.output.lhs)
+    assert found["experts.down_proj"]["grad_output"] == pytest.approx(measured(grad, rule.grad_input.lhs), rel=1e-6)
+    assert found["experts.gate_up_proj"]["grad_output"] == pytest.approx(
+        measured(inner.grad, rule.grad_input.lhs), rel=1e-6
+    )
+
+
+def test_one_bad_expert_is_found_and_named(caplog):
+    model = Mixture()
+    with torch.no_grad():
+        model.experts.down_proj[2].zero_()
+        model.experts.gate_up_proj[1, 5, 7] = torch.nan
+    with caplog.at_level(logging.WARNING, "tritonfp8"):
+        figures, stats = figures_of(model, normal(20, 64, seed=1))
+    assert figures["experts.down_proj"]["weight"]["zero_share"] == 1
+    found = {(each.layer, each.operand, each.problem) for each in stats.findings}
+    assert ("experts.gate_up_proj", "weight", "not finite") in found
+    assert "experts.gate_up_proj" in caplog.text
+
+
+def test_an_inspected_step_has_the_same_bits_and_leaves_nothing():
+    gradients = []
+    for inspected in (False, True):
+        model, x = Mixture(), normal(20, 64, seed=1)
+        if inspected:
+            figures_of(model, x)
+        else:
+            model(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        assert model.experts.observer is None
+    assert all(map(torch.equal, *gradients))
+
+
+def test_an_error_leaves_no_observer():
+    model = Mixture()
+    with pytest.raises(RuntimeError, match="of the caller"), tritonfp8.inspect(model, every=1):
+        raise RuntimeError("of the caller")
+    assert model.experts.observer is None
+
+
+def test_compiled_code_is_not_compiled_again():
+    model, x = Mixture(), normal(20, 64, seed=1)
+    compiled = torch.compile(model, backend="eager")
+    with tritonfp8.inspect(compiled, every=2, first_step=1) as stats:
+        compiled(x).sum().backward()
+        stats.step()
+        compiled(x).sum().backward()
+        stats.step()
+        torch._dynamo.config.error_on_recompile = True
+        try:
+            compiled(x).sum().backward()
+        finally:
+            torch._dynamo.config.error_on_recompile = False
+        stats.step()
+    assert list(stats.to_dict()) == [2]
+    assert set(stats.to_dict()[2]) == {"experts.gate_up_proj", "experts.down_proj"}
+
+
+def test_rows_of_a_caller_of_compute_are_seen():
+    """Experts over ranks call compute() with the rows that they received."""
+    model = Mixture()
+    rows, offsets = normal(12, 64, seed=2), torch.tensor([3, 3, 9, 12], dtype=torch.int32)
+    with tritonfp8.inspect(model, every=1) as stats:
+        weights = list(model.experts.weights().values())
+        model.experts.compute(rows, offsets, weights, [None, None]).sum().backward()
+        stats.step()
+    found = stats.to_dict()[0]
+    assert found["experts.gate_up_proj"]["input"] == measured(rows, recipes.get("rowwise").output.lhs)
+    assert set(found["experts.down_proj"]) == {"input", "weight", "grad_output"}
