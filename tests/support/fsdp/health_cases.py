@@ -88,6 +88,17 @@ def sensitivity_fsdp(mesh, gather):
     sharded(x).square().mean().backward()
 
 
+class Routed(nn.Module):
+    """Experts with a given routing, two for each token."""
+
+    def __init__(self, experts, index):
+        super().__init__()
+        self.experts, self.index = experts, index
+
+    def forward(self, hidden):
+        return self.experts(hidden, self.index, torch.full(self.index.shape, 0.5))
+
+
 def inspect_experts(mesh, way):
     """Experts that a rank holds, or that FSDP2 shards: weights are those of this rank, and every operand is seen."""
     torch.manual_seed(0)
@@ -97,12 +108,11 @@ def inspect_experts(mesh, way):
         shard_experts(experts, mesh)
     else:
         fully_shard(experts, mesh=mesh)
-    model = nn.ModuleDict({"experts": experts})
     generator = torch.Generator().manual_seed(mesh.get_local_rank())
     hidden = torch.randn(16, 64, generator=generator)
-    index = torch.rand(16, 4, generator=generator).topk(2).indices
+    model = Routed(experts, torch.rand(16, 4, generator=generator).topk(2).indices)
     with tritonfp8.inspect(model, every=1) as stats:
-        experts(hidden, index, torch.full((16, 2), 0.5)).square().mean().backward()
+        model(hidden).square().mean().backward()
         stats.step()
     found, spec = stats.to_dict()[0], get("rowwise").output.rhs
     assert set(found) == {"experts.gate_up_proj", "experts.down_proj"}
@@ -113,3 +123,7 @@ def inspect_experts(mesh, way):
         assert operands["weight"]["sqnr"] == min(_figures(matrix, spec)["sqnr"] for matrix in mine)
         assert all(20 < figures["sqnr"] < 50 for figures in operands.values())
     assert experts.observer is None
+    errors = tritonfp8.sensitivity(model, hidden, ["rowwise"]).errors["experts"]["rowwise"]
+    assert set(errors) == {"output", "grad_input", "grad_weight"}
+    assert all(-50 < error < -20 for error in errors.values())
+    assert experts.recipe.name == "rowwise"

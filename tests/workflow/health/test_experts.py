@@ -14,6 +14,12 @@ from tritonfp8.workflow.health import FIELDS, statistics
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_grad_weight"]
 
 
+def experts_of_tokens(tokens):
+    """Two of four experts for each token, ``[tokens, 2]``."""
+    i = torch.arange(tokens)
+    return torch.stack([i % 4, (i + 1 + i % 3) % 4], 1)
+
+
 class Mixture(torch.nn.Module):
     """Experts with a given routing, two for each token."""
 
@@ -23,8 +29,7 @@ class Mixture(torch.nn.Module):
         self.experts = Float8Experts(4, 64, 48, recipe=recipe)
 
     def forward(self, x):
-        index = torch.stack([torch.arange(len(x)) % 4, torch.arange(len(x)) % 3], 1)
-        return self.experts(x, index, normal(len(x), 2, seed=3).softmax(-1))
+        return self.experts(x, experts_of_tokens(len(x)), normal(len(x), 2, seed=3).softmax(-1))
 
 
 def figures_of(model, x):
@@ -69,10 +74,8 @@ def test_figures_are_those_of_what_the_gemms_read(recipe):
             assert figures[field] == max(one[field] for one in each)
         worst = max(each, key=lambda one: one["outlier_ratio"])
         assert figures["outlier_channel"] == worst["outlier_channel"]
-    assert found["experts.gate_up_proj"]["input"] == measured(x.detach(), rule.output.lhs)
-
     # The rows of experts, each computed by itself.
-    order = torch.stack([torch.arange(20) % 4, torch.arange(20) % 3], 1).flatten()
+    order = experts_of_tokens(20).flatten()
     rows = torch.argsort(order, stable=True)
     tokens, factors = x.detach()[rows // 2], normal(20, 2, seed=3).softmax(-1).flatten()[rows]
     offsets = torch.bincount(order, minlength=4).cumsum(0).to(torch.int32)
@@ -83,6 +86,7 @@ def test_figures_are_those_of_what_the_gemms_read(recipe):
     whole = model(x)
     grad = 2 * whole.detach()[rows // 2] * factors[:, None]
     out.backward(grad)
+    assert found["experts.gate_up_proj"]["input"] == measured(tokens, rule.output.lhs)
     assert found["experts.down_proj"]["input"] == measured(inside.detach(), rule.output.lhs)
     assert found["experts.down_proj"]["grad_output"] == pytest.approx(measured(grad, rule.grad_input.lhs), rel=1e-6)
     assert found["experts.gate_up_proj"]["grad_output"] == pytest.approx(
@@ -152,3 +156,41 @@ def test_rows_of_a_caller_of_compute_are_seen():
     found = stats.to_dict()[0]
     assert found["experts.gate_up_proj"]["input"] == measured(rows, recipes.get("rowwise").output.lhs)
     assert set(found["experts.down_proj"]) == {"input", "weight", "grad_output"}
+
+
+class TestSensitivity:
+    def test_errors_are_those_of_the_worst_expert(self):
+        """A layer for each expert, with its tokens alone, has the errors that experts are measured by."""
+        model, x = Mixture("bf16"), normal(20, 64, seed=1)
+        found = tritonfp8.sensitivity(model, x, ["rowwise", "tensorwise"])
+        assert list(found.errors) == ["experts"]
+        order = experts_of_tokens(20)
+        for recipe in ("rowwise", "tensorwise"):
+            alone = []
+            for i, weight in enumerate(model.experts.gate_up_proj.detach()):
+                layer = torch.nn.Linear(64, 96, bias=False)
+                layer.weight.data.copy_(weight)
+                of_one = tritonfp8.sensitivity(torch.nn.Sequential(layer), x[(order == i).any(1)], [recipe])
+                alone.append(of_one.errors["0"][recipe]["output"])
+            # Those of the other weight may be larger.
+            assert max(alone) <= found.errors["experts"][recipe]["output"] < max(alone) + 3
+        assert set(found.errors["experts"]["rowwise"]) == {"output", "grad_input", "grad_weight"}
+        assert model.experts.observer is None
+
+    def test_a_mapping_reaches_them(self):
+        model = model_of("mixtral")
+        tritonfp8.convert(model, "rowwise", experts=True)
+        ids = torch.randint(0, 96, (2, 12))
+        found = tritonfp8.sensitivity(model, {"input_ids": ids, "labels": ids}, ["rowwise", "mxfp8"])
+        assert set(experts_of(model)) <= set(found.errors)
+        assert {experts.recipe.name for experts in experts_of(model).values()} == {"rowwise"}
+        tritonfp8.swap_recipe(model, found.mapping(max_error_db=-1000.0))
+        assert {experts.recipe.name for experts in experts_of(model).values()} == {"bf16"}
+
+    def test_an_expert_without_tokens_is_left_out(self):
+        model = Mixture("bf16")
+        with torch.no_grad():
+            model.experts.gate_up_proj[3].fill_(torch.nan)
+        # The experts of one token are two others.
+        found = tritonfp8.sensitivity(model, normal(1, 64, seed=1), ["rowwise"])
+        assert -60 < found.error("experts", "rowwise") < -20

@@ -102,7 +102,7 @@ class ExpertDispatch:
         up, down = names
         if module.observer is not None:
             # Rows that arrived as codes are what their codes stand for: their cast would seem to lose nothing.
-            module.observer.saw_input(up, rows)
+            module.observer.saw_input(up, rows, routing.offsets)
         rows = exchange(rows, trip.send, trip.receive, self.group, there)
         rows = permute(rows, trip.local.order, trip.local.inverse)
         weights = list(module.weights(self.local).values())

@@ -19,7 +19,7 @@ from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
-from tritonfp8.layers.moe.routed_linear import can_route, combined_linear, gathered_linear, rows_of_grad
+from tritonfp8.layers.moe.routed_linear import can_route, combined_linear, gathered_linear
 from tritonfp8.layers.moe.routing import Routing, combine, gather
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
@@ -30,23 +30,20 @@ def _itself(x: Tensor) -> Tensor:
 
 
 class Observer(Protocol):
-    """Is told what the linear layers of experts read, by the name of the weight, in a step that ``inspect`` samples.
+    """Is told what the linear layers of experts read, by the name of the weight. The first call in a pass counts."""
 
-    The first call in a pass counts.
-    """
+    def saw_input(self, weight: str, rows: Tensor, offsets: Tensor) -> None:
+        """The layer reads ``rows``; those of each expert end at ``offsets``."""
 
-    def saw_input(self, weight: str, rows: Tensor) -> None:
-        """The layer reads ``rows``."""
-
-    def saw_output(self, weight: str, out: Tensor, of_grad: Callable[[Tensor], Tensor] = _itself) -> None:
-        """``out`` came of the layer; the gradient that it reads is ``of_grad`` of that of ``out``."""
+    def saw_output(self, weight: str, out: Tensor) -> None:
+        """``out`` came of the layer, which reads its gradient."""
 
 
 class ConvertedExperts(nn.Module):
     """What all modules of experts that follow a recipe have."""
 
     recipe: Recipe
-    # Set during a sampled step of inspect.
+    # Set in a sampled step of inspect, and in sensitivity.
     observer: Observer | None = None
     # The class that converted experts had; None for Float8Experts, which had no other.
     experts: type[nn.Module] | None = None
@@ -129,7 +126,8 @@ class RoutedExperts(ConvertedExperts):
             return self.dispatch.forward(self, hidden_states, top_k_index, top_k_weights)
         weights = self.weights()
         routing = Routing.of(top_k_index, next(iter(weights.values())).shape[0])
-        if can_route(hidden_states, top_k_weights):
+        # An observer sees the rows of each expert, which are nowhere together otherwise. Both ways have the same bits.
+        if self.observer is None and can_route(hidden_states, top_k_weights):
             return self._routed(hidden_states, weights, routing, top_k_weights)
         biases = [self.bias_of(name) for name in weights]
         rows = self.compute(gather(hidden_states, routing), routing.offsets, list(weights.values()), biases)
@@ -139,16 +137,9 @@ class RoutedExperts(ConvertedExperts):
         """What :func:`gather`, :meth:`compute` and :func:`combine` return, without copies of the tokens."""
         up, down = ((weight, self.bias_of(name), self._cached(name, weight)) for name, weight in weights.items())
         self._resume()
-        inner = gathered_linear(hidden, up[0], routing, up[1], self.recipe, up[2])
-        inside = self.activation(inner)
+        inside = self.activation(gathered_linear(hidden, up[0], routing, up[1], self.recipe, up[2]))
         self._resume()
-        out = combined_linear(inside, down[0], routing, down[1], top_k_weights, self.recipe, down[2])
-        if self.observer is not None:
-            self._saw(hidden, inner, inside)
-            self.observer.saw_output(
-                tuple(weights)[1], out, lambda grad: rows_of_grad(grad, routing, top_k_weights).tensor()
-            )
-        return out
+        return combined_linear(inside, down[0], routing, down[1], top_k_weights, self.recipe, down[2])
 
     def compute(
         self, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -160,16 +151,10 @@ class RoutedExperts(ConvertedExperts):
         inside = self.activation(inner)
         out = self.grouped(inside, weights[1], offsets, biases[1], down)
         if self.observer is not None:
-            self._saw(rows, inner, inside)
-            self.observer.saw_output(names[1], out)
+            for name, x, y in zip(names, (rows, inside), (inner, out), strict=True):
+                self.observer.saw_input(name, x, offsets)
+                self.observer.saw_output(name, y)
         return out
-
-    def _saw(self, rows: Tensor, inner: Tensor, inside: Tensor) -> None:
-        assert self.observer is not None
-        up, down = self.weights()
-        self.observer.saw_input(up, rows)
-        self.observer.saw_output(up, inner)
-        self.observer.saw_input(down, inside)
 
     def _cached(self, name: str, weight: Tensor) -> GroupedOperands | None:
         cached = self.cached_weights.get(name)
@@ -297,7 +282,7 @@ class TitanExperts(ConvertedExperts):
         if self.observer is not None:
             # Torchtitan does not say which weight this is.
             weight = next(self.__dict__["order"])
-            self.observer.saw_input(weight, A)
+            self.observer.saw_input(weight, A, offs)
             self.observer.saw_output(weight, out)
         return out
 

@@ -124,7 +124,7 @@ class _CombinedLinear(torch.autograd.Function):
         offsets, order, inverse, top_k_weights, of_experts, weight, inside, kept_qdata, kept_scale, *cached = (
             ctx.saved_tensors
         )
-        grad = _rows_of_grad(grad_output, order, top_k_weights)
+        grad = Rows(grad_output, _tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
         pair, pair_t = plan.tokens_of_grad(grad, offsets)
         grad_inside = plan.grad_input(grad, pair, weight, cached, offsets) if plan.needs_grad_input else None
         grad_weight = None
@@ -136,15 +136,6 @@ class _CombinedLinear(torch.autograd.Function):
         if of_experts is not None:
             grad_factors = _grad_of_factors(grad_output, of_experts[inverse], top_k_weights)
         return grad_inside, grad_weight, grad_bias, grad_factors
-
-
-def _rows_of_grad(grad: Tensor, order: Tensor, top_k_weights: Tensor) -> Rows:
-    return Rows(grad, _tokens_of_rows(order, grad.shape[0]), top_k_weights.reshape(-1)[order])
-
-
-def rows_of_grad(grad: Tensor, routing: Routing, top_k_weights: Tensor) -> Rows:
-    """The gradient of the rows that :func:`combined_linear` combines, from that of its output ``[T, N]``."""
-    return _rows_of_grad(grad, routing.order, top_k_weights)
 
 
 def _grad_of_factors(grad: Tensor, ordered: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -251,8 +251,8 @@ def inspect(
     unfused in sampled steps. A CUDA graph that the caller captured has no hooks when it is replayed: nothing is seen.
 
     Each weight of converted experts is a layer, such as ``"model.layers.0.mlp.experts.down_proj"``. A figure of the
-    weight is that of the expert where it is worst, from at least 128 rows of each. Tokens are measured together; a
-    tensorwise scale then is that of all tokens, and not of those of one expert.
+    weight is that of the expert where it is worst, from at least 128 rows of each. Tokens are measured together, once
+    for each expert that they go to; a tensorwise scale then is that of all of them, and not of those of one expert.
 
     Args:
         model: a converted model; it may be compiled or sharded.

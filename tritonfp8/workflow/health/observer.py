@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -84,16 +84,14 @@ class _ExpertsObserver:
     def __init__(self, observer: Observer, name: str, recipe: Recipe, groups: Groups) -> None:
         self._observer, self._name, self._recipe, self._groups = observer, name, recipe, groups
 
-    def saw_input(self, weight: str, rows: Tensor) -> None:
+    def saw_input(self, weight: str, rows: Tensor, offsets: Tensor) -> None:
         self._observer.has_run = True
         self._observer.note(f"{self._name}.{weight}", "input", local_matrix(rows), self._recipe)
 
-    def saw_output(self, weight: str, out: Tensor, of_grad: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:
-        def after_backward(grad: Tensor) -> None:
-            self._observer.note_grad(f"{self._name}.{weight}", of_grad(grad.detach()), self._recipe, self._groups)
-
+    def saw_output(self, weight: str, out: Tensor) -> None:
+        name, recipe, groups = f"{self._name}.{weight}", self._recipe, self._groups
         if out.requires_grad:
-            out.register_hook(after_backward)
+            out.register_hook(lambda grad: self._observer.note_grad(name, grad, recipe, groups))
 
 
 class Observer:

@@ -17,9 +17,10 @@ from tritonfp8.conversion import converted_experts, converted_layers, select
 from tritonfp8.convert import swap_recipe
 from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
+from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import OPERANDS, Gemm, Recipe, get
 from tritonfp8.workflow.health.observer import eager, input_of
-from tritonfp8.workflow.health.statistics import local_matrix
+from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
 
 MAX_ERROR_DB = -20.0
 """The error that :meth:`Sensitivity.mapping` allows by default: noise of a tenth of the result's amplitude. Of normal
@@ -95,7 +96,8 @@ def sensitivity(
     The model runs in high precision. From the operands of each layer its three GEMMs are computed once more by each
     recipe, and compared with float32. So the error of a layer is its own, without that of the layers before it. The
     error is the mean of noise over signal of the rows of a result, or of its columns if that is worse, so one large row
-    hides no other. Of a layer that runs more than once, the first call counts.
+    hides no other. Of a layer that runs more than once, the first call counts. Converted experts are a layer together,
+    with the error of the worst GEMM of an expert; those of other ranks are measured there.
 
     Parameters, gradients, buffers, recipes, training flags and torch's random numbers are afterwards as they were.
 
@@ -115,14 +117,18 @@ def sensitivity(
     if not found or len({recipe.name for recipe in found}) < len(found):
         raise ValueError(f"recipes must be one or more of different names; got {[recipe.name for recipe in found]}")
     selected = select(model, "bf16", None, 8192)
-    layers: dict[str, nn.Module] = {**selected.already, **selected.modules}
+    experts = converted_experts(model)
+    layers: dict[str, nn.Module] = {**selected.already, **selected.modules, **experts}
     if not layers:
         raise ValueError("the model has no linear layer that convert takes")
     trial = _Trial(found)
     with _as_it_was(model), ExitStack() as stack:
         stack.enter_context(eager())
         for name, module in model.named_modules():
-            if name in layers:
+            if name in experts:
+                experts[name].observer = _ExpertsTrial(trial, name, experts[name])
+                stack.callback(module.__dict__.pop, "observer", None)
+            elif name in layers:
                 stack.callback(module.register_forward_hook(trial.hook(name), with_kwargs=True).remove)
         with torch.enable_grad():
             scalar = (loss or _default_loss)(model, batch)
@@ -131,7 +137,8 @@ def sensitivity(
                 scalar.backward()
     if not trial.errors:
         raise ValueError(f"no layer ran on plain tensors: {', '.join(layers)}")
-    return Sensitivity(found, {name: trial.figures(name) for name in layers if name in trial.errors})
+    names = [name for name, _ in model.named_modules() if name in layers and name in trial.errors]
+    return Sensitivity(found, {name: trial.figures(name) for name in names})
 
 
 class _Trial:
@@ -152,9 +159,8 @@ class _Trial:
             x = input_of(args, options)
             if x is None or not x.numel() or name in self.errors:
                 return
-            self.errors[name] = {recipe.name: {} for recipe in self._recipes}
             x = local_matrix(x)
-            self._try(name, ("output",), {"input": x, "weight": _weight(name, module)})
+            self.compare(name, ("output",), {"input": x, "weight": _weight(name, module)})
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda grad: after_backward(module, x, local_matrix(grad)))
 
@@ -162,12 +168,14 @@ class _Trial:
             if "grad_input" not in next(iter(self.errors[name].values())):
                 # FSDP2 gathers the weight once more for backward.
                 operands = {"input": x, "weight": _weight(name, module), "grad_output": grad}
-                self._try(name, ("grad_input", "grad_weight"), operands)
+                self.compare(name, ("grad_input", "grad_weight"), operands)
 
         return after_forward
 
     @torch.no_grad()
-    def _try(self, name: str, gemms: Sequence[str], operands: Mapping[str, Tensor]) -> None:
+    def compare(self, name: str, gemms: Sequence[str], operands: Mapping[str, Tensor]) -> None:
+        """Note the errors of these GEMMs of a layer; of several GEMMs of one name, the largest."""
+        errors = self.errors.setdefault(name, {recipe.name: {} for recipe in self._recipes})
         device = operands["input"].device.type
         for gemm in gemms:
             lhs, rhs = (_operand(each, operands) for each in OPERANDS[gemm])
@@ -175,7 +183,41 @@ class _Trial:
                 expected = lhs.float() @ rhs.float().t()
                 for recipe in self._recipes:
                     actual = _product(getattr(recipe, gemm), lhs, rhs)
-                    self.errors[name][recipe.name][gemm] = relative_noise(actual - expected, lhs, rhs)
+                    error, before = relative_noise(actual - expected, lhs, rhs), errors[recipe.name].get(gemm)
+                    errors[recipe.name][gemm] = error if before is None else torch.maximum(error, before)
+
+
+class _ExpertsTrial:
+    """Compares the GEMMs of converted experts: see :class:`tritonfp8.layers.moe.Observer`.
+
+    The host reads how many tokens each expert has. Experts without any have no error.
+    """
+
+    def __init__(self, trial: _Trial, name: str, module: ConvertedExperts) -> None:
+        self._trial, self._name, self._module = trial, name, module
+        self._read: dict[str, tuple[Tensor, list[int]]] = {}
+        self._ran: set[str] = set()
+
+    def saw_input(self, weight: str, rows: Tensor, offsets: Tensor) -> None:
+        if weight not in self._ran:
+            self._read[weight] = local_matrix(rows), offsets.tolist()
+
+    def saw_output(self, weight: str, out: Tensor) -> None:
+        if weight in self._ran:
+            return
+        self._ran.add(weight)
+        self._compare(weight, ("output",), {})
+        if out.requires_grad:
+            gemms = ("grad_input", "grad_weight")
+            out.register_hook(lambda grad: self._compare(weight, gemms, {"grad_output": local_matrix(grad)}))
+
+    def _compare(self, weight: str, gemms: Sequence[str], gradient: Mapping[str, Tensor]) -> None:
+        rows, ends = self._read[weight]
+        matrices = self._module.weights(local_matrices)[weight]
+        for begin, end, matrix in zip([0, *ends[:-1]], ends, matrices, strict=True):
+            if end > begin:
+                tokens = {name: x[begin:end] for name, x in (("input", rows), *gradient.items())}
+                self._trial.compare(self._name, gemms, {**tokens, "weight": matrix})
 
 
 def _weight(name: str, module: Any) -> Tensor:
