@@ -88,7 +88,7 @@ def torchtitan_mixture() -> str:
     """The largest differences of torchtitan's losses, and those that noise makes."""
     compared = {
         "tp": "two processes of tensor parallelism, and one",
-        "noise": "one process, and one whose first weights differ by a 1e-7",
+        "noise": "one process, and one whose first weights differ by 1e-7 of their values",
         "gather": "FSDP2 over two processes, with the 8-bit gather and without",
     }
     rows = data("../cpu/torchtitan-moe/torchtitan.json")["rows"]

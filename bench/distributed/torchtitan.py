@@ -6,7 +6,7 @@ only if every parameter changed. The losses of all steps must then be within 1e-
 how much of the difference is the order of sums. With FSDP2 over both processes, losses with and without the 8-bit
 gather must be equal to the bit. On CPUs the processes use gloo, and the reference implementation computes.
 
-The rows ``noise`` are a control: one process, whose first weights differ by a 1e-7 of their values. Sums in another
+The rows ``noise`` are a control: one process, whose first weights differ by 1e-7 of their values. Sums in another
 order differ as little. Losses that such noise moves beyond 1e-3 say nothing about tensor parallelism.
 """
 

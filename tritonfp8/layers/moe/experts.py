@@ -275,6 +275,8 @@ class TitanExperts(ConvertedExperts):
         if self.observer is not None:
             self.__dict__["order"] = iter(("w1_EFD", "w3_EFD", "w2_EDF"))
         out: Tensor = super().forward(*args)
+        if self.observer is not None:
+            del self.__dict__["order"]
         return out
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
