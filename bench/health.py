@@ -56,12 +56,13 @@ def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int, rows: 
             step()
 
     def inspected(first_step: int, rows: int = ROWS) -> None:
-        # The last step is outside of the block, whose next sample would begin with it.
+        # The last steps are outside of the block, whose next sample would begin with them.
         with tritonfp8.inspect(model, every=EVERY, rows=rows, thresholds=(), first_step=first_step) as stats:
-            for _ in range(EVERY - 1):
+            for _ in range(EVERY - 1 - first_step):
                 step()
                 stats.step()
-        step()
+        for _ in range(1 + first_step):
+            step()
 
     kinds: dict[str, Callable[[], None]] = {"plain": plain, "unsampled": functools.partial(inspected, 1)}
     kinds |= {f"sampled {each}": functools.partial(inspected, 0, each) for each in rows}

@@ -85,7 +85,7 @@ def inspection() -> str:
 
 
 def torchtitan_mixture() -> str:
-    """The largest differences of torchtitan's losses, and those that noise makes."""
+    """The largest differences between losses of torchtitan's mixture, also where only noise makes them."""
     compared = {
         "tp": "two processes of tensor parallelism, and one",
         "noise": "one process, and one whose first weights differ by 1e-7 of their values",

@@ -8,8 +8,8 @@ from tritonfp8.layers.moe.checks import check_offsets
 from tritonfp8.layers.moe.conversion import convert_experts, experts_before, revert_experts
 from tritonfp8.layers.moe.experts import (
     ConvertedExperts,
+    ExpertsObserver,
     Float8Experts,
-    Observer,
     RoutedExperts,
     computing_class,
     is_converted_experts,
@@ -21,7 +21,7 @@ from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
 __all__ = [
     "ConvertedExperts",
     "Float8Experts",
-    "Observer",
+    "ExpertsObserver",
     "RoutedExperts",
     "Routing",
     "combine",

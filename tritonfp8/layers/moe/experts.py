@@ -29,7 +29,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-class Observer(Protocol):
+class ExpertsObserver(Protocol):
     """Is told what the linear layers of experts read, by the name of the weight. The first call in a pass counts."""
 
     def saw_input(self, weight: str, rows: Tensor, offsets: Tensor) -> None:
@@ -44,7 +44,7 @@ class ConvertedExperts(nn.Module):
 
     recipe: Recipe
     # Set in a sampled step of inspect, and in sensitivity.
-    observer: Observer | None = None
+    observer: ExpertsObserver | None = None
     # The class that converted experts had; None for Float8Experts, which had no other.
     experts: type[nn.Module] | None = None
 

@@ -78,8 +78,8 @@ class _Seen(NamedTuple):
         return self.tensor() is x and self.spec == spec and self.versions is not None and self.versions == versions(x)
 
 
-class _ExpertsObserver:
-    """Notes what the layers of one module of experts read: see :class:`tritonfp8.layers.moe.Observer`."""
+class _ExpertsOfModel:
+    """Notes what the layers of one module of experts read: see :class:`tritonfp8.layers.moe.ExpertsObserver`."""
 
     def __init__(self, observer: Observer, name: str, recipe: Recipe, groups: Groups) -> None:
         self._observer, self._name, self._recipe, self._groups = observer, name, recipe, groups
@@ -137,7 +137,7 @@ class Observer:
             if _has_values(weight):
                 groups.measure_matrices((f"{name}.{key}", "weight"), weight, spec_of_operand(recipe, "weight"))
 
-        module.observer = _ExpertsObserver(self, name, recipe, groups)
+        module.observer = _ExpertsOfModel(self, name, recipe, groups)
         stack.callback(module.__dict__.pop, "observer", None)
 
     def stop(self) -> dict[Key, Tensor]:

@@ -188,7 +188,7 @@ class _Trial:
 
 
 class _ExpertsTrial:
-    """Compares the GEMMs of converted experts: see :class:`tritonfp8.layers.moe.Observer`.
+    """Compares the GEMMs of converted experts: see :class:`tritonfp8.layers.moe.ExpertsObserver`.
 
     The host reads how many tokens each expert has. Experts without any have no error.
     """

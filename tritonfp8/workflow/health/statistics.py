@@ -36,15 +36,16 @@ RUN = 128
 
 def local_matrix(x: Tensor) -> Tensor:
     """``x [..., K]`` as ``[M, K]``, without a gradient; of a sharded tensor, the shard of this rank."""
-    x = plain_weight(x.detach())
-    to_local = getattr(x, "to_local", None)
-    x = x if to_local is None else to_local()
-    return torch.atleast_2d(x).flatten(0, -2)
+    return torch.atleast_2d(_local(x)).flatten(0, -2)
 
 
 def local_matrices(x: Tensor) -> Tensor:
     """``x [E, N, K]`` without a gradient; of a sharded tensor, the shard of this rank."""
-    x = x.detach()
+    return _local(x)
+
+
+def _local(x: Tensor) -> Tensor:
+    x = plain_weight(x.detach())
     to_local = getattr(x, "to_local", None)
     return x if to_local is None else to_local()
 
