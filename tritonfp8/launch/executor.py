@@ -70,16 +70,26 @@ def _described(
     function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]
 ) -> tuple[list[Any], tuple[object, ...]]:
     """The addresses of the tensors, with which the slots of a plan begin; and the key of the plan."""
+    first = tensors[0]
+    assert first is not None
     addresses: list[Any] = []
-    key: list[object] = [function, options]
+    # Host time of an eager call: each step of the loop counts.
+    key: list[object] = [function, options, first.get_device()]
+    bits = 0
     for x in tensors:
         if x is None:
             addresses.append(None)
             key.append(None)
-        else:
-            address = x.data_ptr()
-            addresses.append(address)
-            key += (x.shape, x.stride(), x.dtype, x.get_device(), address % ALIGNMENT)
+            continue
+        address = x.data_ptr()
+        addresses.append(address)
+        bits |= address
+        key.append(x.shape)
+        key.append(x.stride())
+        key.append(x.dtype)
+    # Usually all are aligned.
+    if bits % ALIGNMENT:
+        key += [address and address % ALIGNMENT for address in addresses]
     return addresses, tuple(key)
 
 
@@ -229,10 +239,13 @@ def _repeat_of(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[An
     first = len(outputs) if outputs == [(i, None) for i in range(len(outputs))] else None
 
     def repeat(addresses: list[Any]) -> Results:
-        tensors = [allocate(*layout) for layout in layouts]
+        tensors = []
+        for layout in layouts:
+            tensor = allocate(*layout)
+            tensors.append(tensor)
+            addresses.append(tensor.data_ptr())
         for i in zeroed:
             tensors[i].zero_()
-        addresses += [tensor.data_ptr() for tensor in tensors]
         # The stream is that of this thread, at this call.
         launch_all(stream_of(index), addresses)
         if first is not None:

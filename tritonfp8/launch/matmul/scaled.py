@@ -17,12 +17,13 @@ from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.matmul import widened
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, empty_scale, matmul_family, spec_of
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, SPECS, empty_scale, matmul_family, spec_of
 from tritonfp8.tuning import PARTIAL_BYTES, REDUCE_TILE, REDUCE_WARPS, MatmulConfig
 
 MAX_TMA_COORDINATE = 2**31 - 1
 PROMOTION = 128
 SWIZZLE = 128
+_MX = frozenset(text for text, spec in SPECS.items() if spec.block == BLOCK_1X32)
 
 
 def has_tma_layout(x: Tensor) -> bool:
@@ -341,7 +342,8 @@ def scaled_matmul(
         tma: use TMA or not, if the layouts allow it; by default what the device has.
         out: write here, ``[M, N]`` contiguous.
     """
-    if config is None and _is_widened(a_spec, a.shape[0], a.device, batch_invariant):
+    # By a set of texts: this costs each eager call host time.
+    if a_spec in _MX and config is None and _is_widened(a_spec, a.shape[0], a.device, batch_invariant):
         dtype = out_dtype or torch.bfloat16
         return widened.scaled_matmul(a, a_scale, b, b_scale, bias, activation, residual, dtype, out)
     if batch_invariant:
@@ -372,7 +374,7 @@ def _readable_rows(a: Tensor) -> Tensor:
 
 def _is_widened(a_spec: str, m: int, device: torch.device, batch_invariant: bool) -> bool:
     native = hardware.abilities(device).has_native_mx
-    return spec_of(a_spec).block == BLOCK_1X32 and tuning.is_widened(m, native, batch_invariant)
+    return a_spec in _MX and tuning.is_widened(m, native, batch_invariant)
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -384,6 +386,6 @@ def product_kind(a_spec: str, device: torch.device, m: int, batch_invariant: boo
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"
-    if spec_of(a_spec).block != BLOCK_1X32 or abilities.has_native_mx:
+    if a_spec not in _MX or abilities.has_native_mx:
         return "fp8"
     return "dequantized" if _is_widened(a_spec, m, device, batch_invariant) else "emulated"
