@@ -266,7 +266,9 @@ def test_share_is_counted_and_is_what_the_recipe_states(compare, recipe):
 def test_layers_left_as_they_are_count_in_the_denominator(compare, monkeypatch):
     convert = loop.convert
     monkeypatch.setattr(
-        loop, "convert", lambda model, recipe: convert(model, recipe, filter=lambda module, fqn: "mlp" in fqn)
+        loop,
+        "convert",
+        lambda model, recipe, **options: convert(model, recipe, filter=lambda module, fqn: "mlp" in fqn),
     )
     result = compare(recipes=("rowwise",), steps=1)
     (run,) = result.runs
@@ -299,7 +301,7 @@ def test_compiled_losses_are_close_to_eager_and_counted(compare, config, monkeyp
 def test_threads_are_as_many_as_the_work_is_worth(compare, monkeypatch, flops_a_thread, threads):
     seen = []
     monkeypatch.setattr(loop, "FLOPS_A_THREAD", flops_a_thread)
-    monkeypatch.setattr(loop, "convert", lambda *args: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(loop, "convert", lambda *args, **options: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -355,7 +357,7 @@ def test_interrupt_keeps_the_steps_done_and_ends_the_run(compare):
 def test_failure_of_a_recipe_is_noted_and_the_next_one_runs(compare, monkeypatch):
     convert = loop.convert
 
-    def broken(model, recipe):
+    def broken(model, recipe, **options):
         if recipe == "rowwise":
             raise RuntimeError("out of luck\nwith details")
         return convert(model, recipe)

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tritonfp8.convert import convert
 from tritonfp8.counting import count_gemms
+from tritonfp8.layers.moe import computing_class
 from tritonfp8.training import corpus, timers
 from tritonfp8.training.models import perturb
 from tritonfp8.training.settings import BASELINE, PERTURBED, Job, Settings
@@ -159,7 +160,7 @@ def run(job: Job, observer: Observer | None = None) -> Result:
 
 
 def linear_flops(job: Job) -> int:
-    """FLOPs (2 M N K a GEMM) of all linear layers of the unconverted model in one training step.
+    """FLOPs (2 M N K a GEMM) of all linear layers and experts of the unconverted model in one training step.
 
     Torch counts them in an eager forward and backward of one sequence on the job's device; the result is multiplied by
     the batch size. GEMMs with a batch dimension belong to attention and are not counted.
@@ -167,11 +168,14 @@ def linear_flops(job: Job) -> int:
     settings = job.settings
     device = torch.device(settings.device)
     model = copy.deepcopy(job.model).to(device).train()
+    # torch has no formula for the grouped GEMMs that models call themselves.
+    _run_experts_in_bf16(model)
     batch = torch.zeros(1, settings.seq_len + 1, dtype=torch.long, device=device)
     with FlopCounterMode(display=False) as counter:
         _loss(model, batch).backward()
     counts = counter.get_flop_counts()["Global"]
-    total = sum(counts.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm)) * settings.batch_size
+    gemms = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.tritonfp8.grouped_matmul
+    total = sum(counts.get(op, 0) for op in gemms) * settings.batch_size
     del model
     _release(settings)
     return int(total)
@@ -264,10 +268,18 @@ def _converted_copy(job: Job, run: Run) -> nn.Module:
     if run.recipe == PERTURBED:
         perturb(model, job.settings.seed)
     if run.recipe not in (BASELINE, PERTURBED):
-        report = convert(model, run.recipe)
+        report = convert(model, run.recipe, experts=job.settings.experts)
         run.converted = {name: recipe.name for name, recipe in report.converted.items()}
         run.skipped = dict(report.skipped)
+    elif job.settings.experts:
+        _run_experts_in_bf16(model)
     return model
+
+
+def _run_experts_in_bf16(model: nn.Module) -> None:
+    """Let experts compute in autocast's dtype, which those of transformers ignore, by grouped GEMMs."""
+    if any(computing_class(module) is not None for module in model.modules()):
+        convert(model, BASELINE, filter=lambda module, name: not isinstance(module, nn.Linear), experts=True)
 
 
 def _loop(job: Job, model: nn.Module, meter: _Meter, observer: Observer) -> None:

@@ -1,4 +1,4 @@
-"""The models that ``tritonfp8 train`` trains: Llama shapes by name, or any transformers config, with random weights."""
+"""The models that ``tritonfp8 train`` trains: presets by name, or any transformers config, with random weights."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tritonfp8.training.corpus import VOCABULARY
 class Preset:
     """A named model: the fields of its ``transformers.LlamaConfig``, and its default learning rate.
 
+    With experts it is a mixture, of a ``transformers.MixtralConfig``, and ``intermediate_size`` is that of an expert.
+
     The difference between two runs from almost equal weights grows with the learning rate. A comparison needs one at
     which two runs of bf16 end close together; ``bf16-perturbed`` shows how close.
     """
@@ -33,12 +35,19 @@ class Preset:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
+    num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
+
+    def config(self) -> dict[str, int]:
+        """The fields of the config."""
+        return {name: value for name, value in vars(self).items() if name != "lr" and value is not None}
 
 
 MODELS: Mapping[str, Preset] = MappingProxyType(
     {
         "tiny": Preset(1e-3, 128, 512, 4, 4, 4),
         "160m": Preset(1.5e-4, 1024, 3072, 12, 16, 16),
+        "160m-moe": Preset(1.5e-4, 768, 512, 8, 12, 4, num_local_experts=16, num_experts_per_tok=2),
         "1b": Preset(3e-4, 2048, 8192, 16, 32, 8),
         "8b-slice": Preset(3e-4, 4096, 14336, 4, 32, 8),
     }
@@ -109,11 +118,11 @@ def build_model(name: str, seq_len: int, seed: int) -> nn.Module:
 
 def _config(name: str) -> Any:
     with _quiet_imports():
-        from transformers import AutoConfig, LlamaConfig
+        from transformers import AutoConfig, LlamaConfig, MixtralConfig
     if preset := MODELS.get(name):
-        sizes = {key: value for key, value in vars(preset).items() if key != "lr"}
-        return LlamaConfig(
-            vocab_size=VOCABULARY, max_position_embeddings=MAX_SEQ_LEN, tie_word_embeddings=False, **sizes
+        config = LlamaConfig if preset.num_local_experts is None else MixtralConfig
+        return config(
+            vocab_size=VOCABULARY, max_position_embeddings=MAX_SEQ_LEN, tie_word_embeddings=False, **preset.config()
         )
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
