@@ -19,7 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from bench import shapes, tables
-from bench.contest.bars import BARS, judge
+from bench.contest.bars import BARS
+from bench.contest.judge import judge
 from bench.contest.machine import results_folder, write_results
 
 # Share of the budget for each suite, about its usual time. Later suites get the time that a suite leaves.

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.contest.bars import Verdict
+from bench.contest.judge import Verdict
 
 Row = Mapping[str, Any]
 HOLDS = {True: "yes", False: "**no**", None: "not known"}

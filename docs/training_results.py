@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 
+from bench.contest.bars import GROUPED_BARS
+from bench.contest.judge import judge
 from bench.health import EVERY, cost
 from bench.inference.decode import PLAIN
-from bench.tables import table
+from bench.tables import bars_table, table
 from docs.results import DATA, data, text
 
 
-def training() -> str:
+def training(folder: str = "train-160m") -> str:
     """The table written by `tritonfp8 train`."""
-    lines = (DATA / "train-160m" / "table.md").read_text().splitlines()
+    lines = (DATA / folder / "table.md").read_text().splitlines()
     return "\n".join(line for line in lines if line.startswith("|")) + "\n"
+
+
+def mixtures() -> str:
+    """The bars of grouped GEMMs and casts that were measured."""
+    rows = data("../nvidia-h100/grouped.json")["rows"]
+    return bars_table(verdict for verdict in judge(rows, GROUPED_BARS) if verdict.measured is not None)
 
 
 def schedule() -> str:
@@ -160,6 +169,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "direct call times": direct_call_times,
     "direct calls": direct_calls,
     "inspection": inspection,
+    "mixtures": mixtures,
+    "mixture training": functools.partial(training, "../nvidia-h100/train-160m-moe"),
+    "mixture training mxfp8": functools.partial(training, "../nvidia-h100/train-160m-moe-mxfp8"),
     "other text": other_text,
     "schedule": schedule,
     "seeds": seeds,

@@ -1,163 +1,12 @@
-"""Bars: required ratios between rows of the same run, as data, and the check whether they are met.
-
-``bars.md`` is written from :func:`judge`. A bar over a set of shapes is met if all of them were measured and meet it.
-The verdict counts shapes that were not measured.
-"""
-
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+"""Bars: the ratios between rows of the same run that the package must reach."""
 
 from bench import shapes
 from bench.contest import cases, grouped
+from bench.contest.judge import EXTRA, HIGHEST, MEAN, MORE, Bar
 from bench.shapes import ALL_MODELS, BAR_GEMMS
 
 # The epilogue should cost no measurable time: rounds of one GEMM differ by more than 2%.
 EPILOGUE_SHARE = 0.98
-Row = Mapping[str, Any]
-MEAN, LOWEST, HIGHEST = "geometric mean", "lowest", "highest"
-_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
-    MEAN: statistics.geometric_mean,
-    LOWEST: min,
-    HIGHEST: max,
-}
-
-
-def _speed_up(row: Row, over: Row) -> float:
-    return over["seconds"] / row["seconds"]
-
-
-def _rate_share(row: Row, over: Row) -> float:
-    return (row["bytes"] / row["seconds"]) / (over["bytes"] / over["seconds"])
-
-
-def _time_ratio(row: Row, over: Row) -> float:
-    return row["seconds"] / over["seconds"]
-
-
-def _more_seconds(row: Row, over: Row) -> float:
-    return row["seconds"] - over["seconds"]
-
-
-def _microseconds(row: Row, over: Row) -> float:
-    return 1e6 * row["seconds"]
-
-
-def _memory_ratio(row: Row, over: Row) -> float:
-    return row["peak_bytes"] / over["peak_bytes"]
-
-
-def _extra_launches(row: Row, over: Row) -> float:
-    return row["extra_launches"]
-
-
-_MORE, _EXTRA = "more seconds", "extra launches"
-# Name -> function of a row and the row that it is compared with, and the field that both rows need.
-QUANTITIES: dict[str, tuple[Callable[[Row, Row], float], str]] = {
-    "speed-up": (_speed_up, "seconds"),
-    "share of copy speed": (_rate_share, "seconds"),
-    "host time ratio": (_time_ratio, "seconds"),
-    "microseconds": (_microseconds, "seconds"),
-    _MORE: (_more_seconds, "seconds"),
-    "peak memory ratio": (_memory_ratio, "peak_bytes"),
-    _EXTRA: (_extra_launches, "extra_launches"),
-}
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One requirement.
-
-    Attributes:
-        what: description.
-        kind: kind of the shapes (:mod:`bench.shapes`).
-        suite, case, contender: select the rows.
-        over: the contender that they are compared with.
-        bar: the smallest value allowed, or the largest if ``at_most``.
-        sets: sets of the shapes.
-        shape: name of a single shape of these sets, or None for all.
-        quantity: a key of :data:`QUANTITIES`.
-        reduce: how the values of all shapes become one.
-    """
-
-    what: str
-    kind: str
-    suite: str
-    case: str
-    contender: str
-    over: str
-    bar: float
-    sets: tuple[str, ...]
-    shape: str | None = None
-    quantity: str = "speed-up"
-    reduce: str = LOWEST
-    at_most: bool = False
-
-    def sizes(self) -> list[tuple[int, ...]]:
-        """The shapes of the bar."""
-        return [s.size for s in shapes.select(self.kind, self.sets) if self.shape in (None, s.name)]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The measurement of a bar.
-
-    Attributes:
-        bar: the bar.
-        values: ``(size, value)`` of each measured shape.
-        expected: number of shapes of the bar, without shapes on which the peer cannot run.
-        reason: text for the table if nothing was measured.
-    """
-
-    bar: Bar
-    values: tuple[tuple[tuple[int, ...], float], ...]
-    expected: int
-    reason: str
-
-    @property
-    def measured(self) -> float | None:
-        """The reduced value, which is compared with the bar; None if nothing was measured."""
-        return _REDUCE[self.bar.reduce]([value for _, value in self.values]) if self.values else None
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the bar is met; None if too few shapes were measured to know."""
-        if self.measured is None:
-            return None
-        met = self.measured <= self.bar.bar if self.bar.at_most else self.measured >= self.bar.bar
-        # If every shape must meet the bar, one failure decides, and a missing shape might be that failure.
-        complete = len(self.values) == self.expected
-        return met if complete or (not met and self.bar.reduce != MEAN) else None
-
-
-def judge(rows: Iterable[Row], bars: Sequence[Bar]) -> list[Verdict]:
-    """The verdict of each bar on the rows."""
-    found = {(r["suite"], r["case"], tuple(r["shape"]), r["contender"]): r for r in rows}
-    return [_judge(bar, found) for bar in bars]
-
-
-def _judge(bar: Bar, found: Mapping[tuple[Any, ...], Row]) -> Verdict:
-    function, needed = QUANTITIES[bar.quantity]
-    values, reasons, expected = [], [], len(bar.sizes())
-    for size in bar.sizes():
-        row, over = (found.get((bar.suite, bar.case, size, name), {}) for name in (bar.contender, bar.over))
-        reasons += [each["reason"] for each in (row, over) if "reason" in each]
-        if row.get(needed) is not None and over.get(needed) is not None:
-            values.append((size, function(row, over)))
-        elif row.get(needed) is not None and "reason" in over:
-            # The peer cannot run on this shape.
-            expected -= 1
-    absent = "not measured" if bar.case in known_cases() else "not built"
-    reason = f"not measured: {reasons[0]}" if reasons else absent
-    return Verdict(bar, tuple(values), expected, reason)
-
-
-def known_cases() -> set[str]:
-    """Names of the cases of all suites."""
-    ops = (*cases.CASTS, *cases.FUSED, *cases.GEMM_CASES, cases.EPILOGUE, *grouped.PRODUCTS, *grouped.CASTS)
-    return {case.name for case in (*ops, *cases.CALLS, *cases.WHOLE, grouped.EXPERTS)}
-
 
 # Of each case and accumulation: geometric mean and lowest over the shapes of BAR_GEMMS.
 _GEMM_BARS = {
@@ -310,6 +159,21 @@ def _models() -> list[Bar]:
     return bars
 
 
+# Of each contender and peer: geometric mean over shapes and distributions.
+_OUTPUT_BARS = {
+    ("rowwise precise", "torch rowwise fast"): 1.00,
+    ("rowwise fast", "torch rowwise fast"): 1.05,
+    ("blockwise precise", "torch rowwise precise"): 1.10,
+}
+_GRAD_BARS = {
+    ("rowwise precise", "torch rowwise fast"): 1.00,
+    ("blockwise precise", "torch rowwise fast"): 0.90,
+}
+# The pair that has a bar for each shape and distribution, too.
+_EACH, _EACH_OF = 0.92, {"output": ("rowwise precise", "torch rowwise fast"), "grad_weight": None}
+_MIXTURE_BARS = {"deepseek-v3": 1.35, "qwen3-30b": 1.20, "mixtral": 1.40}
+
+
 def _launches() -> list[Bar]:
     most = {"reduce": HIGHEST, "at_most": True}
     calls = [
@@ -332,7 +196,7 @@ def _launches() -> list[Bar]:
     return [
         *calls,
         *in_graph,
-        Bar("first step, cold: seconds beyond bf16's", *first, "cold", "bf16", 10.0, sets, quantity=_MORE, **most),
+        Bar("first step, cold: seconds beyond bf16's", *first, "cold", "bf16", 10.0, sets, quantity=MORE, **most),
         Bar(
             "first step, warm: seconds beyond bf16's",
             *first,
@@ -340,11 +204,42 @@ def _launches() -> list[Bar]:
             "bf16",
             2.0,
             sets,
-            quantity=_MORE,
+            quantity=MORE,
             **most,
         ),
-        Bar("first step, cold: launches beyond the second's", *first, "cold", "bf16", 0, sets, quantity=_EXTRA, **most),
+        Bar("first step, cold: launches beyond the second's", *first, "cold", "bf16", 0, sets, quantity=EXTRA, **most),
     ]
 
 
-BARS = (*_products(), *_casts(), *_layers(), *_models(), *_launches())
+def _grouped() -> list[Bar]:
+    bars = []
+    for name, sets, limits in (
+        ("output", grouped.ALL_SETS, _OUTPUT_BARS),
+        ("grad_weight", grouped.TRAINED, _GRAD_BARS),
+    ):
+        names = tuple(case.name for case in grouped.PRODUCTS if case.name.startswith(f"grouped {name} "))
+        for (contender, over), bar in limits.items():
+            common = ("grouped", "grouped", names, contender, over)
+            what = f"grouped {name} GEMM, {contender}, over {over}, of all distributions"
+            bars.append(Bar(what, *common, bar, sets, reduce=MEAN))
+            if (contender, over) == _EACH_OF[name]:
+                bars.append(Bar(f"{what}, each", *common, _EACH, sets))
+    casts = tuple(case.name for case in grouped.CASTS)
+    for distribution in grouped.DISTRIBUTIONS:
+        what = f"grouped casts of each recipe, {distribution}, over ungrouped ones, each"
+        bars.append(Bar(what, "grouped", "grouped", casts, distribution, "ungrouped", 0.90, grouped.ALL_SETS))
+    for name, bar in _MIXTURE_BARS.items():
+        common = ("experts", "experts", grouped.EXPERTS.name, "rowwise", "bf16")
+        what = f"experts of {name}, forward + backward, rowwise, over bf16 of the same code"
+        bars.append(Bar(what, *common, bar, (name,)))
+        bars.append(
+            Bar(
+                f"{what}: peak memory", *common, 0.90, (name,), quantity="peak memory ratio", reduce=HIGHEST,
+                at_most=True,
+            )
+        )  # fmt: skip
+    return bars
+
+
+GROUPED_BARS = tuple(_grouped())
+BARS = (*_products(), *_casts(), *_layers(), *_models(), *_launches(), *GROUPED_BARS)

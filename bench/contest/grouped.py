@@ -255,6 +255,7 @@ class GroupedCast(Case):
 
 
 TRAINED = ("deepseek-v3", "qwen3-30b", "mixtral", "gpt-oss")
+ALL_SETS = (*TRAINED, "decode")
 PRODUCTS = tuple(
     GroupedProduct(f"grouped {name} {distribution}", sets, problem, distribution)
     for distribution in DISTRIBUTIONS

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from bench.contest.bars import Bar, Row, Verdict
+from bench.contest.judge import Bar, Row, Verdict
 from bench.distributed.models import (
     AGAIN,
     ALONE,

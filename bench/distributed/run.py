@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import tables
-from bench.contest.bars import Verdict
+from bench.contest.judge import Verdict
 from bench.contest.machine import command_line, results_folder, write_results
 from bench.distributed.bars import differing_losses, gathered_ratio, judge, loss_difference, mean_losses
 from bench.distributed.compare import Row, Settings, as_json, compare, untimed_steps

@@ -6,13 +6,15 @@ import pytest
 from bench_rows import LLAMA, gemm_rows
 
 from bench import report, tables
-from bench.contest.bars import BARS, HIGHEST, LOWEST, MEAN, QUANTITIES, Bar, judge
+from bench.contest.bars import BARS
+from bench.contest.judge import HIGHEST, LOWEST, MEAN, QUANTITIES, Bar, judge, known_cases
 
 
 def test_bars_are_about_shapes_that_exist():
     for bar in BARS:
         assert bar.sizes(), bar
         assert bar.suite in report.SUITES
+        assert known_cases().issuperset(bar.cases), bar
         assert bar.quantity in QUANTITIES
     assert len({bar.what for bar in BARS}) == len(BARS)
 
@@ -58,6 +60,16 @@ def test_a_bar_on_a_part_of_its_shapes_is_not_met_yet():
     assert judged(rows, **partly, reduce=LOWEST, bar=5.0).holds is False
     assert judged(rows, **partly, reduce=MEAN, bar=5.0).holds is None
     assert "8 not measured" in tables.bars_table([judged(rows, **partly)])
+
+
+def test_every_case_of_a_bar_counts():
+    rows = gemm_rows(LLAMA[0], 1.0, 4.0)
+    others = [row | {"case": "tensorwise", "seconds": 1.0} for row in rows]
+    several = {"case": ("rowwise", "tensorwise"), "bar": 1.5}
+    verdict = judged([*rows, *others], **several, reduce=MEAN)
+    assert (verdict.measured, verdict.expected, verdict.holds) == (pytest.approx(2.0), 2, True)
+    assert judged([*rows, *others], **several).holds is False
+    assert judged(rows, **several).holds is None
 
 
 def test_a_shape_without_a_peer_is_left_out():

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from bench import first_step, report, shapes, tables
 from bench.contest import cases, grouped
-from bench.contest.bars import BARS, judge
+from bench.contest.bars import BARS
+from bench.contest.judge import judge
 from bench.plots import PLOTS, layer_breakdown
 
 ROOT = Path(__file__).resolve().parents[2]

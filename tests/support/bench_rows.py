@@ -1,7 +1,7 @@
 """Rows as the suites of the benchmark write them, made up."""
 
 from bench import shapes
-from bench.contest import cases
+from bench.contest import cases, grouped
 
 SQUARE, UP = (8192, 8192, 8192), (16384, 14336, 4096)
 
@@ -70,6 +70,25 @@ def synthetic_rows():
             row("launch", "first step", shape, "cold", 30.0, True, "bf16", extra_launches=0),
             row("launch", "first step", shape, "after warm-up", 20.0, True, "bf16", extra_launches=0),
             row("launch", "first step", shape, "bf16", 19.0, extra_launches=0),
+        ]
+    return rows + grouped_rows()
+
+
+def grouped_rows():
+    """The same of grouped GEMMs and casts, and of layers of experts."""
+    rows = []
+    for shape in filter(lambda s: s.set != shapes.SMOKE, shapes.select("grouped", (shapes.ALL,))):
+        for case in filter(lambda c: c.serves(shape.set), grouped.PRODUCTS):
+            for contender in ("rowwise precise", "rowwise fast", "blockwise precise"):
+                rows.append(row("grouped", case.name, shape, contender, 2.0, True))
+            rows += [row("grouped", case.name, shape, f"torch rowwise {name}", 3.0) for name in ("precise", "fast")]
+        for case in grouped.CASTS:
+            rows += [row("grouped", case.name, shape, name, 2.0, True, "ungrouped") for name in grouped.DISTRIBUTIONS]
+            rows.append(row("grouped", case.name, shape, "ungrouped", 3.0))
+    for shape in shapes.select("experts", (shapes.ALL,)):
+        rows += [
+            row("experts", grouped.EXPERTS.name, shape, "rowwise", 2.0, True, peak_bytes=2**30),
+            row("experts", grouped.EXPERTS.name, shape, "bf16", 3.0, True, peak_bytes=2**30),
         ]
     return rows
 

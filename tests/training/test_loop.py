@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import SMALL
+from torch.utils.flop_counter import flop_registry
 
 from tritonfp8 import hardware, recipes
 from tritonfp8.training import corpus, loop, report
@@ -390,3 +391,9 @@ def test_every_recipe_trains_on_the_gpu():
         total = sum(run.flops.values())
         quantized = sum(run.flops.get(kind, 0) for kind in ("fp8", "dequantized", "emulated"))
         assert quantized == pytest.approx(recipes.get(run.recipe).quantized_share * total)
+
+
+def test_flops_of_attention_are_not_asked_for(compare, monkeypatch):
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    monkeypatch.setitem(flop_registry, op, lambda *args, **options: pytest.fail("torch's refuses grouped queries"))
+    assert compare(recipes=("bf16",), steps=1).linear_flops
