@@ -4,10 +4,12 @@ import lightning
 import lightning_cases
 import pytest
 import torch
+from mixtures import experts_of, model_of
 from torch.utils.data import DataLoader
 
 import tritonfp8
 from tritonfp8.integrations.lightning import fabric_plugin, trainer_plugin
+from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.testing import assert_bitwise_equal
 
 PROCESSES = 2
@@ -67,6 +69,31 @@ def test_patterns_choose_layers(tmp_path):
     plugin = trainer_plugin({"*.2": "rowwise"}, precision="32-true")
     fit(Module(), tmp_path, plugins=[plugin])
     assert list(plugin.report.converted) == ["model.2"]
+
+
+class LanguageModel(Module):
+    """A mixture of experts, on random tokens."""
+
+    def __init__(self, prepare=None):
+        super().__init__()
+        self.model = model_of("mixtral")
+        if prepare is not None:
+            prepare(self.model)
+
+    def training_step(self, batch, index):
+        tokens = batch.abs().mul(20).long().clamp(max=95)
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def test_experts_are_converted_when_asked_for(tmp_path):
+    plugin, module = trainer_plugin("rowwise", precision="32-true", experts=True), LanguageModel()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    found = fit(module, tmp_path, plugins=[plugin])
+    assert all(is_converted_experts(each) for each in experts_of(module).values())
+    expected = fit(LanguageModel(lambda model: tritonfp8.convert(model, "rowwise", experts=True)), tmp_path)
+    for name, value in found.items():
+        assert not torch.equal(value, before[name]), name
+        assert_bitwise_equal(value.detach(), expected[name].detach())
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])

@@ -49,31 +49,37 @@ class _Float8:
     recipe: Any
     filter: Any
     all_gather: bool
+    experts: bool
     report: ConversionReport | None = None
     gathered: ConversionReport | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Called by Lightning with the model, in place."""
         module = super().convert_module(module)  # type: ignore[misc]
-        self.report = convert(module, self.recipe, self.filter)
+        self.report = convert(module, self.recipe, self.filter, experts=self.experts)
         log.info("%s", self.report)
         if self.all_gather:
             self.gathered = enable_float8_all_gather(module)
         return module
 
 
-def _plugin(plugins: dict[str, type[Any]], recipe: Any, precision: str, filter: Any, all_gather: bool) -> Any:
+def _plugin(plugins: dict[str, type[Any]], precision: str, **options: Any) -> Any:
     require("precision", precision, tuple(plugins))
     base = plugins[precision]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments = {"32-true": (), "bf16-true": (precision,), "bf16-mixed": (precision, device)}[precision]
     plugin = type(f"Float8{base.__name__}", (_Float8, base), {})(*arguments)
-    plugin.recipe, plugin.filter, plugin.all_gather = recipe, filter, all_gather
+    for name, value in options.items():
+        setattr(plugin, name, value)
     return plugin
 
 
 def trainer_plugin(
-    recipe: Any = "rowwise", precision: str = "bf16-mixed", filter: Any = None, all_gather: bool = False
+    recipe: Any = "rowwise",
+    precision: str = "bf16-mixed",
+    filter: Any = None,
+    all_gather: bool = False,
+    experts: bool = False,
 ) -> Any:
     """A plugin for ``lightning.Trainer(plugins=[...])``.
 
@@ -81,6 +87,7 @@ def trainer_plugin(
         recipe, filter: as for :func:`tritonfp8.convert`. Names begin with those of the LightningModule's attributes.
         precision: of everything else: ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"``.
         all_gather: whether FSDP2 (``ModelParallelStrategy``) gathers weights in 8 bits.
+        experts: whether experts are converted, too; as for :func:`tritonfp8.convert`.
 
     Returns:
         The plugin. After the set-up its ``report`` and ``gathered`` say what was converted.
@@ -88,11 +95,15 @@ def trainer_plugin(
     Raises:
         ValueError: another precision.
     """
-    return _plugin(TRAINER, recipe, precision, filter, all_gather)
+    return _plugin(TRAINER, precision, recipe=recipe, filter=filter, all_gather=all_gather, experts=experts)
 
 
 def fabric_plugin(
-    recipe: Any = "rowwise", precision: str = "bf16-mixed", filter: Any = None, all_gather: bool = False
+    recipe: Any = "rowwise",
+    precision: str = "bf16-mixed",
+    filter: Any = None,
+    all_gather: bool = False,
+    experts: bool = False,
 ) -> Any:
     """A plugin for ``lightning.Fabric(plugins=[...])``; see :func:`trainer_plugin`."""
-    return _plugin(FABRIC, recipe, precision, filter, all_gather)
+    return _plugin(FABRIC, precision, recipe=recipe, filter=filter, all_gather=all_gather, experts=experts)
