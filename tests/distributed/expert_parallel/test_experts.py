@@ -89,10 +89,12 @@ def test_rows_in_8_bits(ranks, recipe, dtype):
 
 
 @pytest.mark.parametrize("payload", ["float8", "high_precision"])
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "bf16"])
+@each_recipe
 def test_with_fsdp2(ranks, recipe, payload):
+    # A tensorwise scale is of the tokens of a rank, where one process has those of all.
+    limit = 2e-3 if payload == "float8" or recipe == "tensorwise" else 2e-4
     for expected, losses, stuck in ranks.run(4, expert_cases.train_with_fsdp, recipe=recipe, payload=payload):
-        assert losses == pytest.approx(expected, rel=2e-3 if payload == "float8" else 2e-4)
+        assert losses == pytest.approx(expected, rel=limit)
         assert losses[-1] < losses[0]
         assert stuck == []
 
@@ -132,6 +134,7 @@ def test_errors(ranks):
             "ValueError: mesh must have one dim",
             "ValueError: payload",
             "TypeError: average_gradients",
+            "ValueError: average_gradients must be True, False, or at least 1; got 0",
             "ValueError: the experts of the model are sharded already (gate_up_proj, ",
             "ValueError: the experts are sharded over ranks",
             "TypeError: the weights of sharded experts must be DTensors; got a Parameter",

@@ -33,13 +33,13 @@ class ExpertDispatch:
     Args:
         mesh: over which the experts are sharded.
         payload: ``"float8"`` or ``"high_precision"``.
-        average: whether gradients of the experts are divided by the number of ranks.
+        divisor: gradients of the experts are divided by it.
     """
 
-    def __init__(self, mesh: DeviceMesh, payload: str, average: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, payload: str, divisor: int) -> None:
         self.mesh = mesh
         self.payload = payload
-        self.average = average
+        self.divisor = divisor
         self.ranks = mesh.size()
         self.rank = mesh.get_local_rank()
         self.group: str = mesh.get_group().group_name
@@ -63,7 +63,7 @@ class ExpertDispatch:
                 f"the weights of sharded experts must be DTensors; got a {type(weight).__name__}. Load checkpoints "
                 "into the sharded parameters, or call shard_experts after the model has its final parameters"
             )
-        return part(weight, self.ranks if self.average else 1)
+        return part(weight, self.divisor)
 
     def parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """This rank's part of each weight; None if FSDP2 shards them further, so that a forward gathers them."""

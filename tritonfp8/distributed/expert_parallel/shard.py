@@ -14,7 +14,7 @@ PAYLOADS = ("float8", "high_precision")
 
 
 def shard_experts(
-    model: nn.Module, mesh: DeviceMesh, payload: str = "float8", average_gradients: bool = True
+    model: nn.Module, mesh: DeviceMesh, payload: str = "float8", average_gradients: bool | int = True
 ) -> list[str]:
     """Give each rank of ``mesh`` a part of the experts of ``model``, in place (expert parallelism).
 
@@ -31,19 +31,24 @@ def shard_experts(
             values: codes of ``grad_weight`` are the same but for the tiniest, if the recipe has them.
             ``"high_precision"`` sends all in the dtype of the model.
         average_gradients: divide the gradients of experts by the size of the mesh, as DDP and FSDP2 divide those of the
-            other parameters: an expert gets the gradients of the losses of all ranks.
+            other parameters: an expert gets the gradients of the losses of all ranks. A number divides by that: ranks
+            of tensor parallelism hold parts of the same sequences and have one loss, so it is the number of losses.
 
     Returns:
         The names of the modules whose experts were sharded.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a mesh of several dims, an unknown payload, no converted experts, or experts that are sharded.
+        ValueError: a mesh of several dims, an unknown payload, a number below 1, no converted experts, or experts that
+            are sharded.
     """
     require_type("model", model, nn.Module, "an nn.Module")
     require_type("mesh", mesh, DeviceMesh, "a DeviceMesh")
     require("payload", payload, PAYLOADS)
-    require_flag("average_gradients", average_gradients)
+    if type(average_gradients) is not int:
+        require_flag("average_gradients", average_gradients)
+    elif average_gradients < 1:
+        raise ValueError(f"average_gradients must be True, False, or at least 1; got {average_gradients}")
     if mesh.ndim != 1:
         raise ValueError(f'mesh must have one dim, such as mesh["ep"]; got {mesh.ndim} dims: {mesh.mesh_dim_names}')
     found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
@@ -59,10 +64,11 @@ def shard_experts(
                 f"the experts of {name or 'the model'} are sharded already ({', '.join(sharded)}): call shard_experts "
                 "once, and before fully_shard"
             )
+    divisor = mesh.size() if average_gradients is True else max(1, int(average_gradients))
     for module in found.values():
         for key, parameter in list(module.named_parameters(recurse=False)):
             # By assignment: DTensor keeps whether it needs a gradient in the Parameter around it.
             shards = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
             module.register_parameter(key, nn.Parameter(shards, requires_grad=parameter.requires_grad))
-        module.dispatch = ExpertDispatch(mesh, payload, average_gradients)
+        module.dispatch = ExpertDispatch(mesh, payload, divisor)
     return list(found)

@@ -1,0 +1,27 @@
+"""Experts over all ranks beside tensor parallelism of the attention: a Qwen3-MoE of transformers, TP=2, EP=4."""
+
+import pytest
+import tp_expert_cases
+from cases import each_recipe
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def test_gradients_are_those_of_one_process(ranks):
+    for expected, losses, off, stuck in ranks.run(4, tp_expert_cases.against_one_process, recipe="bf16", average=2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert max(off.values()) < 1e-4, off
+        assert stuck == []
+
+
+def test_ranks_of_one_sequence_share_its_loss(ranks):
+    """A control: divided by all ranks, gradients of experts are half of what they should be."""
+    for *_, off, _ in ranks.run(4, tp_expert_cases.against_one_process, recipe="bf16", average=True):
+        assert {name for name, x in off.items() if x > 0.4} == {name for name in off if "experts" in name}
+
+
+@each_recipe
+def test_losses_are_close_to_those_of_one_process(ranks, recipe):
+    for expected, losses, _, stuck in ranks.run(4, tp_expert_cases.against_one_process, recipe=recipe, average=2):
+        assert losses == pytest.approx(expected, rel=2e-3)
+        assert stuck == []

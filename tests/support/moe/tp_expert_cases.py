@@ -1,0 +1,100 @@
+"""A mixture of transformers on ranks: attention over pairs of them, experts over all."""
+
+import copy
+
+import mixtures
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import tritonfp8
+from tritonfp8.distributed import shard_experts
+
+LENGTH, STEPS, TP = 8, 3, 2
+# They read the tokens, or the heads, of their rank alone.
+OF_PARTS = ("layernorm", "q_norm", "k_norm", "mlp.gate")
+
+
+def plan(layers):
+    """torch's styles: attention over heads, and every other layer over the tokens of a sequence."""
+    gathered = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        use_local_output=True,
+    )
+    styles = {
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+        ),
+        "model.norm": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+        ),
+    }
+    for i in range(layers):
+        attention = f"model.layers.{i}.self_attn"
+        styles |= {f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"}
+        styles |= {attention: gathered, f"{attention}.o_proj": RowwiseParallel(output_layouts=Shard(1))}
+    return styles
+
+
+def _whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _train(model, batches, reduce=lambda: None):
+    """Losses, and the gradients of the first step."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses, grads = [], {}
+    for tokens in batches:
+        loss = nn.functional.cross_entropy(
+            model(input_ids=tokens[:, :-1], use_cache=False).logits.flatten(0, 1), tokens[:, 1:].flatten()
+        )
+        loss.backward()
+        reduce()
+        grads = grads or {name: _whole(p.grad).clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), grads
+
+
+def against_one_process(mesh, recipe, average):
+    """Losses of one process and of the ranks; how far each gradient is off; the parameters that are stuck.
+
+    ``average`` is the argument of ``shard_experts``.
+    """
+    square = init_device_mesh("cpu", (mesh.size() // TP, TP), mesh_dim_names=("dp", "tp"))
+    dp, tp = square["dp"], square["tp"]
+    model = mixtures.model_of("qwen3_moe")
+    tritonfp8.convert(model, recipe, experts=True)
+    single, first = copy.deepcopy(model), {name: p.detach().clone() for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randint(96, (dp.size(), LENGTH + 1), generator=generator) for _ in range(STEPS)]
+    expected, expected_grads = _train(single, batches)
+
+    parallelize_module(model, tp, plan(len(model.model.layers)))
+    shard_experts(model, mesh, "high_precision", average_gradients=average)
+
+    def reduce():
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            if any(part in name for part in OF_PARTS):
+                dist.all_reduce(grad, group=tp.get_group())
+            if "experts" not in name:
+                dist.all_reduce(grad, group=dp.get_group())
+                grad /= dp.size()
+
+    rank = dp.get_local_rank()
+    losses, grads = _train(model, [tokens[rank : rank + 1] for tokens in batches], reduce)
+    dist.all_reduce(losses, group=dp.get_group())
+    off = {name: ((grads[name] - g).norm() / g.norm()).item() for name, g in expected_grads.items()}
+    stuck = [name for name, p in model.named_parameters() if torch.equal(_whole(p), first[name])]
+    return expected.tolist(), (losses / dp.size()).tolist(), off, stuck
