@@ -74,6 +74,10 @@ _CONTEXT = "tests/distributed/test_context_parallel.py"
 _REPORTED = {"bf16": ("in bf16", "tests/distributed/fsdp/test_prepare.py::test_report_names_every_converted_layer")}
 _BF16 = {"bf16": ("in bf16", "tests/distributed/fsdp/test_fsdp.py::test_weights_that_no_gemm_reads_in_8_bits")}
 
+_EP = "tests/distributed/expert_parallel"
+_EXPERTS = "tests/distributed/fsdp/test_experts_gather.py"
+_EXPERTS_REPORTED = {"bf16": ("in bf16", f"{_EXPERTS}::test_the_report_names_experts_in_high_precision")}
+
 COLUMNS = (
     Column("TP colwise", ("tests/distributed/test_parallelism.py::test_colwise",)),
     Column("TP rowwise", ("tests/distributed/test_parallelism.py::test_rowwise",)),
@@ -92,6 +96,19 @@ COLUMNS = (
         (f"{_CONTEXT}::test_context_parallel_of_torch", f"{_CONTEXT}::test_causal_attention_on_gathered_keys"),
     ),
     Column("DCP", ("tests/distributed/test_parallelism.py::test_checkpoint_loads_at_another_world_size",)),
+    Column("EP", (f"{_EP}/test_experts.py::test_the_bits_of_one_process",)),
+    Column("EP x TP", (f"{_EP}/test_tensor_parallel.py::test_losses",)),
+    Column("EP x FSDP2", (f"{_EP}/test_experts.py::test_with_fsdp2",)),
+    Column(
+        "EP x FSDP2, FP8 all-gather",
+        (f"{_EP}/test_experts.py::test_the_8_bit_gather_of_fsdp2_changes_no_bit",),
+        otherwise=_EXPERTS_REPORTED,
+    ),
+    Column(
+        "FSDP2, FP8 all-gather of experts",
+        (f"{_EXPERTS}::test_losses_and_weights_have_the_same_bits", f"{_EXPERTS}::test_compiled_blocks"),
+        otherwise=_EXPERTS_REPORTED,
+    ),
 )
 
 

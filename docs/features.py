@@ -225,15 +225,6 @@ GRAPHS = (
 )
 
 SHARDED = (
-    Column("expert parallelism", ("tests/distributed/expert_parallel/test_experts.py::test_the_bits_of_one_process",)),
-    Column("expert parallelism with FSDP2", ("tests/distributed/expert_parallel/test_experts.py::test_with_fsdp2",)),
-    Column(
-        "expert parallelism with tensor parallelism",
-        (
-            "tests/distributed/expert_parallel/test_with_tensor_parallelism.py::"
-            "test_losses_are_close_to_those_of_one_process",
-        ),
-    ),
     *COLUMNS,
     Column(
         "DDP",

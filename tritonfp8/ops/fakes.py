@@ -151,6 +151,20 @@ def without_backward(out: Tensor, *sources: Tensor | None) -> Tensor:
     return out.clone()
 
 
+def gathered_matrices(
+    codes: Tensor,
+    scales: Tensor,
+    tag: Tensor,
+    experts: int,
+    rows: int,
+    cols: int,
+    spec: str,
+    index: int,
+    grad_output: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _groups((experts, rows, cols), spec, "matrices", experts, codes.device)
+
+
 def gathered_operand(
     buffer: Tensor,
     scale: Tensor | None,

@@ -296,6 +296,13 @@ _LAYERS = {
         "bool transposed, Tensor? grad_output=None) -> Tensor[]",
         fakes.gathered_operand,
     ),
+    # The same of the weights of experts. `index` is that of an orientation.
+    "matrices_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
+    "gathered_matrices": Op(
+        "(Tensor codes, Tensor scales, Tensor tag, int experts, int rows, int cols, str spec, int index, "
+        "Tensor? grad_output=None) -> (Tensor, Tensor)",
+        fakes.gathered_matrices,
+    ),
 }
 OPS: Mapping[str, Op] = MappingProxyType(
     {**_CASTS, **_SHARDS, **_OPTIMIZERS, **_GEMMS, **_GROUPED, **_FUSED, **_HEALTH, **_LAYERS}
@@ -385,3 +392,5 @@ whole_linear_backward = torch.ops.tritonfp8.whole_linear_backward.default
 without_backward = torch.ops.tritonfp8.without_backward.default
 weight_operand = torch.ops.tritonfp8.weight_operand.default
 gathered_operand = torch.ops.tritonfp8.gathered_operand.default
+matrices_operand = torch.ops.tritonfp8.matrices_operand.default
+gathered_matrices = torch.ops.tritonfp8.gathered_matrices.default

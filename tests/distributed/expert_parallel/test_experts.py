@@ -99,6 +99,14 @@ def test_with_fsdp2(ranks, recipe, payload):
         assert stuck == []
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
+def test_the_8_bit_gather_of_fsdp2_changes_no_bit(ranks, recipe):
+    for reshard in (True, False):
+        options = {"recipe": recipe, "payload": "float8", "reshard": reshard}
+        on, off = (ranks.run(4, expert_cases.train_with_fsdp, gather=gather, **options) for gather in (True, False))
+        assert [row[1:] for row in on] == [row[1:] for row in off]
+
+
 def test_payload_of_specs():
     """Rows travel in 8 bits only where a GEMM would read the same values."""
     pow2, exact = QuantSpec("e4m3", ROWWISE, "fp32", "pow2"), QuantSpec("e4m3", ROWWISE)

@@ -6,7 +6,6 @@ from mixtures import experts_of, model_of
 
 import tritonfp8
 from tritonfp8 import recipes
-from tritonfp8.distributed import enable_float8_all_gather
 
 
 @pytest.fixture
@@ -24,9 +23,3 @@ def test_sensitivity_gives_experts_their_recipe_back(model):
     ids = torch.randint(0, 96, (2, 12))
     tritonfp8.sensitivity(model, {"input_ids": ids, "labels": ids}, ["rowwise"])
     assert recipes_of(model) == dict.fromkeys(experts_of(model), recipes.get("rowwise"))
-
-
-def test_the_report_of_the_all_gather_names_them(model):
-    report = enable_float8_all_gather(model)
-    for name in experts_of(model):
-        assert report.skipped[name] == "experts: their weights are gathered in their own dtype"

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tritonfp8
-from tritonfp8.distributed import count_collective_bytes, shard_experts
+from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather, shard_experts
+from tritonfp8.distributed.fsdp.torch_fsdp import managed_parameters
 from tritonfp8.testing import assert_bitwise_equal
 
 HIDDEN, INSIDE, TOP_K = 64, 48, 2
@@ -128,8 +129,12 @@ def _whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def train_with_fsdp(mesh, recipe, payload, steps=4, tokens=32):
+def train_with_fsdp(mesh, recipe, payload, steps=4, tokens=32, gather=False, reshard=True):
     """Experts over one dim of a square mesh, FSDP2 over the other, and over both for the other layers.
+
+    Args:
+        gather: whether FSDP gathers weights in 8 bits.
+        reshard: ``reshard_after_forward``.
 
     Returns:
         Losses of one process with all tokens, the mean of the losses of all ranks, and the parameters that are stuck.
@@ -146,13 +151,18 @@ def train_with_fsdp(mesh, recipe, payload, steps=4, tokens=32):
     ]
     expected, _ = _trained(single, batches, steps)
     shard_experts(model, square["ep"], payload)
-    fully_shard(model.experts, mesh=square["dp"])
+    if gather:
+        assert "experts" in enable_float8_all_gather(model).converted
+    fully_shard(model.experts, mesh=square["dp"], reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     for module in (model.experts, model):
         module.set_gradient_divide_factor(float(2 if module is model.experts else 4))
         module.set_force_sum_reduction_for_comms(True)
     mine = slice(mesh.get_rank() * tokens, (mesh.get_rank() + 1) * tokens)
     losses, stuck = _trained(model, [(x[mine], y[mine]) for x, y in batches], steps)
+    if gather:
+        found = managed_parameters(model)
+        assert all(found[model.experts, name].gathers_by_hooks for name in model.experts.weights())
     torch.distributed.all_reduce(losses)
     return expected.tolist(), (losses / 4).tolist(), stuck
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.fsdp.agreement import check_agreement
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, weight_orientations
-from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, GatherSettings, Reduction, plan_of
+from tritonfp8.distributed.fsdp.experts import ExpertsAllGather
+from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, GatherSettings, Reduction, Sent, plan_of
 from tritonfp8.distributed.fsdp.gathered_weight import (
     GatheredWeight,
     HighPrecisionValues,
@@ -38,20 +39,6 @@ from tritonfp8.layers.linear import Float8Linear, raise_changed
 from tritonfp8.recipes import Recipe
 
 
-class _Sent(NamedTuple):
-    """Facts of a gather that its receiving hook needs.
-
-    Attributes:
-        plan: of the weight.
-        reduction: whose scales the bytes have.
-        content: the index of the one orientation that the bytes hold; None if they hold all.
-    """
-
-    plan: GatherPlan
-    reduction: Reduction
-    content: int | None
-
-
 class Float8AllGather:
     """Gathers the weights of one model in 8 bits.
 
@@ -62,12 +49,16 @@ class Float8AllGather:
         model: the module whose forward begins a step.
         layers: the layers that share each weight, by the name of the first one.
         cast: whether a weight is rounded to the dtype that the layers compute in before it is quantized.
+        experts: gathers the weights of experts.
     """
 
-    def __init__(self, model: nn.Module, layers: dict[str, list[Float8Linear]], cast: bool) -> None:
+    def __init__(
+        self, model: nn.Module, layers: dict[str, list[Float8Linear]], cast: bool, experts: ExpertsAllGather
+    ) -> None:
         self.model = model
         self.layers = layers
         self.cast = cast
+        self.experts = experts
         self._names = list(layers)
         self._found: dict[str, Managed] = {}
         # All that FSDP manages in the model.
@@ -96,7 +87,8 @@ class Float8AllGather:
 
     def _parents(self) -> set[nn.Module]:
         """The modules below the model that ``fully_shard`` may be applied to."""
-        layers = {layer for tied in self.layers.values() for layer in tied}
+        layers: set[nn.Module] = {layer for tied in self.layers.values() for layer in tied}
+        layers |= {owner.module for owner in self.experts.owners.values()}
         return {m for m in self.model.modules() if m is not self.model and not layers.isdisjoint(m.modules())}
 
     # Hooks of the model's forward.
@@ -131,7 +123,7 @@ class Float8AllGather:
     @disable_dynamo  # type: ignore[untyped-decorator]
     def _before_first_forward(self, module: nn.Module, args: Any) -> None:
         """Make FSDP ask for the 8-bit gather, if the first forward does not go through the model."""
-        if self._managed():
+        if self._managed() or self.experts.managed():
             self._remove_first_hooks()
             for managed in self._plan():
                 managed.gather_again()
@@ -252,7 +244,7 @@ class Float8AllGather:
             self._key = register_source(self, self._key)
             self._plans = plans
             self._batches = batches_of(plans)
-        return list(gathered.values())
+        return [*gathered.values(), *self.experts.plan()]
 
     def _check_agreement(self) -> None:
         by_mesh: dict[DeviceMesh, dict[str, str]] = {}
@@ -284,7 +276,7 @@ class Float8AllGather:
         return found[1]
 
     @torch.no_grad()
-    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, _Sent]:
+    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, Sent]:
         """See :class:`~.sharded_weight.ShardSource`."""
         if name not in self._plans:
             self._plan()
@@ -294,7 +286,7 @@ class Float8AllGather:
         orientations = plan.layout.orientations
         content = int(backward) if len(orientations) > 1 and not plan.layout.together else None
         reduction = self._reductions[name]
-        sent = _Sent(plan, reduction, content)
+        sent = Sent(plan, reduction, content)
         wanted = tuple(range(len(orientations))) if content is None else (content,)
         ready = self._ready.pop(name, None)
         if ready is not None and ready[0] is reduction and ready[1] == content:
@@ -336,7 +328,7 @@ class Float8AllGather:
         reduced = {plan.layout.orientations[i]: reduction.reduced[i] for i in wanted}
         return rank_segment(plan.layout, plan.managed.rank, shard.to(plan.quantized_dtype), reduced)
 
-    def receive(self, name: str, buffer: Tensor | None, sent: _Sent | None, out: Tensor | None) -> Tensor | None:
+    def receive(self, name: str, buffer: Tensor | None, sent: Sent | None, out: Tensor | None) -> Tensor | None:
         """See :class:`~.sharded_weight.ShardSource`."""
         if isinstance(out, DTensor):
             out = out._local_tensor

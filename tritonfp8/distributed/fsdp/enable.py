@@ -14,6 +14,10 @@ With tensor parallelism (TP x FSDP2, HSDP x TP) each part of a weight is gathere
 small collective, over the ranks of tensor parallelism, makes the scales those of the whole weight. They stay global
 under ``scales("local")``.
 
+Converted experts are gathered likewise, where FSDP2 shards them over experts: scales are those of one expert, which one
+rank holds, so they come with the codes and nothing is reduced. Otherwise a warning names the weight in the first
+forward, and it is gathered in high precision.
+
 Ranks must run the same layers in the same order, as FSDP itself requires. If a rank fails or skips a layer, the others
 wait in a collective until the timeout of the process group.
 """
@@ -26,6 +30,7 @@ from tritonfp8.checks import require
 from tritonfp8.convert import ConversionReport
 from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
+from tritonfp8.distributed.fsdp.experts import ExpertsAllGather, experts_to_gather
 from tritonfp8.distributed.torch_private import FSDP, require_names
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, require_module
 from tritonfp8.layers.moe import is_converted_experts
@@ -33,7 +38,7 @@ from tritonfp8.layers.stored import is_stored
 
 CASTS = ("param_dtype", "master")
 CONV1D = "a Conv1D: its weight is stored transposed, and is gathered in its own dtype"
-EXPERTS = "experts: their weights are gathered in their own dtype"
+EXPERTS = "experts whose recipe reads their weights in high precision"
 STORED = "stored in 8 bits: FSDP2 gathers its codes without this"
 
 
@@ -58,6 +63,9 @@ def _check_once(model: nn.Module) -> None:
             raise ValueError(
                 f"the weight of {name or 'the model'} is gathered in 8 bits already: call enable_float8_all_gather once"
             )
+    hooks = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    if any(isinstance(owner, Float8AllGather) and owner.experts.are_converted for owner in hooks):
+        raise ValueError("the experts of the model are gathered in 8 bits already: call enable_float8_all_gather once")
 
 
 def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, str]]:
@@ -71,8 +79,6 @@ def _choose(model: nn.Module) -> tuple[dict[str, list[Float8Linear]], dict[str, 
     skipped: dict[str, str] = {}
     for found in owners.values():
         mine = [name for name, module, key in found if isinstance(module, Float8Linear) and key == "weight"]
-        experts = [name for name, module, _ in found if is_converted_experts(module)]
-        skipped.update(dict.fromkeys(experts, EXPERTS))
         if not mine:
             conv1ds = [name for name, module, key in found if isinstance(module, Float8Conv1D) and key == "weight"]
             skipped.update(dict.fromkeys(conv1ds, CONV1D))
@@ -135,10 +141,14 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
     require("cast", cast, CASTS)
     _check_once(model)
     enabled, skipped = _choose(model)
-    report = ConversionReport({name: layers[0].recipe for name, layers in enabled.items()}, skipped)
-    if not enabled:
+    experts = {name: owners[0].module.recipe for name, owners in experts_to_gather(model).items()}
+    others = (name for name, module in model.named_modules() if is_converted_experts(module) and name not in experts)
+    skipped.update(dict.fromkeys(others, EXPERTS))
+    report = ConversionReport({**{name: layers[0].recipe for name, layers in enabled.items()}, **experts}, skipped)
+    if not report.converted:
         raise ValueError(f"no weight can be gathered in 8 bits: {report if skipped else 'convert the model first'}")
-    source = Float8AllGather(model, enabled, cast == "param_dtype")
+    rounds = cast == "param_dtype"
+    source = Float8AllGather(model, enabled, rounds, ExpertsAllGather(model, rounds))
     for layers in enabled.values():
         for layer in layers:
             layer.on_revert = source.release

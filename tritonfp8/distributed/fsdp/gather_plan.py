@@ -213,6 +213,20 @@ class Reduction(NamedTuple):
     scales: tuple[Tensor | None, ...]
 
 
+class Sent(NamedTuple):
+    """Facts of a gather that its receiving hook needs.
+
+    Attributes:
+        plan: of the weight.
+        reduction: whose scales the bytes have.
+        content: the index of the one orientation that the bytes hold; None if they hold all.
+    """
+
+    plan: GatherPlan
+    reduction: Reduction
+    content: int | None
+
+
 def plan_of(name: str, managed: Managed, settings: GatherSettings, cast: bool) -> GatherPlan | None:
     """How a weight is gathered in 8 bits; None if its recipe reads it in high precision.
 

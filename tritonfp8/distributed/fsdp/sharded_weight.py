@@ -17,7 +17,9 @@ from tritonfp8.layers.linear import Watch, sample_of
 
 
 class ShardSource(Protocol):
-    """Answers the hooks of the sharded weights of one model: :class:`~.all_gather.Float8AllGather`."""
+    """Answers the hooks of the sharded weights of one model: :class:`~.all_gather.Float8AllGather`, and for experts
+    :class:`~.experts.all_gather.ExpertsAllGather`.
+    """
 
     def is_gathered(self, name: str) -> bool:
         """Whether FSDP should find hooks on this weight, which is gathered in 8 bits then."""
@@ -25,8 +27,8 @@ class ShardSource(Protocol):
     def can_gather(self, name: str) -> bool:
         """Whether FSDP should call the first hook in the gather that begins now."""
 
-    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor, Any]:
-        """The rank segment of this rank, flat uint8; and what :meth:`receive` must know of it."""
+    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor | tuple[Tensor, ...], Any]:
+        """The rank segment of this rank, flat uint8, or several; and what :meth:`receive` must know of it."""
 
     def receive(self, name: str, buffer: Tensor, sent: Any, out: Tensor | None) -> Tensor | None:
         """The gathered weight over the rank segments of all ranks; or None, with ``out`` refilled."""
@@ -83,10 +85,10 @@ class _PreAllGather:
     def __init__(self, shard: ShardToGather) -> None:
         self.shard = shard
 
-    def __call__(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
+    def __call__(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         shard = self.shard
-        segment, sent = shard.source.segment_to_send(shard.fqn, shard.data, mesh)
-        return (segment,), sent
+        sent, told = shard.source.segment_to_send(shard.fqn, shard.data, mesh)
+        return sent if isinstance(sent, tuple) else (sent,), told
 
 
 class KeptSegments:

@@ -82,6 +82,11 @@ class Managed(NamedTuple):
         return placement.dim if isinstance(placement, Shard) else 0
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the gathered parameter; with tensor or expert parallelism, of this rank's part."""
+        return tuple(self.param._orig_size)
+
+    @property
     def size(self) -> tuple[int, int]:
         """The shape of the gathered matrix; with tensor parallelism, of this rank's part."""
         rows, cols = self.param._orig_size

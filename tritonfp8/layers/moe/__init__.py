@@ -15,13 +15,14 @@ from tritonfp8.layers.moe.experts import (
     is_converted_experts,
     why_unfit_experts,
 )
-from tritonfp8.layers.moe.grouped_linear import grouped_linear
+from tritonfp8.layers.moe.grouped_linear import MatricesReader, grouped_linear, register_matrices
 from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
 
 __all__ = [
     "ConvertedExperts",
     "Float8Experts",
     "ExpertsObserver",
+    "MatricesReader",
     "RoutedExperts",
     "Routing",
     "combine",
@@ -33,6 +34,7 @@ __all__ = [
     "grouped_linear",
     "is_converted_experts",
     "permute",
+    "register_matrices",
     "revert_experts",
     "why_unfit_experts",
 ]

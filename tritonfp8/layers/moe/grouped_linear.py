@@ -11,6 +11,7 @@ for the rows of each group g. Every operand is quantized as if its group were al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +95,24 @@ def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = Tr
     return found[0], found[1]
 
 
+@dataclass(frozen=True)
+class MatricesReader:
+    """Gives the operands of weights ``[E, N, K]``; a subclass serves one type of weights."""
+
+    def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
+        """``(qdata, scale)`` as a GEMM reads them; ``grad_output`` is None in forward."""
+        return ops.quantize_matrices(weight, *spec.args, transposed)
+
+
+_PLAIN = MatricesReader()
+_readers: dict[type, MatricesReader] = {}
+
+
+def register_matrices(tensor_type: type, reader: MatricesReader) -> None:
+    """Read weights of this type by ``reader``."""
+    _readers[tensor_type] = reader
+
+
 class GroupedPlan(NamedTuple):
     """What a call computes.
 
@@ -102,6 +121,7 @@ class GroupedPlan(NamedTuple):
         needs_grad_input, needs_grad_weight, needs_grad_bias: whether somebody needs these gradients.
         is_cached: whether the caller keeps the quantized weights.
         layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None.
+        reader: gives the operands of the weight.
     """
 
     recipe: Recipe
@@ -110,6 +130,7 @@ class GroupedPlan(NamedTuple):
     needs_grad_bias: bool
     is_cached: bool = False
     layer: Any = None
+    reader: MatricesReader = _PLAIN
 
     def announce(self, gemm: str) -> None:
         """Say which GEMM comes next, where somebody logs them."""
@@ -124,7 +145,7 @@ class GroupedPlan(NamedTuple):
         gemm = self.recipe.output
         if gemm.rhs is None:
             return ops.grouped_matmul(rows.tensor(), weight, offsets, bias)
-        rhs = (cached[0], cached[1]) if self.is_cached else ops.quantize_matrices(weight, *gemm.rhs.args)
+        rhs = (cached[0], cached[1]) if self.is_cached else self.reader.operand(weight, gemm.rhs, False)
         return _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
 
     def grad_input(
@@ -136,7 +157,7 @@ class GroupedPlan(NamedTuple):
         if gemm.rhs is None:
             assert weight is not None
             return ops.grouped_matmul(grad.tensor(), weight.transpose(1, 2), offsets)
-        rhs = (cached[0], cached[1]) if cached else ops.quantize_matrices(weight, *gemm.rhs.args, True)
+        rhs = (cached[0], cached[1]) if cached else self.reader.operand(weight, gemm.rhs, True, grad.x)
         return _multiply(gemm, lhs, rhs, offsets, None, grad.x.dtype)
 
     def grad_weight(
@@ -274,7 +295,8 @@ def checked(
     layer = counting.take_callers()[0] if counting.is_logging else None
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, needs_input)
-    plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, quantized_weight is not None, layer)
+    is_cached, reader = quantized_weight is not None, _readers.get(type(w), _PLAIN)
+    plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, is_cached, layer, reader)
     cached = [] if quantized_weight is None else [*_pair(quantized_weight[0]), *_pair(quantized_weight[1])]
     return x, w, b, plan, cached
 

@@ -21,7 +21,7 @@ def test_ranks_of_one_sequence_share_its_loss(ranks):
 
 
 @each_recipe
-def test_losses_are_close_to_those_of_one_process(ranks, recipe):
+def test_losses(ranks, recipe):
     for expected, losses, _, stuck in ranks.run(4, tp_expert_cases.against_one_process, recipe=recipe, average=2):
         assert losses == pytest.approx(expected, rel=2e-3)
         assert stuck == []

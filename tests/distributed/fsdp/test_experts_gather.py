@@ -1,0 +1,154 @@
+"""FSDP2 gathers the weights of experts in 8 bits: losses and weights have the bits of a gather in high precision."""
+
+import experts_gather_cases
+import pytest
+import torch
+from experts_gather_cases import Setup
+from mixtures import model_of
+
+import tritonfp8
+from tritonfp8 import recipes
+from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
+from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
+
+pytestmark = pytest.mark.xdist_group("ranks")
+QUANTIZED = ["tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"]
+
+
+def both(ranks, world, **options):
+    """What training gives with the 8-bit gather, and without it."""
+    setup = Setup(**options)
+    return [ranks.run(world, experts_gather_cases.train, setup=setup, enabled=enabled) for enabled in (True, False)]
+
+
+def assert_same(ranks, world, **options):
+    on, off = both(ranks, world, **options)
+    for (losses, digest, stuck, _, names), (expected, expected_digest, *_) in zip(on, off, strict=True):
+        assert losses == expected
+        assert digest == expected_digest
+        assert stuck == []
+        assert names
+    return on[0][3], off[0][3]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_losses_and_weights_have_the_same_bits(ranks, recipe, reshard):
+    gathered, plain = assert_same(ranks, 2, recipe=recipe, reshard=reshard)
+    if reshard:
+        # Routers and the head are gathered as they are.
+        assert gathered < 0.6 * plain
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": True},
+        {"recompute": True, "recipe": "blockwise"},
+        {"micro_batches": 2},
+        {"micro_batches": 2, "reshard": False, "recipe": "mxfp8"},
+        {"param_dtype": None},
+        {"param_dtype": None, "autocast": True},
+        {"family": "gpt_oss"},
+        {"family": "gpt_oss", "recipe": "tensorwise", "reshard": False},
+        {"family": "qwen3_moe", "recipe": "mxfp8", "recompute": True},
+    ],
+    ids=str,
+)
+def test_of_other_models_and_setups(ranks, options):
+    assert_same(ranks, 2, **options)
+
+
+@pytest.mark.parametrize(("world", "experts"), [(2, 5), (4, 5), (4, 3)])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+def test_experts_that_do_not_divide_and_ranks_without_one(ranks, world, experts, recipe):
+    assert_same(ranks, world, experts=experts, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_compiled_blocks(ranks, recipe):
+    gathered, plain = assert_same(ranks, 2, recipe=recipe, compiled=True)
+    # Backward's operands are gathered in backward, not in forward as well.
+    assert gathered < 0.6 * plain
+    for options in ({"recompute": True}, {"reshard": False}):
+        assert_same(ranks, 2, recipe=recipe, compiled=True, **options)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "actions",
+    [
+        ("swap", "swap back", "high precision", "swap"),
+        ("revert",),
+        ("no_grad", "inference", "block alone"),
+        ("block alone", "copy"),
+    ],
+    ids=str,
+)
+def test_between_steps(ranks, actions, reshard):
+    setup = Setup(recipe="rowwise", reshard=reshard)
+    on, off = (
+        ranks.run(2, experts_gather_cases.after_actions, setup=setup, enabled=enabled, actions=actions)
+        for enabled in (True, False)
+    )
+    assert on == off
+    assert [stuck for _, stuck in on] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"shard_dim": 1}, "sharded along another dim than that of the experts"),
+        ({"reshard": 2}, "resharded to fewer ranks"),
+    ],
+    ids=str,
+)
+def test_a_way_of_sharding_that_is_not_served_is_told_once(ranks, options, reason):
+    assert_same(ranks, 4, **options)
+    for texts in ranks.run(4, experts_gather_cases.warned, setup=Setup(**options)):
+        assert len(texts) == 4
+        assert all(reason in text for text in texts)
+        assert texts[0].startswith("blocks.0.experts.gate_up_proj is gathered in high precision, not in 8 bits")
+
+
+def test_float32_shards_can_be_quantized_as_they_are(ranks):
+    for quantized, rounded in ranks.run(2, experts_gather_cases.master):
+        assert quantized != rounded
+        assert quantized == pytest.approx(rounded, rel=1e-2)
+
+
+def test_errors(ranks):
+    for texts in ranks.run(2, experts_gather_cases.errors):
+        for text, message in zip(
+            texts,
+            (
+                "ValueError: the weight of blocks.0.first is gathered in 8 bits already",
+                "ValueError: the experts of the model are gathered in 8 bits already",
+                "TypeError: aten.sum.default needs the values of experts that FSDP gathered in 8 bits",
+            ),
+            strict=True,
+        ):
+            assert text.startswith(message), text
+
+
+@pytest.mark.parametrize("recipe", ["bf16"])
+def test_the_report_names_experts_in_high_precision(recipe):
+    model = model_of("mixtral")
+    tritonfp8.convert(model, {"*.0.mlp.experts": recipe, "*": "rowwise"}, experts=True)
+    report = enable_float8_all_gather(model)
+    assert report.skipped["model.layers.0.mlp.experts"] == "experts whose recipe reads their weights in high precision"
+    assert report.converted["model.layers.1.mlp.experts"] == recipes.get("rowwise")
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_bytes_of_each_pass(recipe):
+    """Half of those of bfloat16, and the scales; a rank sends as many whatever it has."""
+    orientations = weight_orientations(recipes.get(recipe))
+    layout = MatricesLayout(6, 512, 384, 4, orientations, together=False)
+    for rank_experts in (2, 1, 0):
+        shard = torch.randn(rank_experts, 512, 384)
+        for i in range(len(orientations)):
+            sent = layout.pack(shard, (i,))
+            assert sum(x.numel() for x in sent) <= 0.52 * 2 * layout.shard_experts * 512 * 384
+            assert [x.numel() for x in sent] == [2 * 512 * 384, layout.scales_size]

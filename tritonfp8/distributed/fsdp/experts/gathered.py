@@ -1,0 +1,246 @@
+"""The weights of experts that FSDP2 hands to their module after an 8-bit gather, and how the GEMMs read them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.distributed.fsdp.byte_layout import WeightOrientation
+from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
+from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
+from tritonfp8.distributed.torch_private import disable_dynamo
+from tritonfp8.layers.linear import Pair
+from tritonfp8.layers.moe import MatricesReader, register_matrices
+from tritonfp8.ops import implement
+from tritonfp8.specs import QuantSpec, spec_of
+
+aten = torch.ops.aten
+
+
+class GatheredExperts(Tensor):
+    """A weight ``[E, N, K]`` that holds the 8-bit bytes of all ranks, for the GEMMs of one recipe.
+
+    Its dtype is the one in which FSDP hands it to the module, and so is that of its gradient. It has no values in high
+    precision: an op that needs them raises TypeError. It may be transposed, and takes the cast that autocast makes: to
+    the dtype that its values were rounded to before they were quantized.
+    """
+
+    _codes: Tensor
+    _codes_t: Tensor | None
+    _scales: Tensor
+    _tag: Tensor | None
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        codes: Tensor,
+        codes_t: Tensor | None,
+        scales: Tensor,
+        tag: Tensor | None,
+        layout: MatricesLayout,
+        dtype: torch.dtype,
+        rounded: torch.dtype | None = None,
+        flipped: bool = False,
+    ) -> GatheredExperts:
+        """A tensor of this type, without data of its own."""
+        matrix = (layout.cols, layout.rows) if flipped else (layout.rows, layout.cols)
+        return Tensor._make_wrapper_subclass(cls, (layout.experts, *matrix), dtype=dtype, device=codes.device)
+
+    def __init__(
+        self,
+        codes: Tensor,
+        codes_t: Tensor | None,
+        scales: Tensor,
+        tag: Tensor | None,
+        layout: MatricesLayout,
+        dtype: torch.dtype,
+        rounded: torch.dtype | None = None,
+        flipped: bool = False,
+    ) -> None:
+        self._tag, self._layout, self._rounded, self._flipped = tag, layout, rounded, flipped
+        self.refill((codes, scales) if codes_t is None else (codes, codes_t, scales))
+
+    def refill(self, gathered: Sequence[Tensor]) -> None:
+        """Hold other bytes: codes of one orientation or of both, and scales; uint8, flat, of all ranks."""
+        *codes, self._scales = gathered
+        self._codes, self._codes_t = codes[0], codes[1] if len(codes) > 1 else None
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = [name for name in _INNER if getattr(self, name) is not None]
+        return names, (self._layout, self.dtype, self._rounded, self._flipped)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredExperts:
+        return cls(*(inner.get(name) for name in _INNER), *context)  # type: ignore[arg-type]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        specs = ", ".join(str(orientation.spec) for orientation in self._layout.orientations)
+        return f"GatheredExperts({tuple(self.shape)}, {self.dtype}, {specs})"
+
+    def _same(self, dtype: torch.dtype | None = None, flipped: bool | None = None) -> GatheredExperts:
+        """A weight of the same bytes, in another dtype or transposed."""
+        return GatheredExperts(
+            self._codes, self._codes_t, self._scales, self._tag, self._layout, dtype or self.dtype, self._rounded,
+            self._flipped if flipped is None else flipped,
+        )  # fmt: skip
+
+    def operand(
+        self, spec: QuantSpec, transposed: bool, in_graph: bool = False, grad_output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of the matrices as they are now, transposed or not.
+
+        Raises:
+            ValueError: the weight was gathered for another recipe.
+        """
+        orientation = WeightOrientation(spec, transposed != self._flipped)
+        if orientation in self._layout.orientations:
+            return self._read(orientation, in_graph, grad_output)
+        # One orientation of square blocks serves both GEMMs.
+        qdata, scale = self._read(WeightOrientation(spec, not orientation.transposed), in_graph, grad_output)
+        return qdata.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
+
+    def _read(
+        self, orientation: WeightOrientation, in_graph: bool, grad_output: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        layout, spec = self._layout, orientation.spec
+        if orientation not in layout.orientations:
+            raise ValueError(
+                f"the experts were gathered as {', '.join(str(o.spec) for o in layout.orientations)}, and their recipe "
+                f"reads {spec}: swap recipes between steps"
+            )
+        index = layout.orientations.index(orientation)
+        if self._tag is None:
+            codes = self._codes_t if index and layout.together else self._codes
+            assert codes is not None
+            return layout.read(codes, self._scales, index, None)
+        if not in_graph:
+            return read_or_gather(self._codes, self._scales, self._tag, layout, index)
+        # Only when the graph runs is it known which orientation the bytes hold: an opaque op reads the tag then.
+        qdata, scale = ops.gathered_matrices(
+            self._codes, self._scales, self._tag, layout.experts, *layout.shape(orientation), *spec.args, index,
+            grad_output,
+        )  # fmt: skip
+        return qdata, scale
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        weight = args[0] if args and isinstance(args[0], GatheredExperts) else None
+        if weight is not None:
+            same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
+            if same or func in (aten.detach.default, aten.alias.default):
+                return weight._same()
+            if func is aten.transpose.int and {dim % 3 for dim in args[1:]} == {1, 2}:
+                return weight._same(flipped=not weight._flipped)
+            if func is aten._to_copy.default and weight._takes_cast(kwargs or {}):
+                return weight._same(dtype=kwargs["dtype"])
+            if func in _FACTORIES:
+                given = {k: v for k, v in (kwargs or {}).items() if v is not None and k in ("dtype", "device")}
+                return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
+            if func is ops.matrices_operand:
+                return weight.operand(spec_of(args[1]), args[2], True, *args[3:])
+        raise TypeError(
+            f"{func} needs the values of experts that FSDP gathered in 8 bits, and only the operands of one recipe's "
+            "GEMMs are there. Outside of their module work on the sharded parameters (model.reshard()). If autocast "
+            "begins inside the model's forward, put it around the call of the model, or give fully_shard a policy "
+            "(MixedPrecisionPolicy) whose param_dtype is the dtype of autocast."
+        )
+
+    def _takes_cast(self, kwargs: dict[str, Any]) -> bool:
+        asked = {name for name, value in kwargs.items() if value is not None and value is not False}
+        return asked == {"dtype"} and (self._rounded is None or kwargs["dtype"] == self._rounded)
+
+
+_INNER = ("_codes", "_codes_t", "_scales", "_tag")
+_FACTORIES: dict[Any, Any] = {
+    aten.zeros_like.default: torch.zeros,
+    aten.ones_like.default: torch.ones,
+    aten.empty_like.default: torch.empty,
+}
+
+
+@disable_dynamo  # type: ignore[untyped-decorator]
+def _read_now(weight: GatheredExperts, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+    with hidden_from_selective_checkpointing():
+        return weight.operand(spec, transposed)
+
+
+@dataclass(frozen=True)
+class _Reader(MatricesReader):
+    """Reads weights of the type :class:`GatheredExperts`."""
+
+    def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
+        """As of :class:`MatricesReader`."""
+        if torch.compiler.is_compiling():
+            # A graph does not look into subclasses. This op dispatches to `operand` when the graph is made.
+            qdata, scale = ops.matrices_operand(weight.detach(), *spec.args, transposed, grad_output)
+            return qdata, scale
+        found: Pair = _read_now(weight, spec, transposed)
+        return found
+
+
+register_matrices(GatheredExperts, _Reader())
+
+
+class ExpertsSource(Protocol):
+    """Gathers weights of experts at run time: :class:`~.all_gather.ExpertsAllGather`."""
+
+    def layout_of(self, index: int) -> MatricesLayout:
+        """The layout of the weight with this index."""
+
+    def gather_now(self, index: int, orientation: int) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of one orientation of the weight with this index, gathered by this call."""
+
+
+# The tag of bytes that hold one of two orientations: the source's key, the index of the weight, that of the
+# orientation. It is a tensor on the CPU, so that a compiled graph can read it.
+_sources: weakref.WeakValueDictionary[int, ExpertsSource] = weakref.WeakValueDictionary()
+
+
+def register_experts_source(source: ExpertsSource) -> int:
+    """A key for the tags of the weights of a source."""
+    key = max(_sources, default=0) + 1
+    _sources[key] = source
+    return key
+
+
+def read_or_gather(
+    codes: Tensor, scales: Tensor, tag: Tensor, layout: MatricesLayout, index: int
+) -> tuple[Tensor, Tensor]:
+    """``(qdata, scale)`` of one orientation: from the bytes if they hold it, else gathered now.
+
+    The other orientation is needed when forward is recomputed in backward. All ranks run the same code, so all gather.
+    """
+    key, weight, content = tag.tolist()
+    if content == index:
+        return layout.read(codes, scales, index, content)
+    return _sources[key].gather_now(weight, index)
+
+
+def _gathered_matrices(
+    codes: Tensor,
+    scales: Tensor,
+    tag: Tensor,
+    experts: int,
+    rows: int,
+    cols: int,
+    spec: str,
+    index: int,
+    grad_output: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    key, weight, _ = tag.tolist()
+    qdata, scale = read_or_gather(codes, scales, tag, _sources[key].layout_of(weight), index)
+    # The results of an op must not share memory with its arguments.
+    shared = qdata.untyped_storage().data_ptr() == codes.untyped_storage().data_ptr()
+    return qdata.clone() if shared else qdata, scale
+
+
+implement("gathered_matrices", _gathered_matrices)
