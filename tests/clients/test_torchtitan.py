@@ -34,7 +34,11 @@ PROGRAMS = {
     "tp": (2, {"parallelism": TP, "recipe": torchtitan_cases.HEAD}),
     "tp_fsdp_selective": (4, {"parallelism": {**TP, "data_parallel_shard_degree": 2}, "checkpointing": "selective"}),
     "moe_tp_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "recipe": torchtitan_cases.HEAD}),
-}
+    "moe_experts_fsdp": (2, {"flavor": "debugmodel_moe", "experts": True, "dtype": "bfloat16"}),
+    "moe_experts_tp_fsdp_ep": (
+        4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "experts": True, "recipe": torchtitan_cases.HEAD},
+    ),
+}  # fmt: skip
 
 
 def run(ranks, world, parallelism=(), **options):

@@ -43,9 +43,6 @@ SPMD_BACKEND = "partial_dtensor"
 SAVED_OPS = ("scaled_matmul", "matmul", "whole_linear", "scaled_grouped_matmul", "grouped_matmul")
 """The ops of a layer's GEMMs, by name: to compute one of them again takes as long as the layer."""
 
-COMPUTED_IN = torch.bfloat16
-"""The dtype in which experts of torchtitan compute."""
-
 log = logging.getLogger("tritonfp8")
 
 
@@ -184,20 +181,21 @@ class Float8TokenDispatcher(AllToAllTokenDispatcher):
         self, routed_input_ND: Tensor, pg: Any, output_splits: list[int], input_splits: list[int]
     ) -> Tensor:
         recipe: Recipe = self.experts.recipe
-        return self._exchange(routed_input_ND, input_splits, output_splits, payload_of(recipe.output.lhs, COMPUTED_IN))
+        there = payload_of(recipe.output.lhs, self.experts.casts_to)
+        return self._exchange(routed_input_ND, input_splits, output_splits, there)
 
     def _combine_token_exchange(
         self, routed_output_RD: Tensor, pg: Any, input_splits: list[int], output_splits: list[int]
     ) -> Tensor:
         recipe: Recipe = self.experts.recipe
-        back = payload_of(recipe.grad_input.lhs, COMPUTED_IN)
+        back = payload_of(recipe.grad_input.lhs, self.experts.casts_to)
         return self._exchange(routed_output_RD, output_splits, input_splits, None, back)
 
     def _exchange(self, rows: Tensor, send: list[int], receive: list[int], *specs: Any) -> Tensor:
         assert self.ep_mesh is not None
         group = self.ep_mesh.get_group().group_name
         # Experts of torchtitan compute in bfloat16 whatever they get.
-        return exchange(rows.to(COMPUTED_IN), send, receive, group, *specs).to(rows.dtype)
+        return exchange(rows.to(self.experts.casts_to), send, receive, group, *specs).to(rows.dtype)
 
 
 def send_in_8_bits(model: nn.Module) -> list[str]:

@@ -51,6 +51,7 @@ def test_losses_and_weights_have_the_same_bits(ranks, recipe, reshard):
         {"param_dtype": None},
         {"param_dtype": None, "autocast": True},
         {"family": "gpt_oss"},
+        {"family": "gpt_oss", "compiled": True},
         {"family": "gpt_oss", "recipe": "tensorwise", "reshard": False},
         {"family": "qwen3_moe", "recipe": "mxfp8", "recompute": True},
     ],
@@ -82,7 +83,7 @@ def test_compiled_blocks(ranks, recipe):
         ("swap", "swap back", "high precision", "swap"),
         ("revert",),
         ("no_grad", "inference", "block alone"),
-        ("block alone", "copy"),
+        ("block alone", "copy", "once"),
     ],
     ids=str,
 )
@@ -94,6 +95,15 @@ def test_between_steps(ranks, actions, reshard):
     )
     assert on == off
     assert [stuck for _, stuck in on] == [[], []]
+
+
+def test_an_evaluation_where_a_rank_has_no_expert(ranks):
+    setup, actions = Setup(experts=3), ("no_grad", "inference")
+    on, off = (
+        ranks.run(4, experts_gather_cases.after_actions, setup=setup, enabled=enabled, actions=actions)
+        for enabled in (True, False)
+    )
+    assert on == off
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def train(mesh, setup, enabled, steps=3):
     return losses, digest, stuck, gathered, names
 
 
-def _actions(model, setup, mesh):
+def _actions(model, setup, mesh, enabled):
     """What may happen between two steps, by name."""
 
     def without_gradients(mode):
@@ -138,8 +138,18 @@ def _actions(model, setup, mesh):
         "no_grad": lambda: without_gradients(torch.no_grad),
         "inference": lambda: without_gradients(torch.inference_mode),
         "block alone": lambda: model.blocks[0](torch.ones(4, HIDDEN)).sum().backward(),
+        "once": lambda: _once(model, setup, mesh, enabled),
         "copy": lambda: copy.deepcopy(model.state_dict()),
     }
+
+
+def _once(model, setup, mesh, enabled):
+    """Two passes after an evaluation that left weights gathered; if in 8 bits, with weights quantized once."""
+    with torch.no_grad():
+        _loss(model, setup, mesh, 98)
+    with tritonfp8.quantize_weights_once(model) if enabled else contextlib.nullcontext():
+        for _ in range(2):
+            _loss(model, setup, mesh, 97).backward()
 
 
 def after_actions(mesh, setup, enabled, actions):
@@ -158,7 +168,7 @@ def after_actions(mesh, setup, enabled, actions):
         stuck += [name for name, p in after.items() if torch.equal(p, before[name])]
         before = after
         if action is not None:
-            _actions(model, setup, mesh)[action]()
+            _actions(model, setup, mesh, enabled)[action]()
             optimizer.zero_grad()
     return losses, stuck
 

@@ -23,7 +23,9 @@ def _version(x: Tensor) -> int | None:
 
 def _bits(x: Tensor) -> Tensor:
     """The values of ``x`` as a matrix of integers, without a copy if ``x`` has two dims."""
-    matrix = x.detach() if x.ndim == 2 else x.detach().reshape(x.shape[0] if x.ndim > 2 else 1, -1)
+    matrix = x.detach()
+    # A rank without experts has a shard without rows, whose columns a reshape could not tell.
+    matrix = matrix.flatten(1) if x.ndim > 2 else matrix.reshape(1, -1) if x.ndim < 2 else matrix
     return matrix.view(_INTEGERS[x.element_size()])
 
 

@@ -47,6 +47,8 @@ class ConvertedExperts(nn.Module):
     observer: ExpertsObserver | None = None
     # The class that converted experts had; None for Float8Experts, which had no other.
     experts: type[nn.Module] | None = None
+    # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
+    casts_to: torch.dtype | None = None
 
     def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """``of`` the weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""
@@ -263,6 +265,8 @@ class TransformersExperts(RoutedExperts):
 
 class TitanExperts(ConvertedExperts):
     """The part of converted experts of torchtitan that computes: its grouped GEMM; joined with their class."""
+
+    casts_to = torch.bfloat16
 
     def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""

@@ -113,6 +113,11 @@ def register_matrices(tensor_type: type, reader: MatricesReader) -> None:
     _readers[tensor_type] = reader
 
 
+def has_values(weight: Tensor) -> bool:
+    """Whether a weight can be quantized here: others hold codes, for the GEMMs of one recipe."""
+    return type(weight) not in _readers
+
+
 class GroupedPlan(NamedTuple):
     """What a call computes.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tritonfp8.layers.linear import CachedWeight, raise_changed, register_scope
 from tritonfp8.layers.moe.experts import RoutedExperts
-from tritonfp8.layers.moe.grouped_linear import quantize_weights
+from tritonfp8.layers.moe.grouped_linear import has_values, quantize_weights
 from tritonfp8.recipes import Recipe
 
 
@@ -22,7 +22,8 @@ def _parts(module: RoutedExperts) -> dict[str, Tensor] | None:
         return None
     if module.dispatch is not None:
         return module.dispatch.parts(weights)
-    return None if any(hasattr(weight, "_local_tensor") for weight in weights.values()) else weights
+    shared = (hasattr(weight, "_local_tensor") or not has_values(weight) for weight in weights.values())
+    return None if any(shared) else weights
 
 
 def _cached(module: RoutedExperts, name: str, weight: Tensor, recipe: Recipe, dtype: torch.dtype) -> CachedWeight:

@@ -151,6 +151,9 @@ class ExpertsAllGather:
         module = self.owners[name].module
         if not is_converted_experts(module) or not weight_orientations(module.recipe) or not managed.shape[0]:
             return False
+        if managed.shards == 1:
+            # Nothing is gathered, and FSDP takes a shard for the whole.
+            return False
         managed.require_mesh()
         reason = OTHER_DIM if managed.shard_dim != 0 else FEWER if managed.reshards_to_fewer else None
         if reason is not None and name not in self._told:
@@ -159,15 +162,17 @@ class ExpertsAllGather:
         return reason is None
 
     def _plan_of(self, name: str, managed: Managed, settings: GatherSettings) -> _Plan:
+        module = self.owners[name].module
         # Of gpt-oss the parameter is [E, K, N], whose matrices the GEMMs read transposed.
-        flipped = bool(getattr(self.owners[name].module, "is_transposed", False))
+        flipped = bool(getattr(module, "is_transposed", False))
         orientations = tuple(
             WeightOrientation(o.spec, o.transposed != flipped) for o in weight_orientations(settings.recipe)
         )
         experts, rows, cols = managed.shape
         layout = MatricesLayout(experts, rows, cols, managed.shards, orientations, settings.together)
         own = managed.param.sharded_param.dtype
-        quantized = settings.compute_dtype if self.cast and settings.compute_dtype is not None else own
+        computed_in = module.casts_to or settings.compute_dtype or own
+        quantized = computed_in if self.cast else own
         return _Plan(managed, layout, managed.param_dtype or own, quantized, quantized if self.cast else None)
 
     def _check_agreement(self) -> None:

@@ -50,8 +50,13 @@ class GatheredExperts(Tensor):
         flipped: bool = False,
     ) -> GatheredExperts:
         """A tensor of this type, without data of its own."""
-        matrix = (layout.cols, layout.rows) if flipped else (layout.rows, layout.cols)
-        return Tensor._make_wrapper_subclass(cls, (layout.experts, *matrix), dtype=dtype, device=codes.device)
+        # Strides are those of a view: of square matrices only they say that it is transposed.
+        sizes, strides = [layout.rows, layout.cols], [layout.cols, 1]
+        order = slice(None, None, -1) if flipped else slice(None)
+        return Tensor._make_wrapper_subclass(
+            cls, (layout.experts, *sizes[order]), (layout.rows * layout.cols, *strides[order]), dtype=dtype,
+            device=codes.device,
+        )  # fmt: skip
 
     def __init__(
         self,
@@ -135,8 +140,7 @@ class GatheredExperts(Tensor):
     ) -> Any:
         weight = args[0] if args and isinstance(args[0], GatheredExperts) else None
         if weight is not None:
-            same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(weight.shape)
-            if same or func in (aten.detach.default, aten.alias.default):
+            if func in (aten.detach.default, aten.alias.default) or weight._is_view_of_all(func, args):
                 return weight._same()
             if func is aten.transpose.int and {dim % 3 for dim in args[1:]} == {1, 2}:
                 return weight._same(flipped=not weight._flipped)
@@ -152,6 +156,14 @@ class GatheredExperts(Tensor):
             "GEMMs are there. Outside of their module work on the sharded parameters (model.reshard()). If autocast "
             "begins inside the model's forward, put it around the call of the model, or give fully_shard a policy "
             "(MixedPrecisionPolicy) whose param_dtype is the dtype of autocast."
+        )
+
+    def _is_view_of_all(self, func: Any, args: Any) -> bool:
+        if func is aten.view.default:
+            return tuple(args[1]) == tuple(self.shape)
+        return func is aten.as_strided.default and (tuple(args[1]), tuple(args[2])) == (
+            tuple(self.shape),
+            self.stride(),
         )
 
     def _takes_cast(self, kwargs: dict[str, Any]) -> bool:
