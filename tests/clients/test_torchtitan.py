@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600)]
 TP = {"tensor_parallel_degree": 2}
 FSDP = {"data_parallel_shard_degree": 2}
 TP_FSDP_EP = {**TP, "data_parallel_shard_degree": 2, "expert_parallel_degree": 4}
+FSDP_EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
 # A block has wqkv, wo and, without experts, w1, w2, w3.
 DENSE, ATTENTION = 5, 2
 
@@ -34,11 +35,8 @@ PROGRAMS = {
     "tp": (2, {"parallelism": TP, "recipe": torchtitan_cases.HEAD}),
     "tp_fsdp_selective": (4, {"parallelism": {**TP, "data_parallel_shard_degree": 2}, "checkpointing": "selective"}),
     "moe_tp_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "recipe": torchtitan_cases.HEAD}),
-    "moe_experts_fsdp": (2, {"flavor": "debugmodel_moe", "experts": True, "dtype": "bfloat16"}),
-    "moe_experts_tp_fsdp_ep": (
-        4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "experts": True, "recipe": torchtitan_cases.HEAD},
-    ),
-}  # fmt: skip
+    "moe_experts_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": FSDP_EP, "experts": True}),
+}
 
 
 def run(ranks, world, parallelism=(), **options):

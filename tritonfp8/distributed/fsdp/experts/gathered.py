@@ -105,21 +105,23 @@ class GatheredExperts(Tensor):
             ValueError: the weight was gathered for another recipe.
         """
         orientation = WeightOrientation(spec, transposed != self._flipped)
-        if orientation in self._layout.orientations:
+        twin = WeightOrientation(spec, not orientation.transposed)
+        known = self._layout.orientations
+        if orientation in known:
             return self._read(orientation, in_graph, grad_output)
-        # One orientation of square blocks serves both GEMMs.
-        qdata, scale = self._read(WeightOrientation(spec, not orientation.transposed), in_graph, grad_output)
-        return qdata.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
+        if twin in known and spec.block[0] == spec.block[1]:
+            # One orientation of square blocks serves both GEMMs.
+            qdata, scale = self._read(twin, in_graph, grad_output)
+            return qdata.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
+        raise ValueError(
+            f"the experts were gathered as {', '.join(str(each.spec) for each in known)}, and their recipe reads "
+            f"{spec}{' transposed' if transposed else ''}: swap recipes between steps"
+        )
 
     def _read(
         self, orientation: WeightOrientation, in_graph: bool, grad_output: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         layout, spec = self._layout, orientation.spec
-        if orientation not in layout.orientations:
-            raise ValueError(
-                f"the experts were gathered as {', '.join(str(o.spec) for o in layout.orientations)}, and their recipe "
-                f"reads {spec}: swap recipes between steps"
-            )
         index = layout.orientations.index(orientation)
         if self._tag is None:
             codes = self._codes_t if index and layout.together else self._codes
