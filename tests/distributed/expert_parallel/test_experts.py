@@ -101,7 +101,7 @@ def test_with_fsdp2(ranks, recipe, payload):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
 def test_the_8_bit_gather_of_fsdp2_changes_no_bit(ranks, recipe):
-    for reshard in (True, False):
+    for reshard in (True, False) if recipe == "rowwise" else (True,):
         options = {"recipe": recipe, "payload": "float8", "reshard": reshard}
         on, off = (ranks.run(4, expert_cases.train_with_fsdp, gather=gather, **options) for gather in (True, False))
         assert [row[1:] for row in on] == [row[1:] for row in off]
