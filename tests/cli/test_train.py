@@ -188,7 +188,7 @@ def test_loss_that_is_not_finite_is_named_with_its_step(invoke, small, tmp_path)
 
 
 def test_failed_recipe_is_shown_and_sets_the_exit_code(invoke, small, tmp_path, monkeypatch):
-    def broken(model, recipe):
+    def broken(model, recipe, **options):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(training.loop, "convert", broken)
