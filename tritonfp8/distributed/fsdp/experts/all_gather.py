@@ -65,7 +65,7 @@ class _Sent(NamedTuple):
 
 
 class _ExpertsToGather(ShardToGather):
-    """The hooks of a weight of experts, of which several tensors are gathered together."""
+    """The hooks of a weight of experts: several tensors are gathered together."""
 
     def to(self, *args: Any, **kwargs: Any) -> _ExpertsToGather:
         """As of :class:`ShardToGather`."""
