@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mixtures
 import torch
+from raised import raised
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -195,20 +196,16 @@ def master(mesh):
 
 def errors(mesh):
     """The texts of errors."""
-    found = []
-
-    def attempt(function):
-        try:
-            function()
-        except (TypeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-
     setup = Setup()
     model, _ = build(mesh, setup, True)
-    attempt(lambda: enable_float8_all_gather(model))
+    found = [raised(lambda: enable_float8_all_gather(model))]
     experts = tritonfp8.Float8Experts(4, HIDDEN, INSIDE, recipe="rowwise")
     enable_float8_all_gather(experts)
-    attempt(lambda: enable_float8_all_gather(experts))
+    found.append(raised(lambda: enable_float8_all_gather(experts)))
+    _loss(model, setup, mesh, 0).backward()
+    model.blocks[0].experts.down_proj.data = model.blocks[1].experts.down_proj.detach().clone()
+    found.append(raised(lambda: _loss(model, setup, mesh, 0)))
+    model, _ = build(mesh, setup, True)
     model.blocks[0].experts.register_forward_pre_hook(lambda module, args: module.down_proj.sum())
-    attempt(lambda: _loss(model, setup, mesh, 0))
+    found.append(raised(lambda: _loss(model, setup, mesh, 0)))
     return found

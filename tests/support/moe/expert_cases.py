@@ -6,6 +6,7 @@ import copy
 import mixtures
 import torch
 from cases import normal
+from raised import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -169,27 +170,20 @@ def train_with_fsdp(mesh, recipe, payload, steps=4, tokens=32, gather=False, res
 
 def errors(mesh):
     """The texts of errors."""
-    found = []
-
-    def attempt(function):
-        try:
-            function()
-        except (TypeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-
     experts = experts_of(8, "rowwise", torch.float32)
-    attempt(lambda: shard_experts(nn.Linear(4, 4), mesh))
-    attempt(lambda: shard_experts(experts, init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("a", "b"))))
-    attempt(lambda: shard_experts(experts, mesh, "float4"))
-    attempt(lambda: shard_experts(experts, mesh, average_gradients="yes"))
-    attempt(lambda: shard_experts(experts, mesh, average_gradients=0))
+    two_dims = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("a", "b"))
+    found = [
+        raised(lambda: shard_experts(nn.Linear(4, 4), mesh)),
+        raised(lambda: shard_experts(experts, two_dims)),
+        raised(lambda: shard_experts(experts, mesh, "float4")),
+        raised(lambda: shard_experts(experts, mesh, average_gradients="yes")),
+        raised(lambda: shard_experts(experts, mesh, average_gradients=0)),
+    ]
     shard_experts(experts, mesh)
-    attempt(lambda: shard_experts(experts, mesh))
-    attempt(lambda: tritonfp8.revert(experts))
+    found += [raised(lambda: shard_experts(experts, mesh)), raised(lambda: tritonfp8.revert(experts))]
     experts.down_proj = nn.Parameter(torch.zeros(8, HIDDEN, INSIDE))
     batch = batch_of(4, 8, torch.float32, "any")
-    attempt(lambda: experts(*batch))
-    return found
+    return [*found, raised(lambda: experts(*batch))]
 
 
 def checkpoint(mesh, path):

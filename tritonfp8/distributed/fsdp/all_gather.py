@@ -109,7 +109,7 @@ class Float8AllGather:
             self._evaluated.gather_changed()
             self._evaluated = None
         in_values = self._plan()
-        self._assignments.check(self._found)
+        self._assignments.check({**self._found, **self.experts.managed()})
         self._ready.clear()
         for batch in self._batches:
             if self._kept is None or not all(self._is_current(name, plan) for name, plan in batch.plans.items()):

@@ -125,9 +125,9 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
             quantized without that rounding, and the losses differ.
 
     Returns:
-        A :class:`~tritonfp8.ConversionReport` with the recipe of each weight that is gathered in 8 bits, and the reason
-        why the weight of any other converted layer is not. A recipe may read it in high precision, or another module
-        that shares it.
+        A :class:`~tritonfp8.ConversionReport` with the recipe of each layer, and of each module of experts, that is
+        gathered in 8 bits, and the reason why the weight of any other converted layer is not. A recipe may read it in
+        high precision, or another module that shares it.
 
     Raises:
         TypeError: ``model`` is no module.

@@ -329,10 +329,15 @@ register_weight_type(GatheredWeight, GatheredWeightOperands())
 
 # A buffer that holds one of two orientations has a tag that says which. The tag is a tensor on the CPU, so that a
 # compiled graph can read it: the source's key, the index of the weight, the index of the orientation.
-_sources: weakref.WeakValueDictionary[int, GatheredSource] = weakref.WeakValueDictionary()
+_sources: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def register_source(source: GatheredSource, key: int) -> int:
+def source_of(key: int) -> Any:
+    """The source with this key, for linear layers or for experts."""
+    return _sources[key]
+
+
+def register_source(source: Any, key: int = 0) -> int:
     """The key of a source in the tags of its weights: ``key`` if that is its own, else a new one."""
     if _sources.get(key) is not source:
         key = max(_sources, default=0) + 1

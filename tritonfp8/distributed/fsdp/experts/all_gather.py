@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.fsdp.agreement import check_agreement
 from tritonfp8.distributed.fsdp.byte_layout import WeightOrientation, weight_orientations
-from tritonfp8.distributed.fsdp.experts.gathered import GatheredExperts, register_experts_source
+from tritonfp8.distributed.fsdp.experts.gathered import GatheredExperts
 from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
 from tritonfp8.distributed.fsdp.gather_plan import GatherSettings
+from tritonfp8.distributed.fsdp.gathered_weight import register_source
 from tritonfp8.distributed.fsdp.sharded_weight import ShardToGather
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed, managed_parameters
 from tritonfp8.distributed.torch_private import all_gather_single
@@ -103,7 +104,7 @@ class ExpertsAllGather:
         self._settings: dict[str, GatherSettings] = {}
         self._plans: dict[str, _Plan] = {}
         self._told: set[str] = set()
-        self._key = register_experts_source(self)
+        self._key = register_source(self)
 
     @property
     def are_converted(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import WeightOrientation
 from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
+from tritonfp8.distributed.fsdp.gathered_weight import source_of
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
 from tritonfp8.distributed.torch_private import disable_dynamo
 from tritonfp8.layers.linear import Pair
@@ -214,18 +214,6 @@ class ExpertsSource(Protocol):
         """``(qdata, scale)`` of one orientation of the weight with this index, gathered by this call."""
 
 
-# The tag of bytes that hold one of two orientations: the source's key, the index of the weight, that of the
-# orientation. It is a tensor on the CPU, so that a compiled graph can read it.
-_sources: weakref.WeakValueDictionary[int, ExpertsSource] = weakref.WeakValueDictionary()
-
-
-def register_experts_source(source: ExpertsSource) -> int:
-    """A key for the tags of the weights of a source."""
-    key = max(_sources, default=0) + 1
-    _sources[key] = source
-    return key
-
-
 def read_or_gather(
     codes: Tensor, scales: Tensor, tag: Tensor, layout: MatricesLayout, index: int
 ) -> tuple[Tensor, Tensor]:
@@ -236,7 +224,8 @@ def read_or_gather(
     key, weight, content = tag.tolist()
     if content == index:
         return layout.read(codes, scales, index, content)
-    return _sources[key].gather_now(weight, index)
+    source: ExpertsSource = source_of(key)
+    return source.gather_now(weight, index)
 
 
 def _gathered_matrices(
@@ -251,7 +240,7 @@ def _gathered_matrices(
     grad_output: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     key, weight, _ = tag.tolist()
-    qdata, scale = read_or_gather(codes, scales, tag, _sources[key].layout_of(weight), index)
+    qdata, scale = read_or_gather(codes, scales, tag, source_of(key).layout_of(weight), index)
     # The results of an op must not share memory with its arguments.
     shared = qdata.untyped_storage().data_ptr() == codes.untyped_storage().data_ptr()
     return qdata.clone() if shared else qdata, scale

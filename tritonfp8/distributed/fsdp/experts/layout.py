@@ -25,7 +25,7 @@ class MatricesLayout:
     """Where each part of a weight lies in the gathered bytes. Compared by value: compiled graphs are guarded on it.
 
     Attributes:
-        experts, rows, cols: the shape of the whole parameter.
+        experts, rows, cols: the shape of the parameter before it is sharded.
         shards: W, the ranks that hold it.
         orientations: how the GEMMs read the matrices of the parameter.
         together: whether the bytes hold all orientations; otherwise one, and they do not say which.
