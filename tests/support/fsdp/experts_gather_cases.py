@@ -75,10 +75,12 @@ def build(mesh, setup, enabled, cast="param_dtype"):
         model = mixtures.model_of(setup.family)
         blocks = model.model.layers
         tritonfp8.convert(model, setup.recipe, experts=True)
+    model.to(mesh.device_type)
     report = enable_float8_all_gather(model, cast) if enabled else None
     if setup.compiled:
+        backend = "aot_eager" if mesh.device_type == "cpu" else "inductor"
         for block in blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
+            block.compile(backend=backend, fullgraph=True)
     options = {"mesh": mesh, "reshard_after_forward": setup.reshard}
     if setup.shard_dim is not None:
         options["shard_placement_fn"] = lambda p: Shard(setup.shard_dim) if p.ndim == 3 else None
@@ -92,14 +94,14 @@ def build(mesh, setup, enabled, cast="param_dtype"):
 def _loss(model, setup, mesh, step):
     generator = torch.Generator().manual_seed(100 * step + mesh.get_rank())
     if setup.family is not None:
-        tokens = torch.randint(96, (2, 9), generator=generator)
+        tokens = torch.randint(96, (2, 9), generator=generator).to(mesh.device_type)
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
     x, y = torch.randn(24, HIDDEN, generator=generator), torch.randint(16, (24,), generator=generator)
-    return nn.functional.cross_entropy(model(x).float(), y)
+    return nn.functional.cross_entropy(model(x.to(mesh.device_type)).float(), y.to(mesh.device_type))
 
 
-def train(mesh, setup, enabled, steps=3):
+def train(mesh, setup, enabled, steps=2):
     """Losses and a digest of the weights; the parameters that are stuck; gathered bytes of the second step."""
     model, report = build(mesh, setup, enabled)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -108,7 +110,7 @@ def train(mesh, setup, enabled, steps=3):
     for step in range(steps):
         with count_collective_bytes() as traffic:
             for micro in range(setup.micro_batches):
-                cast = torch.autocast("cpu", torch.bfloat16) if setup.autocast else contextlib.nullcontext()
+                cast = torch.autocast(mesh.device_type, torch.bfloat16) if setup.autocast else contextlib.nullcontext()
                 with cast:
                     loss = _loss(model, setup, mesh, 10 * step + micro)
                 loss.backward()
@@ -138,7 +140,7 @@ def _actions(model, setup, mesh, enabled):
         "revert": lambda: tritonfp8.revert(model),
         "no_grad": lambda: without_gradients(torch.no_grad),
         "inference": lambda: without_gradients(torch.inference_mode),
-        "block alone": lambda: model.blocks[0](torch.ones(4, HIDDEN)).sum().backward(),
+        "block alone": lambda: model.blocks[0](torch.ones(4, HIDDEN, device=mesh.device_type)).sum().backward(),
         "once": lambda: _once(model, setup, mesh, enabled),
         "copy": lambda: copy.deepcopy(model.state_dict()),
     }

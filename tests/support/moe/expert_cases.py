@@ -75,10 +75,11 @@ def against_one_process(
     family=None,
 ):
     """What differs from one process with the tokens of all ranks; the bytes of this rank's all-to-alls."""
-    dtype = getattr(torch, dtype)
-    whole = experts_of(experts, recipe, dtype, family=family)
+    dtype, device = getattr(torch, dtype), mesh.device_type
+    whole = experts_of(experts, recipe, dtype, family=family).to(device)
     module = copy.deepcopy(whole)
-    batch, grad = batch_of(sum(tokens), experts, dtype, routing), normal(sum(tokens), HIDDEN, seed=5, dtype=dtype)
+    batch = [x.to(device) for x in batch_of(sum(tokens), experts, dtype, routing)]
+    grad = normal(sum(tokens), HIDDEN, seed=5, dtype=dtype, device=device)
     expected = run(whole, *batch, grad)
     names = shard_experts(module, mesh, payload, average_gradients=average)
     assert names == [""]
@@ -130,7 +131,7 @@ def _whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def train_with_fsdp(mesh, recipe, payload, steps=4, tokens=32, gather=False, reshard=True):
+def train_with_fsdp(mesh, recipe, payload, steps=3, tokens=32, gather=False, reshard=True):
     """Experts over one dim of a square mesh, FSDP2 over the other, and over both for the other layers.
 
     Args:

@@ -71,13 +71,15 @@ def against_one_process(mesh, recipe, average):
 
     ``average`` is the argument of ``shard_experts``.
     """
-    square = init_device_mesh("cpu", (mesh.size() // TP, TP), mesh_dim_names=("dp", "tp"))
+    square = init_device_mesh(mesh.device_type, (mesh.size() // TP, TP), mesh_dim_names=("dp", "tp"))
     dp, tp = square["dp"], square["tp"]
-    model = mixtures.model_of("qwen3_moe")
+    model = mixtures.model_of("qwen3_moe").to(mesh.device_type)
     tritonfp8.convert(model, recipe, experts=True)
     single, first = copy.deepcopy(model), {name: p.detach().clone() for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(5)
-    batches = [torch.randint(96, (dp.size(), LENGTH + 1), generator=generator) for _ in range(STEPS)]
+    batches = [
+        torch.randint(96, (dp.size(), LENGTH + 1), generator=generator).to(mesh.device_type) for _ in range(STEPS)
+    ]
     expected, expected_grads = _train(single, batches)
 
     parallelize_module(model, tp, plan(len(model.model.layers)))
