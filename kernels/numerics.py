@@ -12,6 +12,7 @@ INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 MANTISSA_MASK: tl.constexpr = tl.constexpr(0x7FFFFF)
 MAGNITUDE_MASK: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 MAX_ENCODE: tl.constexpr = tl.constexpr(2.0**126)
 MAX_ENCODE_EXPONENT: tl.constexpr = tl.constexpr(126 + 127)
 
@@ -41,6 +42,14 @@ def amax_bits(values, dtype: tl.constexpr):
         return values.to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
     else:
         return values
+
+
+@triton.jit
+def logistic(x):
+    """The sigmoid of a float32 tile, to a few units in the last place."""
+    # exp2 and rsqrt are one instruction each; exp and a division are ten. An infinite exp2 gives 0.
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
+    return root * root
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from tritonfp8.kernels.numerics import (
     MANTISSA_MASK,
     encode_e8m0,
     encode_fp32,
+    logistic,
     magnitude_bits,
     magnitudes,
     reduce_max,
@@ -26,8 +27,6 @@ from tritonfp8.kernels.numerics import (
     saturate,
 )
 from tritonfp8.kernels.pdl import begin
-
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -54,13 +53,6 @@ def normalized_rows(x, rstd, ROUND_NORMALIZED: tl.constexpr):
     """``x * rstd`` in float32, with ROUND_NORMALIZED rounded to the dtype of x before the weight is multiplied."""
     normalized = x.to(tl.float32) * rstd
     return normalized.to(x.dtype).to(tl.float32) if ROUND_NORMALIZED else normalized
-
-
-@triton.jit
-def _sigmoid(x):
-    # exp2 and rsqrt are one instruction each; exp and a division are ten. An infinite exp2 gives 0.
-    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2_E))
-    return root * root
 
 
 @triton.jit
@@ -120,7 +112,7 @@ def _value(inputs, DTYPE: tl.constexpr, PRODUCER: tl.constexpr, ROUND_NORMALIZED
     else:
         gate = a.to(tl.float32)
         up = b.to(tl.float32)
-        sigmoid = _sigmoid(gate)
+        sigmoid = logistic(gate)
         if PRODUCER == "silu_mul":
             y = gate * sigmoid * up
         else:

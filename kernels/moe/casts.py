@@ -3,52 +3,37 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.cast.quantize import quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.moe.rows import (
+    grad_of_gate,
+    load_rows,
+    of_group,
+    rows_of,
+    swiglu,
+)
 from tritonfp8.kernels.moe.schedule import FIELDS, bounds_of
 from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
 from tritonfp8.kernels.pdl import begin
 
 
 @triton.jit
-def _rows_of(tile, table_ptr, rows, MATRICES: tl.constexpr, TILE: tl.constexpr):
-    """Group of a tile, first row of the group, its number of rows, and which tile of the group it is."""
-    if MATRICES:
-        tiles = tl.cdiv(rows, TILE)
-        group = tile // tiles
-        return group, group * rows, rows, tile % tiles
-    else:
-        at = table_ptr + tile * FIELDS
-        start = tl.load(at + 3)
-        return tl.load(at), start, tl.load(at + 2) - start, (tl.load(at + 1) - start) // TILE
+def _within_threads(values, R: tl.constexpr):
+    """Maxima over the R rows of a tile that a thread has: threads then exchange R times fewer values."""
+    L: tl.constexpr = values.shape[0] // R
+    N: tl.constexpr = values.shape[1]
+    return reduce_max(tl.reshape(values, (R, L, N)), 0) if R > 1 else values
 
 
 @triton.jit
-def _of_group(pointer, group, start, stride_row, stride_group, ROWS: tl.constexpr, MATRICES: tl.constexpr):
-    """Where the values of a group begin: scales that tokens share are found by the group, others by its first row."""
-    if MATRICES or ROWS == -1:
-        return pointer + group.to(tl.int64) * stride_group
-    else:
-        return pointer + start.to(tl.int64) * stride_row
-
-
-@triton.jit
-def _load_rows(
-    x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn,
-    PICKED: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+def _raise_maxima(
+    highest, col_ptr, whole_ptr, group, cols, mask, N, DTYPE: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Rows ``within`` of a group: of ``x``, or, if PICKED, of the rows of ``x`` that are named, times their factors."""
-    if PICKED:
-        source = tl.load(picked_ptr + start + within, mask=within < count, other=0)
-        pointers = x_ptr + source.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
-    else:
-        pointers = x_ptr + start.to(tl.int64) * stride_xm
-        pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
-    x = load_masked(pointers, mask, EVEN)
-    if SCALED:
-        factors = tl.load(factors_ptr + start + within, mask=within < count, other=0.0).to(tl.float32)
-        return (x.to(tl.float32) * factors[:, None]).to(x.dtype)
-    else:
-        return x
+    """Raise the maxima of a group by those of some of its rows, magnitudes of DTYPE."""
+    found = reduce_max(highest, 0)
+    if COL:
+        tl.atomic_max(col_ptr + group.to(tl.int64) * N + cols, amax_bits(found, DTYPE), mask=mask, sem="relaxed")
+    if WHOLE:
+        tl.atomic_max(whole_ptr + group, amax_bits(reduce_max(found, 0), DTYPE), sem="relaxed")
 
 
 @triton.jit
@@ -56,7 +41,7 @@ def group_amax_kernel(
     x_ptr, picked_ptr, factors_ptr, table_ptr, row_ptr, col_ptr, whole_ptr,
     blocks, entries, rows, N, stride_xm, stride_xn, stride_part,
     ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, MATRICES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    PICKED: tl.constexpr, SCALED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr,
+    SOURCE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Maxima of blocks that no tile holds whole.
@@ -75,42 +60,85 @@ def group_amax_kernel(
     tiles = blocks if MATRICES else tl.load(table_ptr + entries * FIELDS)
     # More than one tile only where some rows belong to no group.
     for tile in range(pid_m, tiles, blocks):
-        group, start, count, of_group = _rows_of(tile, table_ptr, rows, MATRICES, ALIGNMENT)
-        first = of_group * ALIGNMENT
+        group, start, count, place = rows_of(tile, table_ptr, rows, MATRICES, ALIGNMENT)
+        first = place * ALIGNMENT
         row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
         # Zeros of the dtype of the magnitudes.
         highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
         for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
             within = part + tl.arange(0, TILE_M)
             mask = (within < count)[:, None] & (cols < N)[None, :]
-            x = _load_rows(
-                x_ptr,
-                picked_ptr,
-                factors_ptr,
-                start,
-                count,
-                within,
-                cols,
-                mask,
-                stride_xm,
-                stride_xn,
-                PICKED,
-                SCALED,
-                False,
-            )
+            x = load_rows(
+                x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, False,
+            )  # fmt: skip
             values = magnitudes(x)
             if ROW:
                 tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
             if COL or WHOLE:
-                highest = tl.maximum(highest, reduce_max(tl.reshape(values, (R, L, TILE_N)), 0) if R > 1 else values)
+                highest = tl.maximum(highest, _within_threads(values, R))
         if (COL or WHOLE) and (tile < blocks) & (count > first):
-            found = reduce_max(highest, 0)
-            if COL:
-                maxima = col_ptr + group.to(tl.int64) * N + cols
-                tl.atomic_max(maxima, amax_bits(found, x_ptr.dtype.element_ty), mask=cols < N, sem="relaxed")
-            if WHOLE:
-                bits = amax_bits(reduce_max(found, 0), x_ptr.dtype.element_ty)
-                tl.atomic_max(whole_ptr + group, bits, sem="relaxed")
+            _raise_maxima(
+                highest, col_ptr, whole_ptr, group, cols, cols < N, N, x_ptr.dtype.element_ty, COL, WHOLE
+            )  # fmt: skip
+
+
+@triton.jit
+def group_swiglu_kernel(
+    grad_ptr, gate_up_ptr, out_ptr, table_ptr, row_ptr, col_ptr, whole_ptr,
+    blocks, entries, F, stride_gm, stride_gn, stride_um, stride_un, stride_part,
+    ROW: tl.constexpr, COL: tl.constexpr, WHOLE: tl.constexpr, BACKWARD: tl.constexpr, ALIGNMENT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """:func:`swiglu_kernel` on rows of groups, and the maxima of ``out`` as :func:`group_amax_kernel` finds them."""
+    begin(DEPENDENT)
+    L: tl.constexpr = TILE_M // R
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    N = 2 * F if BACKWARD else F
+    strips = tl.cdiv(F, TILE_N)
+    pid_m, pid_n = tile_index(tl.program_id(0), blocks * ALIGNMENT, F, ALIGNMENT, TILE_N, 1)
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    at = cols[None, :]
+    tiles = tl.load(table_ptr + entries * FIELDS)
+    for tile in range(pid_m, tiles, blocks):
+        group, start, count, place = rows_of(tile, table_ptr, 0, False, ALIGNMENT)
+        first = place * ALIGNMENT
+        row_maxima = row_ptr + pid_n.to(tl.int64) * stride_part + start
+        highest = tl.zeros((L, TILE_N), magnitudes(tl.zeros((1,), DTYPE)).dtype)
+        # Of the gradient of what is multiplied by the gate.
+        highest_up = highest
+        for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
+            within = part + tl.arange(0, TILE_M)
+            exist = within < count
+            mask = exist[:, None] & (cols < F)[None, :]
+            row = (start + within)[:, None]
+            gates = gate_up_ptr + row.to(tl.int64) * stride_um
+            gate = tl.load(gates + at.to(tl.int64) * stride_un, mask=mask, other=0.0)
+            up = tl.load(gates + (at + F).to(tl.int64) * stride_un, mask=mask, other=0.0)
+            out = out_ptr + row.to(tl.int64) * N + at
+            if BACKWARD:
+                grad = tl.load(
+                    grad_ptr + row.to(tl.int64) * stride_gm + at.to(tl.int64) * stride_gn, mask=mask, other=0.0
+                )
+                of_up = swiglu(gate, grad)
+                tl.store(out + F, of_up, mask=mask)
+                values = magnitudes(of_up)
+                if ROW:
+                    tl.store(row_maxima + strips.to(tl.int64) * stride_part + within, reduce_max(values, 1), mask=exist)
+                if COL or WHOLE:
+                    highest_up = tl.maximum(highest_up, _within_threads(values, R))
+                x = grad_of_gate(grad, gate, up)
+            else:
+                x = swiglu(gate, up)
+            tl.store(out, x, mask=mask)
+            values = magnitudes(x)
+            if ROW:
+                tl.store(row_maxima + within, reduce_max(values, 1), mask=exist)
+            if COL or WHOLE:
+                highest = tl.maximum(highest, _within_threads(values, R))
+        if (COL or WHOLE) and (tile < blocks) & (count > first):
+            _raise_maxima(highest, col_ptr, whole_ptr, group, cols, cols < F, N, DTYPE, COL, WHOLE)
+            if BACKWARD:
+                _raise_maxima(highest_up, col_ptr + F, whole_ptr, group, cols, cols < F, N, DTYPE, COL, WHOLE)
 
 
 @triton.jit
@@ -127,7 +155,7 @@ def quantize_groups_kernel(
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
     NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, MATRICES: tl.constexpr,
-    PICKED: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    SOURCE: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize each group of rows of ``x``, its transpose, or both, in one pass over ``x``.
@@ -140,58 +168,34 @@ def quantize_groups_kernel(
     """
     begin(DEPENDENT)
     pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), blocks * TILE_M, N, TILE_M, TILE_N, GROUP)
-    group, start, count, of_group = _rows_of(pid_m, table_ptr, rows, MATRICES, TILE_M)
-    within = spread_rows(of_group, TILE_M, R)
+    group, start, count, place = rows_of(pid_m, table_ptr, rows, MATRICES, TILE_M)
+    within = spread_rows(place, TILE_M, R)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     mask = (within < count)[:, None]
     if not EVEN:
         mask = mask & (cols < N)[None, :]
     WHOLE: tl.constexpr = EVEN and MATRICES
     if NORMAL:
-        x = _load_rows(
-            x_ptr,
-            picked_ptr,
-            factors_ptr,
-            start,
-            count,
-            within,
-            cols,
-            mask,
-            stride_xm,
-            stride_xn,
-            PICKED,
-            SCALED,
-            WHOLE,
-        )
+        x = load_rows(
+            x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, WHOLE,
+        )  # fmt: skip
         quantize_tile(
-            x, of_group, pid_n, of_group == 0, count, N,
+            x, place, pid_n, place == 0, count, N,
             q_ptr + start.to(tl.int64) * stride_qm,
-            _of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
-            _of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
+            of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
+            of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
             count if ROWS == 1 and not MATRICES else groups_m,
             groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
             ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
             DIRECT_CAST, False, WHOLE, R,
         )  # fmt: skip
     if TRANSPOSED:
-        x = _load_rows(
-            x_ptr,
-            picked_ptr,
-            factors_ptr,
-            start,
-            count,
-            within,
-            cols,
-            mask,
-            stride_xm,
-            stride_xn,
-            PICKED,
-            SCALED,
-            WHOLE,
-        )
+        x = load_rows(
+            x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, WHOLE,
+        )  # fmt: skip
         # Of groups of columns by their absolute place, whose alignment is known.
         quantize_tile(
-            x, of_group if MATRICES else pid_m, pid_n, of_group == 0, rows if MATRICES else blocks * TILE_M, N,
+            x, place if MATRICES else pid_m, pid_n, place == 0, rows if MATRICES else blocks * TILE_M, N,
             qt_ptr + group.to(tl.int64) * stride_qtg,
             st_ptr + group.to(tl.int64) * stride_stg,
             amax_t_ptr + group.to(tl.int64) * stride_atg,
@@ -207,7 +211,7 @@ def quantize_rest_kernel(
     groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
-    DIRECT_CAST: tl.constexpr, PICKED: tl.constexpr, SCALED: tl.constexpr,
+    DIRECT_CAST: tl.constexpr, SOURCE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize the rows of no group: each by its own scales; zeros if a group has one scale for all rows.
@@ -218,29 +222,17 @@ def quantize_rest_kernel(
     tiles_n = tl.cdiv(N, TILE_N)
     rest = tl.load(table_ptr + entries * FIELDS) - blocks
     for piece in range(tl.program_id(0), rest * tiles_n, tl.num_programs(0)):
-        _, start, count, of_group = _rows_of(blocks + piece // tiles_n, table_ptr, 0, False, TILE_M)
+        _, start, count, place = rows_of(blocks + piece // tiles_n, table_ptr, 0, False, TILE_M)
         pid_n = piece % tiles_n
         cols = pid_n * TILE_N + tl.arange(0, TILE_N)
-        within = of_group * TILE_M + tl.arange(0, TILE_M)
+        within = place * TILE_M + tl.arange(0, TILE_M)
         mask = (within < count)[:, None] & (cols < N)[None, :]
         if ROWS == 1:
-            x = _load_rows(
-                x_ptr,
-                picked_ptr,
-                factors_ptr,
-                start,
-                count,
-                within,
-                cols,
-                mask,
-                stride_xm,
-                stride_xn,
-                PICKED,
-                SCALED,
-                False,
-            )
+            x = load_rows(
+                x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, False,
+            )  # fmt: skip
             quantize_tile(
-                x, of_group, pid_n, of_group == 0, count, N, q_ptr + start.to(tl.int64) * stride_qm,
+                x, place, pid_n, place == 0, count, N, q_ptr + start.to(tl.int64) * stride_qm,
                 s_ptr + start.to(tl.int64) * stride_sm, amax_ptr + start.to(tl.int64) * stride_am,
                 count, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
                 ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
@@ -249,6 +241,59 @@ def quantize_rest_kernel(
         else:
             offsets = (start + within).to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
             tl.store(q_ptr + offsets, tl.zeros((TILE_M, TILE_N), q_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_kernel(
+    grad_ptr, gate_up_ptr, out_ptr, rows, F, stride_gm, stride_gn, stride_um, stride_un,
+    BACKWARD: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``silu(gate) * up`` of ``gate_up [rows, 2 F]``, or its gradient, as the casts of groups compute them."""
+    begin(DEPENDENT)
+    tiles_n = tl.cdiv(F, TILE_N)
+    within = (tl.program_id(0) // tiles_n * TILE_M + tl.arange(0, TILE_M))[:, None]
+    cols = (tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N))[None, :]
+    mask = (within < rows) & (cols < F)
+    gates = gate_up_ptr + within.to(tl.int64) * stride_um
+    gate = tl.load(gates + cols.to(tl.int64) * stride_un, mask=mask, other=0.0)
+    up = tl.load(gates + (cols + F).to(tl.int64) * stride_un, mask=mask, other=0.0)
+    if BACKWARD:
+        grad = tl.load(grad_ptr + within.to(tl.int64) * stride_gm + cols.to(tl.int64) * stride_gn, mask=mask, other=0.0)
+        out = out_ptr + within.to(tl.int64) * (2 * F) + cols
+        tl.store(out, grad_of_gate(grad, gate, up), mask=mask)
+        tl.store(out + F, swiglu(gate, grad), mask=mask)
+    else:
+        tl.store(out_ptr + within.to(tl.int64) * F + cols, swiglu(gate, up), mask=mask)
+
+
+@triton.jit
+def sum_of_rows_kernel(
+    x_ptr, places_ptr, factors_ptr, out_ptr, tokens, N, stride_xm, stride_xn,
+    EACH: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``out [tokens, N]``: the sum of the EACH rows of ``x`` that ``places`` names for a token, times their factors.
+
+    Rows are added in their order, in float32. ROUNDED: their products are first rounded to the dtype of ``x``.
+    """
+    begin(DEPENDENT)
+    tiles_n = tl.cdiv(N, TILE_N)
+    token = tl.program_id(0) // tiles_n * TILE_M + tl.arange(0, TILE_M)
+    cols = (tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N))[None, :]
+    mask = (token < tokens)[:, None] & (cols < N)
+    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for i in tl.static_range(EACH):
+        at = token.to(tl.int64) * EACH + i
+        row = tl.load(places_ptr + at, mask=token < tokens, other=0)
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64) * stride_xn, mask=mask, other=0.0)
+        value = x.to(tl.float32)
+        if SCALED:
+            factor = tl.load(factors_ptr + at, mask=token < tokens, other=0.0).to(tl.float32)
+            value = value * factor[:, None]
+            if ROUNDED:
+                value = value.to(x.dtype).to(tl.float32)
+        acc += value
+    tl.store(out_ptr + token.to(tl.int64)[:, None] * N + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -284,8 +329,8 @@ def partial_sums_kernel(
     tiles_n = tl.cdiv(N, TILE_N)
     tile = tl.program_id(0) // tiles_n
     cols = tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N)
-    _, start, count, of_group = _rows_of(tile, table_ptr, 0, False, TILE_M)
-    within = of_group * TILE_M + tl.arange(0, TILE_M)
+    _, start, count, place = rows_of(tile, table_ptr, 0, False, TILE_M)
+    within = place * TILE_M + tl.arange(0, TILE_M)
     pointers = x_ptr + start.to(tl.int64) * stride_xm
     pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
     x = tl.load(pointers, mask=(within < count)[:, None] & (cols < N)[None, :], other=0.0)

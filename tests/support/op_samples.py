@@ -128,11 +128,13 @@ def grouped_samples():
     tokens, n, k = 140, 24, 70
     offsets = torch.tensor([3, 3, 133], dtype=torch.int32)
     x, grad = normal(tokens, k), normal(tokens, n, seed=1)
-    weight, bias = normal(3, n, k, seed=2), normal(3, n, seed=3)
+    weight, bias, gates = normal(3, n, k, seed=2), normal(3, n, seed=3), normal(tokens, 2 * n, seed=4)
     for lhs, rhs in MATMUL_PAIRS:
         yield ops.quantize_groups, (x, offsets, *lhs.args)
         yield ops.quantize_groups, (x.t().contiguous().t(), offsets, *rhs.args, True)
         yield ops.quantize_groups_both, (x, offsets, *lhs.args, *rhs.args)
+        yield ops.quantize_groups, (x, offsets, *lhs.args, False, None, None, None, True)
+        yield ops.quantize_groups_both, (grad, offsets, *lhs.args, *rhs.args, None, None, gates, True)
         for transpose in (False, True):
             yield ops.quantize_matrices, (weight, *rhs.args, transpose)
         rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args
@@ -147,6 +149,11 @@ def grouped_samples():
     yield ops.grouped_matmul, (x, weight, offsets, bias)
     yield ops.grouped_matmul, (grad.t(), x.t(), offsets)
     yield ops.grouped_sum, (grad, offsets)
+    yield ops.swiglu, (x,)
+    yield ops.swiglu_backward, (grad, gates)
+    places = torch.arange(tokens).view(-1, 4).flip(1)
+    yield ops.sum_of_rows, (x, places)
+    yield ops.sum_of_rows, (x.bfloat16(), places, normal(tokens // 4, 4, seed=5))
 
 
 def figure_samples(device):

@@ -67,6 +67,12 @@ def _groups(shape: Sequence[int], spec: str, layout: str, groups: int, device: t
     return qdata, empty_grouped_scale(shape, s, layout, groups, device)
 
 
+def _width(x: Tensor, gate_up: Tensor | None, swiglu: bool) -> int:
+    if not swiglu:
+        return x.shape[1]
+    return x.shape[1] // 2 if gate_up is None else gate_up.shape[1]
+
+
 def quantize_groups(
     x: Tensor,
     offsets: Tensor,
@@ -74,17 +80,32 @@ def quantize_groups(
     transpose: bool = False,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
+    gate_up: Tensor | None = None,
+    swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    groups, tokens = offsets.shape[0], (x if rows is None else rows).shape[0]
+    groups, tokens, width = offsets.shape[0], (x if rows is None else rows).shape[0], _width(x, gate_up, swiglu)
     if transpose:
-        return _groups((x.shape[1], grouped_columns(tokens, groups)), spec, "columns", groups, x.device)
-    return _groups((tokens, x.shape[1]), spec, "rows", groups, x.device)
+        return _groups((width, grouped_columns(tokens, groups)), spec, "columns", groups, x.device)
+    return _groups((tokens, width), spec, "rows", groups, x.device)
 
 
 def quantize_groups_both(
-    x: Tensor, offsets: Tensor, spec: str, spec_t: str, rows: Tensor | None = None, factors: Tensor | None = None
+    x: Tensor, offsets: Tensor, spec: str, spec_t: str, *sources: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *quantize_groups(x, offsets, spec, False, rows), *quantize_groups(x, offsets, spec_t, True, rows)
+    return *quantize_groups(x, offsets, spec, False, *sources), *quantize_groups(x, offsets, spec_t, True, *sources)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // 2))
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Tensor:
+    dtype = x.dtype if factors is None else torch.promote_types(x.dtype, factors.dtype)
+    return x.new_empty((places.shape[0], x.shape[1]), dtype=dtype)
 
 
 def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:

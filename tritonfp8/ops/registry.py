@@ -57,6 +57,13 @@ class Op:
     sharding: Rule | None = None
 
 
+def _twin(name: str, schema: str) -> Op:
+    """An op whose fake, reference and launch have its name."""
+    fake, twin, launched = (getattr(module, name) for module in (fakes, reference, launch))
+    return Op(schema, fake, twin, launched, getattr(launch, f"plan_{name}"))
+
+
+_ROWS = "Tensor? rows=None, Tensor? factors=None, Tensor? gate_up=None, bool swiglu=False"
 _PRODUCER = "str spec, str spec_t, str orientation, bool keep"
 # Optional tensors come last, where the dispatcher leaves out a None: torch.export.draft_export takes an
 # optional tensor that is passed as None for one that the op writes to.
@@ -181,29 +188,15 @@ _GEMMS = {
 }
 # Of groups of tokens, as the experts of a model take them. `offsets` has the end of each group.
 _GROUPED = {
-    "quantize_groups": Op(
-        "(Tensor x, Tensor offsets, str spec, bool transpose=False, Tensor? rows=None, Tensor? factors=None) "
-        "-> (Tensor, Tensor)",
-        fakes.quantize_groups,
-        reference.quantize_groups,
-        launch.quantize_groups,
-        launch.plan_quantize_groups,
+    "quantize_groups": _twin(
+        "quantize_groups",
+        f"(Tensor x, Tensor offsets, str spec, bool transpose=False, {_ROWS}) -> (Tensor, Tensor)",
     ),
-    "quantize_groups_both": Op(
-        "(Tensor x, Tensor offsets, str spec, str spec_t, Tensor? rows=None, Tensor? factors=None) "
-        "-> (Tensor, Tensor, Tensor, Tensor)",
-        fakes.quantize_groups_both,
-        reference.quantize_groups_both,
-        launch.quantize_groups_both,
-        launch.plan_quantize_groups_both,
+    "quantize_groups_both": _twin(
+        "quantize_groups_both",
+        f"(Tensor x, Tensor offsets, str spec, str spec_t, {_ROWS}) -> (Tensor, Tensor, Tensor, Tensor)",
     ),
-    "quantize_matrices": Op(
-        "(Tensor x, str spec, bool transpose=False) -> (Tensor, Tensor)",
-        fakes.quantize_matrices,
-        reference.quantize_matrices,
-        launch.quantize_matrices,
-        launch.plan_quantize_matrices,
-    ),
+    "quantize_matrices": _twin("quantize_matrices", "(Tensor x, str spec, bool transpose=False) -> (Tensor, Tensor)"),
     "scaled_grouped_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
         "Tensor? bias=None, ScalarType? out_dtype=None, str accumulation='precise', bool batch_invariant=False, "
@@ -227,6 +220,9 @@ _GROUPED = {
     "grouped_sum": Op(
         "(Tensor x, Tensor offsets) -> Tensor", fakes.grouped_sum, reference.grouped_sum, launch.grouped_sum
     ),
+    "swiglu": _twin("swiglu", "(Tensor x) -> Tensor"),
+    "swiglu_backward": _twin("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor"),
+    "sum_of_rows": _twin("sum_of_rows", "(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
 }
 _FUSED = {
     "rms_norm_quantize": Op(
@@ -377,6 +373,9 @@ quantize_matrices = torch.ops.tritonfp8.quantize_matrices.default
 scaled_grouped_matmul = torch.ops.tritonfp8.scaled_grouped_matmul.default
 grouped_matmul = torch.ops.tritonfp8.grouped_matmul.default
 grouped_sum = torch.ops.tritonfp8.grouped_sum.default
+swiglu = torch.ops.tritonfp8.swiglu.default
+swiglu_backward = torch.ops.tritonfp8.swiglu_backward.default
+sum_of_rows = torch.ops.tritonfp8.sum_of_rows.default
 rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
 rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default
 silu_mul_quantize = torch.ops.tritonfp8.silu_mul_quantize.default

@@ -24,7 +24,11 @@ from tritonfp8.reference.grouped import (
     quantize_groups,
     quantize_groups_both,
     quantize_matrices,
+    read_rows,
     scaled_grouped_matmul,
+    sum_of_rows,
+    swiglu,
+    swiglu_backward,
 )
 from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
@@ -60,4 +64,8 @@ __all__ = [
     "silu_mul_quantize",
     "transpose",
     "write_scales",
+    "read_rows",
+    "sum_of_rows",
+    "swiglu",
+    "swiglu_backward",
 ]

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8.formats import FORMATS
@@ -45,8 +46,44 @@ def _write(to: Tensor, codes: Tensor) -> None:
     to.view(torch.uint8).copy_(codes.view(torch.uint8))
 
 
-def pick_rows(x: Tensor, rows: Tensor | None, factors: Tensor | None) -> Tensor:
-    """``x[rows]``, each row times its factor, rounded once; ``x`` itself without ``rows``."""
+def swiglu(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``x [rows, 2 F]``, the gate first, ``[rows, F]``; each of the two ops rounds."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of ``gate_up [rows, 2 F]`` from that of :func:`swiglu`, as autograd computes it."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
+
+
+def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Tensor:
+    """The sum of some rows for each token.
+
+    Args:
+        x: ``[rows, N]``.
+        places: ``[tokens, n]``, int64: which rows of ``x`` are those of a token.
+        factors: ``[tokens, n]``, or None. Products are rounded to the common dtype.
+
+    Returns:
+        ``[tokens, N]`` in the dtype of ``x``, with ``factors`` in the common dtype. Rows are added in their order, in
+        float32, and the sum is rounded once.
+    """
+    dtype = x.dtype if factors is None else torch.promote_types(x.dtype, factors.dtype)
+    total = torch.zeros(len(places), x.shape[1], dtype=torch.promote_types(dtype, torch.float32), device=x.device)
+    for i in range(places.shape[1]):
+        rows = x[places[:, i]]
+        total += (rows if factors is None else rows * factors[:, i, None]).to(total.dtype)
+    return total.to(dtype)
+
+
+def read_rows(
+    x: Tensor, rows: Tensor | None, factors: Tensor | None, gate_up: Tensor | None = None, swiglu_of: bool = False
+) -> Tensor:
+    """What a cast of groups quantizes, in memory of its own: see :func:`quantize_groups`."""
+    if swiglu_of:
+        return swiglu(x) if gate_up is None else swiglu_backward(x, gate_up)
     if rows is None:
         return x
     return x[rows] if factors is None else (x[rows].float() * factors.float()[:, None]).to(x.dtype)
@@ -59,6 +96,8 @@ def quantize_groups(
     transpose: bool = False,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
+    gate_up: Tensor | None = None,
+    swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantize each group of rows of ``x``, or its transpose.
 
@@ -69,14 +108,16 @@ def quantize_groups(
         transpose: quantize the transpose of each group.
         rows: ``[tokens]``, int64: the rows of ``x``, of any number, that are quantized; None for all.
         factors: ``[tokens]``: a factor of each of these rows, which are rounded once to the dtype of ``x``; or None.
+        gate_up: with ``swiglu``: what SwiGLU was of, where ``x`` is the gradient of its result.
+        swiglu: quantize :func:`swiglu` of ``x``; with ``gate_up``, :func:`swiglu_backward`.
 
     Returns:
         ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"rows"``, or in ``"columns"`` if
         ``transpose``. Rows of no group: quantized where each row has scales of its own, else zeros.
     """
     s = spec_of(spec)
-    picked = pick_rows(x, rows, factors)
-    return _columns(picked, offsets, s) if transpose else _rows(picked, offsets, s)
+    found = read_rows(x, rows, factors, gate_up, swiglu)
+    return _columns(found, offsets, s) if transpose else _rows(found, offsets, s)
 
 
 def _rows(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -110,11 +151,18 @@ def _columns(x: Tensor, offsets: Tensor, spec: QuantSpec) -> tuple[Tensor, Tenso
 
 
 def quantize_groups_both(
-    x: Tensor, offsets: Tensor, spec: str, spec_t: str, rows: Tensor | None = None, factors: Tensor | None = None
+    x: Tensor,
+    offsets: Tensor,
+    spec: str,
+    spec_t: str,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+    gate_up: Tensor | None = None,
+    swiglu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``."""
-    picked = pick_rows(x, rows, factors)
-    return *quantize_groups(picked, offsets, spec), *quantize_groups(picked, offsets, spec_t, True)
+    found = read_rows(x, rows, factors, gate_up, swiglu)
+    return *quantize_groups(found, offsets, spec), *quantize_groups(found, offsets, spec_t, True)
 
 
 def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:

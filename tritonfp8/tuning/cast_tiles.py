@@ -131,12 +131,17 @@ SHARDS = CastTile(128, 128, 8)
 # Of groups of rows, and the sums of their parts.
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
+# Of the amaxes of groups whose rows are computed in the same pass.
+AMAX_OF_COMPUTED = CastTile(32, 128, 4)
 # Of rows that are picked from codes; scales of a row at a time.
 PICK = CastTile(16, 1024, 4)
 PICK_SCALES = 32
 # Of rows of no group.
 REST = CastTile(128, 128, 8)
 GROUP_SUMS = CastTile(16, 128, 4)
+# SwiGLU and its gradient; the sum of the rows of a token.
+SWIGLU = CastTile(4, 1024, 4)
+SUM_OF_ROWS = CastTile(2, 1024, 4)
 
 # Most partial maxima of a line that a cast reduces itself, and most that it reduces in one step.
 MOST_PARTS_IN_A_CAST = 32

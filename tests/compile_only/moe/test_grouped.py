@@ -49,6 +49,8 @@ def casts(recipe, dtype):
     x, weight = empty(TOKENS, K, dtype=dtype), empty(GROUPS, N, K, dtype=dtype)
     rows, columns = gemms.output.lhs.args[0], gemms.grad_weight.rhs.args[0]
     swapped = empty(GROUPS, K, N, dtype=dtype).transpose(1, 2)
+    inner, grad = empty(TOKENS, 2 * K, dtype=dtype), empty(TOKENS, K, dtype=dtype)
+    factors, places = empty(TOKENS, dtype=dtype), empty(TOKENS, dtype=torch.int64)
     return {
         "rows": lambda: moe.quantize_groups(x, OFFSETS, rows),
         "columns": lambda: moe.quantize_groups(x, OFFSETS, columns, True),
@@ -56,7 +58,13 @@ def casts(recipe, dtype):
         "matrices": lambda: moe.quantize_matrices(weight, gemms.output.rhs.args[0]),
         "matrices transposed": lambda: moe.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
         "matrices of another layout": lambda: moe.quantize_matrices(swapped, gemms.output.rhs.args[0]),
+        "both of a routed gradient": lambda: moe.quantize_groups_both(x, OFFSETS, rows, columns, places, factors),
+        "both of SwiGLU": lambda: moe.quantize_groups_both(inner, OFFSETS, rows, columns, None, None, None, True),
+        "both of its gradient": lambda: moe.quantize_groups_both(grad, OFFSETS, rows, columns, None, None, inner, True),
         "sum": lambda: moe.grouped_sum(x, OFFSETS),
+        "SwiGLU": lambda: moe.swiglu(inner),
+        "gradient of SwiGLU": lambda: moe.swiglu_backward(grad, inner),
+        "sum of rows": lambda: moe.sum_of_rows(x, places.view(-1, 8), factors.view(-1, 8)),
     }
 
 
@@ -72,7 +80,7 @@ def test_casts(compiled, recipe, cc):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_casts_of_float32(compiled, recipe):
     calls = casts(recipe, torch.float32)
-    for name in ("both", "matrices transposed"):
+    for name in ("both", "both of SwiGLU", "both of its gradient", "matrices transposed"):
         check(compiled(90, calls[name]), 90)
 
 

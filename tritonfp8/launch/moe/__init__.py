@@ -18,6 +18,14 @@ from tritonfp8.launch.moe.matmul import (
     plan_scaled_grouped_matmul,
     scaled_grouped_matmul,
 )
+from tritonfp8.launch.moe.rows import (
+    plan_sum_of_rows,
+    plan_swiglu,
+    plan_swiglu_backward,
+    sum_of_rows,
+    swiglu,
+    swiglu_backward,
+)
 
 __all__ = [
     "grouped_matmul",
@@ -31,4 +39,10 @@ __all__ = [
     "quantize_groups_both",
     "quantize_matrices",
     "scaled_grouped_matmul",
+    "plan_sum_of_rows",
+    "plan_swiglu",
+    "plan_swiglu_backward",
+    "sum_of_rows",
+    "swiglu",
+    "swiglu_backward",
 ]

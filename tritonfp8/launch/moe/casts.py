@@ -17,10 +17,17 @@ from tritonfp8.specs import QuantSpec, check_group_spec, empty_grouped_scale, sp
 from tritonfp8.tuning import cast_tiles
 
 
-def _tokens(x: View, offsets: View, rows: View | None = None, factors: View | None = None) -> Groups | None:
+def _tokens(
+    x: View,
+    offsets: View,
+    rows: View | None = None,
+    factors: View | None = None,
+    gate_up: View | None = None,
+    swiglu: bool = False,
+) -> Groups | None:
     """Tokens as the kernel reads them; None if it cannot."""
-    found = Groups(x, offsets.shape[0], 0, offsets, rows, factors)
-    contiguous = all(each is None or each.is_contiguous() for each in (offsets, rows, factors))
+    found = Groups(x, offsets.shape[0], 0, offsets, rows, factors, gate_up, swiglu)
+    contiguous = all(each is None or each.is_contiguous() for each in (offsets, rows, factors, gate_up))
     return found if x.numel() and found.tokens and contiguous else None
 
 
@@ -49,14 +56,22 @@ def _plan_picked(plan: Planner, x: View, rows: View, spec: QuantSpec) -> list[Vi
 
 
 def plan_quantize_groups(
-    plan: Planner, x: View, offsets: View, rows: View | None, factors: View | None, spec: str, transpose: bool
+    plan: Planner,
+    x: View,
+    offsets: View,
+    rows: View | None,
+    factors: View | None,
+    gate_up: View | None,
+    spec: str,
+    transpose: bool,
+    swiglu: bool,
 ) -> list[View] | None:
     """Outputs: qdata, scale."""
     found = spec_of(spec)
-    of = _tokens(x, offsets, rows, factors)
+    of = _tokens(x, offsets, rows, factors, gate_up, swiglu)
     if of is None:
         return None
-    if not transpose and found.block[0] == 1 and factors is None:
+    if not transpose and found.block[0] == 1 and factors is None and not swiglu:
         # No scale belongs to two rows, so groups do not matter.
         return plan_quantize(plan, x, None, spec, False) if rows is None else _plan_picked(plan, x, rows, found)
     side, qdata, scale = side_of_tokens(plan, of, found, transpose)
@@ -75,17 +90,20 @@ def quantize_groups(
     transpose: bool = False,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
+    gate_up: Tensor | None = None,
+    swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_groups`."""
     if not transpose:
         check_group_spec(spec_of(spec), "rows")
-    results = planned(plan_quantize_groups, (x, offsets, rows, factors), (spec, transpose))
+    results = planned(plan_quantize_groups, (x, offsets, rows, factors, gate_up), (spec, transpose, swiglu))
     if results is not None:
         return results[0], results[1]
     if not _has_elements(x, rows):
-        return _empty_groups(x, offsets, spec, transpose, rows)
-    rows, factors = _contiguous(rows, factors)
-    return quantize_groups(x.contiguous(), offsets.contiguous(), spec, transpose, rows, factors)
+        made = reference.read_rows(x, None, None, gate_up, swiglu)
+        return _empty_groups(made, offsets, spec, transpose, rows)
+    rows, factors, gate_up = _contiguous(rows, factors, gate_up)
+    return quantize_groups(x.contiguous(), offsets.contiguous(), spec, transpose, rows, factors, gate_up, swiglu)
 
 
 def _has_elements(x: Tensor, rows: Tensor | None) -> bool:
@@ -99,10 +117,18 @@ def _empty_groups(x: Tensor, offsets: Tensor, spec: str, transpose: bool, rows: 
 
 
 def plan_quantize_groups_both(
-    plan: Planner, x: View, offsets: View, rows: View | None, factors: View | None, spec: str, spec_t: str
+    plan: Planner,
+    x: View,
+    offsets: View,
+    rows: View | None,
+    factors: View | None,
+    gate_up: View | None,
+    spec: str,
+    spec_t: str,
+    swiglu: bool,
 ) -> list[View] | None:
     """Outputs: qdata, scale, and those of the transpose."""
-    of = _tokens(x, offsets, rows, factors)
+    of = _tokens(x, offsets, rows, factors, gate_up, swiglu)
     if of is None:
         return None
     side, qdata, scale = side_of_tokens(plan, of, spec_of(spec), False)
@@ -112,18 +138,26 @@ def plan_quantize_groups_both(
 
 
 def quantize_groups_both(
-    x: Tensor, offsets: Tensor, spec: str, spec_t: str, rows: Tensor | None = None, factors: Tensor | None = None
+    x: Tensor,
+    offsets: Tensor,
+    spec: str,
+    spec_t: str,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+    gate_up: Tensor | None = None,
+    swiglu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_groups_both`."""
     check_group_spec(spec_of(spec), "rows")
-    results = planned(plan_quantize_groups_both, (x, offsets, rows, factors), (spec, spec_t))
+    results = planned(plan_quantize_groups_both, (x, offsets, rows, factors, gate_up), (spec, spec_t, swiglu))
     if results is not None:
         qdata, scale, qdata_t, scale_t = results
         return qdata, scale, qdata_t, scale_t
     if not _has_elements(x, rows):
-        return *_empty_groups(x, offsets, spec, False, rows), *_empty_groups(x, offsets, spec_t, True, rows)
-    rows, factors = _contiguous(rows, factors)
-    return quantize_groups_both(x.contiguous(), offsets.contiguous(), spec, spec_t, rows, factors)
+        made = reference.read_rows(x, None, None, gate_up, swiglu)
+        return *_empty_groups(made, offsets, spec, False, rows), *_empty_groups(made, offsets, spec_t, True, rows)
+    rows, factors, gate_up = _contiguous(rows, factors, gate_up)
+    return quantize_groups_both(x.contiguous(), offsets.contiguous(), spec, spec_t, rows, factors, gate_up, swiglu)
 
 
 def _matrices(x: View) -> tuple[Groups, bool] | None:

@@ -9,6 +9,7 @@ import torch
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels.moe import casts as kernels
+from tritonfp8.launch.moe.rows import add_swiglu
 from tritonfp8.launch.moe.schedule import plan_row_tiles
 from tritonfp8.launch.partial_maxima import PartialMaxima
 from tritonfp8.launch.plan import Planner, View, kernel_constants
@@ -31,7 +32,7 @@ assert TILE.m == GROUP_ALIGNMENT
 
 
 class Groups(NamedTuple):
-    """What is cast: rows ``[rows, N]``, and how they are divided into groups.
+    """What is cast: rows ``[tokens, width]``, and how they are divided into groups.
 
     Attributes:
         x: all rows.
@@ -40,6 +41,8 @@ class Groups(NamedTuple):
         offsets: the end of each group; None for matrices.
         picked: the rows of ``x`` that are cast; None for all.
         factors: of these rows, or None.
+        gate_up: where ``x`` is the gradient of SwiGLU's result, what SwiGLU was of; else None.
+        swiglu: whether SwiGLU of ``x`` is cast; with ``gate_up``, its gradient.
     """
 
     x: View
@@ -48,19 +51,36 @@ class Groups(NamedTuple):
     offsets: View | None
     picked: View | None = None
     factors: View | None = None
+    gate_up: View | None = None
+    swiglu: bool = False
 
     @property
     def tokens(self) -> int:
         """Rows of all groups and of none."""
         return (self.x if self.picked is None else self.picked).shape[0]
 
+    @property
+    def width(self) -> int:
+        """Columns that are cast."""
+        n = self.x.shape[1]
+        if not self.swiglu:
+            return n
+        return n // 2 if self.gate_up is None else 2 * n
+
+    @property
+    def source(self) -> str:
+        """How the kernels read rows (kernels/moe/rows.py)."""
+        if self.picked is None:
+            return "rows"
+        return "picked" if self.factors is None else "scaled"
+
     def sources(self) -> tuple[View, View | None, View | None]:
         """The pointers of what is read."""
         return self.x, self.picked, self.factors
 
-    def constants(self) -> dict[str, object]:
-        """Compile-time arguments of how it is read."""
-        return {"PICKED": self.picked is not None, "SCALED": self.factors is not None}
+    def made(self, x: View) -> Groups:
+        """The same groups, once SwiGLU was computed."""
+        return self._replace(x=x, gate_up=None, swiglu=False)
 
     @property
     def is_matrices(self) -> bool:
@@ -121,7 +141,7 @@ class Side(NamedTuple):
 
 def side_of_tokens(plan: Planner, of: Groups, spec: QuantSpec, transpose: bool) -> tuple[Side, View, View]:
     """Allocate a result of groups of tokens: the side, and its views as the caller gets them."""
-    tokens, width = of.tokens, of.x.shape[1]
+    tokens, width = of.tokens, of.width
     layout = "columns" if transpose else "rows"
     shape = (width, grouped_columns(tokens, of.groups)) if transpose else (tokens, width)
     qdata = plan.empty(shape, FORMATS[spec.format].dtype)
@@ -152,30 +172,47 @@ def side_of_matrices(plan: Planner, shape: Sequence[int], spec: QuantSpec, trans
     return side.swapped() if transpose else side, qdata, scale
 
 
-def _with_amax(plan: Planner, of: Groups, table: tuple[View, int], sides: Sequence[Side | None]) -> list[Side | None]:
-    """``sides`` with the amax of blocks that span a whole dim, in one pass over ``x``."""
-    rows, n = of.tokens, of.x.shape[1]
+def _with_amax(
+    plan: Planner, of: Groups, table: tuple[View, int], sides: Sequence[Side | None]
+) -> tuple[Groups, list[Side | None]]:
+    """``sides`` with the amax of blocks that span a whole dim, in one pass over ``x``, in which SwiGLU is computed."""
+    rows, n = of.tokens, of.width
     blocks = {s.block for s in sides if s is not None and -1 in s.block}
     if not blocks:
-        return list(sides)
+        return of.made(add_swiglu(plan, of.x, of.gate_up)) if of.swiglu else of, list(sides)
     row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
-    tile = cast_tiles.amax_pass(n, blocks).tile
-    strips = -(-n // tile.n)
-    lines = PartialMaxima.allocate(plan, of.x, rows, 0, strips, 0) if row else None
+    tile = cast_tiles.AMAX_OF_COMPUTED if of.swiglu else cast_tiles.amax_pass(n, blocks).tile
+    halves = 1 if of.gate_up is None else 2
+    strips = -(-n // halves // tile.n)
+    lines = PartialMaxima.allocate(plan, of.x, rows, 0, halves * strips, 0) if row else None
     of_columns = plan.empty((of.groups, n), torch.int32, zeroed=True) if col else None
     of_whole = plan.empty((of.groups,), torch.int32, zeroed=True) if whole else None
-    plan.launch(
-        kernels.group_amax_kernel,
-        of.blocks * strips,
-        (*of.sources(), table[0], of.x if lines is None else lines.buffer, of_columns or of.x, of_whole or of.x),
-        (of.blocks, table[1], of.rows, n, *of.x.strides, 0 if lines is None else lines.lines),
-        {
-            "ROW": row, "COL": col, "WHOLE": whole, "MATRICES": of.is_matrices, "ALIGNMENT": TILE.m,
-            **of.constants(),
-            "TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize),
-        },
-        **tile.options(),
-    )  # fmt: skip
+    # What is not found is not written: any pointer will do.
+    maxima = (of.x if lines is None else lines.buffer, of_columns or of.x, of_whole or of.x)
+    wanted = {"ROW": row, "COL": col, "WHOLE": whole}
+    sizes = {"TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize)}
+    stride = 0 if lines is None else lines.lines
+    if of.swiglu:
+        made = plan.empty((rows, n), of.x.dtype)
+        gate_up = of.x if of.gate_up is None else of.gate_up
+        plan.launch(
+            kernels.group_swiglu_kernel,
+            of.blocks * strips,
+            (of.x, gate_up, made, table[0], *maxima),
+            (of.blocks, table[1], n // halves, *of.x.strides, *gate_up.strides, stride),
+            {**wanted, "BACKWARD": of.gate_up is not None, "ALIGNMENT": TILE.m, **sizes},
+            **tile.options(),
+        )
+        of = of.made(made)
+    else:
+        plan.launch(
+            kernels.group_amax_kernel,
+            of.blocks * strips,
+            (*of.sources(), table[0], *maxima),
+            (of.blocks, table[1], of.rows, n, *of.x.strides, stride),
+            {**wanted, "MATRICES": of.is_matrices, "ALIGNMENT": TILE.m, "SOURCE": of.source, **sizes},
+            **tile.options(),
+        )
     found: dict[BlockShape, tuple[View, tuple[int, int, int]]] = {}
     if lines is not None:
         found[ROWWISE] = lines.reduce(plan)[0], (1, 0, of.rows)
@@ -183,7 +220,7 @@ def _with_amax(plan: Planner, of: Groups, table: tuple[View, int], sides: Sequen
         found[COLUMNWISE] = of_columns, (0, 1, n)
     if of_whole is not None:
         found[TENSORWISE] = of_whole, (0, 0, 1)
-    return [
+    return of, [
         s._replace(amax=found[s.block][0], amax_strides=found[s.block][1]) if s is not None and s.block in found else s
         for s in sides
     ]
@@ -192,11 +229,11 @@ def _with_amax(plan: Planner, of: Groups, table: tuple[View, int], sides: Sequen
 def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None) -> None:
     """Fill one or two sides from the rows of ``of``."""
     table = of.table(plan)
-    side, side_t = _with_amax(plan, of, table, (side, side_t))
+    of, (side, side_t) = _with_amax(plan, of, table, (side, side_t))
     first, second = side or side_t, side_t or side
     assert first is not None
     assert second is not None
-    _, n = of.x.shape
+    n = of.width
     tile = cast_tiles.of_groups({first.block, second.block})
     constants = {
         **kernel_constants(first.spec, first.block),
@@ -207,7 +244,7 @@ def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None
         "TRANSPOSED": side_t is not None,
         "DIRECT_CAST": plan.device.has_direct_cast,
         "MATRICES": of.is_matrices,
-        **of.constants(),
+        "SOURCE": of.source,
         "EVEN": n % tile.n == 0 and of.rows % tile.m == 0,
         "TILE_M": tile.m,
         "TILE_N": tile.n,
@@ -232,7 +269,7 @@ def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None
 
 def _plan_rest(plan: Planner, of: Groups, table: tuple[View, int], side: Side) -> None:
     """Fill the rows of no group: few, as a rule none."""
-    rows, n = of.tokens, of.x.shape[1]
+    rows, n = of.tokens, of.width
     tile = cast_tiles.REST
     plan.launch(
         kernels.quantize_rest_kernel,
@@ -246,7 +283,7 @@ def _plan_rest(plan: Planner, of: Groups, table: tuple[View, int], side: Side) -
             **kernel_constants(side.spec, side.block),
             "PARTS": int(side.amax is not None),
             "DIRECT_CAST": plan.device.has_direct_cast,
-            **of.constants(),
+            "SOURCE": of.source,
             "TILE_M": tile.m,
             "TILE_N": tile.n,
         },

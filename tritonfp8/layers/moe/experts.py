@@ -12,14 +12,14 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight
+from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
-from tritonfp8.layers.moe.routed_linear import can_route, combined_linear, gathered_linear
+from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
 from tritonfp8.layers.moe.routing import Routing, combine, gather
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
@@ -103,6 +103,11 @@ class RoutedExperts(ConvertedExperts):
     # Inside quantize_weights_once: the quantized weights by name.
     cached_weights: Mapping[str, CachedWeight] = MappingProxyType({})
 
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether ``activation`` is :func:`swiglu`, which the casts can compute."""
+        return False
+
     def activation(self, rows: Tensor) -> Tensor:
         """What lies between the two linear layers, ``[rows, N]`` to ``[rows, intermediate]``."""
         raise NotImplementedError
@@ -137,11 +142,13 @@ class RoutedExperts(ConvertedExperts):
 
     def _routed(self, hidden: Tensor, weights: Mapping[str, Tensor], routing: Routing, top_k_weights: Tensor) -> Tensor:
         """What :func:`gather`, :meth:`compute` and :func:`combine` return, without copies of the tokens."""
-        up, down = ((weight, self.bias_of(name), self._cached(name, weight)) for name, weight in weights.items())
+        up, down = (Layer(weight, self.bias_of(name), self._cached(name, weight)) for name, weight in weights.items())
         self._resume()
-        inside = self.activation(gathered_linear(hidden, up[0], routing, up[1], self.recipe, up[2]))
+        if self.is_swiglu:
+            return routed_swiglu(hidden, up, down, routing, top_k_weights, self.recipe)
+        inside = self.activation(gathered_linear(hidden, up, routing, self.recipe))
         self._resume()
-        return combined_linear(inside, down[0], routing, down[1], top_k_weights, self.recipe, down[2])
+        return combined_linear(inside, down, routing, top_k_weights, self.recipe)
 
     def compute(
         self, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -233,16 +240,24 @@ class Float8Experts(RoutedExperts):
         """As of :class:`ConvertedExperts`."""
         return {"gate_up_proj": of(self.gate_up_proj), "down_proj": of(self.down_proj)}
 
+    @property
+    def is_swiglu(self) -> bool:
+        """As of :class:`RoutedExperts`."""
+        return True
+
     def activation(self, rows: Tensor) -> Tensor:
         """SwiGLU."""
-        gate, up = rows.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return swiglu(rows)
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""
         experts, hidden, intermediate = self.down_proj.shape
         sizes = f"num_experts={experts}, hidden_size={hidden}, intermediate_size={intermediate}"
         return f"{sizes}, {super().extra_repr()}"
+
+
+# The classes of transformers and of torch for it.
+_SILU = ("SiLUActivation", "SiLU")
 
 
 class TransformersExperts(RoutedExperts):
@@ -257,8 +272,16 @@ class TransformersExperts(RoutedExperts):
         found = {name: of(getattr(self, name)) for name in names}
         return {name: w.transpose(1, 2) for name, w in found.items()} if self.is_transposed else found
 
+    @property
+    def is_swiglu(self) -> bool:
+        """As of :class:`RoutedExperts`: the gate of transformers itself, with a SiLU."""
+        default = getattr(self._apply_gate, "__name__", "") == "_default_apply_gate"
+        return bool(self.has_gate and default and type(self.act_fn).__name__ in _SILU)
+
     def activation(self, rows: Tensor) -> Tensor:
         """The gate of the model, with its clamps and its order of features; or its activation alone."""
+        if self.is_swiglu:
+            return swiglu(rows)
         found: Tensor = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)  # type: ignore[operator]
         return found
 

@@ -30,11 +30,21 @@ from tritonfp8.specs import QuantSpec
 
 
 class Rows(NamedTuple):
-    """The rows of all groups: all rows of ``x``, or its rows ``picked [R]``, each times its factor, if any."""
+    """The rows of all groups.
+
+    Attributes:
+        x: the rows themselves, without any of the following.
+        picked: ``[R]``: which rows of ``x`` they are.
+        factors: ``[R]``: a factor of each picked row.
+        gate_up: with ``swiglu``: what SwiGLU was of, where ``x`` is the gradient of its result.
+        swiglu: they are SwiGLU of ``x``; with ``gate_up``, its gradient.
+    """
 
     x: Tensor
     picked: Tensor | None = None
     factors: Tensor | None = None
+    gate_up: Tensor | None = None
+    swiglu: bool = False
 
     @property
     def number(self) -> int:
@@ -42,7 +52,9 @@ class Rows(NamedTuple):
         return (self.x if self.picked is None else self.picked).shape[0]
 
     def tensor(self) -> Tensor:
-        """The rows, in memory of their own if they are picked; rounded as the casts round them."""
+        """The rows in memory of their own, rounded as the casts round them; ``x`` itself if nothing else is given."""
+        if self.swiglu:
+            return ops.swiglu(self.x) if self.gate_up is None else ops.swiglu_backward(self.x, self.gate_up)
         if self.picked is None:
             return self.x
         rows = self.x[self.picked]
@@ -51,13 +63,13 @@ class Rows(NamedTuple):
 
 def tokens_of(rows: Rows, offsets: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
     """``(qdata, scale)`` of each group of rows and of its transpose, each None where its spec is."""
-    x, *picked = rows
+    x, *sources = rows
     if spec is not None and spec_t is not None:
-        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *picked)
+        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *sources)
         return (qdata, scale), (qdata_t, scale_t)
     return (
-        NO_PAIR if spec is None else ops.quantize_groups(x, offsets, *spec.args, False, *picked),
-        NO_PAIR if spec_t is None else ops.quantize_groups(x, offsets, *spec_t.args, True, *picked),
+        NO_PAIR if spec is None else ops.quantize_groups(x, offsets, *spec.args, False, *sources),
+        NO_PAIR if spec_t is None else ops.quantize_groups(x, offsets, *spec_t.args, True, *sources),
     )
 
 
@@ -279,8 +291,12 @@ def checked(
     recipe: str | Recipe,
     quantized_weight: GroupedOperands | None,
     rows: int | None = None,
+    needs_input: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, GroupedPlan, list[Any]]:
-    """The operands of :func:`grouped_linear` after autocast, and what the call computes; ``rows`` if not all of input.
+    """The operands of :func:`grouped_linear` after autocast, and what the call computes.
+
+    ``rows``: how many are multiplied, if not all of ``input``. ``needs_input``: whether the rows need a gradient, if
+    ``input`` does not say it.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`grouped_linear`.
@@ -296,7 +312,8 @@ def checked(
     check_grouped_linear(x, w, b, offsets, rows)
     check_recipe(recipe)
     grad = torch.is_grad_enabled()
-    needs_input, needs_weight, needs_bias = (grad and t is not None and t.requires_grad for t in (x, w, b))
+    needs_own, needs_weight, needs_bias = (grad and t is not None and t.requires_grad for t in (x, w, b))
+    needs_input = needs_own if needs_input is None else grad and needs_input
     layer = counting.take_callers()[0] if counting.is_logging else None
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, needs_input)

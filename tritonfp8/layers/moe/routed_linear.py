@@ -1,29 +1,122 @@
-"""Grouped linear layers whose rows are tokens at their experts: no copy of the tokens in the order of the experts.
+"""Linear layers of experts whose rows are tokens at their experts: no copy of the tokens in the order of the experts.
 
     gathered_linear    grouped_linear(gather(hidden))
     combined_linear    combine(grouped_linear(inside))
+    routed_swiglu      combined_linear(swiglu(gathered_linear(hidden)))
 
 with the same bits. The casts read the rows from where they are, so forward writes no copy of the input in high
 precision, and backward none of the gradient; nor is the copy kept for backward, top_k times as large as the tokens.
+``routed_swiglu`` keeps the input of SwiGLU for backward, and casts its result and its gradient where they are computed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers.first_order import first_order
+from tritonfp8.layers.linear import Pair
+from tritonfp8.layers.moe import routing as ways
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
-from tritonfp8.layers.moe.routing import Routing, sum_of_experts, weighted_sum
+from tritonfp8.layers.moe.routing import Routing, in_dtype, places_of
 from tritonfp8.recipes import Recipe
 
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of the rows, the weight and the bias of a linear layer."""
 
-def _tokens_of_rows(order: Tensor, tokens: int) -> Tensor:
-    """The token of each row."""
-    return order // (order.shape[0] // max(1, tokens)) if order.shape[0] else order
+
+class Layer(NamedTuple):
+    """A linear layer of all experts, as one of the functions below multiplies by it."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    quantized_weight: GroupedOperands | None = None
+
+
+def _kept_weight(plan: GroupedPlan, weight: Tensor, cached: Sequence[Any]) -> list[Any]:
+    """What backward needs to multiply by a weight: the weight or None, then its codes if they are cached."""
+    if not plan.needs_grad_input:
+        return [None]
+    return [weight if not plan.is_cached or cached[2] is None else None, *cached[2:]]
+
+
+def _gathered(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, plan: GroupedPlan, cached: Sequence[Any]
+) -> Tensor:
+    rows = Rows(hidden, ways.tokens_of(routing.order, hidden.shape[0]))
+    pair, _ = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, None)
+    return plan.output(rows, pair, weight, cached, routing.offsets, bias)
+
+
+def _grads_of_gathered(
+    grad: Rows,
+    hidden: Tensor | None,
+    tokens: int,
+    kept: Sequence[Any],
+    routing: Routing,
+    plan: GroupedPlan,
+    dtype: torch.dtype,
+) -> Grads:
+    """Gradients from that of the output; ``kept`` as of :func:`_kept_weight`, ``dtype`` of the weight."""
+    offsets, order, inverse = routing
+    pair, pair_t = plan.tokens_of_grad(grad, offsets)
+    grad_hidden = grad_weight = None
+    if plan.needs_grad_input:
+        of_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets)
+        grad_hidden = ops.sum_of_rows(of_rows, places_of(inverse, tokens))
+    if plan.needs_grad_weight:
+        assert hidden is not None
+        rows = Rows(hidden, ways.tokens_of(order, tokens))
+        _, columns = tokens_of(rows, offsets, None, plan.recipe.grad_weight.rhs)
+        grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
+    return grad_hidden, grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
+
+
+def _combined(
+    rows: Rows,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k_weights: Tensor,
+    routing: Routing,
+    plan: GroupedPlan,
+    cached: Sequence[Any],
+) -> tuple[Tensor, Tensor, Pair]:  # fmt: skip
+    """The sums, the rows that were added, and the codes of ``rows`` for ``grad_weight``."""
+    kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
+    pair, kept = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, kept_spec)
+    of_experts = plan.output(rows, pair, weight, cached, routing.offsets, bias)
+    out = ops.sum_of_rows(of_experts, places_of(routing.inverse, top_k_weights.shape[0]), top_k_weights)
+    return in_dtype(out, rows.x.dtype), of_experts, kept
+
+
+def _grads_of_combined(
+    grad_output: Tensor,
+    rows: Rows | None,
+    columns: Pair,
+    kept: Sequence[Any],
+    top_k_weights: Tensor,
+    of_experts: Tensor | None,
+    routing: Routing,
+    plan: GroupedPlan,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of rows, weight, bias and ``top_k_weights``; ``columns``: codes of the rows, then None."""
+    offsets, order, inverse = routing
+    grad = Rows(grad_output, ways.tokens_of(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
+    pair, pair_t = plan.tokens_of_grad(grad, offsets)
+    grad_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets) if plan.needs_grad_input else None
+    grad_weight = None
+    if plan.needs_grad_weight:
+        grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
+    grad_bias = ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
+    grad_factors = None
+    if of_experts is not None:
+        grad_factors = ways.grad_of_factors(grad_output, of_experts[inverse], top_k_weights)
+    return grad_rows, grad_weight, grad_bias, grad_factors
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -31,50 +124,22 @@ class _GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        offsets: Tensor,
-        order: Tensor,
-        inverse: Tensor,
-        plan: GroupedPlan,
-        *cached: Any,
-    ) -> Tensor:
-        rows = Rows(hidden, _tokens_of_rows(order, hidden.shape[0]))
-        pair, _ = tokens_of(rows, offsets, plan.recipe.output.lhs, None)
-        out = plan.output(rows, pair, weight, cached, offsets, bias)
-        ctx.save_for_backward(
-            offsets,
-            order,
-            inverse,
-            weight if plan.needs_grad_input and (not plan.is_cached or cached[2] is None) else None,
-            hidden if plan.needs_grad_weight else None,
-            *(cached[2:] if plan.needs_grad_input else ()),
-        )
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor, inverse: Tensor,
+        plan: GroupedPlan, *cached: Any,
+    ) -> Tensor:  # fmt: skip
+        routing = Routing(offsets, order, inverse)
+        out = _gathered(hidden, weight, bias, routing, plan, cached)
+        ctx.save_for_backward(*routing, hidden if plan.needs_grad_weight else None, *_kept_weight(plan, weight, cached))
         ctx.plan, ctx.dtype, ctx.tokens = plan, weight.dtype, hidden.shape[0]
         return ops.sealed(out, hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = first_order(lambda: _GatheredLinear._grads(ctx, grad_output))
-        return (*grads, *[None] * (8 if ctx.plan.is_cached else 4))
-
-    @staticmethod
-    def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        offsets, order, inverse, weight, hidden, *cached = ctx.saved_tensors
-        grad = Rows(grad_output)
-        pair, pair_t = plan.tokens_of_grad(grad, offsets)
-        grad_hidden = grad_weight = None
-        if plan.needs_grad_input:
-            of_rows = plan.grad_input(grad, pair, weight, cached, offsets)
-            grad_hidden = sum_of_experts(of_rows[inverse], ctx.tokens)
-        if plan.needs_grad_weight:
-            rows = Rows(hidden, _tokens_of_rows(order, ctx.tokens))
-            _, kept = tokens_of(rows, offsets, None, plan.recipe.grad_weight.rhs)
-            grad_weight = plan.grad_weight(grad, pair_t, rows, kept, offsets, ctx.dtype)
-        return grad_hidden, grad_weight, ops.grouped_sum(grad_output, offsets) if plan.needs_grad_bias else None
+        offsets, order, inverse, hidden, *kept = ctx.saved_tensors
+        routing, grad = Routing(offsets, order, inverse), Rows(grad_output)
+        grads = first_order(lambda: _grads_of_gathered(grad, hidden, ctx.tokens, kept, routing, plan, ctx.dtype))
+        return (*grads, *[None] * (8 if plan.is_cached else 4))
 
 
 class _CombinedLinear(torch.autograd.Function):
@@ -82,68 +147,87 @@ class _CombinedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inside: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        top_k_weights: Tensor,
-        offsets: Tensor,
-        order: Tensor,
-        inverse: Tensor,
-        plan: GroupedPlan,
-        needs_factors: bool,
-        *cached: Any,
-    ) -> Tensor:
-        kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
-        rows = Rows(inside)
-        pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec)
-        of_experts = plan.output(rows, pair, weight, cached, offsets, bias)
+        ctx: Any, inside: Tensor, weight: Tensor, bias: Tensor | None, top_k_weights: Tensor, offsets: Tensor,
+        order: Tensor, inverse: Tensor, plan: GroupedPlan, needs_factors: bool, *cached: Any,
+    ) -> Tensor:  # fmt: skip
+        routing = Routing(offsets, order, inverse)
+        out, of_experts, columns = _combined(Rows(inside), weight, bias, top_k_weights, routing, plan, cached)
         ctx.save_for_backward(
-            offsets,
-            order,
-            inverse,
+            *routing,
             top_k_weights,
             of_experts if needs_factors else None,
-            weight if plan.needs_grad_input and (not plan.is_cached or cached[2] is None) else None,
-            inside if plan.needs_grad_weight and kept[0] is None else None,
-            *kept,
-            *(cached[2:] if plan.needs_grad_input else ()),
+            inside if plan.needs_grad_weight and columns[0] is None else None,
+            *columns,
+            *_kept_weight(plan, weight, cached),
         )
         ctx.plan, ctx.dtype = plan, weight.dtype
-        out = weighted_sum(of_experts[inverse], top_k_weights, inside.dtype)
         return ops.sealed(out, inside, weight, bias, top_k_weights)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = first_order(lambda: _CombinedLinear._grads(ctx, grad_output))
-        return (*grads, *[None] * (9 if ctx.plan.is_cached else 5))
+        plan: GroupedPlan = ctx.plan
+        offsets, order, inverse, top_k_weights, of_experts, inside, qdata, scale, *kept = ctx.saved_tensors
+        rows = None if inside is None else Rows(inside)
+        routing = Routing(offsets, order, inverse)
+        grads = first_order(
+            lambda: _grads_of_combined(
+                grad_output, rows, (qdata, scale), kept, top_k_weights, of_experts, routing, plan, ctx.dtype
+            )
+        )
+        return (*grads, *[None] * (9 if plan.is_cached else 5))
+
+
+class _RoutedSwiglu(torch.autograd.Function):
+    """Both linear layers of experts and SwiGLU between them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
+        top_k_weights: Tensor, offsets: Tensor, order: Tensor, inverse: Tensor, plans: tuple[GroupedPlan, GroupedPlan],
+        needs_factors: bool, *cached: Any,
+    ) -> Tensor:  # fmt: skip
+        routing = Routing(offsets, order, inverse)
+        first, second = plans
+        of_up, of_down = cached[: len(cached) // 2], cached[len(cached) // 2 :]
+        inner = _gathered(hidden, up, up_bias, routing, first, of_up)
+        out, of_experts, columns = _combined(
+            Rows(inner, swiglu=True), down, down_bias, top_k_weights, routing, second, of_down
+        )
+        kept_up = _kept_weight(first, up, of_up)
+        ctx.save_for_backward(
+            *routing,
+            top_k_weights,
+            hidden if first.needs_grad_weight else None,
+            inner if second.needs_grad_input or (second.needs_grad_weight and columns[0] is None) else None,
+            of_experts if needs_factors else None,
+            *columns,
+            *kept_up,
+            *_kept_weight(second, down, of_down),
+        )
+        ctx.plans, ctx.of_up, ctx.tokens = plans, len(kept_up), hidden.shape[0]
+        ctx.up_dtype, ctx.down_dtype, ctx.cached = up.dtype, down.dtype, len(cached)
+        return ops.sealed(ops.sealed(out, hidden, up, up_bias), down, down_bias, top_k_weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grads = first_order(lambda: _RoutedSwiglu._grads(ctx, grad_output))
+        return (*grads, *[None] * (5 + ctx.cached))
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan: GroupedPlan = ctx.plan
-        offsets, order, inverse, top_k_weights, of_experts, weight, inside, kept_qdata, kept_scale, *cached = (
-            ctx.saved_tensors
-        )
-        grad = Rows(grad_output, _tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
-        pair, pair_t = plan.tokens_of_grad(grad, offsets)
-        grad_inside = plan.grad_input(grad, pair, weight, cached, offsets) if plan.needs_grad_input else None
-        grad_weight = None
-        if plan.needs_grad_weight:
-            rows = None if inside is None else Rows(inside)
-            grad_weight = plan.grad_weight(grad, pair_t, rows, (kept_qdata, kept_scale), offsets, ctx.dtype)
-        grad_bias = ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
-        grad_factors = None
-        if of_experts is not None:
-            grad_factors = _grad_of_factors(grad_output, of_experts[inverse], top_k_weights)
-        return grad_inside, grad_weight, grad_bias, grad_factors
-
-
-def _grad_of_factors(grad: Tensor, ordered: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The gradient of the weights of each token's experts, summed as autograd sums it."""
-    dtype = torch.promote_types(ordered.dtype, top_k_weights.dtype)
-    each = top_k_weights.shape[1]
-    expanded = grad.to(dtype)[:, None].expand(-1, each, -1).reshape(ordered.shape)
-    return (expanded * ordered).sum(1).to(top_k_weights.dtype).view(top_k_weights.shape)
+        first, second = ctx.plans
+        offsets, order, inverse, top_k_weights, hidden, inner, of_experts, qdata, scale, *kept = ctx.saved_tensors
+        routing = Routing(offsets, order, inverse)
+        rows = None if inner is None else Rows(inner, swiglu=True)
+        grad_inside, grad_down, grad_down_bias, grad_factors = _grads_of_combined(
+            grad_output, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, of_experts, routing, second,
+            ctx.down_dtype,
+        )  # fmt: skip
+        of_up: Grads = (None, None, None)
+        if grad_inside is not None:
+            grad = Rows(grad_inside, gate_up=inner, swiglu=True)
+            of_up = _grads_of_gathered(grad, hidden, ctx.tokens, kept[: ctx.of_up], routing, first, ctx.up_dtype)
+        return (*of_up, grad_down, grad_down_bias, grad_factors)
 
 
 # Factors that float32 holds: the casts multiply in float32.
@@ -155,38 +239,57 @@ def can_route(hidden: Tensor, top_k_weights: Tensor) -> bool:
     return not torch.is_autocast_enabled(hidden.device.type) and top_k_weights.dtype in _FACTORS
 
 
-def gathered_linear(
-    hidden: Tensor,
-    weight: Tensor,
-    routing: Routing,
-    bias: Tensor | None,
-    recipe: Recipe,
-    quantized_weight: GroupedOperands | None = None,
-) -> Tensor:
+def _needs_factors(top_k_weights: Tensor) -> bool:
+    return torch.is_grad_enabled() and top_k_weights.requires_grad
+
+
+def gathered_linear(hidden: Tensor, layer: Layer, routing: Routing, recipe: Recipe) -> Tensor:
     """``grouped_linear`` of the rows of all experts, ``[R, N]``, from the tokens ``hidden [T, K]``.
 
     See :func:`can_route`.
     """
-    offsets, order, inverse = routing
-    x, w, b, plan, cached = checked(hidden, weight, offsets, bias, recipe, quantized_weight, order.shape[0])
-    return _GatheredLinear.apply(x, w, b, offsets, order, inverse, plan, *cached)  # type: ignore[no-untyped-call]
+    weight, bias, quantized = layer
+    x, w, b, plan, cached = checked(hidden, weight, routing.offsets, bias, recipe, quantized, routing.order.shape[0])
+    return _GatheredLinear.apply(x, w, b, *routing, plan, *cached)  # type: ignore[no-untyped-call]
 
 
-def combined_linear(
-    inside: Tensor,
-    weight: Tensor,
-    routing: Routing,
-    bias: Tensor | None,
-    top_k_weights: Tensor,
-    recipe: Recipe,
-    quantized_weight: GroupedOperands | None = None,
-) -> Tensor:
+def combined_linear(inside: Tensor, layer: Layer, routing: Routing, top_k_weights: Tensor, recipe: Recipe) -> Tensor:
     """The sum of the experts of each token, ``[T, N]``, from the rows ``inside [R, K]`` in which they end.
 
     See :func:`can_route`.
     """
-    offsets, order, inverse = routing
-    x, w, b, plan, cached = checked(inside, weight, offsets, bias, recipe, quantized_weight)
-    needs_factors = torch.is_grad_enabled() and top_k_weights.requires_grad
-    arguments = (x, w, b, top_k_weights, offsets, order, inverse, plan, needs_factors, *cached)
+    weight, bias, quantized = layer
+    x, w, b, plan, cached = checked(inside, weight, routing.offsets, bias, recipe, quantized)
+    arguments = (x, w, b, top_k_weights, *routing, plan, _needs_factors(top_k_weights), *cached)
     return _CombinedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+def routed_swiglu(
+    hidden: Tensor, up: Layer, down: Layer, routing: Routing, top_k_weights: Tensor, recipe: Recipe
+) -> Tensor:
+    """The experts of each token, which are SwiGLU MLPs, ``[T, K]``, from the tokens ``hidden [T, K]``.
+
+    Args:
+        hidden: ``[T, K]``.
+        up: of weight ``[E, 2 F, K]``, the gate first.
+        down: of weight ``[E, K, F]``.
+        routing: of the tokens.
+        top_k_weights: ``[T, top_k]``.
+        recipe: of both layers.
+
+    See :func:`can_route`. Saved for backward: the tokens, the output of the first layer, ``[T top_k, 2 F]``, the codes
+    of what SwiGLU makes of it, and the rows of all experts if the router needs a gradient.
+    """
+    offsets, rows = routing.offsets, routing.order.shape[0]
+    x, w_up, b_up, first, of_up = checked(hidden, up.weight, offsets, up.bias, recipe, up.quantized_weight, rows)
+    # Of no rows, but of the shape, dtype and device that the rows will have.
+    inside = x.new_empty((0, w_up.shape[1] // 2))
+    needs_inside = first.needs_grad_input or first.needs_grad_weight or first.needs_grad_bias
+    _, w_down, b_down, second, of_down = checked(
+        inside, down.weight, offsets, down.bias, recipe, down.quantized_weight, rows, needs_inside
+    )
+    if len(of_up) != len(of_down):
+        raise ValueError("either both layers of experts have quantized weights, or neither")
+    plans = (first, second._replace(layer=first.layer))
+    arguments = (x, w_up, b_up, w_down, b_down, top_k_weights, *routing, plans, _needs_factors(top_k_weights))
+    return _RoutedSwiglu.apply(*arguments, *of_up, *of_down)  # type: ignore[no-untyped-call]

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonfp8 import ops
+
 
 class Routing(NamedTuple):
     """Where the rows of the grouped GEMMs come from. A row is one token at one of its experts.
@@ -38,12 +40,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.tokens = hidden.shape[0]
-        return hidden[order // (order.shape[0] // max(1, hidden.shape[0]))] if order.shape[0] else hidden[order]
+        return hidden[tokens_of(order, hidden.shape[0])]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return sum_of_experts(grad[inverse], ctx.tokens), None, None
+        return ops.sum_of_rows(grad, places_of(inverse, ctx.tokens)), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -60,10 +62,56 @@ class _Permute(torch.autograd.Function):
         return grad[inverse], None, None
 
 
-def sum_of_experts(rows: Tensor, tokens: int) -> Tensor:
-    """The sum of the rows of each token, which are adjacent, ``[tokens, K]``."""
-    # torch sums bfloat16 in float32, and rounds once.
-    return rows.view(tokens, -1 if tokens else 1, rows.shape[-1]).sum(1)
+class _Combine(torch.autograd.Function):
+    """The sum of the experts of each token, without a copy of the rows in the order of the tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        top_k_weights: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        needs_rows: bool,
+        needs_factors: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(rows if needs_factors else None, top_k_weights, order, inverse)
+        ctx.needs_rows, ctx.dtype = needs_rows, rows.dtype
+        return ops.sum_of_rows(rows, places_of(inverse, top_k_weights.shape[0]), top_k_weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, top_k_weights, order, inverse = ctx.saved_tensors
+        grad_rows = None
+        if ctx.needs_rows:
+            factors = top_k_weights.reshape(-1)[order]
+            grad_rows = (grad[tokens_of(order, grad.shape[0])] * factors[:, None]).to(ctx.dtype)
+        grad_factors = None if rows is None else grad_of_factors(grad, rows[inverse], top_k_weights)
+        return grad_rows, grad_factors, None, None, None, None
+
+
+def tokens_of(order: Tensor, tokens: int) -> Tensor:
+    """The token of each row."""
+    return order // (order.shape[0] // max(1, tokens)) if order.shape[0] else order
+
+
+def places_of(inverse: Tensor, tokens: int) -> Tensor:
+    """The rows of each token, ``[tokens, top_k]``."""
+    return inverse.view(tokens, inverse.shape[0] // max(1, tokens))
+
+
+def grad_of_factors(grad: Tensor, ordered: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The gradient of the weights of each token's experts, summed as autograd sums it.
+
+    Args:
+        grad: of the sums.
+        ordered: the rows that were added, in the order of ``top_k_index.flatten()``.
+        top_k_weights: ``[T, top_k]``.
+    """
+    dtype = torch.promote_types(ordered.dtype, top_k_weights.dtype)
+    each = top_k_weights.shape[1]
+    expanded = grad.to(dtype)[:, None].expand(-1, each, -1).reshape(ordered.shape)
+    return (expanded * ordered).sum(1).to(top_k_weights.dtype).view(top_k_weights.shape)
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -85,11 +133,13 @@ def combine(rows: Tensor, routing: Routing, top_k_weights: Tensor, dtype: torch.
         top_k_weights: ``[T, top_k]``.
         dtype: of the result.
     """
-    return weighted_sum(permute(rows, routing.inverse, routing.order), top_k_weights, dtype)
+    grad = torch.is_grad_enabled()
+    needs = (grad and rows.requires_grad, grad and top_k_weights.requires_grad)
+    out: Tensor = _Combine.apply(rows, top_k_weights, routing.order, routing.inverse, *needs)  # type: ignore[no-untyped-call]
+    return in_dtype(out, dtype)
 
 
-def weighted_sum(ordered: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """:func:`combine` of rows in the order of ``top_k_index.flatten()``."""
-    out = sum_of_experts(ordered * top_k_weights.reshape(-1, 1), top_k_weights.shape[0])
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``."""
     # No cast to its own dtype: compiled by torch 2.11, an autograd.Function that returns one gets gradients of zero.
-    return out if out.dtype == dtype else out.to(dtype)
+    return x if x.dtype == dtype else x.to(dtype)

@@ -1,0 +1,67 @@
+"""Which rows a tile of a cast has, and their values: as they lie, picked from others, or made by SwiGLU."""
+
+import triton
+import triton.language as tl
+
+from tritonfp8.kernels.cast.quantize import load_masked
+from tritonfp8.kernels.moe.schedule import FIELDS
+from tritonfp8.kernels.numerics import logistic
+
+
+@triton.jit
+def rows_of(tile, table_ptr, rows, MATRICES: tl.constexpr, TILE: tl.constexpr):
+    """Group of a tile, first row of the group, its number of rows, and which tile of the group it is."""
+    if MATRICES:
+        tiles = tl.cdiv(rows, TILE)
+        group = tile // tiles
+        return group, group * rows, rows, tile % tiles
+    else:
+        at = table_ptr + tile * FIELDS
+        start = tl.load(at + 3)
+        return tl.load(at), start, tl.load(at + 2) - start, (tl.load(at + 1) - start) // TILE
+
+
+@triton.jit
+def of_group(pointer, group, start, stride_row, stride_group, ROWS: tl.constexpr, MATRICES: tl.constexpr):
+    """Where the values of a group begin: scales that tokens share are found by the group, others by its first row."""
+    if MATRICES or ROWS == -1:
+        return pointer + group.to(tl.int64) * stride_group
+    else:
+        return pointer + start.to(tl.int64) * stride_row
+
+
+@triton.jit
+def swiglu(gate, up):
+    """``silu(gate) * up``, rounded as by two ops."""
+    x = gate.to(tl.float32)
+    silu = (x * logistic(x)).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def grad_of_gate(grad, gate, up):
+    """The gradient of ``gate``, rounded as by the backward of two ops."""
+    x = gate.to(tl.float32)
+    s = logistic(x)
+    of_silu = (grad.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return (of_silu.to(tl.float32) * (s * tl.fma(x, 1.0 - s, 1.0))).to(gate.dtype)
+
+
+@triton.jit
+def load_rows(
+    x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn,
+    SOURCE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Rows ``within`` of a group. SOURCE: ``rows`` of x, or rows that are ``picked``; ``scaled`` by their factors."""
+    if SOURCE == "rows":
+        pointers = x_ptr + start.to(tl.int64) * stride_xm
+        pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    else:
+        source = tl.load(picked_ptr + start + within, mask=within < count, other=0)
+        pointers = x_ptr + source.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+    x = load_masked(pointers, mask, EVEN)
+    if SOURCE == "scaled":
+        factors = tl.load(factors_ptr + start + within, mask=within < count, other=0.0).to(tl.float32)
+        return (x.to(tl.float32) * factors[:, None]).to(x.dtype)
+    else:
+        return x

@@ -1,0 +1,133 @@
+"""SwiGLU of the rows of experts, alone and inside of the casts, and the sum of the rows of a token."""
+
+import pytest
+import torch
+from cases import each_device, generator, normal, on_devices
+from routings import ends
+
+from tritonfp8 import reference
+from tritonfp8.launch import moe
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+from tritonfp8.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+# What one rounding of the last place, in one of two ops, changes.
+UNIT = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
+DTYPES = list(UNIT)
+TENSOR, ROW = QuantSpec(), QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+VECTOR, SQUARE = QuantSpec("e4m3", BLOCK_1X128), QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
+MX = QuantSpec("e5m2", BLOCK_1X32, "e8m0", "pow2")
+
+
+def inputs(width, dtype, device, rows=190):
+    gate_up, grad = normal(rows, 2 * width, dtype=dtype), normal(rows, width, seed=1, dtype=dtype)
+    return gate_up.mul(2).to(device), grad.to(device)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [128, 41])
+def test_swiglu_is_that_of_torch(device, dtype, width):
+    """But for roundings of the exponential: as a rule the same value, else a neighbour."""
+    gate_up, grad = inputs(width, dtype, device)
+    found = [moe.swiglu(gate_up), moe.swiglu_backward(grad, gate_up)]
+    expected = [reference.swiglu(gate_up), reference.swiglu_backward(grad, gate_up)]
+    for x, y in zip(found, expected, strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        # The slope of the SiLU crosses zero, where a float32 has lost its digits.
+        torch.testing.assert_close(x, y, rtol=2 * UNIT[dtype], atol=2**-20)
+        if dtype != torch.float32:
+            assert (x != y).float().mean() < 0.01
+
+
+def test_the_gradient_is_that_of_autograd():
+    gate_up, grad = inputs(64, torch.bfloat16, "cpu")
+    gate_up.requires_grad_()
+    reference.swiglu(gate_up).backward(grad)
+    assert_bitwise_equal(reference.swiglu_backward(grad, gate_up.detach()), gate_up.grad)
+
+
+@each_device
+def test_values_that_are_not_finite(device):
+    gate_up, grad = inputs(128, torch.bfloat16, device, 4)
+    gate_up[0, 3], gate_up[1, 200], gate_up[2, 5], gate_up[3, 7] = torch.nan, torch.nan, torch.inf, -torch.inf
+    grad[1, 9] = torch.inf
+    for x, y in (
+        (moe.swiglu(gate_up), reference.swiglu(gate_up)),
+        (moe.swiglu_backward(grad, gate_up), reference.swiglu_backward(grad, gate_up)),
+    ):
+        assert torch.equal(x.isfinite(), y.isfinite())
+
+
+@on_devices(
+    [
+        (ROW, ROW, 256, torch.bfloat16),
+        (VECTOR, VECTOR, 128, torch.float16),
+        (TENSOR, SQUARE, 128, torch.bfloat16),
+        (MX, MX, 128, torch.float32),
+        (ROW, ROW, 72, torch.bfloat16),
+    ],
+    spec=(TENSOR, ROW, VECTOR, MX),
+    spec_t=(TENSOR, ROW, VECTOR, SQUARE, MX),
+    width=(768, 72),
+    dtype=(torch.bfloat16, torch.float32),
+)
+def test_casts_of_swiglu_and_of_its_gradient(device, spec, spec_t, width, dtype):
+    """They have the bits of casts of what the kernel of SwiGLU writes."""
+    gate_up, grad = inputs(width, dtype, device)
+    offsets = ends((7, 0, 130, 40)).to(device)
+    for made, sources in (
+        (moe.swiglu(gate_up), (gate_up, None)),
+        (moe.swiglu_backward(grad, gate_up), (grad, gate_up)),
+    ):
+        x, *rest = sources
+        expected = reference.quantize_groups_both(made.cpu(), offsets.cpu(), *spec.args, *spec_t.args)
+        source = (None, None, *rest, True)
+        found = [
+            moe.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *source),
+            moe.quantize_groups(x, offsets, *spec.args, False, *source)
+            + moe.quantize_groups(x, offsets, *spec_t.args, True, *source),
+        ]
+        for each in found:
+            assert_bitwise_equal(tuple(x.cpu() for x in each), expected)
+            assert [x.shape for x in each] == [x.shape for x in expected]
+
+
+@on_devices(
+    [(2, torch.bfloat16, torch.bfloat16, 41), (8, torch.bfloat16, torch.float32, 41), (1, torch.float32, None, 41)],
+    each=(1, 2, 6, 8),
+    dtype=DTYPES,
+    factors=(None, *DTYPES),
+    width=(2048, 41),
+)
+def test_sum_of_rows(device, each, dtype, factors, width):
+    """To the bit: rows are added in their order."""
+    x = normal(70, width, dtype=dtype)
+    places = torch.randint(0, 70, (33, each), generator=generator(3))
+    scale = None if factors is None else normal(33, each, seed=2).to(factors)
+    found = moe.sum_of_rows(*(None if t is None else t.to(device) for t in (x, places, scale)))
+    expected = reference.sum_of_rows(x, places, scale)
+    assert found.dtype == expected.dtype
+    assert_bitwise_equal(found.cpu(), expected)
+
+
+@each_device
+def test_no_rows(device):
+    x, places = torch.ones(0, 16, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device)
+    assert moe.sum_of_rows(x, places).shape == (0, 16)
+    assert moe.swiglu(x).shape == (0, 8)
+    assert moe.swiglu_backward(x[:, :8], x).shape == (0, 16)
+
+
+@each_device
+def test_operands_that_are_not_contiguous(device):
+    x, places = normal(16, 70).t().to(device), torch.arange(70, device=device).view(2, 35).t()
+    assert_bitwise_equal(moe.sum_of_rows(x, places).cpu(), reference.sum_of_rows(x.cpu(), places.cpu()))
+    gate_up, grad = inputs(128, torch.bfloat16, device)
+    turned = gate_up.t().contiguous().t()
+    assert_bitwise_equal(moe.swiglu(turned), moe.swiglu(gate_up))
+    offsets = ends((7, 180)).to(device)
+    expected = moe.quantize_groups(grad, offsets, *ROW.args, True, None, None, gate_up, True)
+    assert_bitwise_equal(moe.quantize_groups(grad, offsets, *ROW.args, True, None, None, turned, True), expected)

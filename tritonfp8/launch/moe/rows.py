@@ -1,0 +1,88 @@
+"""Rows of experts in high precision: SwiGLU, and the sum of the rows of a token. Twins of the reference's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import reference
+from tritonfp8.kernels.moe import casts as kernels
+from tritonfp8.launch.executor import planned
+from tritonfp8.launch.plan import Planner, View
+from tritonfp8.tuning import cast_tiles
+
+# Products and sums that the reference rounds one by one are no FMA.
+OPTIONS = {"enable_fp_fusion": False}
+
+
+def plan_swiglu(plan: Planner, x: View) -> list[View] | None:
+    """One output, ``[rows, F]``."""
+    return [add_swiglu(plan, x, None)] if x.numel() else None
+
+
+def plan_swiglu_backward(plan: Planner, grad: View, gate_up: View) -> list[View] | None:
+    """One output, ``[rows, 2 F]``."""
+    return [add_swiglu(plan, grad, gate_up)] if gate_up.numel() else None
+
+
+def add_swiglu(plan: Planner, x: View, gate_up: View | None) -> View:
+    """Add the launch of SwiGLU of ``x``, or of the gradient of ``gate_up``, where ``x`` is that of the result."""
+    of = x if gate_up is None else gate_up
+    rows, features = of.shape[0], of.shape[1] // 2
+    out = plan.empty((rows, features if gate_up is None else 2 * features), of.dtype)
+    tile = cast_tiles.SWIGLU
+    plan.launch(
+        kernels.swiglu_kernel,
+        tile.programs(rows, features),
+        (x, of, out),
+        (rows, features, *x.strides, *of.strides),
+        {"BACKWARD": gate_up is not None, "TILE_M": tile.m, "TILE_N": tile.n},
+        **tile.options(),
+    )
+    return out
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.swiglu`."""
+    results = planned(plan_swiglu, (x,), ())
+    return reference.swiglu(x) if results is None else results[0]
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.swiglu_backward`."""
+    results = planned(plan_swiglu_backward, (grad, gate_up), ())
+    return reference.swiglu_backward(grad, gate_up) if results is None else results[0]
+
+
+def plan_sum_of_rows(plan: Planner, x: View, places: View, factors: View | None) -> list[View] | None:
+    """One output, ``[tokens, N]``."""
+    contiguous = places.is_contiguous() and (factors is None or factors.is_contiguous())
+    if not (x.numel() and places.numel() and contiguous):
+        return None
+    (tokens, each), n = places.shape, x.shape[1]
+    dtype = x.dtype if factors is None else torch.promote_types(x.dtype, factors.dtype)
+    out = plan.empty((tokens, n), dtype)
+    tile = cast_tiles.SUM_OF_ROWS
+    plan.launch(
+        kernels.sum_of_rows_kernel,
+        tile.programs(tokens, n),
+        (x, places, factors, out),
+        (tokens, n, *x.strides),
+        {
+            "EACH": each, "SCALED": factors is not None, "ROUNDED": dtype == x.dtype,
+            "TILE_M": tile.m, "TILE_N": tile.n,
+        },
+        **tile.options(),
+        **OPTIONS,
+    )  # fmt: skip
+    return [out]
+
+
+def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.sum_of_rows`."""
+    results = planned(plan_sum_of_rows, (x, places, factors), ())
+    if results is not None:
+        return results[0]
+    if not (x.numel() and places.numel()):
+        return reference.sum_of_rows(x, places, factors)
+    return sum_of_rows(x, places.contiguous(), None if factors is None else factors.contiguous())
