@@ -22,7 +22,16 @@ def training(folder: str = "train-160m") -> str:
 
 def mixtures() -> str:
     """The bars of grouped GEMMs and casts that were measured."""
-    rows = data("../nvidia-h100/grouped.json")["rows"]
+    return _judged("../nvidia-h100/grouped.json")
+
+
+def mixture_layers() -> str:
+    """The bars of a layer of experts with its router."""
+    return _judged("experts.json")
+
+
+def _judged(path: str) -> str:
+    rows = data(path)["rows"]
     return bars_table(verdict for verdict in judge(rows, GROUPED_BARS) if verdict.measured is not None)
 
 
@@ -170,6 +179,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "direct calls": direct_calls,
     "inspection": inspection,
     "mixtures": mixtures,
+    "mixture layers": mixture_layers,
     "mixture training": functools.partial(training, "../nvidia-h100/train-160m-moe"),
     "mixture training mxfp8": functools.partial(training, "../nvidia-h100/train-160m-moe-mxfp8"),
     "other text": other_text,
