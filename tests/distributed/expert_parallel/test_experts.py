@@ -163,3 +163,21 @@ def test_errors(ranks):
         strict=True,
     ):
         assert text.startswith(message)
+
+
+# On GPUs.
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("payload", ["float8", "high_precision"])
+@each_recipe
+def test_two_gpus(gpus, recipe, payload):
+    """In high precision to the bit, as on CPUs; in 8 bits what reads rows, and sums over tokens closely."""
+    for tokens in TOKENS[2]:
+        rows, _ = outcome(gpus, 2, tokens=tokens, recipe=recipe, payload=payload)
+        if payload == "high_precision":
+            assert rows == [{}] * 2, tokens
+            continue
+        off = {name: x for row in rows for name, x in row.items()}
+        assert off.keys() <= {"gate_up_proj", "down_proj", "down_proj_bias"}, off
+        assert all(x < 0.1 for x in off.values()), off

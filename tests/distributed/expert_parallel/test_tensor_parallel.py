@@ -25,3 +25,12 @@ def test_losses(ranks, recipe):
     for expected, losses, _, stuck in ranks.run(4, tp_expert_cases.against_one_process, recipe=recipe, average=2):
         assert losses == pytest.approx(expected, rel=2e-3)
         assert stuck == []
+
+
+@pytest.mark.multigpu
+@each_recipe
+def test_losses_on_gpus(gpus, recipe):
+    """TP=2 and EP=2, over the same two."""
+    for expected, losses, _, stuck in gpus.run(2, tp_expert_cases.against_one_process, recipe=recipe, average=1):
+        assert losses == pytest.approx(expected, rel=5e-3)
+        assert stuck == []

@@ -51,7 +51,8 @@ def _whole(x):
 
 def _train(model, batches, reduce=lambda: None):
     """Losses, and the gradients of the first step."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    # On GPUs torch steps all parameters together, and refuses DTensors beside plain tensors.
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
     losses, grads = [], {}
     for tokens in batches:
         loss = nn.functional.cross_entropy(
