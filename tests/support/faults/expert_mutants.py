@@ -24,11 +24,32 @@ FAULTS = (
         _CASTS,
     ),
     (
-        "kernels/moe/casts.py",
+        "kernels/moe/rows.py",
         "        return (x.to(tl.float32) * factors[:, None]).to(x.dtype)",
         "        return (x.to(tl.float32) * factors[:, None])",
         "rows are not rounded after they are multiplied by their factors",
         _CASTS,
+    ),
+    (
+        "kernels/moe/rows.py",
+        "    silu = (x * logistic(x)).to(gate.dtype)",
+        "    silu = x * logistic(x)",
+        "the SiLU of experts is not rounded before it is multiplied",
+        ("tests/kernels/moe/test_rows.py",),
+    ),
+    (
+        "kernels/moe/casts.py",
+        "                value = value.to(x.dtype).to(tl.float32)",
+        "                value = value.to(tl.float32)",
+        "products of the rows of a token and their weights are not rounded",
+        ("tests/kernels/moe/test_rows.py",),
+    ),
+    (
+        "kernels/moe/casts.py",
+        "_raise_maxima(highest_up, col_ptr + F,",
+        "_raise_maxima(highest, col_ptr + F,",
+        "the gradient of what the gate multiplies is scaled by the amax of the gate's",
+        ("tests/kernels/moe/test_rows.py",),
     ),
     (
         "kernels/moe/matmul.py",
