@@ -20,9 +20,8 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import Pair
-from tritonfp8.layers.moe import routing as ways
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
-from tritonfp8.layers.moe.routing import Routing, in_dtype, places_of
+from tritonfp8.layers.moe.routing import Routing, grad_of_factors, in_dtype, places_of, tokens_of_rows
 from tritonfp8.recipes import Recipe
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -47,7 +46,7 @@ def _kept_weight(plan: GroupedPlan, weight: Tensor, cached: Sequence[Any]) -> li
 def _gathered(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, plan: GroupedPlan, cached: Sequence[Any]
 ) -> Tensor:
-    rows = Rows(hidden, ways.tokens_of(routing.order, hidden.shape[0]))
+    rows = Rows(hidden, tokens_of_rows(routing.order, hidden.shape[0]))
     pair, _ = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, None)
     return plan.output(rows, pair, weight, cached, routing.offsets, bias)
 
@@ -70,7 +69,7 @@ def _grads_of_gathered(
         grad_hidden = ops.sum_of_rows(of_rows, places_of(inverse, tokens))
     if plan.needs_grad_weight:
         assert hidden is not None
-        rows = Rows(hidden, ways.tokens_of(order, tokens))
+        rows = Rows(hidden, tokens_of_rows(order, tokens))
         _, columns = tokens_of(rows, offsets, None, plan.recipe.grad_weight.rhs)
         grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
     return grad_hidden, grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
@@ -84,7 +83,7 @@ def _combined(
     routing: Routing,
     plan: GroupedPlan,
     cached: Sequence[Any],
-) -> tuple[Tensor, Tensor, Pair]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Pair]:
     """The sums, the rows that were added, and the codes of ``rows`` for ``grad_weight``."""
     kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
     pair, kept = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, kept_spec)
@@ -103,10 +102,13 @@ def _grads_of_combined(
     routing: Routing,
     plan: GroupedPlan,
     dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of rows, weight, bias and ``top_k_weights``; ``columns``: codes of the rows, then None."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of rows, weight, bias and ``top_k_weights``.
+
+    ``columns``: the codes of the rows that ``grad_weight`` reads; without them ``rows`` is not None.
+    """
     offsets, order, inverse = routing
-    grad = Rows(grad_output, ways.tokens_of(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
+    grad = Rows(grad_output, tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
     pair, pair_t = plan.tokens_of_grad(grad, offsets)
     grad_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets) if plan.needs_grad_input else None
     grad_weight = None
@@ -115,7 +117,7 @@ def _grads_of_combined(
     grad_bias = ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
     grad_factors = None
     if of_experts is not None:
-        grad_factors = ways.grad_of_factors(grad_output, of_experts[inverse], top_k_weights)
+        grad_factors = grad_of_factors(grad_output, of_experts[inverse], top_k_weights)
     return grad_rows, grad_weight, grad_bias, grad_factors
 
 

@@ -40,7 +40,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.tokens = hidden.shape[0]
-        return hidden[tokens_of(order, hidden.shape[0])]
+        return hidden[tokens_of_rows(order, hidden.shape[0])]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -85,12 +85,12 @@ class _Combine(torch.autograd.Function):
         grad_rows = None
         if ctx.needs_rows:
             factors = top_k_weights.reshape(-1)[order]
-            grad_rows = (grad[tokens_of(order, grad.shape[0])] * factors[:, None]).to(ctx.dtype)
+            grad_rows = (grad[tokens_of_rows(order, grad.shape[0])] * factors[:, None]).to(ctx.dtype)
         grad_factors = None if rows is None else grad_of_factors(grad, rows[inverse], top_k_weights)
         return grad_rows, grad_factors, None, None, None, None
 
 
-def tokens_of(order: Tensor, tokens: int) -> Tensor:
+def tokens_of_rows(order: Tensor, tokens: int) -> Tensor:
     """The token of each row."""
     return order // (order.shape[0] // max(1, tokens)) if order.shape[0] else order
 
