@@ -48,7 +48,7 @@ FAULTS = (
         "kernels/moe/casts.py",
         "_raise_maxima(highest_up, col_ptr + F,",
         "_raise_maxima(highest, col_ptr + F,",
-        "the gradient of what the gate multiplies is scaled by the amax of the gate's",
+        "the gradient of up is scaled by the amax of that of the gate",
         ("tests/kernels/moe/test_rows.py",),
     ),
     (
