@@ -1,5 +1,7 @@
 """The compile-without-a-GPU infrastructure, on kernels small enough to know what must come out."""
 
+import importlib
+import pkgutil
 import re
 
 import compile_target
@@ -11,6 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from tritonfp8 import kernels
+from tritonfp8.compat import triton_private
 from tritonfp8.kernels.pdl import begin
 from tritonfp8.kernels.triton_names import tma_load
 
@@ -217,3 +221,34 @@ def test_every_argument_must_be_named_once():
 def test_a_log_without_figures_is_an_error_not_zero():
     with pytest.raises(RuntimeError, match="ptxas"):
         read_report("", 0, "ptxas info    : something else")
+
+
+def functions():
+    """All functions of the package that Triton compiles, by module and name."""
+    found = {}
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, triton.JITFunction):
+                found[module.name, name] = value
+    return found
+
+
+def keys(order, settle):
+    """The key of each function when they get their keys in an order."""
+    found = functions()
+    for function in found.values():
+        function.hash, function.used_global_vals = None, {}
+    triton_private._settled.clear()
+    for place in order(found):
+        settle(found[place])
+    return {place: function.cache_key for place, function in found.items()}
+
+
+def test_keys_do_not_depend_on_what_a_process_launched_before():
+    """Triton's cache on disk finds a kernel by its key. Without help, the order of first launches would decide."""
+    orders = (sorted, lambda found: sorted(found, reverse=True))
+    alone, other = (keys(order, lambda function: function.cache_key) for order in orders)
+    assert alone != other
+    first, second = (keys(order, triton_private.settle_key) for order in orders)
+    assert len(first) > 100
+    assert first == second

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "compile_only"
 # Starts a stub of the driver, and compiles for it. The others mostly read committed reports.
 REPLAY = "test_replay.py"
-OTHERS = tuple(path.name for path in sorted(FOLDER.glob("test_*.py")) if path.name != REPLAY)
+OTHERS = tuple(str(path.relative_to(FOLDER)) for path in sorted(FOLDER.rglob("test_*.py")) if path.name != REPLAY)
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled in this process")

@@ -62,6 +62,34 @@ MISSING = find_missing(triton.__version__)
 """Names that the installed Triton lacks for raw launches."""
 
 
+# By identity: the hash of a function is made of its key.
+_settled: set[int] = set()
+
+
+def settle_key(kernel: Any) -> None:
+    """Make Triton's key of a kernel, by which its cache on disk finds it, the same in every process.
+
+    The key of a function covers the constants that its callees read, but only of callees that have a key when their
+    caller gets its own. So it would depend on what a process launched before: a kernel that a warm-up compiled would be
+    compiled again. Here callees get their keys first. Kernels without a key, as those of the interpreter, are left
+    alone.
+    """
+    if id(kernel) in _settled:
+        return
+    _settled.add(id(kernel))
+    function = getattr(kernel, "fn", None)
+    if not inspect.isfunction(function):
+        return
+    names = set(function.__code__.co_names)
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        inside = [getattr(value, each, None) for each in names] if inspect.ismodule(value) else [value]
+        for callee in inside:
+            if isinstance(callee, triton.JITFunction):
+                settle_key(callee)
+    getattr(kernel, "cache_key", None)
+
+
 class UnavailableError(Exception):
     """This kernel cannot be launched past Triton. The message says what is missing."""
 

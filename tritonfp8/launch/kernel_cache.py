@@ -57,6 +57,8 @@ def run(
     if triton_private.INTERPRETING:
         kernel[programs,](*pointers, *integers, **constants, DEPENDENT=False, **options)
         return None
+    # Before the kernel is hashed.
+    triton_private.settle_key(kernel)
     device = torch.cuda.current_device()
     dependent = hardware.abilities(device).has_dependent_launch
     # Integers by value: finer than what Triton distinguishes (1, divisible by 16, wider than 32 bits), and exact.

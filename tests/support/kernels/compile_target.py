@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tritonfp8 import hardware
+from tritonfp8.compat.triton_private import settle_key
 from tritonfp8.launch import executor
 from tritonfp8.launch.kernel_cache import COMPILER_OPTIONS
 
@@ -103,6 +104,7 @@ def compile_kernel(fn, signature, constexprs, cc, num_warps=4, num_stages=3, div
         )
     if unknown := set(divisible_by_16) - set(signature):
         raise ValueError(f"divisible_by_16 names {sorted(unknown)}, which the signature does not")
+    settle_key(fn)
     source = (GluonASTSource if fn.is_gluon() else ASTSource)(
         fn=fn,
         signature={name: signature.get(name, "constexpr") for name in fn.arg_names},
