@@ -12,9 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 import hypothesis
 import pytest
 import torch
+import turns
 from scheduling import order, pytest_xdist_make_scheduler  # noqa: F401  a hook
 
 torch.set_num_threads(THREADS)
+turns.note_day()
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -106,17 +108,25 @@ def unmet(item):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=order)
-    if not hasattr(config, "workeroutput"):
+    runnable = [item for item in items if unmet(item) is None]
+    # A list of the tests, as the tables of the docs are made from, has them all.
+    waiting = [] if config.getoption("collectonly") else turns.waiting(runnable)
+    left_out = Counter({"in_turn": len(waiting)})
+    if hasattr(config, "workeroutput"):
+        # A worker sets up and reports each test that it skips: of three thousand that takes ten seconds.
+        left_out.update(mark for mark in map(unmet, items) if mark)
+        config.workeroutput["not_run"] = dict(left_out)
+        items[:] = runnable
+    else:
+        not_run.update(left_out)
         for item in items:
             if mark := unmet(item):
                 item.add_marker(pytest.mark.skip(reason=NEEDS[mark][1]))
-        return
-    # A worker sets up and reports each test that it skips: of three thousand that takes ten seconds.
-    config.workeroutput["not_run"] = dict(Counter(filter(None, map(unmet, items))))
-    items[:] = [item for item in items if unmet(item) is None]
+    out = set(waiting)
+    items[:] = [item for item in items if item not in out]
 
 
-# How many tests workers left out, by mark: all of them collect the same ones.
+# How many tests were left out, by mark: all workers collect the same ones.
 not_run = {}
 
 
@@ -133,6 +143,9 @@ def pytest_terminal_summary(terminalreporter):
         count = not_run.get(mark, 0) + sum(mark in getattr(report, "keywords", ()) for report in skipped)
         if count and not met:
             terminalreporter.write_line(f"not run: {count} marked {mark!r} ({reason})", yellow=True)
+    if count := not_run.get("in_turn", 0):
+        reason = "their turn is on another day: tests/support/choice/turns.py"
+        terminalreporter.write_line(f"not run: {count} marked 'in_turn' ({reason})", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import pytest
 from process_group import RankError
 
 PROCESSES = 2
-pytestmark = pytest.mark.xdist_group("trainers")
+pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.in_turn(2)]
 
 
 @pytest.mark.parametrize("stage", [1, 2])

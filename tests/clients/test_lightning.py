@@ -14,7 +14,7 @@ from tritonfp8.testing import assert_bitwise_equal
 
 PROCESSES = 2
 
-pytestmark = pytest.mark.xdist_group("trainers")
+pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.in_turn(2)]
 
 
 class Module(lightning.LightningModule):

@@ -15,7 +15,7 @@ import tritonfp8
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600), pytest.mark.in_turn(2)]
 
 TP = {"tensor_parallel_degree": 2}
 FSDP = {"data_parallel_shard_degree": 2}

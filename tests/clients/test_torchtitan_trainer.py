@@ -6,7 +6,7 @@ from torchtitan_cases import HEAD
 
 # torchtitan's checkpoints make a group of all processes.
 PROCESSES = 2
-pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600), pytest.mark.in_turn(2)]
 
 PROGRAMS = {
     "fsdp": {},

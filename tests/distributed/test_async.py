@@ -6,7 +6,7 @@ from cases import QUANTIZED
 
 from tritonfp8 import recipes
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
 NAMES = recipes.names()
 ALL, MLP = async_cases.LINEARS, async_cases.MLP

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tritonfp8 import recipes
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
 each_recipe = pytest.mark.parametrize("recipe", recipes.names())
 # Placements of input, weight and bias.

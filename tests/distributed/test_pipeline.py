@@ -10,7 +10,7 @@ from cases import QUANTIZED
 from tritonfp8 import recipes
 from tritonfp8.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
 SCHEDULES = list(pipeline_cases.SCHEDULES)
 

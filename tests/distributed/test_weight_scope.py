@@ -3,7 +3,7 @@
 import pytest
 import weight_scope_cases
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 PROCESSES = 2
 # Casts of a micro-batch that are not of weights: four inputs a block and that of the head, 15 gradients of outputs.
 CASTS = 2 * 4 + 1 + 15

@@ -12,6 +12,8 @@ from tritonfp8.launch import optimizer as launch
 from tritonfp8.reference.optimizer import rounding_keys, write_moment
 from tritonfp8.specs import QuantSpec, amax_shape
 
+pytestmark = pytest.mark.in_turn(3)
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Every block; and another format.
 STORABLE = [

@@ -45,7 +45,7 @@ from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import fused_tiles
 from tritonfp8.tuning.fused_tiles import MAX_ROW
 
-pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(2)]
 each_producer = pytest.mark.parametrize("producer", PRODUCERS)
 each_dtype = pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
 

@@ -20,6 +20,8 @@ from tritonfp8.specs import ACCUMULATIONS, ACTIVATIONS, scale_shape
 from tritonfp8.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr
 from tritonfp8.tuning import chooser
 
+pytestmark = pytest.mark.in_turn(2)
+
 FEWEST_ROWS = 16
 
 

@@ -17,6 +17,8 @@ from tritonfp8.launch import cast, figures, fused, shards
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.testing import assert_bitwise_equal
 
+pytestmark = pytest.mark.in_turn(3)
+
 LAUNCHED = [name for name, op in ops.OPS.items() if op.reference is not None]
 
 

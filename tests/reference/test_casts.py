@@ -32,6 +32,8 @@ from tritonfp8.formats import FORMATS
 from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
 from tritonfp8.testing import assert_bitwise_equal
 
+pytestmark = pytest.mark.in_turn(2)
+
 BLOCK_WIDTH = 32
 E8M0_SPECS = [spec for spec in SPECS if spec.scale_format == "e8m0"]
 SHORT = [(1, 1), (1, 129), (129, 1), (7, 17), (127, 300), (257, 33)]

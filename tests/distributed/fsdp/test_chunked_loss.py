@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cases import each_recipe
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
 HEADS = {"head in high precision": False, "converted head": True}
 HOW = {"inside forward": {}, "after forward": {"outside": True}, "autocast": {"autocast": True}}

@@ -9,7 +9,7 @@ import pytest
 from cases import QUANTIZED
 from fsdp_cases import Setup
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 PROCESSES = 2
 
 

@@ -16,7 +16,7 @@ from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
 from tritonfp8.distributed.fsdp.experts import GatheredExperts
 from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 QUANTIZED = ["tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"]
 
 

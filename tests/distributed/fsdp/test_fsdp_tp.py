@@ -9,7 +9,7 @@ import pytest
 from cases import QUANTIZED
 from process_group import Processes
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
 TWO_BY_TWO = (2, 2)
 # Replicas, ranks of FSDP2, of tensor parallelism.

@@ -8,7 +8,7 @@ import pytest
 from cases import QUANTIZED
 from fsdp_cases import Setup
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
 
 def check_resharded_and_not(ranks, function, recipe, both=True):

@@ -8,7 +8,7 @@ from tritonfp8.layers.linear import is_fusable
 
 PROCESSES = 3
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
 FUSABLE = [name for name in recipes.names() if is_fusable(recipes.get(name))]
 # Two layers: in each both norms and the MLP.

@@ -17,7 +17,7 @@ from tritonfp8.functional import linear
 from tritonfp8.testing import assert_bitwise_equal, sqnr
 
 # Not with the other tests of several processes: it has its own, and they would wait for it on a machine of two cores.
-pytestmark = pytest.mark.xdist_group("tensor parallel")
+pytestmark = [pytest.mark.xdist_group("tensor parallel"), pytest.mark.in_turn(3)]
 
 NAMES = recipes.names()
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -73,6 +73,7 @@ def test_layer_with_fewer_tokens_than_ranks(three, way):
     three.run(tp_cases.check_layer, [3], NAMES, (1,), 32, 48, WAYS[way])
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("weight", [[R], [S0]], ids=["kept", "gathered"])
 def test_tokens_of_a_batch_interleave(two, weight):
     two.run(tp_cases.check_layer, [2], NAMES, (3, 77), 60, 90, ([S1], weight, weight))
@@ -227,8 +228,7 @@ def test_losses_do_not_go_nan_and_are_those_of_one_process(two, name):
     check_losses(two, name, "float8, sequence", STEPS, layers=2 if name in DEEP else 1)
 
 
-# Where outputs are DTensors, three ranks below have each recipe. Local outputs are parts of the same values, so two
-# kinds of scales are enough.
+# Where outputs are DTensors, three ranks below have each recipe. Of local outputs two kinds of scales are enough.
 FEW = [("rowwise", "plain"), ("blockwise", "plain"), ("bf16", "plain DTensor outputs")]
 
 

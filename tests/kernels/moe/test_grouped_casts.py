@@ -12,7 +12,7 @@ from tritonfp8.launch import moe
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(3)]
 
 # By block: as recipes use them.
 ROW_SPECS = (
@@ -154,6 +154,7 @@ def test_every_block_is_cast():
     }  # fmt: skip
 
 
+@pytest.mark.in_turn(1)
 @on_devices(
     [
         (ROW_SPECS[1], COLUMN_SPECS[1], torch.bfloat16, True),

@@ -15,6 +15,8 @@ from tritonfp8.functional import linear
 from tritonfp8.recipes import Recipe
 from tritonfp8.testing import assert_bitwise_equal, sqnr
 
+pytestmark = pytest.mark.in_turn(3)
+
 BACKENDS = ["aot_eager", "inductor"]
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

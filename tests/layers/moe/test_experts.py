@@ -14,6 +14,8 @@ import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
 from tritonfp8.testing import assert_bitwise_equal, sqnr
 
+pytestmark = pytest.mark.in_turn(3)
+
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 

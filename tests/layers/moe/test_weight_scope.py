@@ -12,6 +12,8 @@ import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
 from tritonfp8.testing import assert_bitwise_equal
 
+pytestmark = pytest.mark.in_turn(3)
+
 
 def batch(hidden, experts, tokens=9):
     index = torch.arange(2 * tokens).view(tokens, 2) % experts

@@ -26,6 +26,8 @@ from tritonfp8.counting import count_gemms
 from tritonfp8.reference import group_bounds
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
 
+pytestmark = pytest.mark.in_turn(3)
+
 each_quantized = pytest.mark.parametrize("recipe", QUANTIZED)
 each_width = pytest.mark.parametrize(("n", "k"), WIDTHS)
 each_hostile = pytest.mark.parametrize("hostile", HOSTILE, ids=str)
