@@ -1,21 +1,32 @@
-"""Tune the forward GEMMs of sets of shapes, precise and fast, for this user: ``python -m bench.tune decode``.
+"""Tune the GEMMs of sets of shapes for this user, precise and fast: ``python -m bench.tune decode``.
 
 ``tritonfp8 warmup --tune`` tunes the GEMMs of training with the built-in recipes, which are all precise. This command
-tunes the configurations for small M and for fast accumulation that ship with the package.
+tunes the other configurations that ship with the package: the forward GEMMs for small M and for fast accumulation, and,
+with ``--grouped``, all GEMMs of experts.
 """
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
+import torch
+import typer
 from rich.progress import Progress
 
 from bench.contest.cases import recipe_variants
+from bench.contest.compare import QUICK, Device
 from bench.shapes import SHAPES, select
-from tritonfp8.warmup import MATMUL, Call, record_linear, tune
+from tritonfp8.warmup import GROUPED_MATMUL, MATMUL, Call, record_grouped_linear, record_linear, tune
 
 RECIPES = ("rowwise", "blockwise")
+# Parts of the tokens of a set: a tuned configuration serves four times as few and as many.
+PARTS = (1, 4, 16)
+ROUNDS = 2
+
+app = typer.Typer(add_completion=False)
 
 
-def calls_of(names: list[str]) -> list[Call]:
+def calls_of(names: Sequence[str]) -> list[Call]:
     """The distinct forward GEMMs of bf16 layers of the named sets, for each recipe and accumulation."""
     found: dict[Call, None] = {}
     for shape in select("gemm", names):
@@ -25,35 +36,60 @@ def calls_of(names: list[str]) -> list[Call]:
     return list(found)
 
 
+def grouped_calls_of(names: Sequence[str]) -> list[Call]:
+    """The distinct GEMMs of bf16 experts of the named sets, for each recipe and accumulation, and numbers of tokens."""
+    found: dict[Call, None] = {}
+    for shape in select("grouped", names):
+        tokens, *others = shape.size
+        for part in PARTS:
+            for recipe in recipe_variants(RECIPES).values():
+                calls = record_grouped_linear((max(1, tokens // part), *others), recipe, "bfloat16")
+                found |= dict.fromkeys(call for call in calls if call.op == GROUPED_MATMUL)
+    return list(found)
+
+
+def settled_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each function at the clocks of training: large GEMMs run long enough to reach the power limit."""
+    device = Device(torch.device("cuda"), QUICK)
+    rounds = [[device.settled_seconds(function) for function in functions] for _ in range(ROUNDS)]
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
+
+
 def _sizes(call: Call) -> tuple[int, ...]:
     a, b = (call.named()[name].shape for name in "ab")
     return (a[0], b[0], a[1])
 
 
-def main() -> None:
+@app.command()
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Sets of shapes.")] = None,
+    grouped: Annotated[bool, typer.Option(help="Tune the GEMMs of experts.")] = False,
+) -> None:
     """Tune, and print the chosen configurations and the failures."""
-    names = sys.argv[1:]
+    kind, find = ("grouped", grouped_calls_of) if grouped else ("gemm", calls_of)
     try:
-        calls = calls_of(names) if names else []
+        calls = find(names) if names else []
     except ValueError as error:
         sys.exit(str(error))
     if not calls:
-        sets = dict.fromkeys(shape.set for shape in SHAPES["gemm"])
-        sys.exit(f"name sets that have GEMMs: {', '.join(sets)}; got {' '.join(names) or 'none'}")
+        sets = dict.fromkeys(shape.set for shape in SHAPES[kind])
+        sys.exit(f"name sets that have GEMMs: {', '.join(sets)}; got {' '.join(names or []) or 'none'}")
     with Progress() as bars:
         task = bars.add_task("tune")
         tuned = tune(
             calls,
             force=True,
+            timer=settled_seconds if grouped else None,
             progress=lambda done, total: bars.update(task, completed=done, total=total),
         )
     for key, entry in tuned.entries.items():
+        of = f" {key.kind.groups} of {key.experts} experts" if key.experts else ""
         sizes = f"up to {key.m} x {key.n} x {key.k}"
-        print(f"{key.kind.family} {key.kind.accumulation} {sizes}: {entry.config}, {entry.microseconds} us")
+        print(f"{key.kind.family} {key.kind.accumulation}{of} {sizes}: {entry.config}, {entry.microseconds} us")
     for line in tuned.failed:
         print(line, file=sys.stderr)
     sys.exit(bool(tuned.failed))
 
 
 if __name__ == "__main__":
-    main()
+    app()

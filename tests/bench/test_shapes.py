@@ -1,5 +1,8 @@
+import re
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from bench import shapes, tune
 from bench.contest import cases, gates
@@ -8,6 +11,8 @@ from tritonfp8.recipes import GEMMS
 from tritonfp8.specs import BLOCKS
 from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import store
+from tritonfp8.tuning.chooser import bucket
+from tritonfp8.warmup.gemms import gemm_of
 from tritonfp8.warmup.run import read_shapes
 
 DIMS = {"gemm": 3, "cast": 2, "layer": 3, "model": 7, "grouped": 4, "experts": 5, "launch": 3, "first_step": 2}
@@ -66,13 +71,33 @@ def test_forward_products_are_tuned_in_both_accumulations():
     ]
 
 
+def test_gemms_of_experts_are_tuned_for_few_and_many_tokens():
+    (shape,) = shapes.select("grouped", [shapes.SMOKE])
+    tokens, experts, n, k = shape.size
+    found = {
+        gemm.key for gemm in (gemm_of(call, torch.device("cpu")) for call in tune.grouped_calls_of([shapes.SMOKE]))
+    }
+    assert {at.experts for at in found} == {experts}
+    rows = {(at.kind.family, at.kind.accumulation, at.kind.groups, at.n, at.k) for at in found}
+    forward, backward, summed = (("rows", n, k), ("rows", k, n), ("columns", n, k))
+    kinds = (("epilogue", "fast"), ("epilogue", "precise"), ("blockwise", "precise"))
+    assert rows == {(*kind, *gemm) for kind in kinds for gemm in (forward, backward, summed)}
+    assert {at.m for at in found} == {bucket(tokens // part // experts) for part in tune.PARTS}
+
+
 @pytest.mark.parametrize(
-    ("names", "message"), [([], "GEMMs: square.*none"), (["launch"], "got launch"), (["llama"], "no set")]
+    ("names", "message"),
+    [
+        ([], "GEMMs: square.*none"),
+        (["launch"], "got launch"),
+        (["llama"], "no set"),
+        (["--grouped"], "deepseek-v3.*none"),
+    ],
 )
-def test_what_to_tune_has_to_be_said(monkeypatch, names, message):
-    monkeypatch.setattr("sys.argv", ["bench.tune", *names])
-    with pytest.raises(SystemExit, match=message):
-        tune.main()
+def test_what_to_tune_has_to_be_said(names, message):
+    result = CliRunner().invoke(tune.app, names)
+    assert result.exit_code == 1
+    assert re.search(message, str(result.exception) + result.output)
 
 
 def test_shapes_that_nobody_tuned_are_in_no_table():

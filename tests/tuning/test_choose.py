@@ -13,7 +13,8 @@ from tritonfp8 import hardware
 from tritonfp8.launch import executor
 from tritonfp8.tuning import chooser as tuning
 from tritonfp8.tuning import store
-from tritonfp8.tuning.matmul_space import SMALL_M, SPACES, MatmulConfig, find, predicted_time, space, supports
+from tritonfp8.tuning.kinds import find
+from tritonfp8.tuning.matmul_space import SMALL_M, SPACES, MatmulConfig, predicted_time, space, supports
 
 SPACE_NAMES = [(family, accumulation) for family, spaces in SPACES.items() for accumulation in spaces]
 SIZES = (1, 16, 129, 1024, 4096, 14336, 16384)
@@ -39,7 +40,7 @@ class TestNames:
         configs = SPACES[family][accumulation]
         assert len({config.name for config in configs}) == len(configs)
         for config in configs:
-            assert find(family, accumulation, config.name) is config
+            assert find(ROWWISE._replace(family=family, accumulation=accumulation), config.name) is config
 
     def test_names_are_what_files_hold(self):
         """A changed name orphans what users have tuned."""
@@ -52,9 +53,13 @@ class TestNames:
         config = SPACES["epilogue"]["precise"][0]
         assert dataclasses.replace(config, rate=9.0).name == config.name
 
-    @pytest.mark.parametrize("where", [("epilogue", "precise", "x"), ("no", "precise", WIDE), ("mx", "precise", WIDE)])
-    def test_nothing_else_is_found(self, where):
-        assert find(*where) is None
+    @pytest.mark.parametrize(
+        ("name", "fields"),
+        [("x", {}), (WIDE, {"family": "no"}), (WIDE, {"family": "mx"}), (WIDE, {"groups": "no"})],
+        ids=str,
+    )
+    def test_nothing_else_is_found(self, name, fields):
+        assert find(ROWWISE._replace(**fields), name) is None
 
     def test_one_space_serves_families_that_are_always_promoted(self):
         assert space("blockwise", "fast") is space("blockwise", "precise")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tuned import MACHINE, SMALL, WIDE, entry, key
 
 from tritonfp8.tuning import store
-from tritonfp8.tuning.matmul_space import SPACES, find
+from tritonfp8.tuning.kinds import find
+from tritonfp8.tuning.matmul_space import SPACES
 from tritonfp8.tuning.store import dump, parse, read_shipped, read_user, save
 
 ENTRIES = {key(): entry(), key(m=8192): entry(SMALL, 20.5), key(n=7, bare=False): entry("a later version's")}
@@ -395,4 +396,4 @@ def test_what_is_shipped_names_configurations_of_this_version():
         assert file.read_bytes() == dump(entries, file.stem)
         for at, found in entries.items():
             assert at.kind.family in SPACES
-            assert find(at.kind.family, at.kind.accumulation, found.config) is not None
+            assert find(at.kind, found.config) is not None

@@ -11,11 +11,12 @@ from op_samples import SAMPLES
 from tuned import CPU_MACHINE, entry, layer_products, stored
 from warmup_jobs import SHAPES, choices, last_is_fastest
 
-from tritonfp8 import hardware, ops, recipes, reference, tuning
+from tritonfp8 import hardware, ops, recipes, tuning
 from tritonfp8.launch import cast
 from tritonfp8.testing import assert_matmul_close
-from tritonfp8.warmup import measure
-from tritonfp8.warmup.measure import GemmCall, tune
+from tritonfp8.warmup import gemms, measure
+from tritonfp8.warmup.gemms import GemmCall
+from tritonfp8.warmup.measure import tune
 from tritonfp8.warmup.record import Call, Layout, Recorder, record_linear
 
 RECIPES = [name for name in recipes.names() if name != "bf16"]
@@ -76,7 +77,7 @@ class TestProducts:
 
     def test_candidates_are_few_and_can_run(self):
         _, found = layer_products((4096, 4096, 4096))
-        assert all(0 < len(product.candidates(CPU)) <= measure.MAX_CANDIDATES for product in found)
+        assert all(0 < len(product.candidates(CPU)) <= gemms.MAX_CANDIDATES for product in found)
 
 
 class TestTune:
@@ -127,18 +128,18 @@ class TestTune:
     def test_a_wrong_configuration_is_not_timed(self, monkeypatch):
         """One leaves a tile unwritten, another raises; neither is in what the timer gets."""
         _, found = layer_products((256, 48, 32))
-        multiply = measure._MULTIPLY["cpu"]
+        multiply = GemmCall.run
         first, second, *others = (config.name for config in found[0].candidates(CPU))
 
-        def sometimes(args, config, out=None):
-            result = multiply(args, config)
+        def sometimes(gemm, args, config, out=None):
+            result = multiply(gemm, args, config)
             if config.name == first:
                 result[128:, :] = 0
             if config.name == second and out is not None:
                 raise RuntimeError("misaligned address")
             return result
 
-        monkeypatch.setattr(measure, "_MULTIPLY", {"cpu": sometimes})
+        monkeypatch.setattr(GemmCall, "run", sometimes)
         counts = []
 
         def timer(functions):
@@ -158,13 +159,13 @@ class TestTune:
         _, found = layer_products((256, 48, 32))
         call = found[0].call
         call = Call(call.op, (*call.args[:-2], accumulation, False))
-        multiply = measure._MULTIPLY["cpu"]
+        multiply = GemmCall.run
 
-        def noisy(args, config, out=None):
-            result = multiply(args, config).float()
+        def noisy(gemm, args, config, out=None):
+            result = multiply(gemm, args, config).float()
             return (result + 0.01 * result.std() * torch.randn_like(result)).to(torch.bfloat16)
 
-        monkeypatch.setattr(measure, "_MULTIPLY", {"cpu": noisy})
+        monkeypatch.setattr(GemmCall, "run", noisy)
         done = tune([call], "cpu", workers=0, timer=last_is_fastest)
         assert bool(done.entries) == (accumulation == "fast")
         assert bool(done.failed) == (accumulation == "precise")
@@ -172,9 +173,7 @@ class TestTune:
     def test_grossly_wrong_fast_accumulation_fails(self, monkeypatch):
         _, found = layer_products((256, 48, 32))
         call = Call(found[0].call.op, (*found[0].call.args[:-2], "fast", False))
-        monkeypatch.setattr(
-            measure, "_MULTIPLY", {"cpu": lambda args, config, out=None: torch.zeros(256, 48).bfloat16()}
-        )
+        monkeypatch.setattr(GemmCall, "run", lambda gemm, args, config, out=None: torch.zeros(256, 48).bfloat16())
         done = tune([call], "cpu", workers=0, timer=last_is_fastest)
         assert done.entries == {}
         assert all("required" in line or "none of" in line for line in done.failed)
@@ -205,7 +204,7 @@ class TestTune:
     def test_operands_are_normal_data_of_the_recorded_layout(self, recipe):
         _, found = layer_products((64, 48, 32), recipe=recipe)
         for product in found:
-            args = measure._operands(product.call, CPU)
+            args = product.operands(CPU)
             assert Call.of(product.call.op, tuple(args)) == product.call
             values = args[0].float()
             assert values.unique().numel() > 20
@@ -235,12 +234,11 @@ class TestTune:
     def test_on_a_gpu_the_named_configuration_is_launched(self, device):
         """The kernel itself, in the interpreter."""
         _, (product, *_) = layer_products((33, 24, 70))
-        args = measure._operands(product.call, torch.device(device))
+        args = product.operands(torch.device(device))
         config = product.candidates(CPU)[-1]
         out = torch.full((33, 24), torch.nan, dtype=torch.bfloat16)
-        assert measure._MULTIPLY["cuda"](args, config, out) is out
-        expected = reference.scaled_matmul(*measure._with_out_dtype(args, product.call, torch.float32))
-        assert_matmul_close(out, expected, torch.bfloat16)
+        assert gemms._LAUNCHES[product.call.op](*args, config=config, out=out) is out
+        assert_matmul_close(out, product.expected(args), torch.bfloat16)
 
 
 def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):

@@ -5,7 +5,19 @@ Exports the choice of a GEMM's configuration, the tiles of the casts and fused k
 
 from tritonfp8.tuning import cast_tiles, fused_tiles, grouped_tiles, optimizer_tiles, store
 from tritonfp8.tuning.cast_tiles import VECTOR_BYTES, BlockShape, CastTile
-from tritonfp8.tuning.chooser import candidates, choose, install, key, kind, on_change, reload, table
+from tritonfp8.tuning.chooser import (
+    candidates,
+    choose,
+    choose_grouped,
+    grouped_key,
+    install,
+    key,
+    kind,
+    on_change,
+    reload,
+    table,
+)
+from tritonfp8.tuning.kinds import Key, find
 from tritonfp8.tuning.matmul_space import (
     COPY_BANDWIDTH,
     INVARIANT_M,
@@ -13,12 +25,11 @@ from tritonfp8.tuning.matmul_space import (
     REDUCE_TILE,
     REDUCE_WARPS,
     MatmulConfig,
-    find,
     is_widened,
     predicted_time,
     space,
 )
-from tritonfp8.tuning.store import Entries, Entry, Key
+from tritonfp8.tuning.store import Entries, Entry
 
 __all__ = [
     "COPY_BANDWIDTH",
@@ -36,8 +47,10 @@ __all__ = [
     "candidates",
     "cast_tiles",
     "choose",
+    "choose_grouped",
     "find",
     "fused_tiles",
+    "grouped_key",
     "grouped_tiles",
     "install",
     "is_widened",

@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tritonfp8.hardware import Abilities, machine_key
-from tritonfp8.tuning import store
+from tritonfp8.tuning import grouped_tiles, store
+from tritonfp8.tuning.grouped_tiles import GroupedGemm
+from tritonfp8.tuning.kinds import COLUMNS, ROWS, Key, Kind
 from tritonfp8.tuning.matmul_space import MatmulConfig, predicted_time, space, space_accumulation, supports
-from tritonfp8.tuning.store import Entries, Entry, Key, Kind
+from tritonfp8.tuning.store import Entries, Entry
 
-__all__ = ["candidates", "choose", "install", "key", "reload", "space", "table"]
+__all__ = ["candidates", "choose", "choose_grouped", "grouped_key", "install", "key", "reload", "space", "table"]
 
 MIN_BUCKET = 8
 # In octaves (factors of two): distance in M for the same N and K, else Euclidean distance of (M, N, K).
@@ -113,28 +115,54 @@ def choose(
         device: what it runs on.
     """
     product = kind(family, accumulation, rows, out_itemsize, bare, copy_engine)
-    runnable = candidates(product, m, n, k, device)
+    return _best(candidates(product, m, n, k, device), key(product, m, n, k), device)
+
+
+def grouped_key(gemm: GroupedGemm, copy_engine: bool) -> Key:
+    """The key of a GEMM of groups in the tables of tuned configurations.
+
+    Args:
+        gemm: the GEMM.
+        copy_engine: TMA can address all three matrices.
+    """
+    rows = gemm.rows if gemm.family == "blockwise" else (0, 0)
+    accumulation = grouped_tiles.space_accumulation(gemm.family, gemm.accumulation)
+    groups = COLUMNS if gemm.sums_tokens else ROWS
+    kind = Kind(gemm.family, accumulation, *rows, gemm.out_itemsize, True, copy_engine, groups)
+    return Key(kind, *gemm.sizes, bucket(-(-gemm.tokens // gemm.groups)), gemm.groups)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_grouped(gemm: GroupedGemm, device: Abilities, copy_engine: bool) -> MatmulConfig:
+    """The configuration of a GEMM of groups, which can always run it; ``copy_engine`` as for :func:`grouped_key`."""
+    runnable = grouped_tiles.candidates(gemm, device, copy_engine and device.has_warpgroup_mma)
+    return _best(runnable, grouped_key(gemm, copy_engine), device)
+
+
+def _best(runnable: Sequence[MatmulConfig], wanted: Key, device: Abilities) -> MatmulConfig:
+    """The tuned one of ``runnable``, or its first if nothing near was tuned."""
     by_name = {config.name: config for config in runnable}
-    tuned = table(machine_key(device)).get(product, {})
-    nearest = _nearest({at: entry for at, entry in tuned.items() if entry.config in by_name}, m, n, k)
+    tuned = table(machine_key(device)).get(wanted.kind, {})
+    nearest = _nearest({at: entry for at, entry in tuned.items() if entry.config in by_name}, wanted)
     return runnable[0] if nearest is None else by_name[nearest.config]
 
 
-def _nearest(entries: Mapping[Key, Entry], m: int, n: int, k: int) -> Entry | None:
+def _nearest(entries: Mapping[Key, Entry], wanted: Key) -> Entry | None:
     """The nearest entry, or None if all are too far. Of equally near entries the one with the least sizes is taken."""
-    found = [(rank, entry) for at, entry in entries.items() if (rank := _rank(at, m, n, k)) is not None]
+    found = [(rank, entry) for at, entry in entries.items() if (rank := _rank(at, wanted)) is not None]
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def _rank(at: Key, m: int, n: int, k: int) -> tuple[float, ...] | None:
-    """Level (0: the same N and K) and distance in octaves; None if that is too far."""
-    of_m = abs(math.log2(at.m / bucket(m)))
-    if (at.n, at.k) == (n, k):
+def _rank(at: Key, wanted: Key) -> tuple[float, ...] | None:
+    """Level (0: all sizes but M are the same) and distance in octaves; None if that is too far."""
+    sizes, others = (at.n, at.k, at.experts), (wanted.n, wanted.k, wanted.experts)
+    of_m = abs(math.log2(at.m / wanted.m))
+    if sizes == others:
         return (0, of_m, at.m) if of_m <= MAX_M_OCTAVES else None
-    if not (n and k):
+    if not (wanted.n and wanted.k):
         return None
-    distance = math.hypot(of_m, math.log2(at.n / n), math.log2(at.k / k))
-    return (1, distance, at.m, at.n, at.k) if distance <= MAX_OCTAVES else None
+    distance = math.hypot(of_m, *(math.log2(a / b) for a, b in zip(sizes, others, strict=True) if a != b))
+    return (1, distance, at.m, *sizes) if distance <= MAX_OCTAVES else None
 
 
 def table(machine: str) -> Mapping[Kind, Entries]:
@@ -157,6 +185,7 @@ def _by_kind(entries: Entries) -> _ByKind:
 
 def _forget_choices() -> None:
     choose.cache_clear()
+    choose_grouped.cache_clear()
     # Cached plans hold earlier choices.
     for forget in _listeners:
         forget()

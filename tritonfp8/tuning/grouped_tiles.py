@@ -1,4 +1,4 @@
-"""Which tile each GEMM of groups works in.
+"""Which tiles the GEMMs of groups can work in, the most promising first.
 
 No configuration splits K, and all promote their sums at the same places: the bits of a row do not depend on which one
 is chosen, so every GEMM of groups is batch-invariant.
@@ -12,92 +12,119 @@ from typing import NamedTuple
 from tritonfp8.hardware import Abilities
 from tritonfp8.tuning.matmul_space import MatmulConfig, supports
 
-# Of plain Triton, by the family of the scales; None has none, and reads 16-bit operands.
-PORTABLE: Mapping[str | None, MatmulConfig] = {
-    "epilogue": MatmulConfig(128, 128, 128, 8, 3),
-    "blockwise": MatmulConfig(128, 128, 128, 8, 3),
-    "mx": MatmulConfig(128, 128, 64, 8, 3),
-    None: MatmulConfig(128, 128, 64, 8, 3),
+# Of plain Triton, by the family of the scales. The last fit any device.
+_STEPS_OF_128 = (
+    MatmulConfig(128, 128, 128, 8, 3),
+    MatmulConfig(64, 128, 128, 4, 3, blocks_per_sm=2),
+    MatmulConfig(64, 64, 128, 4, 3, blocks_per_sm=2),
+)
+PORTABLE: Mapping[str, tuple[MatmulConfig, ...]] = {
+    "epilogue": _STEPS_OF_128,
+    "blockwise": _STEPS_OF_128,
+    "mx": (MatmulConfig(128, 128, 64, 8, 3), MatmulConfig(64, 64, 64, 4, 3, blocks_per_sm=4)),
 }
-FLOAT32 = MatmulConfig(64, 64, 32, 4, 3, blocks_per_sm=2)
+# Of operands without scales, by bytes of an element.
+UNSCALED: Mapping[int, MatmulConfig] = {
+    2: MatmulConfig(128, 128, 64, 8, 3),
+    4: MatmulConfig(64, 64, 32, 4, 3, blocks_per_sm=2),
+}
 
-
-# Of the warp-specialized kernel, by family and accumulation; the best for groups of many tokens first.
+# Of the warp-specialized kernel, by family and accumulation; usually the fastest first. With scales of columns the
+# largest tile spills two registers on Triton 3.6, and is faster all the same.
 _LARGEST = MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True)
 SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
     ("epilogue", "fast"): (
         MatmulConfig(128, 256, 128, 4, 4, halves=True, group_m=16, specialized=True),
         MatmulConfig(128, 128, 128, 4, 5, specialized=True),
+        MatmulConfig(64, 128, 128, 4, 8, specialized=True),
     ),
     ("epilogue", "precise"): (
+        MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=2),
         _LARGEST,
-        MatmulConfig(128, 128, 128, 4, 5, group_m=16, specialized=True, overlap=2),
+        MatmulConfig(64, 128, 128, 4, 8, specialized=True, overlap=4),
     ),
     ("blockwise", "precise"): (
-        MatmulConfig(128, 128, 128, 4, 5, group_m=16, specialized=True, overlap=4, column_scales=False),
+        MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4, column_scales=False),
         _LARGEST,
         MatmulConfig(128, 128, 128, 4, 4, specialized=True),
+        MatmulConfig(64, 128, 128, 4, 8, specialized=True, overlap=4, column_scales=False),
     ),
 }
-# From so many tokens a group on, tiles of 256 rows: of tokens, or, where tokens are summed, of the result.
-MANY_TOKENS = 512
-MANY_SUMMED_TOKENS = 1024
+SMALLEST_ROWS = 64
+# Up to so many tokens a group, the smallest tiles of tokens: the weights' bytes decide, and more programs read them.
+FEW_TOKENS = 64
 
 
 class GroupedGemm(NamedTuple):
     """What decides the configuration of a GEMM of groups.
 
     Attributes:
-        family: of the scales (:func:`tritonfp8.specs.matmul_family`), or None.
+        family: of the scales (:func:`tritonfp8.specs.matmul_family`).
         accumulation: ``"fast"`` or ``"precise"``.
         rows: rows of each operand that share a scale.
         groups: how many there are.
         tokens: of all groups.
-        shape: M, N and K of a group, 0 for the one that tokens are.
-        itemsize: bytes of an element of the operands.
+        sizes: rows and columns of the matrix of each group: of ``b``, or, if tokens are summed, of the result.
+        sums_tokens: whether the sums run over the tokens of each group.
         out_itemsize: bytes of an element of the output.
     """
 
-    family: str | None
+    family: str
     accumulation: str
     rows: tuple[int, int]
     groups: int
     tokens: int
-    shape: tuple[int, int, int]
-    itemsize: int
+    sizes: tuple[int, int]
+    sums_tokens: bool
     out_itemsize: int
 
-    @property
-    def sums_tokens(self) -> bool:
-        """Whether the sums run over the tokens of each group."""
-        return self.shape[2] == 0
+
+def space_accumulation(family: str, accumulation: str) -> str:
+    """The accumulation under which the specialized configurations of a family are listed."""
+    return accumulation if (family, accumulation) in SPECIALIZED else "precise"
 
 
-def serves(config: MatmulConfig, gemm: GroupedGemm, max_shared_bytes: int) -> bool:
-    """Whether a configuration of the warp-specialized kernel serves a GEMM, on a device that can run any."""
-    family = str(gemm.family)
-    fits = supports(config, family, gemm.out_itemsize, True, True, max_shared_bytes, column_scales=gemm.rows[1] == 1)
-    # Without its turns, which need the same steps of every tile, the largest tile spills with scales of columns.
-    return fits and not (config.stagger and family == "blockwise" and gemm.sums_tokens)
+def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
+    """All configurations of a family of GEMMs; empty if there is no such family."""
+    specialized = SPECIALIZED.get((family, space_accumulation(family, accumulation)), ())
+    return (*specialized, *PORTABLE.get(family, ()))
 
 
-def specialized_space(gemm: GroupedGemm, max_shared_bytes: int) -> list[MatmulConfig]:
-    """The configurations of the warp-specialized kernel that serve a GEMM, the best first."""
-    assert gemm.family is not None
-    configs = SPECIALIZED[gemm.family, "precise" if gemm.family == "blockwise" else gemm.accumulation]
-    are_few = gemm.tokens < gemm.groups * (MANY_SUMMED_TOKENS if gemm.sums_tokens else MANY_TOKENS)
-    runnable = [config for config in configs if serves(config, gemm, max_shared_bytes)]
-    return sorted(runnable, key=lambda config: are_few and config == _LARGEST)
+def serves(config: MatmulConfig, gemm: GroupedGemm, device: Abilities, specialized: bool) -> bool:
+    """Whether a configuration serves a GEMM; ``specialized`` as for :func:`candidates`."""
+    return supports(
+        config,
+        gemm.family,
+        gemm.out_itemsize,
+        True,
+        specialized,
+        device.max_shared_bytes,
+        native_mx=device.has_native_mx,
+        column_scales=gemm.rows[1] == 1,
+    )
 
 
-def choose(gemm: GroupedGemm, device: Abilities, specialized: bool) -> MatmulConfig:
-    """The configuration of a GEMM of groups.
+def candidates(gemm: GroupedGemm, device: Abilities, specialized: bool) -> list[MatmulConfig]:
+    """The configurations worth running a GEMM in, the most promising first: specialized ones where any can run it.
 
     Args:
         gemm: the GEMM.
         device: what it runs on.
         specialized: whether the warp-specialized kernel can run it.
+
+    Raises:
+        RuntimeError: the device has too little shared memory for any.
     """
-    if specialized and (found := specialized_space(gemm, device.max_shared_bytes)):
-        return found[0]
-    return FLOAT32 if gemm.itemsize == 4 else PORTABLE[gemm.family]
+    found = [
+        config for config in space(gemm.family, gemm.accumulation) if serves(config, gemm, device, specialized)
+    ]  # fmt: skip
+    if not found:
+        raise RuntimeError(
+            f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, too little for every "
+            f"{gemm.family} configuration of groups"
+        )
+
+    are_few = not gemm.sums_tokens and gemm.tokens <= gemm.groups * FEW_TOKENS
+
+    # Of those that suit or do not, as they are listed.
+    return sorted(found, key=lambda config: are_few != (config.block_m <= SMALLEST_ROWS))

@@ -290,9 +290,3 @@ def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
 def space_accumulation(family: str, accumulation: str) -> str:
     """The accumulation under which the space of these GEMMs is listed."""
     return accumulation if accumulation in SPACES[family] else "precise"
-
-
-def find(family: str, accumulation: str, name: str) -> MatmulConfig | None:
-    """The configuration of this name, None where this version has none: in the space, or no such space."""
-    configs = space(family, accumulation) if family in SPACES else ()
-    return next((config for config in configs if config.name == name), None)

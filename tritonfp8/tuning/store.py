@@ -20,9 +20,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from tritonfp8.tuning.matmul_space import find
+from tritonfp8.tuning.kinds import SINGLE, Key, Kind, find
 
 FORMAT = 1
 MAX_BYTES = 2**23
@@ -34,32 +33,6 @@ _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, e
 _OURS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
-
-
-class Kind(NamedTuple):
-    """The properties of a GEMM besides its sizes.
-
-    ``a_rows`` and ``b_rows`` are the rows that share a scale if scales lie along K, else 0. Output dtypes with
-    the same ``out_itemsize`` (bytes) cost the same. ``bare``: neither activation nor residual. ``copy_engine``: TMA can
-    address all three matrices.
-    """
-
-    family: str
-    accumulation: str
-    a_rows: int
-    b_rows: int
-    out_itemsize: int
-    bare: bool
-    copy_engine: bool
-
-
-class Key(NamedTuple):
-    """A GEMM ``[m, k] @ [n, k].T`` of a kind; ``m`` is the M of its bucket."""
-
-    kind: Kind
-    n: int
-    k: int
-    m: int
 
 
 @dataclass(frozen=True)
@@ -87,9 +60,11 @@ class UnusableError(Exception):
 
 _FIELDS: Mapping[str, type] = {
     "family": str, "accumulation": str, "a_rows": int, "b_rows": int, "out_itemsize": int, "bare": bool,
-    "copy_engine": bool, "n": int, "k": int, "m": int,
+    "copy_engine": bool, "groups": str, "n": int, "k": int, "m": int, "experts": int,
     "config": str, "microseconds": float, "triton": str, "tritonfp8": str,
 }  # fmt: skip
+# Fields of a GEMM of groups, which the rows of other GEMMs leave out.
+_OF_GROUPS: Mapping[str, object] = {"groups": SINGLE, "experts": 0}
 
 
 def _is_valid(value: object, expected: type) -> bool:
@@ -104,15 +79,18 @@ def _is_valid(value: object, expected: type) -> bool:
 
 
 def _entry(row: object) -> tuple[Key, Entry] | None:
-    if not isinstance(row, dict) or row.keys() != _FIELDS.keys():
+    if not isinstance(row, dict):
+        return None
+    row = {**_OF_GROUPS, **row}
+    if row.keys() != _FIELDS.keys():
         return None
     if not all(_is_valid(row[name], expected) for name, expected in _FIELDS.items()):
         return None
-    if not (row["m"] and row["n"] and row["k"]):
+    if not (row["m"] and row["n"] and row["k"]) or (row["groups"] == SINGLE) != (row["experts"] == 0):
         return None
     kind = Kind(*(row[name] for name in Kind._fields))
     measured = {name: row[name] for name in Entry.__dataclass_fields__}
-    return Key(kind, row["n"], row["k"], row["m"]), Entry(**measured)
+    return Key(kind, row["n"], row["k"], row["m"], row["experts"]), Entry(**measured)
 
 
 def parse(data: bytes, machine: str) -> tuple[Entries, int]:
@@ -135,7 +113,7 @@ def parse(data: bytes, machine: str) -> tuple[Entries, int]:
         raise UnusableError(f"it is not of format {FORMAT} for {machine}")
     rows = [_entry(row) for row in document["entries"]]
     entries = dict(row for row in rows if row is not None)
-    unknown = sum(find(key.kind.family, key.kind.accumulation, entry.config) is None for key, entry in entries.items())
+    unknown = sum(find(key.kind, entry.config) is None for key, entry in entries.items())
     return entries, rows.count(None) + unknown
 
 
@@ -143,8 +121,9 @@ def dump(entries: Mapping[Key, Entry], machine: str) -> bytes:
     """The contents of a file: JSON, an entry a line, in the order of the keys."""
     lines = []
     for key, entry in sorted(entries.items(), key=lambda item: item[0]):
-        kind, n, k, m = key
-        lines.append(json.dumps({**kind._asdict(), "n": n, "k": k, "m": m, **asdict(entry)}))
+        kind, n, k, m, experts = key
+        row = {**kind._asdict(), "n": n, "k": k, "m": m, "experts": experts, **asdict(entry)}
+        lines.append(json.dumps({name: value for name, value in row.items() if value != _OF_GROUPS.get(name)}))
     head = f'{{"format": {FORMAT}, "machine": {json.dumps(machine)}, "entries": ['
     return (head + ",".join("\n" + line for line in lines) + "\n]}\n").encode()
 

@@ -4,15 +4,18 @@ Exports the steps of ``tritonfp8 warmup``.
 """
 
 from tritonfp8.warmup import ranks, record, run, workers
-from tritonfp8.warmup.measure import MATMUL, tune
-from tritonfp8.warmup.record import Call, record_linear
+from tritonfp8.warmup.gemms import GROUPED_MATMUL, MATMUL
+from tritonfp8.warmup.measure import tune
+from tritonfp8.warmup.record import Call, record_grouped_linear, record_linear
 from tritonfp8.warmup.run import warm_up
 
 __all__ = [
+    "GROUPED_MATMUL",
     "MATMUL",
     "Call",
     "ranks",
     "record",
+    "record_grouped_linear",
     "record_linear",
     "run",
     "tune",

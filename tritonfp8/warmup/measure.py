@@ -9,103 +9,30 @@ import contextlib
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 import tritonfp8
-from tritonfp8 import hardware, launch, reference, tuning
-from tritonfp8.quantized import Quantized
-from tritonfp8.specs import QuantSpec, matmul_family, spec_of
+from tritonfp8 import hardware, tuning
 from tritonfp8.testing import FAST_TOLERANCE, assert_matmul_close, sqnr, worst_tile_sqnr
 from tritonfp8.training import timers
 from tritonfp8.tuning import Entries, Entry, Key, MatmulConfig, find, store
-from tritonfp8.warmup.record import Call, Layout
+from tritonfp8.warmup.gemms import AnyGemm, gemm_of
+from tritonfp8.warmup.record import Call
 from tritonfp8.warmup.workers import default_workers, describe, run_jobs
 
-MAX_CANDIDATES = 12
 ROUNDS = 25
 # Larger than any L2. Flushed several times, so that the GPU is busy until the host has launched the function:
 # otherwise the host's time would be measured.
 FLUSH_BYTES, FLUSHES = 2**28, 8
 CHECKED_ROWS = 1024
-MATMUL = "scaled_matmul"
 
 Timer = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
 """Takes functions, returns the seconds that each one takes."""
-
-
-@dataclass(frozen=True)
-class GemmCall:
-    """A call of ``scaled_matmul`` with the key of its tuned configuration."""
-
-    call: Call
-    key: Key
-    m: int
-
-    @classmethod
-    def of(cls, call: Call, device: torch.device) -> GemmCall:
-        """The GEMM that ``call`` runs on ``device``."""
-        given = call.named()
-        m, k = given["a"].shape
-        n = given["b"].shape[0]
-        a_block, b_block = (spec_of(given[name]).block for name in ("a_spec", "b_spec"))
-        matrices = (given["a"], given["b"], Layout((m, n), (n, 1), 0, given["out_dtype"]))
-        kind = tuning.kind(
-            matmul_family(a_block, b_block),
-            given["accumulation"],
-            (a_block[0], b_block[0]),
-            given["out_dtype"].itemsize,
-            given["activation"] is None and given["residual"] is None,
-            hardware.abilities(device).has_tma and all(map(_has_tma_layout, matrices)),
-        )
-        return cls(call, tuning.key(kind, m, n, k), m)
-
-    def has_configurations(self, device: torch.device) -> bool:
-        """Whether a launch chooses a configuration by this M.
-
-        torch's GEMM of MX operands that were converted has none, and a batch-invariant GEMM has that of another M.
-        """
-        if self.call.named()["batch_invariant"]:
-            return False
-        return self.key.kind.family != "mx" or not tuning.is_widened(self.m, hardware.abilities(device).has_native_mx)
-
-    def candidates(self, device: torch.device) -> list[MatmulConfig]:
-        """The configurations worth measuring, the most promising first."""
-        runnable = tuning.candidates(self.key.kind, self.m, self.key.n, self.key.k, hardware.abilities(device))
-        return runnable[:MAX_CANDIDATES]
-
-    def chosen(self, device: torch.device) -> MatmulConfig:
-        """The configuration that a launch would use now."""
-        kind = self.key.kind
-        return tuning.choose(
-            kind.family, kind.accumulation, (kind.a_rows, kind.b_rows), self.m, self.key.n, self.key.k,
-            kind.out_itemsize, kind.bare, kind.copy_engine, hardware.abilities(device),
-        )  # fmt: skip
-
-    def __str__(self) -> str:
-        kind = self.key.kind
-        return f"{kind.family} {kind.accumulation} [{self.m}, {self.key.n}, {self.key.k}]"
-
-
-def _has_tma_layout(layout: Layout) -> bool:
-    return launch.has_tma_layout(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta"))
-
-
-def _launch(args: Sequence[Any], config: MatmulConfig, out: Tensor | None = None) -> Tensor:
-    return launch.scaled_matmul(*args, config=config, out=out)
-
-
-def _run_reference(args: Sequence[Any], config: MatmulConfig, out: Tensor | None = None) -> Tensor:
-    return reference.scaled_matmul(*args)
-
-
-# On a CPU every configuration runs the reference, so that the steps around it can be tried out there.
-_MULTIPLY: Mapping[str, Callable[..., Tensor]] = {"cuda": _launch, "cpu": _run_reference}
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -131,24 +58,24 @@ class OpJob:
         if self.config is None:
             self.call.overload(*args)
         else:
-            kind = GemmCall.of(self.call, device).key.kind
-            config = find(kind.family, kind.accumulation, self.config)
+            gemm = gemm_of(self.call, device)
+            assert gemm is not None
+            config = find(gemm.key.kind, self.config)
             assert config is not None
-            _MULTIPLY[device.type](args, config)
+            gemm.run(args, config)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             # Other workers on this GPU need the memory.
             torch.cuda.empty_cache()
 
 
-def distinct_gemms(calls: Sequence[Call], device: torch.device) -> list[GemmCall]:
+def distinct_gemms(calls: Sequence[Call], device: torch.device) -> list[AnyGemm]:
     """The GEMMs among ``calls``, one for each key; those without a configuration, such as empty ones, are left out."""
-    found: dict[Key, GemmCall] = {}
+    found: dict[Key, AnyGemm] = {}
     for call in calls:
-        if call.op == MATMUL and math.prod((*call.named()["a"].shape, *call.named()["b"].shape)):
-            gemm = GemmCall.of(call, device)
-            if gemm.has_configurations(device):
-                found.setdefault(gemm.key, gemm)
+        gemm = gemm_of(call, device)
+        if gemm is not None:
+            found.setdefault(gemm.key, gemm)
     return list(found.values())
 
 
@@ -202,9 +129,9 @@ def tune(
 ) -> Tuned:
     """Measure the GEMMs among ``calls``; this process and later ones then launch the fastest configurations.
 
-    Each GEMM runs in its :data:`MAX_CANDIDATES` most promising configurations, compiled in parallel, on random normal
-    data. A configuration whose output is not within the tolerances (:mod:`tritonfp8.testing`) is not timed. The fastest
-    is saved before the next GEMM is measured.
+    Each GEMM runs in its most promising configurations, compiled in parallel, on random normal data. A configuration
+    whose output is not within the tolerances (:mod:`tritonfp8.testing`) is not timed. The fastest is saved before the
+    next GEMM is measured.
 
     Args:
         calls: the calls of a step, from :func:`tritonfp8.warmup.record.record_model` or ``record_linear``.
@@ -243,13 +170,13 @@ class _Tuning:
     """The GEMMs to tune, and the results so far."""
 
     def __init__(
-        self, pending: Sequence[GemmCall], device: torch.device, timer: Timer, progress: Callable[[int, int], object]
+        self, pending: Sequence[AnyGemm], device: torch.device, timer: Timer, progress: Callable[[int, int], object]
     ) -> None:
         self.device, self.timer, self.progress = device, timer, progress
         self.entries: Entries = {}
         self.failed: list[str] = []
         self.tried = [(gemm, config) for gemm in pending for config in gemm.candidates(device)]
-        self.compiled: dict[GemmCall, list[MatmulConfig]] = {gemm: [] for gemm in pending}
+        self.compiled: dict[AnyGemm, list[MatmulConfig]] = {gemm: [] for gemm in pending}
         self.steps = 0
         self._step(0)
 
@@ -292,28 +219,26 @@ def versions() -> dict[str, str]:
 
 def _is_tuned(key: Key, machine: str) -> bool:
     entry = tuning.table(machine).get(key.kind, {}).get(key)
-    if entry is None or find(key.kind.family, key.kind.accumulation, entry.config) is None:
+    if entry is None or find(key.kind, entry.config) is None:
         return False
     return {"triton": entry.triton, "tritonfp8": entry.tritonfp8} == versions()
 
 
 def _fastest(
-    gemm: GemmCall, configs: Sequence[MatmulConfig], device: torch.device, timer: Timer, failed: list[str]
+    gemm: AnyGemm, configs: Sequence[MatmulConfig], device: torch.device, timer: Timer, failed: list[str]
 ) -> Entry:
-    args = _operands(gemm.call, device)
-    multiply = _MULTIPLY[device.type]
-    given = gemm.call.named()
+    args = gemm.operands(device)
+    expected = gemm.expected(args)
     # Filled with NaN, so that the check finds elements that a configuration does not write.
-    out = torch.full((gemm.m, gemm.key.n), torch.nan, dtype=given["out_dtype"], device=device)
-    expected = reference.scaled_matmul(*_with_out_dtype(args, gemm.call, torch.float32))
+    out = torch.full(expected.shape, torch.nan, dtype=gemm.out_dtype, device=device)
     right = []
     for config in configs:
         try:
-            _check(multiply(args, config, out.fill_(torch.nan)), expected, given["out_dtype"], gemm)
+            _check(gemm.run(args, config, out.fill_(torch.nan)), expected, gemm)
             right.append(config)
         except Exception as error:
             failed.append(f"{gemm} in {config.name}: {describe(error)}")
-    seconds = timer([functools.partial(multiply, args, config, out) for config in right]) if right else []
+    seconds = timer([functools.partial(gemm.run, args, config, out) for config in right]) if right else []
     timed = [(s, i) for i, s in enumerate(seconds) if math.isfinite(s) and s > 0]
     if not timed:
         raise RuntimeError(f"none of {len(configs)} configurations ran")
@@ -321,11 +246,12 @@ def _fastest(
     return Entry(right[i].name, round(best * 1e6, 3), **versions())
 
 
-def _check(out: Tensor, expected: Tensor, out_dtype: torch.dtype, gemm: GemmCall) -> None:
+def _check(out: Tensor, expected: Tensor, gemm: AnyGemm) -> None:
     """Raise AssertionError if ``out`` is wrong. In bands of rows: the whole output in float64 may exceed the memory."""
+    out, expected = out.flatten(0, -2), expected.flatten(0, -2)
     for rows in _bands(len(out)):
         if gemm.key.kind.accumulation == "precise":
-            assert_matmul_close(out[rows], expected[rows], out_dtype)
+            assert_matmul_close(out[rows], expected[rows], gemm.out_dtype)
             continue
         overall, worst = sqnr(out[rows], expected[rows]), worst_tile_sqnr(out[rows], expected[rows])
         if not (overall >= FAST_TOLERANCE.overall and worst >= FAST_TOLERANCE.worst_tile):
@@ -334,29 +260,3 @@ def _check(out: Tensor, expected: Tensor, out_dtype: torch.dtype, gemm: GemmCall
 
 def _bands(rows: int) -> Iterator[slice]:
     return (slice(first, first + CHECKED_ROWS) for first in range(0, rows, CHECKED_ROWS))
-
-
-def _operands(call: Call, device: torch.device) -> list[Any]:
-    """The call's arguments with random normal data: on zeros and ones a GPU draws less power and runs faster."""
-    generator = torch.Generator(device).manual_seed(0)
-    given = call.named()
-    values = dict(given)
-    for name in ("a", "b"):
-        q = _normal_quantized(given[name], spec_of(given[f"{name}_spec"]), generator, device)
-        values |= {name: q.qdata, f"{name}_scale": q.scale}
-    for name in ("bias", "residual"):
-        if given[name] is not None:
-            values[name] = torch.randn(given[name].shape, generator=generator, device=device).to(given[name].dtype)
-    return list(values.values())
-
-
-def _normal_quantized(layout: Layout, spec: QuantSpec, generator: torch.Generator, device: torch.device) -> Quantized:
-    x = torch.randn(layout.shape, generator=generator, device=device)
-    q = tritonfp8.quantize(x, spec)
-    if q.qdata.stride() == layout.stride:
-        return q
-    return Quantized(layout.zeros(device).copy_(q.qdata), q.scale, spec)
-
-
-def _with_out_dtype(args: Sequence[Any], call: Call, dtype: torch.dtype) -> list[Any]:
-    return [dtype if name == "out_dtype" else arg for name, arg in zip(call.named(), args, strict=True)]

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonfp8 import ops
 from tritonfp8.convert import convert
+from tritonfp8.functional import grouped_linear
 from tritonfp8.layers.linear import Float8Linear
 from tritonfp8.recipes import Recipe
 
@@ -169,6 +170,23 @@ def record_linear(mnk: tuple[int, ...], recipe: str | Recipe, dtype: str) -> lis
         compute = torch.bfloat16 if dtype == "float32" else DTYPES[dtype]
         layer = Float8Linear(k, n, bias=False, dtype=compute, recipe=recipe)
         out = layer(torch.empty(m, k, dtype=compute, requires_grad=True))
+        out.backward(torch.empty_like(out))
+    return list(recorder.calls)
+
+
+def record_grouped_linear(sizes: tuple[int, ...], recipe: str | Recipe, dtype: str) -> list[Call]:
+    """The distinct calls of forward and backward of one linear layer of experts.
+
+    Args:
+        sizes: tokens of all experts, experts, out features, in features.
+        recipe: a name or a :class:`~tritonfp8.Recipe`.
+        dtype: as for :func:`record_model`.
+    """
+    tokens, experts, n, k = sizes
+    with torch.random.fork_rng(devices=[]), _without_data("experts"), Recorder() as recorder:
+        compute = torch.bfloat16 if dtype == "float32" else DTYPES[dtype]
+        x, weight = (torch.empty(shape, dtype=compute, requires_grad=True) for shape in ((tokens, k), (experts, n, k)))
+        out = grouped_linear(x, weight, torch.empty(experts, dtype=torch.int32), recipe=recipe)
         out.backward(torch.empty_like(out))
     return list(recorder.calls)
 

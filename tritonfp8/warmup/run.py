@@ -21,7 +21,8 @@ from tritonfp8 import hardware, recipes, training, tuning
 from tritonfp8.checks import require_flag
 from tritonfp8.training import default_lr, require_train_extra
 from tritonfp8.tuning import store
-from tritonfp8.warmup.measure import MATMUL, GemmCall, OpJob, Timer, current, tune
+from tritonfp8.warmup.gemms import gemm_of
+from tritonfp8.warmup.measure import OpJob, Timer, current, tune
 from tritonfp8.warmup.ranks import Ranks, joined, local_rank
 from tritonfp8.warmup.record import DTYPES, Call, record_linear, record_model
 from tritonfp8.warmup.workers import default_workers, run_jobs
@@ -223,7 +224,7 @@ def warm_up(
         recipes: names of built-in recipes.
         tokens: for a model, the sizes of its batches: (sequences, tokens a sequence).
         dtype: dtype of the weights: ``"float32"`` (runs under bfloat16 autocast), ``"bfloat16"`` or ``"float16"``.
-        experts: for a model that is converted with ``experts=True``. Grouped GEMMs have no configurations to tune.
+        experts: for a model that is converted with ``experts=True``.
         tune: also measure the configurations of the GEMMs and save the fastest.
         force: measure again GEMMs that these versions have measured before.
         workers: processes that compile; None for one a core, at most 8; 0 to compile in this process.
@@ -371,7 +372,5 @@ class _WarmUp:
 
     def _config_name(self, call: Call) -> str | None:
         """The configuration that this process chose. A worker must not choose again: it may read other files."""
-        if call.op != MATMUL or not all(size for name in ("a", "b") for size in call.named()[name].shape):
-            return None
-        gemm = GemmCall.of(call, self.device)
-        return gemm.chosen(self.device).name if gemm.has_configurations(self.device) else None
+        gemm = gemm_of(call, self.device)
+        return None if gemm is None else gemm.chosen(self.device).name

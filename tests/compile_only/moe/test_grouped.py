@@ -4,6 +4,7 @@ import pytest
 import torch
 from compile_target import compile_launch, note_launches
 from matmul_compiles import HOPPER_SHARED_BYTES
+from tuned import H200
 
 from tritonfp8 import specs
 from tritonfp8.launch import moe, partial_maxima
@@ -111,8 +112,8 @@ def gemm(recipe, columns, bias=False, out_dtype=torch.bfloat16, config=None, acc
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_portable_gemms(compiled, recipe, columns, cc):
     family = specs.matmul_family(get(recipe).output.lhs.block, get(recipe).output.rhs.block)
-    config = grouped_tiles.PORTABLE[family]
-    check(compiled(cc, gemm(recipe, columns, bias=not columns, config=config)), cc)
+    for config in grouped_tiles.PORTABLE[family]:
+        check(compiled(cc, gemm(recipe, columns, bias=not columns, config=config)), cc)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -135,9 +136,9 @@ SPECIALIZED = [
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize(("family", "accumulation", "config"), SPECIALIZED)
 def test_specialized_gemms_run_without_spills(compiled, family, accumulation, config, columns, out):
-    rows, shape = ((1, 1), (N, K, 0)) if columns else ((1, 128), (0, N, K))
-    problem = grouped_tiles.GroupedGemm(family, accumulation, rows, GROUPS, TOKENS, shape, 1, out.itemsize)
-    if not grouped_tiles.serves(config, problem, HOPPER_SHARED_BYTES):
+    rows = (1, 1) if columns else (1, 128)
+    problem = grouped_tiles.GroupedGemm(family, accumulation, rows, GROUPS, TOKENS, (N, K), columns, out.itemsize)
+    if not grouped_tiles.serves(config, problem, H200, True):
         pytest.skip("this configuration is not chosen for this GEMM")
     recipe = {"epilogue": "rowwise", "blockwise": "blockwise"}[family]
     call = gemm(recipe, columns, bias=not columns, out_dtype=out, config=config, accumulation=accumulation)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import CUDA, each_device, normal
 from routings import ends, routing_cases
+from tuned import H200
 
 from tritonfp8 import recipes, reference
 from tritonfp8.launch import moe
@@ -16,7 +17,7 @@ from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning import grouped_tiles
 
-pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(3)]
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -120,9 +121,8 @@ class TestSpecialized:
 
     def serves(self, family, config, out_dtype, of_columns):
         rows = (1, 1) if of_columns else (1, 128)
-        shape = (256, 384, 0) if of_columns else (0, 256, 384)
-        gemm = grouped_tiles.GroupedGemm(family, "precise", rows, 3, 400, shape, 1, out_dtype.itemsize)
-        return grouped_tiles.serves(config, gemm, 232448)
+        gemm = grouped_tiles.GroupedGemm(family, "precise", rows, 3, 400, (256, 384), of_columns, out_dtype.itemsize)
+        return grouped_tiles.serves(config, gemm, H200, True)
 
     @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
     def test_groups_of_any_size(self, device, family, accumulation, config, out_dtype, tokens, sizes):
@@ -200,11 +200,19 @@ def test_scales_and_offsets_of_other_layouts(device):
     assert_equal(moe.scaled_grouped_matmul(*moved(args, device)).cpu(), expected)
 
 
-def test_few_tokens_take_small_tiles():
-    def chosen(tokens, columns=False):
-        shape = (512, 1024, 0) if columns else (0, 512, 1024)
-        gemm = grouped_tiles.GroupedGemm("epilogue", "precise", (1, 1), 8, tokens, shape, 1, 2)
-        return grouped_tiles.specialized_space(gemm, 232448)[0].block_m
-
-    assert [chosen(8 * n) for n in (4, 511, 512)] == [128, 128, 256]
-    assert [chosen(8 * n, columns=True) for n in (1023, 1024)] == [128, 256]
+@each_device
+def test_a_given_output_is_written_in_every_call(device):
+    """A repeated call, too: what repeats a plan allocates its outputs, and this is none."""
+    gemms = recipes.get("rowwise")
+    x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
+    offsets = ends((40, 0, 50))
+    for args, tokens in (
+        (of_rows(gemms.output, x, weight, offsets), 0),
+        (of_columns(gemms.grad_weight, grad, x, offsets), 100),
+    ):
+        expected = reference.scaled_grouped_matmul(*args, tokens=tokens)
+        out = torch.empty(expected.shape, dtype=torch.bfloat16, device=device)
+        for _ in range(2):
+            found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens, out=out.fill_(torch.nan))
+            assert found is out
+            assert_equal(found.cpu(), expected)

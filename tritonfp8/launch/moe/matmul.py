@@ -32,7 +32,7 @@ from tritonfp8.specs import (
     matmul_family,
     spec_of,
 )
-from tritonfp8.tuning import MatmulConfig, grouped_tiles
+from tritonfp8.tuning import MatmulConfig, choose_grouped, grouped_tiles
 
 
 class _Gemm(NamedTuple):
@@ -138,13 +138,15 @@ def _plan_tiles(plan: Planner, p: _Gemm, tile: MatmulConfig) -> None:
 
 
 def _problem(p: _Gemm) -> grouped_tiles.GroupedGemm:
-    rows = (0, 0) if p.a_spec is None or p.b_spec is None else (p.a_spec.block[0], p.b_spec.block[0])
-    tokens = p.tokens if p.is_columns else p.a.shape[0]
-    _, n, k = p.sizes()
-    shape = (p.a.shape[0], n, 0) if p.is_columns else (0, n, k)
+    assert p.family is not None
+    assert p.a_spec is not None
+    assert p.b_spec is not None
+    m, n, k = p.sizes()
+    tokens, sizes = (p.tokens, (m, n)) if p.is_columns else (m, (n, k))
+    rows = (p.a_spec.block[0], p.b_spec.block[0])
     return grouped_tiles.GroupedGemm(
-        p.family, p.accumulation, rows, p.offsets.shape[0], tokens, shape, p.a.itemsize, p.out.itemsize
-    )  # fmt: skip
+        p.family, p.accumulation, rows, p.offsets.shape[0], tokens, sizes, p.is_columns, p.out.itemsize
+    )
 
 
 def _matrices(x: View) -> View:
@@ -167,9 +169,9 @@ def _of_usual_layout(scale: Tensor, spec: str) -> Tensor:
     return readable_along_k(scale, spec) if scale.ndim == 2 else scale.contiguous()
 
 
-def _fits_specialized(plan: Planner, p: _Gemm) -> bool:
-    """Whether the warp-specialized kernel can run this GEMM."""
-    if not plan.device.has_warpgroup_mma or p.family not in ("epilogue", "blockwise"):
+def _has_copy_engine(plan: Planner, p: _Gemm) -> bool:
+    """Whether TMA can address all that the warp-specialized kernel reads, on a device that has it."""
+    if not plan.device.has_tma or p.family not in ("epilogue", "blockwise"):
         return False
     assert p.a_spec is not None
     assert p.b_spec is not None
@@ -241,6 +243,10 @@ def _plan_specialized(plan: Planner, p: _Gemm, config: MatmulConfig) -> None:
     )  # fmt: skip
 
 
+def _chosen(plan: Planner, p: _Gemm) -> MatmulConfig:
+    return choose_grouped(_problem(p), plan.device, _has_copy_engine(plan, p))
+
+
 def _plan(plan: Planner, p: _Gemm, config: MatmulConfig | None = None) -> list[View] | None:
     """One output; None if something must be copied first."""
     if not p.offsets.is_contiguous() or (p.bias is not None and not p.bias.is_contiguous()):
@@ -250,7 +256,7 @@ def _plan(plan: Planner, p: _Gemm, config: MatmulConfig | None = None) -> list[V
     if not p.out.numel():
         return [p.out]
     if config is None:
-        config = grouped_tiles.choose(_problem(p), plan.device, _fits_specialized(plan, p))
+        config = grouped_tiles.UNSCALED[p.a.itemsize] if p.family is None else _chosen(plan, p)
     if config.specialized:
         _plan_specialized(plan, p, config)
     else:
@@ -271,6 +277,7 @@ def plan_scaled_grouped_matmul(
     b_scale: View,
     offsets: View,
     bias: View | None,
+    out: View | None,
     a_spec: str,
     b_spec: str,
     out_dtype: torch.dtype | None,
@@ -279,12 +286,13 @@ def plan_scaled_grouped_matmul(
     tokens: int,
     config: MatmulConfig | None = None,
 ) -> list[View] | None:
-    """One output. No plan if something must be copied first."""
-    out = _out(plan, a, b, offsets, out_dtype or torch.bfloat16)
+    """One output, or none if ``out`` is given. No plan if something must be copied first."""
+    result = _out(plan, a, b, offsets, out_dtype or torch.bfloat16) if out is None else out
     gemm = _Gemm(
-        a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), offsets, bias, out, accumulation, tokens
+        a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), offsets, bias, result, accumulation, tokens
     )  # fmt: skip
-    return _plan(plan, gemm, config)
+    outputs = _plan(plan, gemm, config)
+    return outputs if outputs is None or out is None else []
 
 
 def scaled_grouped_matmul(
@@ -302,24 +310,26 @@ def scaled_grouped_matmul(
     tokens: int = 0,
     *,
     config: MatmulConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.scaled_grouped_matmul`.
 
     Args:
         config: use this configuration, not the chosen one.
+        out: write here, contiguous.
     """
-    tensors = (a, a_scale, b, b_scale, offsets, bias)
+    tensors = (a, a_scale, b, b_scale, offsets, bias, out)
     options = (a_spec, b_spec, out_dtype, accumulation, batch_invariant, tokens, config)
     results = planned(plan_scaled_grouped_matmul, tensors, options)
     if results is not None:
-        return results[0]
+        return results[0] if out is None else out
     given = (a_scale, b_scale, offsets, bias)
     a_scale, b_scale = _of_usual_layout(a_scale, a_spec), _of_usual_layout(b_scale, b_spec)
     offsets, bias = offsets.contiguous(), None if bias is None else bias.contiguous()
     if all(x is y for x, y in zip(given, (a_scale, b_scale, offsets, bias), strict=True)):
         raise too_many_scales(a_scale, b_scale)
     return scaled_grouped_matmul(
-        a, a_scale, a_spec, b, b_scale, b_spec, offsets, bias, *options[2:-1], config=config
+        a, a_scale, a_spec, b, b_scale, b_spec, offsets, bias, *options[2:-1], config=config, out=out
     )  # fmt: skip
 
 
