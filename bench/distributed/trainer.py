@@ -37,6 +37,7 @@ from bench.distributed.run import DETERMINISTIC_CUBLAS
 from bench.models import with_head
 from tritonfp8 import Float8Linear, recipes
 from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 
 VOCABULARY = 512
 QUANTIZED = ",".join(name for name in recipes.names() if recipes.get(name).output.quantized)
@@ -58,6 +59,7 @@ class Program:
         reshard: FSDP2's ``reshard_after_forward``.
         state_dict: how a checkpoint is saved, ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``.
         accumulate: batches of a step.
+        experts: experts of each layer, of which a token takes two; 0 for a model without.
         save: save the model at the end, and compare what ``from_pretrained`` loads. With sharded state dicts the
             Trainer saves no model.
     """
@@ -77,6 +79,7 @@ class Program:
     reshard: bool = True
     state_dict: str = "SHARDED_STATE_DICT"
     accumulate: int = 1
+    experts: int = 0
     save: bool = False
     layers: int = 8
     hidden: int = 512
@@ -102,22 +105,30 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def model_of(program: Program) -> nn.Module:
-    """A Qwen3 with the same weights in every process."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """A Qwen3, or a Qwen3-MoE, with the same weights in every process."""
+    import transformers
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=program.hidden,
-        intermediate_size=3 * program.hidden,
-        num_hidden_layers=program.layers,
-        num_attention_heads=program.hidden // 32,
-        num_key_value_heads=program.hidden // 64,
-        head_dim=32,
-        tie_word_embeddings=program.tied,
-        use_cache=False,
-    )
-    return Qwen3ForCausalLM(config).to(getattr(torch, program.dtype))
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": program.hidden,
+        "intermediate_size": 3 * program.hidden,
+        "num_hidden_layers": program.layers,
+        "num_attention_heads": program.hidden // 32,
+        "num_key_value_heads": program.hidden // 64,
+        "head_dim": 32,
+        "tie_word_embeddings": program.tied,
+        "use_cache": False,
+    }
+    model: nn.Module
+    if program.experts:
+        of_experts = {
+            "num_experts": program.experts, "num_experts_per_tok": 2, "moe_intermediate_size": program.hidden,
+        }  # fmt: skip
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **of_experts))
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    return model.to(getattr(torch, program.dtype))
 
 
 def _full(parameter: Tensor) -> Tensor:
@@ -155,7 +166,7 @@ def trainer_of(
         "fsdp": True,
         "fsdp_config": {
             "version": 2,
-            "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+            "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer" if program.experts else "Qwen3DecoderLayer"],
             "cpu_ram_efficient_loading": program.ram_efficient,
             "reshard_after_forward": program.reshard,
             "state_dict_type": program.state_dict,
@@ -215,9 +226,12 @@ def _converters(program: Program, model: nn.Module) -> list[Any]:
 
         stages = [(0, "bf16"), (1, program.recipe)] if program.schedule else None
         gather = program.gather if program.sharded else None
-        return [Float8Callback(Float8Config(with_head(program.recipe), all_gather=gather, schedule=stages))]
+        config = Float8Config(
+            with_head(program.recipe), all_gather=gather, schedule=stages, experts=bool(program.experts)
+        )
+        return [Float8Callback(config)]
     if program.recipe != "bf16":
-        tritonfp8.convert(model, with_head(program.recipe))
+        tritonfp8.convert(model, with_head(program.recipe), experts=bool(program.experts))
     if program.gather:
         enable_float8_all_gather(model)
     return []
@@ -226,6 +240,13 @@ def _converters(program: Program, model: nn.Module) -> list[Any]:
 def gathered_layers(model: nn.Module) -> list[Float8Linear]:
     """The layers whose weight FSDP gathers in 8 bits."""
     return [m for m in model.modules() if isinstance(m, Float8Linear) and m.on_revert is not None]
+
+
+def gathered_experts(model: nn.Module) -> list[str]:
+    """The weights of experts that FSDP gathers in 8 bits."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    sources = {owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Float8AllGather)}
+    return [name for source in sources for name in source.experts.owners if source.experts.is_gathered(name)]
 
 
 def reset() -> None:
@@ -257,7 +278,7 @@ def train(program: Program) -> dict[str, Any]:
             callbacks.append(_sums())
         trainer = trainer_of(program, called, folder[0], steps, losses, callbacks)
         trainer.train(resume_from_checkpoint=index > 0 or None)
-        gathered = len(gathered_layers(model))
+        gathered, of_experts = len(gathered_layers(model)), len(gathered_experts(model))
         if program.save:
             trainer.save_model(f"{folder[0]}/model")
         reset()
@@ -266,6 +287,7 @@ def train(program: Program) -> dict[str, Any]:
         "losses": losses,
         "stuck": [name for name, value in final.items() if torch.equal(value, before[name])],
         "gathered": gathered,
+        "gathered_experts": of_experts,
         "digest": _digest(final),
         **({"saved": _digest(_loaded(f"{folder[0]}/model"))} if program.save else {}),
     }

@@ -5,7 +5,7 @@ import trainer_cases
 
 PROCESSES = 2
 
-pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.timeout(600), pytest.mark.in_turn(2)]
 
 # Each program is a combination of options in which weights once did not train.
 PROGRAMS = {
@@ -42,6 +42,30 @@ def test_trainer(ranks, name):
         assert row["on"]["stuck"] == row["off"]["stuck"] == []
         assert row["on"]["losses"] == row["off"]["losses"]
         assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"] * program.get("accumulate", 1)
+        assert row["ok"]
+
+
+MIXTURES = {
+    "ram_efficient": {"recipe": "rowwise", "ram_efficient": True},
+    "callback_float32_recomputed": {
+        "recipe": "blockwise", "dtype": "float32", "callback": True, "checkpointing": True,
+    },
+    "compiled_before": {"recipe": "mxfp8", "compiled": "before"},
+    "resumed_no_reshard": {"recipe": "tensorwise", "resume": True, "reshard": False, "callback": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_trainer_on_a_mixture(ranks, name):
+    """Experts are converted, and their weights gathered in 8 bits: a Qwen3-MoE of four experts."""
+    program = {**trainer_cases.SMALL, "layers": 1, "experts": 4, **MIXTURES[name]}
+    for row in ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, **program):
+        # The linear layers of attention and the head; both weights of the experts.
+        assert (row["on"]["gathered"], row["on"]["gathered_experts"]) == (4 + 1, 2)
+        assert (row["off"]["gathered"], row["off"]["gathered_experts"]) == (0, 0)
+        assert row["on"]["stuck"] == row["off"]["stuck"] == []
+        assert row["on"]["losses"] == row["off"]["losses"]
+        assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"]
         assert row["ok"]
 
 
