@@ -1,0 +1,60 @@
+"""Run the kernels of groups on wrong offsets, in a process that ``compute-sanitizer`` watches.
+
+hostile_offsets.py hostile    every kernel that reads offsets
+hostile_offsets.py beyond     a kernel that writes beyond its tensor, which must be noticed
+"""
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonfp8 import ops, recipes
+from tritonfp8.functional import grouped_linear
+
+# Not increasing, below zero, beyond the tokens, and the ends of int32.
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+OFFSETS = ((-5, 70, 3, 90), (90, 10, 300, 20), (INT_MAX, INT_MIN, 0, INT_MAX), (-1, -1, -1, -1), (5, 999, 1001, 7))
+TOKENS, N, K = 200, 160, 288
+
+
+def of_recipe(name, offsets):
+    """Forward and backward of a linear layer, and the casts between two of experts."""
+    x, weight, bias = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((TOKENS, K), (len(offsets), N, K), (len(offsets), N))
+    )
+    grouped_linear(x, weight, offsets, bias, recipe=name).sum().backward()
+    recipe = recipes.get(name)
+    if recipe.output.lhs is None or recipe.grad_weight.rhs is None:
+        return
+    specs = (*recipe.output.lhs.args, *recipe.grad_weight.rhs.args)
+    x, inner = x.detach(), torch.randn(TOKENS, 2 * K, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randint(TOKENS, (2 * TOKENS,), device="cuda")
+    factors = torch.rand(2 * TOKENS, device="cuda", dtype=torch.bfloat16)
+    ops.quantize_groups_both(x, offsets, *specs, rows, factors)
+    ops.quantize_groups_both(inner, offsets, *specs, None, None, None, True)
+    ops.quantize_groups_both(x, offsets, *specs, None, None, inner, True)
+
+
+def hostile():
+    for values in OFFSETS:
+        for name in recipes.names():
+            of_recipe(name, torch.tensor(values, dtype=torch.int32, device="cuda"))
+    torch.cuda.synchronize()
+    print("ran", len(OFFSETS) * len(recipes.names()))
+
+
+@triton.jit
+def write_beyond_kernel(out_ptr, place):
+    tl.store(out_ptr + place, 1.0)
+
+
+def beyond():
+    write_beyond_kernel[1,](torch.empty(16, device="cuda"), 2**24)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    {"hostile": hostile, "beyond": beyond}[sys.argv[1]]()
