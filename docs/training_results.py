@@ -22,7 +22,7 @@ def training(folder: str = "train-160m") -> str:
 
 def mixtures() -> str:
     """The bars of grouped GEMMs and casts that were measured."""
-    return _judged("../nvidia-h100/grouped.json")
+    return _judged("grouped.json")
 
 
 def mixture_layers() -> str:
@@ -180,8 +180,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "inspection": inspection,
     "mixtures": mixtures,
     "mixture layers": mixture_layers,
-    "mixture training": functools.partial(training, "../nvidia-h100/train-160m-moe"),
-    "mixture training mxfp8": functools.partial(training, "../nvidia-h100/train-160m-moe-mxfp8"),
+    "mixture training": functools.partial(training, "train-160m-moe"),
     "other text": other_text,
     "schedule": schedule,
     "seeds": seeds,
