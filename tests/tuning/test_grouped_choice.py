@@ -68,6 +68,11 @@ def test_a_device_without_shared_memory_is_told():
         choose(OUTPUT, dataclasses.replace(H200, max_shared_bytes=1000))
 
 
+@pytest.mark.parametrize("changes", [{"groups": 0}, {"tokens": 0}, {"sizes": (0, 2048)}], ids=str)
+def test_sizes_of_zero(changes):
+    assert choose(OUTPUT._replace(**changes)).specialized
+
+
 class TestTuned:
     @each
     def test_the_tuned_one_is_chosen(self, gemm):

@@ -129,7 +129,7 @@ def grouped_key(gemm: GroupedGemm, copy_engine: bool) -> Key:
     accumulation = grouped_tiles.space_accumulation(gemm.family, gemm.accumulation)
     groups = COLUMNS if gemm.sums_tokens else ROWS
     kind = Kind(gemm.family, accumulation, *rows, gemm.out_itemsize, True, copy_engine, groups)
-    return Key(kind, *gemm.sizes, bucket(-(-gemm.tokens // gemm.groups)), gemm.groups)
+    return Key(kind, *gemm.sizes, bucket(-(-gemm.tokens // max(1, gemm.groups))), gemm.groups)
 
 
 @functools.lru_cache(maxsize=4096)

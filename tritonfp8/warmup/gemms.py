@@ -57,15 +57,15 @@ class _Gemm:
 
     def expected(self, args: Sequence[Any]) -> Tensor:
         """The result in float32, by the reference."""
-        given = [
-            torch.float32 if name == "out_dtype" else arg for name, arg in zip(self.call.named(), args, strict=True)
-        ]
-        return _REFERENCES[self.call.op](*given)
+        named = zip(self.call.named(), args, strict=True)
+        return _REFERENCES[self.call.op](*(torch.float32 if name == "out_dtype" else arg for name, arg in named))
+
+    def sizes(self) -> str:
+        """The sizes, for messages."""
+        raise NotImplementedError
 
     def __str__(self) -> str:
-        kind = self.key.kind
-        shapes = " x ".join(str(list(self.call.named()[name].shape)) for name in "ab")
-        return f"{kind.family} {kind.accumulation} {shapes}"
+        return f"{self.key.kind.family} {self.key.kind.accumulation} {self.sizes()}"
 
 
 @dataclass(frozen=True)
