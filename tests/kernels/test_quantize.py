@@ -338,8 +338,7 @@ def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
     for name in ("CAST_STEP_PARTS", "REDUCE_STEP_PARTS"):
         monkeypatch.setattr(cast_tiles, name, 4)
     executor.forget()
-    for x in (banded(192, 160), with_specials(banded(165, 135))):
-        x = x.to(device, dtype)
+    for x in (banded(192, 160).to(device, dtype), with_specials(banded(165, 135)).to(device, dtype)):
         for spec in SPEC_OF_BLOCK:
             if -1 in spec.block:
                 assert_bitwise_equal(cast.amax(x, spec.block), reference.amax(x, spec.block))
@@ -352,8 +351,7 @@ def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
 @pytest.mark.parametrize(("parts", "both", "launches"), [(3, False, 0), (4, False, 1), (3, True, 1)])
 def test_a_cast_joins_few_parts_of_columns_itself(device, parts, both, launches, monkeypatch):
     """A launch that joins them takes longer than reading them, unless rows are to be read too."""
-    seen = []
-    reduce = PartialMaxima.reduce
+    seen, reduce = [], PartialMaxima.reduce
     monkeypatch.setattr(PartialMaxima, "reduce", lambda *args: seen.append(args) or reduce(*args))
     monkeypatch.setattr(cast_tiles, "MOST_PARTS_IN_A_CAST", 3)
     x = banded(cast_tiles.AMAX_OF_COLUMNS.tile.m * parts, 160).to(device, torch.bfloat16)

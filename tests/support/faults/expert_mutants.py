@@ -95,8 +95,8 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/moe/routing.py",
-        "torch.arange(experts, device=ids.device), right=True)",
-        "torch.arange(experts, device=ids.device), right=False)",
+        "torch.arange(experts, dtype=ids.dtype, device=ids.device), right=True)",
+        "torch.arange(experts, dtype=ids.dtype, device=ids.device), right=False)",
         "tokens go to the expert after theirs",
         _EXPERTS,
     ),
