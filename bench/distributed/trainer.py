@@ -59,7 +59,7 @@ class Program:
         reshard: FSDP2's ``reshard_after_forward``.
         state_dict: how a checkpoint is saved, ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``.
         accumulate: batches of a step.
-        experts: experts of each layer, of which a token takes two; 0 for a model without.
+        experts: experts of each layer; a token takes two. 0 for a model without experts.
         save: save the model at the end, and compare what ``from_pretrained`` loads. With sharded state dicts the
             Trainer saves no model.
     """

@@ -20,13 +20,7 @@ SPACE_NAMES = [(family, accumulation) for family, spaces in SPACES.items() for a
 SIZES = (1, 16, 129, 1024, 4096, 14336, 16384)
 
 
-@pytest.fixture(autouse=True)
-def _own_tables():
-    """Tests install entries; none reads or leaves any."""
-    tuning.reload()
-    tuning._tables.update({MACHINE: {}, hardware.machine_key(ADA): {}})
-    yield
-    tuning.reload()
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 
 def choose(m, n, k, device=H200, *, family="epilogue", accumulation="precise", rows=(1, 1), out_itemsize=2, bare=True):
@@ -212,7 +206,7 @@ class TestChoice:
 
 class TestFiles:
     @pytest.fixture(autouse=True)
-    def _files(self, monkeypatch):
+    def _files(self, own_tables, monkeypatch):
         tuning._tables.clear()
         self.shipped, self.user, self.reads = {}, {}, []
 

@@ -6,7 +6,6 @@ import json
 import pytest
 from tuned import ADA, H200, MACHINE, entry
 
-from tritonfp8 import hardware
 from tritonfp8.tuning import chooser, grouped_tiles, store
 from tritonfp8.tuning.grouped_tiles import GroupedGemm
 from tritonfp8.tuning.kinds import Key, find, space
@@ -21,12 +20,7 @@ ALL = (
 each = pytest.mark.parametrize("gemm", ALL, ids=str)
 
 
-@pytest.fixture(autouse=True)
-def _own_tables():
-    chooser.reload()
-    chooser._tables.update({MACHINE: {}, hardware.machine_key(ADA): {}})
-    yield
-    chooser.reload()
+pytestmark = pytest.mark.usefixtures("own_tables")
 
 
 def choose(gemm, device=H200, copy_engine=True):

@@ -1,4 +1,4 @@
-"""GEMMs of groups in a warm-up: what is tuned is what a step launches.
+"""A warm-up tunes the GEMMs of groups that a step launches.
 
 On the CPU every configuration runs the reference.
 """

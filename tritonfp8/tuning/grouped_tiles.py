@@ -126,5 +126,5 @@ def candidates(gemm: GroupedGemm, device: Abilities, specialized: bool) -> list[
 
     are_few = not gemm.sums_tokens and gemm.tokens <= gemm.groups * FEW_TOKENS
 
-    # Of those that suit or do not, as they are listed.
+    # The sort is stable: tiles of equal rank keep the order of the list.
     return sorted(found, key=lambda config: are_few != (config.block_m <= SMALLEST_ROWS))

@@ -32,8 +32,8 @@ class Kind(NamedTuple):
 class Key(NamedTuple):
     """A GEMM ``[m, k] @ [n, k].T`` of a kind; ``m`` is the M of its bucket.
 
-    Of groups, ``n`` and ``k`` are the sizes of what is stored for each of ``experts``, and ``m`` is the bucket of the
-    tokens that a group has on average.
+    For GEMMs of groups ``n`` and ``k`` are the sizes of the weight of one of ``experts``, and ``m`` is the bucket of
+    the mean number of tokens in a group.
     """
 
     kind: Kind

@@ -212,7 +212,7 @@ AnyGemm = GemmCall | GroupedGemmCall
 
 
 def gemm_of(call: Call, device: torch.device) -> AnyGemm | None:
-    """The GEMM that ``call`` runs on ``device``; None if it is none, is empty, or has no configuration to choose."""
+    """The GEMM that ``call`` runs on ``device``; None for other ops, empty GEMMs, and without a choice."""
     if call.op not in (MATMUL, GROUPED_MATMUL):
         return None
     given = call.named()

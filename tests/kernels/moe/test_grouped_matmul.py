@@ -202,7 +202,7 @@ def test_scales_and_offsets_of_other_layouts(device):
 
 @each_device
 def test_a_given_output_is_written_in_every_call(device):
-    """A repeated call, too: what repeats a plan allocates its outputs, and this is none."""
+    """Also in a repeated call: it must not allocate another output."""
     gemms = recipes.get("rowwise")
     x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
     offsets = ends((40, 0, 50))
