@@ -2,7 +2,7 @@
 parameter.
 
 Runs in a process of its own, with ``LD_LIBRARY_PATH`` at the stub; prints a line a case, exits with 1 on a difference.
-Of the cases, those whose label contains one of the arguments; all without arguments.
+Arguments limit it to the cases whose label contains one of them.
 """
 
 import contextlib
