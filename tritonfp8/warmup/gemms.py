@@ -60,6 +60,10 @@ class _Gemm:
         named = zip(self.call.named(), args, strict=True)
         return _REFERENCES[self.call.op](*(torch.float32 if name == "out_dtype" else arg for name, arg in named))
 
+    def has_configurations(self, device: torch.device) -> bool:
+        """Whether a launch chooses a configuration by the key."""
+        return True
+
     def sizes(self) -> str:
         """The sizes, for messages."""
         raise NotImplementedError
@@ -167,10 +171,6 @@ class GroupedGemmCall(_Gemm):
         )
         addressable = family != "mx" and all(_has_tma_layout(_as_matrix(each)) for each in (a, b, out))
         return cls(call, tuning.grouped_key(gemm, hardware.abilities(device).has_tma and addressable), gemm)
-
-    def has_configurations(self, device: torch.device) -> bool:
-        """Whether a launch chooses a configuration: always, as batches do not decide the bits of a row."""
-        return True
 
     def candidates(self, device: torch.device) -> list[MatmulConfig]:
         """The configurations worth measuring, the most promising first."""
