@@ -1,5 +1,7 @@
 """Layers of models, forward and backward, each layer compiled: time and peak memory of recipes, bf16 and torchao."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
@@ -51,6 +53,18 @@ def inputs(shape, device):
     return x, torch.randn(hidden, device=device, dtype=torch.bfloat16)
 
 
+class Replay(NamedTuple):
+    """Replays a CUDA graph; ``step`` keeps the parameters that the graph reads, which it does not own."""
+
+    graph: Any
+    results: Any
+    step: Any
+
+    def __call__(self):
+        self.graph.replay()
+        return self.results
+
+
 def captured(step):
     """``step`` as a CUDA graph, after a few calls that compile and allocate; on a CPU the step itself."""
     if not torch.cuda.is_available():
@@ -65,11 +79,7 @@ def captured(step):
     with torch.cuda.graph(graph):
         results = step()
 
-    def replay():
-        graph.replay()
-        return results
-
-    return replay
+    return Replay(graph, results, step)
 
 
 @measures("model", (MODEL_GRAPH,))
