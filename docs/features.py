@@ -16,7 +16,7 @@ _TRACED = "tests/layers/linear/test_traced.py"
 _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eager"
 _FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
-_STORED = "tests/layers/stored/test_stored.py"
+_STORED = "tests/layers/stored/test_"
 _SHARDS = "tests/distributed/fsdp/test_stored.py::test_the_bits_of_one_rank"
 _EXPERTS = "tests/layers/moe/test_experts.py::TestTransformers::test_ten_steps_are_those_of_a_loop_over_experts"
 _EXPORT = "tests/export/test_codes.py::test_equal_specs_keep_the_values_and_most_codes"
@@ -39,7 +39,7 @@ _NO_SCALES_OF_ROWS = "no: `ValueError`", "tests/conversion/test_invariant.py::te
 _NOT_INVARIANT = dict.fromkeys(("bf16", "tensorwise"), _NO_SCALES_OF_ROWS)
 _AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
-_NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}::test_a_recipe_without_a_quantized_weight_is_refused")}
+_NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}stored.py::test_a_recipe_without_a_quantized_weight_is_refused")}
 _SAME_CODE = "Same code."
 _NOT_GATHERED = "Weights of `bf16` are not gathered in 8 bits."
 _NO_CODES = "Layers of `bf16` are exported in 8 bits if a filter names them."
@@ -73,7 +73,7 @@ ONE_PROCESS = (
     ),
     Column(
         'weights stored in 8 bits (`mode="inference"`)',
-        (f"{_STORED}::test_a_stored_model_is_the_plain_model_of_its_values",),
+        (f"{_STORED}stored.py::test_a_stored_model_is_the_plain_model_of_its_values",),
         otherwise=_NOT_STORED,
         known="Frozen weights. `tensorwise` gets power-of-two scales.",
     ),
@@ -126,6 +126,7 @@ ONE_PROCESS = (
         known="Such a product is in high precision with any recipe: it reads the weight, and not the layer.",
     ),
     Column("experts in 3-D parameters (`experts=True`)", (_EXPERTS,)),
+    Column("stored experts", (f"{_STORED}matrices.py::test_the_bits_of_plain_experts",), otherwise=_NOT_STORED),
     Column("experts in a list of linear layers", ("tests/conversion/test_coverage.py::test_experts_in_a_list",)),
     Column(
         "experts in one 3-D tensor",

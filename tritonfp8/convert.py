@@ -121,7 +121,7 @@ def convert(
         batch_invariant: the bits of a row of a layer's output depend on this row of the input alone. It needs scales
             for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.
         experts: also convert experts (:func:`tritonfp8.functional.grouped_linear`): of transformers 5, which then
-            ignore ``set_experts_implementation``, and ``GroupedExperts`` of torchtitan.
+            ignore ``set_experts_implementation``, and ``GroupedExperts`` of torchtitan. Frozen ones can be stored.
 
     Returns:
         A :class:`ConversionReport`.
@@ -139,7 +139,7 @@ def convert(
     if selected.takes_nothing:
         why = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
         raise ValueError(f"nothing was converted: {why}")
-    selected, stored = _for_storage(model, selected, mode) if stores else (selected, {})
+    selected, stored = _for_storage(model, selected, mode, experts) if stores else (selected, {})
     changed = _apply(model, selected, fuse, stored, mode == "inference")
     return _report(model, selected, *changed, _stored().weight_bytes(model) if stores else None)
 
@@ -170,32 +170,31 @@ def _stores(weight_storage: str, mode: str, fuse: bool, batch_invariant: bool, e
     require("weight_storage", weight_storage, ("parameters", "quantized"))
     require("mode", mode, ("training", "inference"))
     stores = weight_storage == "quantized" or mode == "inference"
-    if stores and experts:
-        raise ValueError("the weights of experts cannot be stored in 8 bits: use experts=False with stored weights")
     if stores and fuse:
         raise ValueError("fused layers read their weights in high precision: use fuse=False with stored weights")
     return stores
 
 
 def _for_storage(
-    model: nn.Module, selected: Selected, mode: str, on_meta: bool = False
+    model: nn.Module, selected: Selected, mode: str, experts: bool = False, on_meta: bool = False
 ) -> tuple[Selected, dict[str, Recipe]]:
     """``selected`` with the recipes of stored weights; and these of all layers whose weights are to be stored.
 
-    Layers that are converted already are among them.
+    Layers, and with ``experts`` experts, that are converted already are among them.
 
     Raises:
         ValueError: a weight cannot be stored, or a trained one is not float32.
     """
     found = _stored()
-    before = {name: layer for name, layer in selected.already.items() if not found.is_stored(layer)}
-    layers = {**selected.modules, **before}
+    already = {**selected.already, **(selected.experts_already if experts else {})}
+    before = {name: layer for name, layer in already.items() if not found.is_stored(layer)}
+    layers: dict[str, Any] = {**selected.modules, **selected.experts, **before}
     recipes = {name: selected.recipes.get(name) or before[name].recipe for name in layers}
     recipes = {name: found.recipe_of_storage(recipe) for name, recipe in recipes.items()}
     found.check_storable(model, layers, recipes, on_meta)
     if mode != "inference":
         found.check_trainable(layers)
-    return selected._replace(recipes={name: recipes[name] for name in selected.modules}), recipes
+    return selected._replace(recipes={name: recipes[name] for name in selected.recipes}), recipes
 
 
 def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
@@ -221,9 +220,9 @@ def _apply(
         _share_inputs(model, new | set(selected.already.values()), new)
         record_names(model, {**selected.already, **selected.experts_already, **selected.modules, **selected.experts})
         if stored:
-            layers = {**selected.already, **selected.modules}
+            layers = _converted(model)
             for name, recipe in stored.items():
-                layers[name].recipe = recipe  # type: ignore[assignment]
+                layers[name].recipe = recipe
             _stored().store_weights({name: layers[name] for name in stored}, freeze)
     teach_counters()
     keep_layers()
@@ -324,14 +323,14 @@ def _converted(model: nn.Module) -> dict[str, _Layer | ConvertedExperts]:
 
 
 def _swapped(name: str, layer: _Layer | ConvertedExperts, chosen: Recipe | None) -> Recipe:
-    if chosen is None or type(layer._parameters.get("weight")) in (Tensor, nn.Parameter, type(None)):
+    if chosen is None or all(type(p) in (Tensor, nn.Parameter, type(None)) for p in layer._parameters.values()):
         return chosen or layer.recipe
     found: Recipe = _stored().check_swap(name, layer, chosen)
     return found
 
 
 @contextmanager
-def _released(layers: Iterable[_Layer]) -> Iterator[None]:
+def _released(layers: Iterable[_Layer | ConvertedExperts]) -> Iterator[None]:
     """Call ``on_revert`` of each layer; undo the calls if one of them, or the block, raises."""
     undo: list[Callable[[], object]] = []
     try:
@@ -384,13 +383,15 @@ def revert(model: nn.Module) -> list[str]:
         raise ValueError(f"torchtitan wrapped the forward of {', '.join(wrapped)} to shard it: revert before that")
     classes = {module: _class_before(module) for module in layers.values()}
     of_experts = {module: experts_before(module) for module in experts.values()}
-    with all_or_nothing(model), _released(layers.values()):
+    with all_or_nothing(model), _released([*layers.values(), *experts.values()]):
         for module, cls in classes.items():
             change_class(module, cls)
-            for name in ("recipe", "on_revert", "on_reset", "on_assign"):
-                module.__dict__.pop(name, None)
+            module.__dict__.pop("recipe", None)
         for each, cls_before in of_experts.items():
             revert_experts(each, cls_before)
+        for converted in (*layers.values(), *experts.values()):
+            for name in ("on_revert", "on_reset", "on_assign"):
+                converted.__dict__.pop(name, None)
         _unshare_inputs(model)
         forget_names(model, [*layers.values(), *experts.values()])
         return [*layers, *experts, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]

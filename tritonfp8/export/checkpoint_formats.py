@@ -36,6 +36,7 @@ class CheckpointFormat:
         scale_fmts: the values of the option ``scale_fmt``.
         matches_parts: whether engines take the names of modules in high precision for beginnings and ends of names.
         arguments: what else the config has about the codes.
+        note_on_experts: which engine does not read experts in this format; empty if none is known.
     """
 
     name: str
@@ -47,6 +48,7 @@ class CheckpointFormat:
     scale_fmts: tuple[str, ...] = ()
     matches_parts: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    note_on_experts: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,9 +119,13 @@ def _compressed(
     multiples: tuple[int, int] = (1, 1),
     why: str = "",
     format: str = "float-quantized",
+    note_on_experts: str = "",
 ) -> CheckpointFormat:
     arguments = {"weights": weights, "input_activations": activations, "format": format}
-    return CheckpointFormat(name, "compressed-tensors", spec, "weight_scale", multiples, why, arguments=arguments)
+    return CheckpointFormat(
+        name, "compressed-tensors", spec, "weight_scale", multiples, why, arguments=arguments,
+        note_on_experts=note_on_experts,
+    )  # fmt: skip
 
 
 _MX = {"strategy": "group", "group_size": BLOCK_1X32[1], "scale_dtype": "torch.uint8"}
@@ -162,6 +168,7 @@ _ROWS = (
         (1, BLOCK_1X32[1]),
         "compressed-tensors needs whole groups of K",
         "mxfp8-quantized",
+        "transformers 5 refuses experts in this format: for it leave them out by filter",
     ),
 )
 

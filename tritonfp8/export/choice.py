@@ -10,8 +10,10 @@ from torch import nn
 
 from tritonfp8.conversion import Filter, Roles, Selection, linears, sizes_of, why_unfit
 from tritonfp8.export.checkpoint_formats import CheckpointFormat
+from tritonfp8.export.experts import why_named_otherwise, why_not_split
 from tritonfp8.export.places import Place, joined, unwrapped
 from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_converted
+from tritonfp8.layers.moe import class_of_experts, is_converted_experts
 
 # Layers that vLLM and SGLang fuse into one, which has one format.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -21,7 +23,7 @@ TRANSPOSED = "a Conv1D, whose weight is transposed: engines read codes of nn.Lin
 def choose(
     model: nn.Module, row: CheckpointFormat, filter: Filter | None, found: Iterable[Place]
 ) -> dict[str, str | None]:
-    """For each linear layer by name, the reason why it stays in high precision; None if it is exported.
+    """For each linear layer, and each module of experts, the reason why it stays in high precision; None: exported.
 
     Args:
         model: the model.
@@ -37,7 +39,8 @@ def choose(
         raise ValueError(f"filter must be patterns or a function for an export; got {filter!r}, a choice for training")
     layers = {unwrapped(name): module for name, module in linears(model)}
     selection, roles = Selection(model, filter, 1), Roles(model)
-    any_converted = any(map(is_converted, layers.values()))
+    experts = {name: module for name, module in model.named_modules() if class_of_experts(module) is not None}
+    any_converted = any(map(is_converted, layers.values())) or any(map(is_converted_experts, experts.values()))
     tied = {name: place for place in found if len(place.names) > 1 for name in place.names}
     reasons: dict[str, str | None] = {}
     for path, module in linears(model):
@@ -51,6 +54,11 @@ def choose(
                 continue
         reasons[name] = _why_not(path, module, selection if filter is not None or not any_converted else None, roles)
         reasons[name] = reasons[name] or _why_tied(name, tied) or _why_ragged(module, row)
+    chosen_by = selection if filter is not None or not any_converted else None
+    for path, module in experts.items():
+        reasons[unwrapped(path)] = _why_not_experts(path, module, chosen_by, filter is None) or (
+            why_not_split(module) or why_named_otherwise(model) or _why_ragged_experts(module, row)
+        )
     selection.check_all_used()
     reasons = _listed_apart(reasons, row, found)
     if not any(reason is None for reason in reasons.values()):
@@ -73,6 +81,22 @@ def _why_not(path: str, module: Any, selection: Selection | None, roles: Roles) 
     return reason if role is None or not role.is_head else f"{role.what}: engines read heads in high precision"
 
 
+def _why_not_experts(path: str, module: Any, selection: Selection | None, is_default: bool) -> str | None:
+    if selection is None:
+        if not is_converted_experts(module):
+            return "not converted"
+        quantized = module.recipe.output.quantized
+        return None if quantized else f"their recipe, {module.recipe.name!r}, keeps output in high precision"
+    if is_default:
+        return "experts, in high precision unless they are converted, or a filter names them"
+    return selection.left_out(path, module)
+
+
+def is_exported(name: str, place: Place, reasons: Mapping[str, str | None]) -> bool:
+    """Whether a tensor of this name is the weight of a layer, or of experts, that is exported in 8 bits."""
+    return place.tensor.ndim >= 2 and reasons.get(name.rpartition(".")[0], "") is None
+
+
 def _why_tied(name: str, tied: Mapping[str, Place]) -> str | None:
     place = tied.get(joined(name, "weight"))
     if place is None:
@@ -83,19 +107,33 @@ def _why_tied(name: str, tied: Mapping[str, Place]) -> str | None:
 
 def _why_ragged(module: Any, row: CheckpointFormat) -> str | None:
     k, n = sizes_of(module)
-    sizes = zip(("out_features", "in_features"), (n, k), row.multiples, strict=True)
-    ragged = [f"{name}={size} is no multiple of {multiple}" for name, size, multiple in sizes if size % multiple]
+    return _ragged({"out_features": n, "in_features": k}, row)
+
+
+def _why_ragged_experts(module: nn.Module, row: CheckpointFormat) -> str | None:
+    hidden, inside = module.down_proj.shape[1:]  # type: ignore[index]
+    # Each is N of one projection and K of another.
+    by_rows, by_columns = ({"hidden_size": hidden, "intermediate_size": inside} for _ in range(2))
+    return _ragged(by_rows, row, 0) or _ragged(by_columns, row, 1)
+
+
+def _ragged(sizes: Mapping[str, int], row: CheckpointFormat, dim: int | None = None) -> str | None:
+    multiples = row.multiples if dim is None else (row.multiples[dim],) * 2
+    ragged = [
+        f"{name}={size} is no multiple of {multiple}"
+        for (name, size), multiple in zip(sizes.items(), multiples, strict=True)
+        if size % multiple
+    ]
     return f"{' and '.join(ragged)}: {row.why}" if ragged else None
 
 
 def ignored(reasons: Mapping[str, str | None], found: Iterable[Place]) -> list[str]:
     """The modules in high precision that an engine could take for layers: linear layers, routers and experts."""
-    exported = {joined(name, "weight") for name, reason in reasons.items() if reason is None}
     names = dict.fromkeys(name for name, reason in reasons.items() if reason is not None)
     for place in found:
         for name, owner in zip(place.names, place.owners, strict=True):
             is_matrix = owner.is_parameter and place.tensor.ndim >= 2 and not isinstance(owner.module, nn.Embedding)
-            if is_matrix and name not in exported:
+            if is_matrix and not is_exported(name, place, reasons):
                 names.setdefault(name.rpartition(".")[0])
     return [name for name in names if name]
 
@@ -118,16 +156,23 @@ def _listed_apart(
     return reasons
 
 
-def notes(reasons: Mapping[str, str | None], found: Iterable[Place]) -> tuple[str, ...]:
+def notes(reasons: Mapping[str, str | None], found: Iterable[Place], row: CheckpointFormat) -> tuple[str, ...]:
     """What an engine may refuse, though the tensors are right."""
-    stacked = [place.name for place in found if place.owners[0].is_parameter and place.tensor.ndim == 3]
+    found = list(found)
+    in_8_bits = any(place.tensor.ndim == 3 and is_exported(place.name, place, reasons) for place in found)
+    of_format = (row.note_on_experts,) if in_8_bits and row.note_on_experts else ()
+    stacked = [
+        place.name
+        for place in found
+        if place.owners[0].is_parameter and place.tensor.ndim == 3 and not is_exported(place.name, place, reasons)
+    ]
     if not stacked:
-        return _split_groups(reasons)
+        return (*_split_groups(reasons), *of_format)
     of_experts = (
         f"{len(stacked)} parameters have 3 dims, as of experts, such as {stacked[0]}: they are in high precision and "
         "have the names of the model. transformers reads them; engines that expect a layer for each expert do not"
     )
-    return (*_split_groups(reasons), of_experts)
+    return (*_split_groups(reasons), *of_format, of_experts)
 
 
 def _split_groups(reasons: Mapping[str, str | None]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from torch import nn
 from tritonfp8.checks import require_type
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
 from tritonfp8.export.configs import Group, row_of
+from tritonfp8.export.experts import Part, all_parts
 from tritonfp8.export.files import Stored
 from tritonfp8.export.places import Place
 from tritonfp8.export.report import listed
@@ -27,18 +28,38 @@ _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Job(NamedTuple):
-    """A tensor of the checkpoint and its place in the model; with codes also the name of the scale and its format."""
+    """A tensor of the checkpoint and its place in the model.
+
+    Attributes:
+        name: in the checkpoint.
+        stored: its header.
+        place: the tensor of the model that it becomes, or becomes a part of.
+        scale: with codes, the name of their scale.
+        row: with codes, their format.
+        part: of a weight of experts, the part that it becomes; else None.
+    """
 
     name: str
     stored: Stored
     place: Place
     scale: str | None = None
     row: CheckpointFormat | None = None
+    part: Part | None = None
 
     @property
     def owner(self) -> nn.Module:
         """The module that has the tensor by this name."""
-        return self.place.owners[self.place.names.index(self.name)].module
+        return self.place.owners[0 if self.part else self.place.names.index(self.name)].module
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the tensor must have."""
+        return self.part.shape if self.part else tuple(self.place.tensor.shape)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes by which a config may name the layer."""
+        return ("Linear",) if self.part else tuple(cls.__name__ for cls in type(self.owner).__mro__)
 
     @property
     def layer(self) -> str:
@@ -59,11 +80,13 @@ def match(
 ) -> Match:
     """Find a partner for every tensor. Raises ValueError as :func:`tritonfp8.export.load` does."""
     of_name = {name: place for place in model_places for name in place.names}
-    jobs, unused = _jobs(stored, of_name, found)
+    parts = all_parts(place for place in of_name.values() if place.name not in stored)
+    jobs, unused = _jobs(stored, of_name, parts, found)
     ignored = [name for name in unused if _matches(name, patterns)]
-    loaded = {id(job.place) for job in jobs}
+    loaded, names = {id(job.place) for job in jobs}, {job.name for job in jobs}
     missing = [place.name for place in of_name.values() if id(place) not in loaded]
     left = [name for name in dict.fromkeys(missing) if _matches(name, patterns)]
+    missing += [name for name, part in parts.items() if id(part.place) in loaded and name not in names]
     _check_names(set(unused) - set(ignored), set(missing) - set(left))
     _check_patterns(patterns, [*ignored, *left])
     _check_left(left, of_name)
@@ -92,20 +115,21 @@ def _scale_of(weight: str, stored: Mapping[str, Stored]) -> str | None:
 
 
 def _jobs(
-    stored: Mapping[str, Stored], of_name: Mapping[str, Place], found: list[Group]
+    stored: Mapping[str, Stored], of_name: Mapping[str, Place], parts: Mapping[str, Part], found: list[Group]
 ) -> tuple[list[Job], list[str]]:
     """What is read where, and the names of the tensors that nothing reads."""
     jobs, used = [], set()
     for name, header in stored.items():
-        place = of_name.get(name)
+        part = parts.get(name)
+        place = of_name.get(name) if part is None else part.place
         if place is None:
             continue
         used.add(name)
         if header.dtype not in CODES:
-            jobs.append(Job(name, header, place))
+            jobs.append(Job(name, header, place, part=part))
             continue
-        job = Job(name, header, place, _scale_of(name, stored))
-        row = row_of(found, job.layer, tuple(cls.__name__ for cls in type(job.owner).__mro__))
+        job = Job(name, header, place, _scale_of(name, stored), part=part)
+        row = row_of(found, job.layer, job.classes)
         job = job._replace(row=row)
         if job.scale is None or row is None or not job.scale.endswith(row.scale_name):
             expected = name.removesuffix("weight") + (row.scale_name if row else SCALE_NAMES[0])
@@ -145,8 +169,8 @@ def _check_left(left: Iterable[str], of_name: Mapping[str, Place]) -> None:
 
 def _check_job(job: Job, stored: Mapping[str, Stored]) -> None:
     target, header = job.place.tensor, job.stored
-    if tuple(target.shape) != header.shape:
-        raise ValueError(f"{job.name} must have shape {tuple(target.shape)}, as in the model; got {header.shape}")
+    if job.shape != header.shape:
+        raise ValueError(f"{job.name} must have shape {job.shape}, as in the model; got {header.shape}")
     if job.row is None:
         same_kind = target.dtype.is_floating_point and header.dtype in (*HIGH_PRECISION_DTYPES, torch.float64)
         if header.dtype != target.dtype and not same_kind:
@@ -154,7 +178,7 @@ def _check_job(job: Job, stored: Mapping[str, Stored]) -> None:
         return
     if target.dtype not in HIGH_PRECISION_DTYPES:
         raise ValueError(f"{job.name} is dequantized into bfloat16, float16 or float32; the model has {target.dtype}")
-    if not isinstance(job.owner, nn.Linear):
+    if job.part is None and not isinstance(job.owner, nn.Linear):
         raise ValueError(
             f"{job.name} has {header.dtype} codes, which are read for nn.Linear only; the model has a "
             f"{type(job.owner).__name__}"

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
 from tritonfp8.export.configs import groups
+from tritonfp8.export.experts import rows_of_block
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Job, match, patterns_of
 from tritonfp8.export.places import Place, bare, buffers_on_meta, check_has_memory, places, reshard, whole
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
-from tritonfp8.formats import SCALE_FORMATS
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted, require_module
-from tritonfp8.layers.stored import StoredWeight, copy_whole, plain_weight, store, stored_part
+from tritonfp8.layers.moe import is_converted_experts
+from tritonfp8.layers.stored import DTYPES, StoredMatrices, StoredWeight, copy_whole, plain_weight, stored_part
 from tritonfp8.quantized import Quantized
-from tritonfp8.specs import BLOCKS, scale_shape
+from tritonfp8.specs import BLOCKS, QuantSpec, scale_shape
 
 
 def load(
@@ -111,7 +113,11 @@ def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[s
     layers: dict[str, LoadedLayer] = {}
     copied: dict[str, str] = {}
     filled: dict[int, Tensor] = {}
+    stacks: dict[int, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.stored.file):
+        if job.part is not None:
+            stacks.setdefault(id(job.place), []).append(job)
+            continue
         target = filled.get(id(job.place))
         x, made_from = _values(job, read, device)
         if target is not None:
@@ -126,6 +132,14 @@ def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[s
             layers[job.layer] = LoadedLayer(f"{job.row.name} {BLOCKS[job.row.spec.block].name}", again)
         else:
             copied[job.name] = made_from
+    for stack in stacks.values():
+        name = stack[0].place.name
+        formats = {f"{job.row.name} {BLOCKS[job.row.spec.block].name}" for job in stack if job.row is not None}
+        again = _fill_stack(stack, read, device)
+        if formats:
+            layers[name] = LoadedLayer(f"{' and '.join(sorted(formats))}, of each expert", again)
+        else:
+            copied[name] = "copied, of each expert"
     return layers, copied
 
 
@@ -140,7 +154,7 @@ def _check_tied(job: Job, target: Tensor, x: Tensor) -> None:
 def _values(job: Job, read: Read, device: torch.device) -> tuple[Tensor, Quantized | str]:
     """A tensor as the model has it, and what it was made from."""
     target = job.place.tensor
-    to = device if target.device.type == "meta" else target.device
+    to = _device_of(target, device)
     x = read(job.name).to(to)
     if job.row is None:
         values, shown = x.to(target.dtype), f"copied, {x.dtype} to {target.dtype}".replace("torch.", "")
@@ -162,12 +176,103 @@ def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
     part = stored_part(target)
     if part is None or not isinstance(made_from, Quantized):
         return x
-    # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
-    are_powers = bool((torch.frexp(made_from.scale.float()).mantissa == 0.5).all())
-    if are_powers and replace(made_from.spec, scale_rounding=part.spec.scale_rounding) == part.spec:
+    if _are_kept(made_from.scale, made_from.spec, part.spec):
         is_transposed = isinstance(part, StoredWeight) and part.is_transposed
         return StoredWeight(made_from.qdata, made_from.scale, part.spec, target.dtype, is_transposed)
     return x
+
+
+def _are_kept(scale: Tensor, spec: QuantSpec, stored: QuantSpec) -> bool:
+    """Whether codes of ``spec`` can be those of a weight that is stored by another spec."""
+    # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
+    return _are_powers(scale) and replace(spec, scale_rounding=stored.scale_rounding) == stored
+
+
+def _are_powers(scale: Tensor) -> bool:
+    return bool((torch.frexp(scale.float()).mantissa == 0.5).all())
+
+
+def _fill_stack(jobs: list[Job], read: Read, device: torch.device) -> str | None:
+    """Read a weight of experts from the matrices of all experts. Returns what its recipe makes of it.
+
+    It is in memory once more meanwhile: in codes, unless a block would have rows of two matrices.
+    """
+    target = jobs[0].place.tensor
+    made, x, are_powers = _stacked_codes(jobs, read, device), target, True
+    if made is None:
+        x = torch.empty(target.shape, dtype=target.dtype, device=_device_of(target, device))
+        for job in jobs:
+            assert job.part is not None
+            x[job.part.expert, job.part.start : job.part.stop], made_from = _values(job, read, device)
+            are_powers &= not isinstance(made_from, Quantized) or _are_powers(made_from.scale)
+    else:
+        part, are_powers = stored_part(target), _are_powers(made._scale)
+        if part is not None and _are_kept(made._scale, made.spec, part.spec):
+            x = StoredMatrices(made._qdata, made._scale, part.spec, target.dtype)
+        else:
+            x = made.dequantize()
+    filled = _fill(jobs[0].place, x)
+    again = x if isinstance(x, StoredMatrices) else whole(filled)
+    return _again_stack(jobs[0].owner, made, again, plain_weight(x) if are_powers else None)
+
+
+def _again_stack(owner: Any, made: StoredMatrices | None, weight: Tensor, values: Tensor | None) -> str | None:
+    """What the recipe of experts makes of their new weight.
+
+    Args:
+        owner: the experts.
+        made: the codes that were read, if they are those of one weight.
+        weight: the new weight, stored or not.
+        values: what was read; None if it is not exact.
+    """
+    spec = owner.recipe.output.rhs if is_converted_experts(owner) else None
+    if spec is None or weight.dtype not in DTYPES:
+        return None
+    again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
+    same_scales = made is not None and spec.block == made.spec.block and torch.equal(_bits(again)[1], _bits(made)[1])
+    if made is not None and same_scales and torch.equal(_bits(again)[0], _bits(made)[0]):
+        return SAME_CODES
+    return SAME_VALUES if values is not None and torch.equal(again.dequantize(), values) else ROUNDED
+
+
+def _bits(weight: StoredMatrices) -> tuple[Tensor, Tensor]:
+    return weight._qdata.view(torch.uint8), weight._scale.float()
+
+
+def _device_of(target: Tensor, device: torch.device) -> torch.device:
+    return device if target.device.type == "meta" else target.device
+
+
+def _stacked_codes(jobs: list[Job], read: Read, device: torch.device) -> StoredMatrices | None:
+    """The codes of all experts as one weight; None if a block of it would have rows of two of their matrices.
+
+    Raises:
+        ValueError: values beyond the dtype of the parameter, or NaN.
+    """
+    target = jobs[0].place.tensor
+    experts, n, k = target.shape
+    specs = {job.row.spec if job.row is not None else None for job in jobs}
+    spec = specs.pop()
+    if spec is None or specs or target.dtype not in DTYPES:
+        return None
+    parts = [job.part for job in jobs if job.part is not None]
+    found_rows = {rows_of_block(spec, part) for part in parts}
+    if None in found_rows:
+        return None
+    rows = found_rows.pop()
+    assert rows is not None
+    to = device if target.device.type == "meta" else target.device
+    qdata = torch.empty(experts, n, k, dtype=FORMATS[spec.format].dtype, device=to)
+    scale = torch.empty(
+        experts, *scale_shape((n, k), spec.block), dtype=SCALE_FORMATS[spec.scale_format].dtype, device=to
+    )
+    for job, part in zip(jobs, parts, strict=True):
+        found = Quantized(read(job.name), _scale(job, read), spec)
+        qdata[part.expert, part.start : part.stop].view(torch.uint8).copy_(found.qdata.view(torch.uint8))
+        scale[part.expert, part.start // rows : -(-part.stop // rows)].copy_(found.scale)
+        if not bool(dequantize(found, target.dtype).isfinite().all()):
+            raise ValueError(f"{job.name} must be finite in {target.dtype}; it has a NaN or values beyond that dtype")
+    return StoredMatrices(qdata, scale, spec, target.dtype)
 
 
 @torch.no_grad()
@@ -180,7 +285,7 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     x = x.clone()
     target = place.tensor
     if isinstance(target, StoredWeight) and not isinstance(x, StoredWeight):
-        x = store(x, target.spec, target.is_transposed)
+        x = type(target).of(x, target.spec, target.is_transposed)
     tensor = nn.Parameter(x, requires_grad=place.tensor.requires_grad) if place.owners[0].is_parameter else x
     for owner in place.owners:
         setattr(owner.module, owner.key, tensor)

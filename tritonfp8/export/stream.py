@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from tritonfp8.checks import check_floating, require
 from tritonfp8.conversion import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
-from tritonfp8.export.choice import choose, ignored, notes
+from tritonfp8.export.choice import choose, ignored, is_exported, notes
+from tritonfp8.export.experts import PROJECTIONS, Part, codes_of, parts_of
 from tritonfp8.export.places import Place, bare, joined, places, reshard, whole
 from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import quantize
 from tritonfp8.layers.linear import is_converted, require_module
+from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import StoredWeight, plain_weight
 from tritonfp8.quantized import Quantized
 
@@ -29,12 +31,14 @@ class Entry(NamedTuple):
         tensor: the tensor of the model.
         row: the checkpoint format of its codes and scale, or None in high precision.
         dtype: the dtype in which it is written in high precision.
+        parts: of a weight of experts in 8 bits, the matrices that are written, by name.
     """
 
     name: str
     tensor: Tensor
     row: CheckpointFormat | None
     dtype: torch.dtype
+    parts: Mapping[str, Part]
 
     @property
     def nbytes(self) -> int:
@@ -42,11 +46,12 @@ class Entry(NamedTuple):
         count = self.tensor.numel()
         if self.row is None:
             return count * self.dtype.itemsize
-        scales = torch.Size(self.row.scale_shape(self.tensor.shape)).numel()
+        shapes = [part.shape for part in self.parts.values()] if self.parts else [tuple(self.tensor.shape)]
+        scales = sum(torch.Size(self.row.scale_shape(shape)).numel() for shape in shapes)
         return count * self.row.dtype.itemsize + scales * self.row.scale_dtype.itemsize
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the export: one, or codes and scale.
+        """The tensors of the export: one, or codes and scale; of experts those of each matrix.
 
         Raises:
             ValueError: a weight has a NaN or an infinity.
@@ -54,15 +59,19 @@ class Entry(NamedTuple):
         x = whole(self.tensor)
         if self.row is None:
             yield self.name, plain_weight(x).to(self.dtype)
-            return
-        q = _codes(x, self.row)
-        if not bool(q.scale.float().isfinite().all()):
-            raise ValueError(
-                f"{self.name} has a NaN or an infinity: an engine would compute with it. Check the training"
-            )
-        scale = q.scale.contiguous().view(self.row.scale_dtype).reshape(self.row.scale_shape(x.shape))
-        yield self.name, q.qdata
-        yield self.name.removesuffix("weight") + self.row.scale_name, scale
+        elif self.parts:
+            for name, q in codes_of(x, self.parts.items(), self.row.spec):
+                yield from _written(name, q, self.row)
+        else:
+            yield from _written(self.name, _codes(x, self.row), self.row)
+
+
+def _written(name: str, q: Quantized, row: CheckpointFormat) -> Iterator[tuple[str, Tensor]]:
+    if not bool(q.scale.float().isfinite().all()):
+        raise ValueError(f"{name} has a NaN or an infinity: an engine would compute with it. Check the training")
+    yield name, q.qdata
+    scale = q.scale.contiguous().view(row.scale_dtype).reshape(row.scale_shape(q.qdata.shape))
+    yield name.removesuffix("weight") + row.scale_name, scale
 
 
 def _codes(x: Tensor, row: CheckpointFormat) -> Quantized:
@@ -175,13 +184,13 @@ def planned(
     for place in found:
         _check_written(place)
     reasons = choose(model, row, filter, found)
-    chosen = {joined(name, "weight") for name, reason in reasons.items() if reason is None}
     entries = []
     for place in found:
-        if place.name in chosen:
+        chosen = is_exported(place.name, place, reasons)
+        if chosen:
             check_floating(place.name, place.tensor)
         to = dtype if dtype is not None and place.tensor.dtype.is_floating_point else place.tensor.dtype
-        entries.append(Entry(place.name, place.tensor, row if place.name in chosen else None, to))
+        entries.append(Entry(place.name, place.tensor, row if chosen else None, to, parts_of(place) if chosen else {}))
     return Plan(entries, _report(row, reasons, found, entries, scale_fmt))
 
 
@@ -205,14 +214,14 @@ def _report(
     modules = {name: owner.module for place in found for name, owner in zip(place.names, place.owners, strict=True)}
     tensors_of = {name: place.tensor for place in found for name in place.names}
     after = {entry.name: entry.nbytes for entry in entries}
-    layers = {}
+    layers, weights = {}, set[str]()
     for name, reason in reasons.items():
-        key = joined(name, "weight")
-        module, before = modules.get(key), tensors_of[key].nbytes if key in tensors_of else 0
+        keys = [key for key in (joined(name, last) for last in ("weight", *PROJECTIONS)) if key in tensors_of]
+        before, now = sum(tensors_of[key].nbytes for key in keys), sum(after.get(key, 0) for key in keys)
         exported_as = str(row.spec) if reason is None else None
-        same = _same_codes(module, row) if reason is None else None
-        layers[name] = ExportedLayer(exported_as, reason, before, after.get(key, 0), same)
-    weights = {joined(name, "weight") for name in layers}
+        same = _same_codes(modules[keys[0]], row) if reason is None else None
+        layers[name] = ExportedLayer(exported_as, reason, before, now, same)
+        weights.update(keys)
     return ExportReport(
         row.name,
         layers,
@@ -221,9 +230,10 @@ def _report(
         row.config(ignored(reasons, found), scale_fmt),
         sum(place.tensor.nbytes for place in found),
         sum(after.values()),
-        notes(reasons, found),
+        notes(reasons, found, row),
     )
 
 
 def _same_codes(module: Any, row: CheckpointFormat) -> bool | None:
-    return bool(module.recipe.output.rhs == row.spec) if module is not None and is_converted(module) else None
+    converted = is_converted(module) or is_converted_experts(module)
+    return bool(module.recipe.output.rhs == row.spec) if converted else None

@@ -3,6 +3,7 @@
 import tempfile
 
 import torch
+from checkpoints import EXPERTS, files_of, model_of
 from fsdp_cases import Setup, build, full_parameters, tokens_of
 from process_group import made_mesh
 from torch import nn
@@ -122,3 +123,24 @@ def refused(mesh):
             tritonfp8.export.save(model, f"{folder}/new", "compressed_channel")
         except ValueError as error:
             return str(error)
+
+
+def experts(mesh, format):
+    """A mixture whose experts FSDP2 shards unevenly."""
+    models = []
+    for seed in (0, 1):
+        model = model_of("moe", EXPERTS | {"num_experts": 3}, seed)
+        tritonfp8.convert(model, "blockwise", experts=True)
+        models.append(model)
+    whole, sharded = models
+    with tempfile.TemporaryDirectory() as folder:
+        tritonfp8.export.save(whole, folder, format)
+        files = files_of(folder)
+        fully_shard(sharded, mesh=mesh)
+        found = tritonfp8.export.load(sharded, folder)
+        alone = model_of("moe", EXPERTS | {"num_experts": 3}, 1)
+        tritonfp8.convert(alone, "blockwise", experts=True)
+        assert found == tritonfp8.export.load(alone, folder)
+    for name, x in alone.state_dict().items():
+        assert torch.equal(sharded.state_dict()[name].full_tensor(), x), name
+    return _equal(_taken(sharded, format), files)

@@ -375,7 +375,8 @@ CASES = {
     "convert.md-3": Case(lambda mesh: {"model": Mlp()}, checks.check_trained_in_8_bits, ranks=False),
     "experts.md-0": Case(checks.mixture, checks.check_mixture, ranks=False),
     "experts.md-1": Case(checks.groups, checks.check_groups, ranks=False),
-    "experts.md-2": Case(checks.sharded_mixture, checks.check_sharded_mixture),
+    "experts.md-2": Case(checks.stored_mixture, checks.check_stored_mixture, ranks=False),
+    "experts.md-3": Case(checks.sharded_mixture, checks.check_sharded_mixture),
     "export.md-0": Case(exported, check_exported, ranks=False),
     "health.md-0": Case(watched, check_watched, ranks=False),
     "health.md-1": Case(

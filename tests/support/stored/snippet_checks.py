@@ -1,12 +1,15 @@
 """Names and checks of the snippets of the documentation about stored weights and experts."""
 
+import os
+import tempfile
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tritonfp8
-from tritonfp8.layers.stored import StoredWeight
+from tritonfp8.layers.stored import StoredMatrices, StoredWeight
 
 
 def check_stored(names):
@@ -25,9 +28,9 @@ def check_trained_in_8_bits(names):
 
 
 class _Mixture(nn.Module):
-    def __init__(self):
+    def __init__(self, recipe="bf16"):
         super().__init__()
-        self.experts, self.out = tritonfp8.Float8Experts(4, 64, 48, recipe="bf16"), nn.Linear(64, 64)
+        self.experts, self.out = tritonfp8.Float8Experts(4, 64, 48, recipe=recipe), nn.Linear(64, 64)
 
     def forward(self, x):
         index = torch.arange(len(x))[:, None] % 4
@@ -41,6 +44,21 @@ def mixture(mesh):
 def check_mixture(names):
     assert list(names["report"].converted) == ["out"]
     assert list(names["report"].already) == ["experts"]
+
+
+def stored_mixture(mesh):
+    names = {"tritonfp8": tritonfp8, "model": _Mixture("rowwise"), "before": os.getcwd(), "source": _Mixture("rowwise")}
+    os.chdir(tempfile.mkdtemp())
+    tritonfp8.export.save(names["source"], "Qwen3-30B-A3B-FP8", "compressed_channel")
+    return names
+
+
+def check_stored_mixture(names):
+    os.chdir(names["before"])
+    weight, source = (names[model].experts.gate_up_proj for model in ("model", "source"))
+    assert type(weight) is StoredMatrices
+    assert (weight.dequantize() - source).abs().max() < 0.01
+    assert names["report"].layers["experts.down_proj"].again == "codes kept"
 
 
 def groups(mesh):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -9,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tritonfp8.checks import require, require_flag, require_type
 from tritonfp8.distributed.expert_parallel.dispatch import ExpertDispatch
 from tritonfp8.layers.moe import RoutedExperts
+from tritonfp8.layers.stored import is_stored
 
 PAYLOADS = ("float8", "high_precision")
 
@@ -40,7 +43,7 @@ def shard_experts(
     Raises:
         TypeError: an argument of another type.
         ValueError: a mesh of several dims, an unknown payload, a number below 1, no converted experts, or experts that
-            are sharded.
+            are sharded, or stored in 8 bits.
     """
     require_type("model", model, nn.Module, "an nn.Module")
     require_type("mesh", mesh, DeviceMesh, "a DeviceMesh")
@@ -57,13 +60,7 @@ def shard_experts(
             "the model has no converted experts that route tokens: use tritonfp8.convert(model, recipe, experts=True) "
             "first. torchtitan shards its experts itself"
         )
-    for name, module in found.items():
-        sharded = [key for key, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)]
-        if sharded or module.dispatch is not None:
-            raise ValueError(
-                f"the experts of {name or 'the model'} are sharded already ({', '.join(sharded)}): call shard_experts "
-                "once, and before fully_shard"
-            )
+    _check_can_be_sharded(found)
     divisor = mesh.size() if average_gradients is True else max(1, int(average_gradients))
     for module in found.values():
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -72,3 +69,15 @@ def shard_experts(
             module.register_parameter(key, nn.Parameter(shards, requires_grad=parameter.requires_grad))
         module.dispatch = ExpertDispatch(mesh, payload, divisor)
     return list(found)
+
+
+def _check_can_be_sharded(found: Mapping[str, RoutedExperts]) -> None:
+    for name, module in found.items():
+        if is_stored(module):
+            raise ValueError(f"the experts of {name or 'the model'} are stored in 8 bits: revert before")
+        sharded = [key for key, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)]
+        if sharded or module.dispatch is not None:
+            raise ValueError(
+                f"the experts of {name or 'the model'} are sharded already ({', '.join(sharded)}): call shard_experts "
+                "once, and before fully_shard"
+            )

@@ -52,7 +52,7 @@ class Float8Linear(nn.Linear):
     # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
     on_revert: Callable[[Any], object] | None = None
     # Takes a Parameter that is assigned as the weight, and returns the one to keep.
-    on_assign: Callable[[Any, nn.Parameter], nn.Parameter] | None = None
+    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
     # A context around reset_parameters, if the weight cannot be initialized as it is.
     on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
     # The class that a converted layer had.
@@ -83,8 +83,8 @@ class Float8Linear(nn.Linear):
         # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
-        if name == "weight" and param is not None and self.on_assign is not None:
-            param = self.on_assign(self, param)
+        if param is not None and self.on_assign is not None:
+            param = self.on_assign(self, name, param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:

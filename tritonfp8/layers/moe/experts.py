@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeGuard
 
@@ -49,6 +50,16 @@ class ConvertedExperts(nn.Module):
     experts: type[nn.Module] | None = None
     # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
     casts_to: torch.dtype | None = None
+    # What a change of the weights calls, as of a Float8Linear.
+    on_revert: Callable[[Any], object] | None = None
+    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
+    on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``; in the place of a stored weight the values are stored."""
+        if param is not None and self.on_assign is not None:
+            param = self.on_assign(self, name, param)
+        super().register_parameter(name, param)
 
     def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """``of`` the weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""
@@ -102,6 +113,8 @@ class RoutedExperts(ConvertedExperts):
     dispatch: Dispatch | None = None
     # Inside quantize_weights_once: the quantized weights by name.
     cached_weights: Mapping[str, CachedWeight] = MappingProxyType({})
+    # Whether the parameters are [E, K, N], as some of transformers are.
+    is_transposed: bool = False
 
     @property
     def is_swiglu(self) -> bool:
@@ -230,11 +243,12 @@ class Float8Experts(RoutedExperts):
 
     def reset_parameters(self) -> None:
         """Initialize each expert as ``nn.Linear`` initializes its layers."""
-        for name, weight in self.weights().items():
-            bound = 1 / math.sqrt(weight.shape[2])
-            for parameter in (weight, self.bias_of(name)):
-                if parameter is not None:
-                    nn.init.uniform_(parameter, -bound, bound)
+        with nullcontext() if self.on_reset is None else self.on_reset(self):
+            for name, weight in self.weights().items():
+                bound = 1 / math.sqrt(weight.shape[2])
+                for parameter in (weight, self.bias_of(name)):
+                    if parameter is not None:
+                        nn.init.uniform_(parameter, -bound, bound)
 
     def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""
@@ -352,6 +366,11 @@ def computing_class(module: nn.Module) -> type[ConvertedExperts] | None:
     if type(module).__name__ == "GroupedExperts" and type(module).__module__ == "torchtitan.models.common.moe":
         return TitanExperts
     return None
+
+
+def class_of_experts(module: nn.Module) -> type[ConvertedExperts] | None:
+    """The class that computes these experts by a recipe, or would; None if they are no experts."""
+    return type(module) if isinstance(module, ConvertedExperts) else computing_class(module)
 
 
 def why_unfit_experts(module: nn.Module, computes: type[ConvertedExperts]) -> str | None:

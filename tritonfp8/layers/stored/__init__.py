@@ -3,23 +3,23 @@
     weight       StoredWeight: one copy of codes, in the order of rows, that both GEMMs of a frozen layer read
     exponents    power-of-two scales as bytes
     views        ValuesView: views of the values of a whole weight, which write through
+    matrices     StoredMatrices: the weights of experts, [E, N, K]
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
     direct       optimizers that write to the values
     update       what an optimizer reads and writes
-    replace      which layers can have stored weights, and the change of a model's layers
+    storable     which layers can have stored weights
+    replace      the change of a model's layers
 
 Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``revert`` call.
 """
 
 from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
 from tritonfp8.layers.stored.exponents import exponents_of, scales_of
+from tritonfp8.layers.stored.matrices import StoredMatrices
 from tritonfp8.layers.stored.replace import (
-    check_storable,
     check_swap,
-    check_trainable,
     is_stored,
-    recipe_of_storage,
     store_weights,
     weight_bytes,
 )
@@ -32,6 +32,7 @@ from tritonfp8.layers.stored.sharding import (
     stored_part,
     whole_weight,
 )
+from tritonfp8.layers.stored.storable import check_storable, check_trainable, recipe_of_storage
 from tritonfp8.layers.stored.update import (
     StoredPart,
     distribute,
@@ -46,6 +47,7 @@ from tritonfp8.layers.stored.weight import StoredWeight, read_operand, store
 __all__ = [
     "DTYPES",
     "DirectSteps",
+    "StoredMatrices",
     "StoredPart",
     "StoredRows",
     "StoredSharding",

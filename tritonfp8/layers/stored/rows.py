@@ -105,7 +105,7 @@ class StoredRows(Tensor):
     def dequantize(self) -> Tensor:
         """The values ``[n, K]``, a plain tensor in the dtype of the weight; exact."""
         if self.cols == self.spec.block[1]:
-            spec = _of_rows(self.spec)
+            spec = row_spec(self.spec)
             scale = scale_of(self._exponents, self._qdata.shape, spec)
             return ops.dequantize(self._qdata, scale, *spec.args, self.dtype)
         scale = scales_of(self._exponents).repeat_interleave(self.cols, 1)[:, : self.shape[1]]
@@ -253,7 +253,7 @@ def raise_other_spec(stored: QuantSpec, wanted: QuantSpec) -> None:
     )
 
 
-def _of_rows(spec: QuantSpec) -> QuantSpec:
+def row_spec(spec: QuantSpec) -> QuantSpec:
     """The spec of rows whose scales are repeated for each row."""
     return QuantSpec(spec.format, (1, spec.block[1]), spec.scale_format, spec.scale_rounding)
 

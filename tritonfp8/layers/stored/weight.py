@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class StoredWeight(Tensor):
     _scale: Tensor
     spec: QuantSpec
     is_transposed: bool
+    # Quantizes values, or their transpose: ``(qdata, scale)``.
+    _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
     __torch_function__ = torch_private.without_torch_function
 
     @staticmethod
@@ -56,7 +58,7 @@ class StoredWeight(Tensor):
     ) -> StoredWeight:
         """A tensor of this type, without data of its own."""
         require("the dtype of a stored weight", dtype, DTYPES)
-        shape = qdata.shape[::-1] if is_transposed else qdata.shape
+        shape = qdata.mT.shape if is_transposed else qdata.shape
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
 
     def __init__(
@@ -77,7 +79,7 @@ class StoredWeight(Tensor):
         return repr((self.spec.args, self.dtype, self.is_transposed, inner))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.spec})"
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.spec})"
 
     @property
     def data(self) -> Tensor:
@@ -108,30 +110,47 @@ class StoredWeight(Tensor):
 
     def dequantize(self) -> Tensor:
         """The values in the shape and dtype of the weight: a plain tensor, exact."""
-        values = ops.dequantize(self._qdata, self._scale, *self.spec.args, self.dtype)
-        return values.t() if self.is_transposed else values
+        values = self._values()
+        return values.mT if self.is_transposed else values
 
-    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> StoredWeight:
-        return StoredWeight(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+    def _values(self) -> Tensor:
+        """The values in the order of the codes."""
+        return ops.dequantize(self._qdata, self._scale, *self.spec.args, self.dtype)
 
-    def _turned(self) -> StoredWeight:
-        """``Tensor.t``: the same codes."""
-        return StoredWeight(*self._both(), self.spec, self.dtype, not self.is_transposed)
+    @classmethod
+    def of(cls, weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Self:
+        """See :func:`store`."""
+        require("the dtype of a stored weight", weight.dtype, DTYPES)
+        matrix = weight.detach().mT if is_transposed else weight.detach()
+        qdata, scale = cls._cast(matrix, *spec.args)
+        return cls(qdata, scale, spec, weight.dtype, is_transposed)
 
-    def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> StoredWeight:
+    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Self:
+        return type(self)(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+
+    def _turned(self) -> Self:
+        """``Tensor.mT``: the same codes."""
+        return type(self)(*self._both(), self.spec, self.dtype, not self.is_transposed)
+
+    def _is_turned_by(self, func: Any, dims: Any) -> bool:
+        if func is aten.t.default:
+            return True
+        return func is aten.transpose.int and {d % self.ndim for d in dims} == {self.ndim - 2, self.ndim - 1}
+
+    def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Self:
         """``Tensor.to``: codes move, and are not cast."""
         allowed = {name: options[name] for name in ("non_blocking", "copy") if name in options}
         qdata, scale = (x.to(device=device, **allowed) for x in self._both())
         return self._with(qdata, scale, dtype)
 
-    def _fill(self, source: Tensor) -> StoredWeight:
+    def _fill(self, source: Tensor) -> Self:
         """Take the values of ``source``, of the same shape: its codes, or the result of quantizing it."""
         if isinstance(source, StoredWeight) and (source.spec, source.is_transposed) == (self.spec, self.is_transposed):
             found = source._both()
         else:
             values = source.dequantize() if isinstance(source, StoredWeight) else source
             values = values.to(self.device).expand(self.shape)
-            found = ops.quantize(values.t() if self.is_transposed else values, *self.spec.args)
+            found = self._cast(values.mT if self.is_transposed else values, *self.spec.args)
         self._qdata.copy_(found[0])
         self._scale.copy_(found[1])
         return self
@@ -141,10 +160,10 @@ class StoredWeight(Tensor):
         assert not self.is_transposed, "a layer reads [N, K]"
         square = spec.block[0] == spec.block[1]
         if spec == self.spec and (square or not transposed):
-            return (self._qdata.t().contiguous(), self._scale.t().contiguous()) if transposed else self._both()
+            return (self._qdata.mT.contiguous(), self._scale.mT.contiguous()) if transposed else self._both()
         if not transposed:
             raise_other_spec(self.spec, spec)
-        qdata, scale = ops.quantize(self.dequantize(), *spec.args, True)
+        qdata, scale = self._cast(self.dequantize(), *spec.args, True)
         return qdata, scale
 
     def _both(self) -> tuple[Tensor, Tensor]:
@@ -169,13 +188,13 @@ class StoredWeight(Tensor):
     ) -> Any:
         options = kwargs or {}
         first = args[0] if args else None
-        if (found := read_values(cls, _VALUES, func, args, options)) is not OTHER:
+        if (found := read_values(StoredWeight, _VALUES, func, args, options)) is not OTHER:
             return found
         if isinstance(first, StoredWeight):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
                 return first._with(*first._both())
-            if func is aten.t.default or (func is aten.transpose.int and {d % 2 for d in args[1:]} == {0, 1}):
+            if first._is_turned_by(func, args[1:]):
                 return first._turned()
             if func is aten.clone.default:
                 return first._with(first._qdata.clone(), first._scale.clone())
@@ -195,7 +214,7 @@ class StoredWeight(Tensor):
                 return _FACTORIES[func](
                     first.shape, *args[1:], **{"dtype": first.dtype, "device": first.device, **given}
                 )
-            if func is ops.weight_operand:
+            if func in (ops.weight_operand, ops.matrices_operand):
                 return first._operand(spec_of(args[1]), args[2])
             if func in _SHARDING:
                 # FSDP2 and DTensor make shards by these.
@@ -217,7 +236,7 @@ class StoredWeight(Tensor):
 
 # torch.nn.init.trunc_normal_ compares, and replaces the values that lie outside.
 _COMPARISONS = {aten.gt.Scalar, aten.lt.Scalar, aten.where.self}
-_VALUES = VALUES - {aten.t.default, aten.transpose.int} | _COMPARISONS
+_VALUES = VALUES - {aten.t.default, aten.transpose.int} | _COMPARISONS | {aten.bmm.default}
 # Each overwrites all values. A function that needs several operations would round between them.
 _INITIALIZATIONS = {
     aten.fill_.Scalar,
@@ -241,10 +260,7 @@ def store(weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Store
     Raises:
         ValueError: ``weight`` is neither bfloat16 nor float32.
     """
-    require("the dtype of a stored weight", weight.dtype, DTYPES)
-    matrix = weight.detach().t() if is_transposed else weight.detach()
-    qdata, scale = ops.quantize(matrix, *spec.args)
-    return StoredWeight(qdata, scale, spec, weight.dtype, is_transposed)
+    return StoredWeight.of(weight, spec, is_transposed)
 
 
 @dataclass(frozen=True)

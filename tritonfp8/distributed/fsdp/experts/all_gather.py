@@ -23,6 +23,7 @@ from tritonfp8.distributed.fsdp.torch_fsdp import Managed, managed_parameters
 from tritonfp8.distributed.torch_private import all_gather_single
 from tritonfp8.distributed.traffic import counted_inside_ops
 from tritonfp8.layers.moe import ConvertedExperts, is_converted_experts
+from tritonfp8.layers.stored import is_stored
 
 OTHER_DIM = "it is sharded along another dim than that of the experts"
 FEWER = "it is resharded to fewer ranks after forward (reshard_after_forward=int)"
@@ -39,7 +40,7 @@ def experts_to_gather(model: nn.Module) -> dict[str, list[Owner]]:
     """The weights of experts that can be gathered in 8 bits, by the name of their module."""
     found = {}
     for name, module in model.named_modules():
-        if is_converted_experts(module) and weight_orientations(module.recipe):
+        if is_converted_experts(module) and weight_orientations(module.recipe) and not is_stored(module):
             found[name] = [Owner(module, parameter) for parameter in module.weights()]
     return found
 

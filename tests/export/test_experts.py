@@ -1,0 +1,262 @@
+"""Experts in 8 bits: a matrix for each expert and projection in a checkpoint, one weight ``[E, N, K]`` in a model."""
+
+import export_cases
+import pytest
+import torch
+from checkpoints import EXPERTS, FINE_GRAINED, FORMATS, blocks_of, dequantized, files_of, model_of, scale_name, write
+from mixtures import experts_of
+from mixtures import model_of as mixture
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+
+import tritonfp8
+from tritonfp8.export import CHECKPOINT_FORMATS
+from tritonfp8.layers.stored import StoredMatrices
+
+# The recipe whose codes a format has.
+RECIPES = {
+    "fine_grained": "blockwise",
+    "compressed_channel": "rowwise",
+    "compressed_tensor": "tensorwise",
+    "compressed_block": "blockwise",
+    "compressed_mxfp8": "mxfp8",
+}
+PATH = "model.layers.0.mlp.experts"
+ATTENTION = "model.layers.0.self_attn.q_proj"
+PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+each_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def converted(recipe, seed=0, **options):
+    model = model_of("moe", EXPERTS, seed)
+    tritonfp8.convert(model, recipe, experts=True, **options)
+    return model
+
+
+def matrices(state):
+    """The matrix of each expert and projection by the name of its layer, from a weight of all experts."""
+    return {
+        f"{PATH}.{expert}.{name}": matrix
+        for key, names in PROJECTIONS.items()
+        for expert, weight in enumerate(state[f"{PATH}.{key}"])
+        for name, matrix in zip(names, weight.chunk(len(names)), strict=True)
+    }
+
+
+def checkpoint(folder, spec, config=FINE_GRAINED, change=lambda tensors: None):
+    """What another program writes; returns the values of the experts, in the names of the model."""
+    state = model_of("moe", EXPERTS).state_dict()
+    layers = matrices(state)
+    tensors = {name: x for name, x in state.items() if not name.startswith(PATH)}
+    name = "weight_scale_inv" if config is FINE_GRAINED else "weight_scale"
+    values = {}
+    for layer, x in layers.items():
+        q = tritonfp8.quantize(x, spec)
+        tensors[f"{layer}.weight"], tensors[f"{layer}.{name}"] = q.qdata, q.scale
+        values[layer] = tritonfp8.dequantize(q, torch.bfloat16)
+    change(tensors)
+    write(folder, tensors, config)
+    return values
+
+
+def compressed(strategy):
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+def check_values(model, values):
+    for name, x in matrices(model.state_dict()).items():
+        assert torch.equal(x, values[name]), name
+
+
+@each_format
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_a_round_trip(tmp_path, format, mode):
+    model = converted(RECIPES[format], mode=mode)
+    report = tritonfp8.export.save(model, tmp_path, format)
+    assert PATH in report.exported
+    assert PATH not in str(report.quantization_config)
+    files = files_of(tmp_path)
+    assert sum(x.nbytes for x in files.values()) == report.bytes_after
+    layer = report.layers[PATH]
+    sizes = [x.nbytes for name, x in files.items() if name.startswith(PATH)]
+    assert layer.bytes_after == sum(sizes)
+    assert layer.bytes_after < 0.55 * 2 * sum(x.numel() for x in matrices(model.state_dict()).values())
+    found = model_of("moe", EXPERTS, seed=1)
+    loaded = tritonfp8.export.load(found, tmp_path)
+    assert loaded.layers[f"{PATH}.down_proj"].loaded_as.endswith(", of each expert")
+    for name, x in matrices(found.state_dict()).items():
+        codes, scale = files[f"{name}.weight"], files[f"{name}.{scale_name(format)}"]
+        expected = dequantized(codes, scale, blocks_of(format, codes.shape))
+        assert torch.equal(x.double(), expected), name
+        alone = tritonfp8.quantize(matrices(model.state_dict())[name], CHECKPOINT_FORMATS[format].spec)
+        assert torch.equal(tritonfp8.dequantize(alone, torch.bfloat16), x), name
+
+
+@pytest.mark.parametrize("format", ["fine_grained", "compressed_channel", "compressed_mxfp8"])
+def test_codes_that_are_stored_are_written_and_read_as_they_are(tmp_path, format):
+    model, found = (converted(RECIPES[format], seed, mode="inference") for seed in (0, 1))
+    tritonfp8.export.save(model, tmp_path, format)
+    report = tritonfp8.export.load(found, tmp_path)
+    for key in PROJECTIONS:
+        ours, theirs = (getattr(each.model.layers[0].mlp.experts, key) for each in (model, found))
+        assert type(theirs) is StoredMatrices
+        assert torch.equal(theirs._qdata.view(torch.uint8), ours._qdata.view(torch.uint8))
+        assert torch.equal(theirs._scale.float(), ours._scale.float())
+        assert report.layers[f"{PATH}.{key}"].again == "codes kept"
+
+
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "compressed_mxfp8"])
+def test_transformers_reads_them(tmp_path, format):
+    tritonfp8.export.save(converted("rowwise"), tmp_path, format)
+    ours = model_of("moe", EXPERTS, seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    config = FineGrainedFP8Config if format == "fine_grained" else CompressedTensorsConfig
+    options = {"dtype": torch.bfloat16, "quantization_config": config(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **options).state_dict()
+    for name, x in ours.state_dict().items():
+        assert torch.equal(theirs[name], x), name
+
+
+def test_what_transformers_refuses_is_a_note(tmp_path):
+    report = tritonfp8.export.save(converted("mxfp8"), tmp_path, "compressed_mxfp8")
+    assert any("transformers 5 refuses experts in this format" in note for note in report.notes)
+    options = {"dtype": torch.bfloat16, "quantization_config": CompressedTensorsConfig(dequantize=True)}
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+
+
+@pytest.mark.parametrize("kind", ["plain", "converted", "stored", "meta"])
+@pytest.mark.parametrize("rounding", ["pow2", "none"])
+def test_a_checkpoint_of_another_program(tmp_path, kind, rounding):
+    values = checkpoint(tmp_path, tritonfp8.QuantSpec(block=(128, 128), scale_rounding=rounding))
+    model = model_of("moe", EXPERTS, seed=1)
+    if kind == "converted":
+        tritonfp8.convert(model, "blockwise", experts=True)
+    if kind == "stored":
+        tritonfp8.convert(model, {"*.experts": "blockwise"}, experts=True, mode="inference")
+    if kind == "meta":
+        model = model.to("meta")
+    weight = model.model.layers[0].mlp.experts.down_proj
+    report = tritonfp8.export.load(model, tmp_path)
+    found = {name: layer.again for name, layer in report.layers.items()}
+    again = {"pow2": "codes kept", "none": "rounded again"}[rounding] if kind in ("converted", "stored") else None
+    assert found == {f"{PATH}.{key}": again for key in PROJECTIONS}
+    assert (model.model.layers[0].mlp.experts.down_proj is weight) == (kind != "meta")
+    if kind == "stored" and rounding == "none":
+        # Its scales are powers of two, so that values are rounded once more.
+        weight = model.model.layers[0].mlp.experts.down_proj
+        expected = torch.stack([values[f"{PATH}.{expert}.down_proj"] for expert in range(len(weight))])
+        assert torch.equal(weight.dequantize(), StoredMatrices.of(expected, weight.spec).dequantize())
+    else:
+        check_values(model, values)
+
+
+def test_one_scale_of_each_projection(tmp_path):
+    """One scale cannot serve gate and up, so the stored weight is quantized again, and the report says so."""
+    spec = tritonfp8.QuantSpec(block=(-1, -1), scale_rounding="pow2")
+
+    def larger(tensors):
+        for expert in range(4):
+            tensors[f"{PATH}.{expert}.up_proj.weight_scale"] *= 2.0**12
+
+    values = checkpoint(tmp_path, spec, compressed("tensor"), larger)
+    model = converted({"*.experts": "tensorwise"}, seed=1, mode="inference")
+    report = tritonfp8.export.load(model, tmp_path)
+    assert report.layers[f"{PATH}.down_proj"].again == "codes kept"
+    assert report.layers[f"{PATH}.gate_up_proj"].again == "rounded again"
+    plain = model_of("moe", EXPERTS, seed=1)
+    tritonfp8.export.load(plain, tmp_path)
+    values = {name: x * 2.0**12 if name.endswith("up_proj") else x for name, x in values.items()}
+    check_values(plain, values)
+
+
+def test_experts_in_high_precision_by_themselves(tmp_path):
+    """A checkpoint may have a matrix of each expert and no codes."""
+    values = matrices(model_of("moe", EXPERTS).state_dict())
+
+    def in_bfloat16(tensors):
+        for name, x in values.items():
+            tensors[f"{name}.weight"] = x
+            del tensors[f"{name}.weight_scale_inv"]
+        # A config of codes without a single code would say nothing.
+        tensors[f"{ATTENTION}.weight"] = torch.ones(128, 128).to(torch.float8_e4m3fn)
+        tensors[f"{ATTENTION}.weight_scale_inv"] = torch.ones(1, 1)
+
+    checkpoint(tmp_path, tritonfp8.QuantSpec(block=(128, 128), scale_rounding="pow2"), change=in_bfloat16)
+    model = model_of("moe", EXPERTS, seed=1)
+    report = tritonfp8.export.load(model, tmp_path)
+    assert report.copied[f"{PATH}.down_proj"] == "copied, of each expert"
+    check_values(model, values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{PATH}.3.up_proj.weight"), rf"no place for .*{PATH}.3.up_proj.weight_scale_inv.*not have"),
+        (
+            lambda t: [t.pop(f"{PATH}.2.down_proj.{x}") for x in ("weight", "weight_scale_inv")],
+            rf"does not have these tensors of the model: {PATH}.2.down_proj.weight",
+        ),
+        (lambda t: t.pop(f"{PATH}.1.gate_proj.weight_scale_inv"), "codes, and so needs the scale"),
+        (
+            lambda t: t.update({f"{PATH}.4.{name}.weight": torch.ones(1) for name in ("up_proj",)}),
+            rf"no place for these tensors of the checkpoint: {PATH}.4.up_proj.weight",
+        ),
+        (
+            lambda t: t.update({f"{PATH}.0.down_proj.weight": torch.ones(64, 128).to(torch.float8_e4m3fn)}),
+            r"0.down_proj.weight must have shape \(128, 128\), as in the model; got \(64, 128\)",
+        ),
+        (
+            lambda t: t.update({f"{PATH}.0.down_proj.weight_scale_inv": torch.full((1, 1), torch.nan)}),
+            "0.down_proj.weight_scale_inv must be finite",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_change_nothing(tmp_path, change, message):
+    checkpoint(tmp_path, tritonfp8.QuantSpec(block=(128, 128), scale_rounding="pow2"), change=change)
+    model = model_of("moe", EXPERTS, seed=1)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        tritonfp8.export.load(model, tmp_path)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_which_experts_are_exported():
+    plain = model_of("moe", EXPERTS)
+    report = tritonfp8.export.plan(plain, "compressed_channel")
+    assert report.layers[PATH].reason.startswith("experts, in high precision unless they are converted")
+    assert PATH in report.quantization_config["ignore"]
+    assert tritonfp8.export.plan(plain, "compressed_channel", filter=["*.experts"]).exported == [PATH]
+    assert PATH not in tritonfp8.export.plan(converted("rowwise"), "compressed_channel", filter=["*proj"]).exported
+    model = converted({"*.experts": "bf16", "*": "rowwise"})
+    assert (
+        "their recipe, 'bf16', keeps output" in tritonfp8.export.plan(model, "compressed_channel").layers[PATH].reason
+    )
+    ragged = model_of("moe", EXPERTS | {"moe_intermediate_size": 192})
+    tritonfp8.convert(ragged, "blockwise", experts=True)
+    reason = tritonfp8.export.plan(ragged, "fine_grained").layers[PATH].reason
+    assert reason.startswith("intermediate_size=192 is no multiple of 128")
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gpt_oss", "their weights lie transposed"),
+        ("mixtral", "checkpoints of mixtral have other names for experts"),
+        ("deepseek_v3", None),
+    ],
+)
+def test_families(family, reason):
+    model = mixture(family, torch.bfloat16)
+    tritonfp8.convert(model, "rowwise", experts=True)
+    report = tritonfp8.export.plan(model, "compressed_channel")
+    for name in experts_of(model):
+        found = report.layers[name].reason
+        assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_experts_that_fsdp2_shards(ranks):
+    """The tensors of the whole model, on every rank; and a checkpoint is read into the parts."""
+    assert ranks.run(2, export_cases.experts, format="fine_grained") == [True, True]
