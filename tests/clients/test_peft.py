@@ -165,3 +165,28 @@ def test_adapters_on_the_parameters_of_experts_train(recipe):
         # Four projections of attention and two grouped GEMMs in each of two layers.
         assert counts.calls == {"reference": 12}
     assert losses["convert first"] == losses["adapters first"]
+
+
+def stored_mixture():
+    model = model_of("qwen3_moe")
+    tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    return model
+
+
+def test_adapters_of_attention_train_over_stored_experts():
+    """As on plain experts of the same values; adapters on the weights of stored experts are an error."""
+    models = stored_mixture(), model_of("qwen3_moe")
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].requires_grad_(False)
+    tritonfp8.convert(models[1], "rowwise", experts=True)
+    losses, adapters = [], []
+    for model in models:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        losses.append(train(model))
+        adapters.append([p.detach() for name, p in model.named_parameters() if "lora_" in name])
+    assert losses[0][-1] < losses[0][0]
+    assert_bitwise_equal([losses[0], *adapters[0]], [losses[1], *adapters[1]])
+    lora = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(NotImplementedError, match="does not work on a weight that is stored in 8 bits"):
+        peft.get_peft_model(stored_mixture(), lora)(input_ids=TOKENS)

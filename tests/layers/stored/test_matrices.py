@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import pickle
 
 import pytest
 import torch
@@ -185,7 +186,8 @@ def test_copies_keep_the_codes():
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
-    for other in (copy.deepcopy(module), torch.load(file, weights_only=False), module.to("cpu")):
+    sent = pickle.loads(pickle.dumps(module))
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False), module.to("cpu"), sent):
         assert type(other.gate_up_proj) is StoredMatrices
         assert_bitwise_equal([other(*batch())], [expected])
     module.float()

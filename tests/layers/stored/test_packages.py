@@ -18,14 +18,28 @@ def test_a_package_of_aot_inductor_holds_codes(tmp_path):
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 64)).bfloat16()
     alone = recipes.get("rowwise", batch_invariant=True)
     tritonfp8.convert(model, {"0": "blockwise", "1": alone}, mode="inference")
-    x = torch.randn(16, 2048).bfloat16()
-    with torch.no_grad():
-        expected = model(x)
-        program = torch.export.export(model, (x,))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-        found = torch._inductor.aoti_load_package(path)(x)
-    assert_bitwise_equal([found], [expected])
-    with zipfile.ZipFile(path) as package:
-        size = sum(entry.file_size for entry in package.infolist())
+    size = packaged_size(model, (torch.randn(16, 2048).bfloat16(),), tmp_path / "model.pt2")
     # The program itself takes 1.5 MB.
     assert size < 1.5 * 2048 * 2048
+
+
+@pytest.mark.slow
+def test_a_package_holds_the_codes_of_experts(tmp_path):
+    torch.manual_seed(0)
+    module = tritonfp8.Float8Experts(8, 512, 512, recipe="rowwise", dtype=torch.bfloat16)
+    tritonfp8.convert(module, "rowwise", mode="inference", experts=True)
+    batch = torch.randn(16, 512).bfloat16(), torch.randint(8, (16, 2)), torch.rand(16, 2).bfloat16()
+    size = packaged_size(module, batch, tmp_path / "model.pt2")
+    assert size < 1.5 * 8 * 3 * 512 * 512
+
+
+def packaged_size(model, batch, path):
+    """Bytes of the package of a model, which must compute its bits."""
+    with torch.no_grad():
+        expected = model(*batch)
+        program = torch.export.export(model, batch)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        found = torch._inductor.aoti_load_package(str(path))(*batch)
+    assert_bitwise_equal([found], [expected])
+    with zipfile.ZipFile(path) as package:
+        return sum(entry.file_size for entry in package.infolist())

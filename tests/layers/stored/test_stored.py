@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import os
+import pickle
 
 import pytest
 import torch
@@ -138,8 +139,11 @@ def test_copies_keep_the_codes():
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False), model.to("cpu")):
+    sent = pickle.loads(pickle.dumps(model))
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False), model.to("cpu"), sent):
         assert type(other[0].weight) is StoredWeight
+        assert isinstance(other[0].weight, nn.Parameter)
+        assert not other[0].weight.requires_grad
         assert_bitwise_equal([other(data())], [expected])
     assert model[0].weight.detach()._qdata is model[0].weight._qdata
     assert copy.deepcopy(model)[0].weight._qdata.data_ptr() != model[0].weight._qdata.data_ptr()

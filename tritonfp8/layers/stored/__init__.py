@@ -6,6 +6,7 @@
     matrices     StoredMatrices: the weights of experts, [E, N, K]
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
+    copies       what pickle sends
     direct       optimizers that write to the values
     update       what an optimizer reads and writes
     storable     which layers can have stored weights

@@ -15,6 +15,7 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.formats import FORMATS
+from tritonfp8.layers.stored.copies import reduced
 from tritonfp8.layers.stored.direct import is_direct, write_directly
 from tritonfp8.layers.stored.exponents import ONE, exponents_of, scale_of, scales_of
 from tritonfp8.specs import QuantSpec, scale_shape, spec_of
@@ -52,6 +53,7 @@ class StoredRows(Tensor):
     # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
     is_checked = False
     __torch_function__ = torch_private.without_torch_function
+    __reduce_ex__ = reduced
 
     @staticmethod
     def __new__(
@@ -293,7 +295,8 @@ def read_values(kind: type[Tensor], readers: set[Any], func: Any, args: Any, opt
         return func(args[0], args[1].dequantize(), *args[2:], **options)
     if func is ops.without_backward:
         # It ties a result to what it was computed from. A frozen weight gets no gradient anyway.
-        return func(*(None if isinstance(x, kind) else x for x in args))
+        plain = [x for x in args if x is not None and not isinstance(x, kind)]
+        return func(*plain) if len(plain) > 1 else plain[0].clone()
     return OTHER
 
 

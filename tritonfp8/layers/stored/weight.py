@@ -14,6 +14,7 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
+from tritonfp8.layers.stored.copies import reduced
 from tritonfp8.layers.stored.direct import is_direct, write_directly
 from tritonfp8.layers.stored.rows import DTYPES, OTHER, VALUES, StoredRows, raise_other_spec, read_values, rows_of
 from tritonfp8.layers.stored.views import view_of
@@ -51,6 +52,7 @@ class StoredWeight(Tensor):
     # Quantizes values, or their transpose: ``(qdata, scale)``.
     _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
     __torch_function__ = torch_private.without_torch_function
+    __reduce_ex__ = reduced
 
     @staticmethod
     def __new__(
