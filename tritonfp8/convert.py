@@ -6,7 +6,7 @@ stay, so existing optimizers, tied weights and hooks keep working.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,10 @@ from tritonfp8.conversion import (
     coverage,
     keep_layers,
     select,
+    share_inputs,
     teach_counters,
+    unshare_inputs,
 )
-from tritonfp8.functional import SharedInput
 from tritonfp8.layers import all_or_nothing, change_class, forget_names, is_own_forward, rebase, record_names, swapping
 from tritonfp8.layers.linear import (
     Float8Conv1D,
@@ -38,28 +39,12 @@ from tritonfp8.layers.linear import (
     linear_class,
     require_module,
 )
-from tritonfp8.layers.moe import ConvertedExperts, convert_experts, experts_before, revert_experts
+from tritonfp8.layers.moe import ConvertedExperts, class_of_experts, convert_experts, experts_before, revert_experts
 from tritonfp8.recipes import Recipe, get
 
 __all__ = ["ConversionReport", "convert", "quantized_init", "revert", "swap_recipe"]
 
 _Layer = Float8Linear | Float8Conv1D
-
-
-def _share_inputs(model: nn.Module, layers: Collection[nn.Module], new: Collection[nn.Module]) -> None:
-    """Let sibling layers (one parent, equal ``in_features``) quantize an input once that all of them read.
-
-    Siblings that were all converted before share already.
-    """
-    for parent in model.modules():
-        groups: dict[int, list[nn.Module]] = {}
-        for child in parent.children():
-            if child in layers:
-                groups.setdefault(child.in_features, []).append(child)  # type: ignore[arg-type]
-        for siblings in groups.values():
-            if len(siblings) > 1 and any(child in new for child in siblings):
-                for child, shared in zip(siblings, SharedInput.group(len(siblings)), strict=True):
-                    child.shared_input = shared  # type: ignore[assignment]
 
 
 def _fusing() -> Any:
@@ -76,11 +61,6 @@ def _is_fused(model: nn.Module) -> bool:
 def _recipes_of_norms(model: nn.Module, recipes: Mapping[Any, Recipe]) -> list[tuple[Any, Recipe]]:
     """The fused norms of ``model``, each with the recipe of the linear layers that read it."""
     return _fusing().recipes_of_norms(model, recipes.__getitem__) if _is_fused(model) else []
-
-
-def _unshare_inputs(model: nn.Module) -> None:
-    for module in model.modules():
-        module.__dict__.pop("shared_input", None)
 
 
 def convert(
@@ -217,7 +197,7 @@ def _apply(
             convert_experts(module, selected.recipes[name])
         fused, left = _fusing().fuse_model(model) if fuse else ({}, {})
         new = set(selected.modules.values())
-        _share_inputs(model, new | set(selected.already.values()), new)
+        share_inputs(model, new | set(selected.already.values()), new)
         record_names(model, {**selected.already, **selected.experts_already, **selected.modules, **selected.experts})
         if stored:
             layers = _converted(model)
@@ -230,7 +210,9 @@ def _apply(
 
 
 @contextmanager
-def quantized_init(recipe: str | Recipe, filter: Callable[[nn.Module, str], bool] | None = None) -> Iterator[None]:
+def quantized_init(
+    recipe: str | Recipe, filter: Callable[[nn.Module, str], bool] | None = None, *, experts: bool = False
+) -> Iterator[None]:
     """Store the weight of each linear layer in 8 bits as the layer is made, for models that never fit in bfloat16.
 
     A layer is converted when it becomes a child of a module, as by ``convert(mode="inference")``; its weight in high
@@ -246,6 +228,7 @@ def quantized_init(recipe: str | Recipe, filter: Callable[[nn.Module, str], bool
         recipe: a name or a :class:`~tritonfp8.Recipe`, of all layers.
         filter: ``filter(layer, name) -> bool``; by default the choice of :func:`convert`. Both know the name of a layer
             in its parent only: layers called ``output`` or ``score`` count as heads, and stay in high precision.
+        experts: also store the weights of experts, as of :func:`convert`. ``fully_shard`` does not take these.
 
     Raises:
         ValueError: the block made no layer to store, or an unfit weight (float16); names the layer.
@@ -253,16 +236,18 @@ def quantized_init(recipe: str | Recipe, filter: Callable[[nn.Module, str], bool
     """
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a layer and its name, or None; got {type(filter).__name__}")
+    require_flag("experts", experts)
     chosen, made = get(recipe), dict[nn.Module, dict[str, nn.Module]]()
 
     def on_child(parent: nn.Module, name: str, child: Any) -> None:
-        if child is None or not computes_linear(type(child)):
+        are_experts = experts and child is not None and class_of_experts(child) is not None
+        if child is None or not (are_experts or computes_linear(type(child))):
             return
         holder = nn.Module()
         holder._modules[name] = child
-        selected = select(holder, chosen, filter, 1)
-        if selected.modules:
-            selected, recipes = _for_storage(holder, selected, "inference", on_meta=True)
+        selected = select(holder, chosen, filter, 1, experts=are_experts)
+        if selected.modules or selected.experts or selected.experts_already:
+            selected, recipes = _for_storage(holder, selected, "inference", are_experts, on_meta=True)
             _apply(holder, selected, False, recipes, True)
             made.setdefault(parent, {})[name] = child
 
@@ -274,7 +259,8 @@ def quantized_init(recipe: str | Recipe, filter: Callable[[nn.Module, str], bool
     if not made:
         raise ValueError("no layer was made inside quantized_init whose weight could be stored: make the model inside")
     for parent, layers in made.items():
-        _share_inputs(parent, layers.values(), layers.values())
+        linears = [layer for layer in layers.values() if class_of_experts(layer) is None]
+        share_inputs(parent, linears, linears)
         record_names(parent, layers)
 
 
@@ -392,6 +378,6 @@ def revert(model: nn.Module) -> list[str]:
         for converted in (*layers.values(), *experts.values()):
             for name in ("on_revert", "on_reset", "on_assign"):
                 converted.__dict__.pop(name, None)
-        _unshare_inputs(model)
+        unshare_inputs(model)
         forget_names(model, [*layers.values(), *experts.values()])
         return [*layers, *experts, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]

@@ -64,13 +64,14 @@ class Captured:
     """A call of ``model`` in a CUDA graph."""
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
-        x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        # A graph does not own what it reads, so the input lives as long as the graph does.
+        self.input = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         with torch.inference_mode():
-            expected = [model(x) for _ in range(3)][-1]
+            expected = [model(self.input) for _ in range(3)][-1]
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.out = model(x)
+                self.out = model(self.input)
         self.graph.replay()
         self.same = torch.equal(self.out, expected)
 

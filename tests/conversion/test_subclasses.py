@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from cases import normal
+from mixtures import model_of
 from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from tritonfp8 import convert, revert
 from tritonfp8.layers.linear import Float8Linear, computes_linear
@@ -86,3 +88,16 @@ def test_classes_that_compute_otherwise_are_skipped():
     assert computes_linear(Linear)
     assert not computes_linear(type("Linear", (Scaled,), {"__module__": TORCHTITAN}))
     assert not computes_linear(type("Linear", (Linear,), {"__module__": "elsewhere"}))
+
+
+def test_a_model_that_transformers_keeps_in_8_bits():
+    """Its layers have codes and no values; the error says how to read the checkpoint here."""
+    model = model_of("qwen3_moe", torch.bfloat16)
+    model.model.layers[0].self_attn.q_proj = FP8Linear(64, 64, block_size=(128, 128))
+    report = convert(model, "rowwise")
+    reason = report.skipped["model.layers.0.self_attn.q_proj"]
+    assert reason.startswith("another program keeps its weight in 8 bits (FP8Linear): make the model from its config")
+    for layer in model.model.layers:
+        layer.mlp.experts = FP8Experts(model.config, block_size=(128, 128))
+    with pytest.raises(ValueError, match=r"keeps experts in 8 bits \(model.layers.0.mlp.experts.gate_up_proj\).*load"):
+        convert(model, "rowwise", experts=True)

@@ -8,6 +8,7 @@ select     all of this together: the layers to convert, and the reasons for the 
 coverage   the parameters that no converted layer has, with their share of the FLOPs
 report     ConversionReport
 counters   FLOP counters of others
+sharing    layers that quantize a common input once
 replaced   other FP8 libraries, which must not take the place of a converted layer
 """
 
@@ -27,6 +28,7 @@ from tritonfp8.conversion.select import (
     sizes_of,
     why_unfit,
 )
+from tritonfp8.conversion.sharing import share_inputs, unshare_inputs
 
 __all__ = [
     "Choice",
@@ -43,7 +45,9 @@ __all__ = [
     "keep_layers",
     "linears",
     "select",
+    "share_inputs",
     "sizes_of",
     "teach_counters",
+    "unshare_inputs",
     "why_unfit",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from tritonfp8.conversion.choice import Choice, Recipes
 from tritonfp8.conversion.filters import Filter, Selection
@@ -119,7 +119,7 @@ def _select_experts(model: nn.Module, choice: Choice, selection: Selection, foun
     """Add the experts that are converted to ``found``, and the others to its skipped ones.
 
     Raises:
-        ValueError: the model has no experts, or ``filter="auto"``.
+        ValueError: the model has no experts, or some that another program keeps in 8 bits; or ``filter="auto"``.
     """
     if selection.is_auto:
         raise ValueError(
@@ -128,6 +128,9 @@ def _select_experts(model: nn.Module, choice: Choice, selection: Selection, foun
     kinds = {
         name: (module, computes) for name, module in model.named_modules() if (computes := computing_class(module))
     }
+    stored = [name for name, p in model.named_parameters() if p.ndim == 3 and _is_in_8_bits(p)]
+    if not kinds and not found.experts_already and stored:
+        raise ValueError(f"another program keeps experts in 8 bits ({stored[0]}), which convert cannot take: {_LOAD}")
     if not kinds and not found.experts_already:
         raise ValueError(
             "experts=True, but the model has no experts that are known: those of transformers 5, whose classes have "
@@ -168,7 +171,17 @@ def why_unfit(module: nn.Module) -> str | None:
         return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized: its weight is computed and not a parameter"
+    weight = module._parameters.get("weight")
+    if weight is not None and _is_in_8_bits(weight):
+        return f"another program keeps its weight in 8 bits ({type(module).__name__}): {_LOAD}"
     return f"a subclass of nn.Linear ({type(module).__name__}), which may compute something else"
+
+
+_LOAD = "make the model from its config, and read the checkpoint by tritonfp8.export.load"
+
+
+def _is_in_8_bits(parameter: Tensor) -> bool:
+    return parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1
 
 
 def _package(cls: type) -> str:

@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+import transformers
 from cast_counts import HighPrecisionMemory
+from mixtures import COMMON, FAMILIES, experts_of
 from torch import nn
 
 import tritonfp8
 from tritonfp8 import Float8Linear
-from tritonfp8.layers.stored import StoredWeight, is_stored
+from tritonfp8.layers.stored import StoredMatrices, StoredWeight, is_stored
 from tritonfp8.testing import assert_bitwise_equal
 
 SIZE, LAYERS = 128, 10
@@ -153,3 +155,46 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(TypeError, match="filter must be a function"), tritonfp8.quantized_init("rowwise", ["*"]):
         Block()
     assert type(Block().up) is nn.Linear
+
+
+class TestExperts:
+    CONFIG = transformers.AutoConfig.for_model("qwen3_moe", **COMMON, **FAMILIES["qwen3_moe"])
+
+    def model(self, device="cpu"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            return transformers.AutoModelForCausalLM.from_config(self.CONFIG, dtype=torch.bfloat16)
+
+    def test_are_the_experts_that_convert_stores(self):
+        with tritonfp8.quantized_init("rowwise", experts=True):
+            model = self.model()
+        expected = self.model()
+        tritonfp8.convert(expected, "rowwise", mode="inference", experts=True)
+        assert [type(p) for p in model.parameters()] == [type(p) for p in expected.parameters()]
+        found, wanted = (list(each.state_dict().values()) for each in (model, expected))
+        assert_bitwise_equal(found, wanted)
+        ids = torch.arange(12)[None]
+        assert_bitwise_equal([model(ids).logits], [expected(ids).logits])
+
+    def test_stay_in_high_precision_by_default(self):
+        with tritonfp8.quantized_init("rowwise"):
+            model = self.model()
+        assert {type(p) for experts in experts_of(model).values() for p in experts.parameters()} == {nn.Parameter}
+
+    def test_that_were_on_meta_are_loaded(self, tmp_path):
+        source = self.model()
+        tritonfp8.convert(source, "rowwise", mode="inference", experts=True)
+        tritonfp8.export.save(source, tmp_path, "compressed_channel")
+        with tritonfp8.quantized_init("rowwise", experts=True):
+            model = self.model("meta")
+        experts = next(iter(experts_of(model).values()))
+        assert type(experts.down_proj) is StoredMatrices
+        assert experts.down_proj.is_meta
+        with pytest.warns(UserWarning, match="buffers, which are on the meta device still"):
+            report = tritonfp8.export.load(model, tmp_path)
+        assert {layer.again for layer in report.layers.values()} == {"codes kept"}
+        for name, parameter in source.named_parameters():
+            found = model.get_parameter(name)
+            assert type(found) is type(parameter)
+            if type(found) in (StoredWeight, StoredMatrices):
+                assert_bitwise_equal([found._qdata], [parameter._qdata])
