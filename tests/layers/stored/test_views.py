@@ -95,6 +95,8 @@ ARGUMENTS = {"constant_": (0.5,), "sparse_": (0.1,)}
 REFUSED = {"dirac_": ValueError, "orthogonal_": NotImplementedError}
 # It draws again where a rounded value lies outside of the bounds.
 DRAWS_AGAIN = {"trunc_normal_"}
+# Older versions of torch compute it in several steps, between which a stored weight would be rounded.
+STEPWISE = "erfinv_" in inspect.getsource(nn.init._no_grad_trunc_normal_)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["frozen", "trained"])
@@ -102,6 +104,10 @@ DRAWS_AGAIN = {"trunc_normal_"}
 def test_an_initialization_is_that_of_a_plain_weight_or_changes_nothing(name, requires_grad):
     stored, plain = weight(requires_grad=requires_grad), nn.Parameter(EXACT.clone(), requires_grad)
     initialize, arguments = INITIALIZATIONS[name], ARGUMENTS.get(name, ())
+    if name in DRAWS_AGAIN and STEPWISE:
+        with pytest.raises(NotImplementedError, match="erfinv_"):
+            initialize(stored, *arguments)
+        return
     if name in REFUSED:
         with pytest.raises(REFUSED[name]):
             initialize(stored, *arguments)
@@ -114,6 +120,7 @@ def test_an_initialization_is_that_of_a_plain_weight_or_changes_nothing(name, re
         assert_bitwise_equal([stored.dequantize()], [store(plain.detach(), spec_of()).dequantize()])
 
 
+@pytest.mark.skipif(STEPWISE, reason="an error with this torch")
 @pytest.mark.parametrize(("std", "bound"), [(1.0, 2.0), (4.0, 0.5)], ids=["rejected", "uniform"])
 def test_truncated_normal_values(std, bound):
     stored, plain = weight(torch.zeros(256, 256)), torch.empty(256, 256)

@@ -17,6 +17,8 @@ from tritonfp8.compat import torch_private
 
 _READERS = {torch.ops.aten.add.Tensor, torch_private.foreach_add}
 """Operations that read a weight and write nothing: weight decay adds it to a gradient."""
+# A step of trunc_normal_ up to torch 2.11: a value that was rounded to 1 in the step before would become infinite.
+_UNFIT = torch.ops.aten.erfinv_.default
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ def _written(func: Any, args: Any, options: Any) -> list[Any]:
 
 def is_direct(kind: type[Tensor], func: Any, args: Any, options: Any) -> bool:
     """Whether ``func`` writes to trained weights of this type, or reads one to decay it."""
+    if func is _UNFIT:
+        return False
     written = [x for x in _written(func, args, options) if isinstance(x, kind)]
     return func in _READERS or (len(written) > 0 and all(_owners.get(id(x), x).requires_grad for x in written))
 
