@@ -228,7 +228,7 @@ def quantized_init(
         recipe: a name or a :class:`~tritonfp8.Recipe`, of all layers.
         filter: ``filter(layer, name) -> bool``; by default the choice of :func:`convert`. Both know the name of a layer
             in its parent only: layers called ``output`` or ``score`` count as heads, and stay in high precision.
-        experts: also store the weights of experts, as of :func:`convert`. ``fully_shard`` does not take these.
+        experts: also store the weights of experts, as of :func:`convert`.
 
     Raises:
         ValueError: the block made no layer to store, or an unfit weight (float16); names the layer.

@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tritonfp8.distributed.collectives import all_reduce
-from tritonfp8.distributed.fsdp import Managed, all_managed, managed_weights
+from tritonfp8.distributed.fsdp import Managed, all_managed, managed_of
 from tritonfp8.distributed.shard_layout import Interval, Mesh, chunk, plain_mesh
 from tritonfp8.formats import FORMATS
 from tritonfp8.layers.stored import (
     DTYPES,
+    MatricesShard,
+    StoredMatrices,
     StoredRows,
     StoredSharding,
     StoredWeight,
@@ -27,10 +29,6 @@ from tritonfp8.layers.stored import (
     stored_part,
 )
 from tritonfp8.specs import QuantSpec, scale_shape
-
-
-def _managed(layer: nn.Module) -> Managed | None:
-    return managed_weights([layer]).get(layer)
 
 
 def _interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) -> Interval:
@@ -58,21 +56,22 @@ def _cut(x: Tensor, like: DTensor) -> Tensor:
 
 
 @torch.no_grad()
-def shard(layer: nn.Module, stored: StoredWeight, like: Tensor | None = None) -> Tensor:
-    """This rank's part of a whole stored weight, as a DTensor that lies as the weight of the layer does.
+def shard(layer: nn.Module, name: str, stored: StoredWeight, like: Tensor | None = None) -> Tensor:
+    """This rank's part of a whole stored weight, as a DTensor that lies as a parameter of the layer does.
 
     Args:
-        layer: whose weight it becomes.
-        stored: ``[N, K]``, the same on all ranks.
-        like: the DTensor whose placements it gets; by default the weight of the layer.
+        layer: whose parameter it becomes.
+        name: of the parameter.
+        stored: the same on all ranks.
+        like: the DTensor whose placements it gets; by default the parameter.
     """
-    like = layer._parameters["weight"] if like is None else like
+    like = layer._parameters[name] if like is None else like
     assert isinstance(like, DTensor)
-    rows = _cut(stored.as_rows(), like).clone()
-    assert isinstance(rows, StoredRows)
-    managed = _managed(layer)
-    rows.total = None if managed is None else managed.size[0]
-    return _distributed(rows, like)
+    part = _cut(stored.as_shard(), like).clone()
+    assert isinstance(part, StoredRows | MatricesShard)
+    managed = managed_of([layer]).get((layer, name))
+    part.total = None if managed is None else managed.shape[0]
+    return _distributed(part, like)
 
 
 def cut_as(x: Tensor, like: Tensor) -> Tensor:
@@ -82,10 +81,13 @@ def cut_as(x: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def store_sharded(layer: nn.Module, values: Tensor, spec: QuantSpec) -> Tensor:
+def store_sharded(layer: nn.Module, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
     """The stored DTensor of a DTensor of values: gathers this one weight, because scales are those of the whole."""
     assert isinstance(values, DTensor)
-    return shard(layer, store(values.full_tensor(), spec), values)
+    if values.ndim == 2:
+        return shard(layer, name, store(values.full_tensor(), spec), values)
+    is_transposed = bool(layer.is_transposed)
+    return shard(layer, name, StoredMatrices.of(values.full_tensor(), spec, is_transposed), values)
 
 
 def values_of(weight: Tensor) -> Tensor:
@@ -105,39 +107,44 @@ def whole(weight: Tensor) -> Tensor:
     assert isinstance(weight, DTensor)
     part = stored_part(weight)
     assert part is not None
+    if isinstance(part, StoredMatrices):
+        codes, scales = part.as_bytes()
+        qdata, scale = part.of_bytes(_joined(codes, weight), _joined(scales, weight))
+        return StoredMatrices(qdata, scale, part.spec, part.dtype, part.is_transposed)
     if any(not p.is_replicate() and p.dim != 0 for p in weight.placements):  # type: ignore[attr-defined]
         return _distributed(part.dequantize(), weight).full_tensor()
-    rows = part if isinstance(part, StoredRows) else part.as_rows()
+    rows = part if isinstance(part, StoredRows) else part.as_shard()
+    assert isinstance(rows, StoredRows)
     qdata, exponents = (_joined(x, weight) for x in rows.as_bytes())
     found = StoredRows(qdata.view(FORMATS[rows.spec.format].dtype), exponents, rows.spec, rows.dtype, rows.cols)
     return StoredWeight(*read_operand(found, rows.spec, False), rows.spec, rows.dtype)  # type: ignore[arg-type]
 
 
 def _joined(local: Tensor, like: DTensor) -> Tensor:
-    """Codes or exponents ``[N, C]`` of all ranks; ``local`` are those of this rank's rows of ``like``."""
-    shape = torch.Size((like.shape[0], local.shape[1]))
+    """Bytes ``[N, ...]`` of all ranks; ``local`` are those of this rank's rows, or experts, of ``like``."""
+    shape = torch.Size((like.shape[0], *local.shape[1:]))
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=local.stride()
     ).full_tensor()
 
 
 def reshard(layers: Iterable[nn.Module]) -> None:
     """Have FSDP2 drop what it gathered of the weights of these layers; no rank sends anything."""
-    for managed in managed_weights(layers).values():
+    for managed in managed_of(layers).values():
         if not managed.is_sharded:
             managed.shard_again()
 
 
-def put(layer: nn.Module, parameter: nn.Parameter) -> None:
-    """Give a layer another sharded weight, in the place of the one that FSDP2 manages if it does."""
-    managed = _managed(layer)
+def put(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give a layer another sharded parameter, in the place of the one that FSDP2 manages if it does."""
+    managed = managed_of([layer]).get((layer, name))
     if managed is None:
-        layer._parameters["weight"] = parameter
+        layer._parameters[name] = parameter
     else:
         managed.replace(parameter)
 
 
-def check_stored_gather(shard: StoredRows) -> None:
+def check_stored_gather(shard: StoredRows | MatricesShard) -> None:
     """Check how FSDP2 gathers a stored weight; each rank calls this before the first gather of a shard.
 
     Raises:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import tritonfp8
 from tritonfp8 import Float8Experts, recipes
 from tritonfp8.layers import stored
-from tritonfp8.layers.stored import StoredMatrices
+from tritonfp8.layers.stored import MatricesShard, StoredMatrices
 from tritonfp8.testing import assert_bitwise_equal
 
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
@@ -334,7 +334,18 @@ def test_a_failure_in_the_middle_leaves_plain_weights(monkeypatch):
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
 
 
-def test_they_cannot_be_sharded():
-    module, _ = stored_and_plain("rowwise")
-    with pytest.raises(NotImplementedError, match="weights of experts .* cannot be sharded while they are stored"):
-        torch.split(module.gate_up_proj, 2)
+@each_recipe
+def test_shards_are_whole_experts(name):
+    weight = stored_and_plain(name)[0].gate_up_proj.detach()
+    first, second = torch.split(weight, 3)
+    assert type(first) is type(second) is MatricesShard
+    assert (len(first), len(second)) == (3, 1)
+    joined = [torch.cat(each) for each in zip(first.as_bytes(), second.as_bytes(), strict=True)]
+    assert_bitwise_equal(list(weight.of_bytes(*joined)), list(weight._both()))
+    assert_bitwise_equal([torch.cat([first.dequantize(), second.dequantize()])], [weight.dequantize()])
+    assert weight.new_zeros((0, *weight.shape[1:])).dequantize().shape == (0, *weight.shape[1:])
+    for dim in (1, 2):
+        with pytest.raises(NotImplementedError, match="are sharded over experts only"):
+            torch.split(weight, 16, dim)
+    with pytest.raises(NotImplementedError, match="cut between experts only"):
+        first[:, 3:8]

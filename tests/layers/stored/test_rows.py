@@ -36,7 +36,7 @@ def assert_same_operand(rows, whole, spec):
 @each_spec
 def test_rows_are_the_weight(spec):
     whole = weight(spec)
-    rows = whole.as_rows()
+    rows = whole.as_shard()
     assert rows._qdata is whole._qdata
     assert_same_operand(rows, whole, spec)
     assert rows.nbytes <= 1.04 * rows.numel()
@@ -46,7 +46,7 @@ def test_rows_are_the_weight(spec):
 @pytest.mark.parametrize("cuts", [(1, 200), (100, 101), (64, 65, 72)])
 def test_shards_joined_are_the_weight(spec, cuts):
     whole = weight(spec)
-    rows, start, found = whole.as_rows(), 0, []
+    rows, start, found = whole.as_shard(), 0, []
     for n in cuts:
         part = rows.narrow(0, start, n)
         assert_bitwise_equal([part.dequantize()], [whole.dequantize()[start : start + n]])
@@ -63,7 +63,7 @@ def test_shards_joined_are_the_weight(spec, cuts):
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_columns_have_their_values_and_equally_many_exponents(spec, parts):
     whole = weight(spec)
-    found = torch.chunk(whole.as_rows(), parts, dim=1)
+    found = torch.chunk(whole.as_shard(), parts, dim=1)
     assert_bitwise_equal([torch.cat([part.dequantize() for part in found], 1)], [whole.dequantize()])
     full = [part._exponents.shape for part in found if part.shape[1] == found[0].shape[1]]
     assert len(set(full)) == 1
@@ -73,7 +73,7 @@ def test_columns_have_their_values_and_equally_many_exponents(spec, parts):
 def test_zeros_before_a_part_move_its_blocks(spec):
     # A part that begins 73 rows and 40 columns inside the weight; blocks are those of the weight.
     whole = weight(spec)
-    part = whole.as_rows()[73:, 40:]
+    part = whole.as_shard()[73:, 40:]
     above, left = (0 if block == -1 else at % block for at, block in zip((73, 40), spec.block, strict=True))
     padded = torch.nn.functional.pad(part, (left, 0, above, 0))
     qdata, scale = padded._operand(spec, False)
@@ -92,7 +92,7 @@ def test_exponents_are_those_of_every_scale():
 
 
 def test_copies_and_casts_keep_codes():
-    rows = weight(STORABLE[0]).as_rows()
+    rows = weight(STORABLE[0]).as_shard()
     for other in (copy.deepcopy(rows), rows.clone(), rows.to(torch.float32), rows.detach()):
         assert type(other) is StoredRows
         assert torch.equal(as_bits(other._qdata), as_bits(rows._qdata))
@@ -112,4 +112,4 @@ def test_copies_and_casts_keep_codes():
 )
 def test_any_other_use_is_an_error(use, message):
     with pytest.raises(NotImplementedError, match=message):
-        use(weight(STORABLE[0]).as_rows())
+        use(weight(STORABLE[0]).as_shard())

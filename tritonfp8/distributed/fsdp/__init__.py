@@ -6,7 +6,7 @@ that FSDP2 manages.
 
 from tritonfp8.distributed.fsdp.enable import enable_float8_all_gather, gather_of
 from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, GatheredWeightOperands
-from tritonfp8.distributed.fsdp.torch_fsdp import Managed, all_managed, managed_weights
+from tritonfp8.distributed.fsdp.torch_fsdp import Managed, all_managed, managed_of, managed_weights
 
 __all__ = [
     "GatheredWeight",
@@ -15,5 +15,6 @@ __all__ = [
     "all_managed",
     "enable_float8_all_gather",
     "gather_of",
+    "managed_of",
     "managed_weights",
 ]

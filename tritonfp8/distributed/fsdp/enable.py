@@ -40,7 +40,6 @@ CASTS = ("param_dtype", "master")
 CONV1D = "a Conv1D: its weight is stored transposed, and is gathered in its own dtype"
 EXPERTS = "experts whose recipe reads their weights in high precision"
 STORED = "stored in 8 bits: FSDP2 gathers its codes without this"
-STORED_EXPERTS = "experts that are stored in 8 bits, which FSDP2 cannot shard"
 
 
 def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
@@ -144,7 +143,7 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
     enabled, skipped = _choose(model)
     experts = {name: owners[0].module.recipe for name, owners in experts_to_gather(model).items()}
     others = {n: module for n, module in model.named_modules() if is_converted_experts(module) and n not in experts}
-    skipped.update({name: STORED_EXPERTS if is_stored(module) else EXPERTS for name, module in others.items()})
+    skipped.update({name: STORED if is_stored(module) else EXPERTS for name, module in others.items()})
     report = ConversionReport({**{name: layers[0].recipe for name, layers in enabled.items()}, **experts}, skipped)
     if not report.converted:
         raise ValueError(f"no weight can be gathered in 8 bits: {report if skipped else 'convert the model first'}")

@@ -280,11 +280,16 @@ def by_group(parameters: Iterable[Managed]) -> list[list[Managed]]:
 
 def managed_weights(layers: Iterable[nn.Module]) -> dict[nn.Module, Managed]:
     """The weights of those layers that FSDP manages, from whichever module, by layer."""
-    wanted, found = set(layers), {}
+    return {layer: managed for (layer, name), managed in managed_of(layers).items() if name == "weight"}
+
+
+def managed_of(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], Managed]:
+    """The parameters of these modules themselves that FSDP manages, from whichever module, by owner and name."""
+    wanted, found = set(modules), {}
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
             for group in _groups(module._get_fsdp_state()):
-                found.update({owner: m for (owner, name), m in _owners(group) if name == "weight" and owner in wanted})
+                found.update({owner: managed for owner, managed in _owners(group) if owner[0] in wanted})
     return found
 
 

@@ -17,7 +17,7 @@ Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``
 
 from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
 from tritonfp8.layers.stored.exponents import exponents_of, scales_of
-from tritonfp8.layers.stored.matrices import StoredMatrices
+from tritonfp8.layers.stored.matrices import MatricesShard, StoredMatrices
 from tritonfp8.layers.stored.replace import (
     check_swap,
     is_stored,
@@ -48,6 +48,7 @@ from tritonfp8.layers.stored.weight import StoredWeight, read_operand, store
 __all__ = [
     "DTYPES",
     "DirectSteps",
+    "MatricesShard",
     "StoredMatrices",
     "StoredPart",
     "StoredRows",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from tritonfp8.layers.stored.rows import row_spec
 from tritonfp8.layers.stored.weight import StoredWeight
 from tritonfp8.specs import QuantSpec, empty_scale
 
+aten = torch.ops.aten
+
 
 class StoredMatrices(StoredWeight):
     """A frozen weight ``[E, N, K]`` of experts that has codes and scales, and no copy in high precision.
 
-    Each matrix has scales of its own. All else is as of :class:`StoredWeight`; it cannot be sharded.
+    Each matrix has scales of its own. All else is as of :class:`StoredWeight`.
 
     Args:
         qdata: 8-bit ``[E, N, K]``, contiguous.
@@ -43,12 +47,165 @@ class StoredMatrices(StoredWeight):
         flat = ops.dequantize(self._qdata.view(experts * n, k), of_rows, *spec.args, self.dtype)
         return flat.view(experts, n, k)
 
-    def as_rows(self) -> NoReturn:
-        """Raise NotImplementedError."""
+    def as_bytes(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales as uint8, experts first, not copied: what ranks send to each other."""
+        return self._qdata.detach().view(torch.uint8), self._scale.detach().view(torch.uint8)
+
+    def of_bytes(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of bytes as :meth:`as_bytes` returns them, of any number of experts."""
+        found = []
+        for x, like in ((codes, self._qdata), (scales, self._scale)):
+            shape = like.view(torch.uint8).shape[1:]
+            found.append(x.view(x.numel() // math.prod(shape), *shape).view(like.dtype))
+        return found[0], found[1]
+
+    def as_shard(self) -> MatricesShard:
+        """The weight in the form that can be sharded; nothing is copied."""
+        return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed)
+
+
+class MatricesShard(StoredMatrices):
+    """Experts of a weight that is stored in 8 bits: the shard of a rank, or what ranks gathered.
+
+    Experts are whole and have scales of their own, so FSDP2 shards and gathers codes and scales as bytes; a rank may
+    have no expert.
+
+    Args:
+        qdata, scale, spec, dtype, is_transposed: as of :class:`StoredMatrices`, of these experts.
+        total: if this is a shard of FSDP2, the number of experts of all shards.
+    """
+
+    total: int | None
+    # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
+    is_checked = False
+
+    @staticmethod
+    def __new__(
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        spec: QuantSpec,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+        total: int | None = None,
+    ) -> MatricesShard:
+        """A tensor of this type, without data of its own."""
+        return StoredMatrices.__new__(cls, qdata, scale, spec, dtype, is_transposed)  # type: ignore[return-value]
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        scale: Tensor,
+        spec: QuantSpec,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+        total: int | None = None,
+    ) -> None:
+        super().__init__(qdata, scale, spec, dtype, is_transposed)
+        self.total = total
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, context = super().__tensor_flatten__()
+        return names, (*context, self.total)
+
+    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> MatricesShard:
+        return MatricesShard(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed, self.total)
+
+    def _experts(self, start: int, end: int) -> MatricesShard:
+        return self._with(self._qdata[start:end], self._scale[start:end])
+
+    def _empty(self, experts: int, device: Any, total: int | None) -> MatricesShard:
+        """So many experts that hold zeros."""
+        codes, scales = (x.new_zeros((experts, *x.shape[1:]), device=device) for x in self.as_bytes())
+        found = self._with(*self.of_bytes(codes, scales))
+        found.total = total
+        return found
+
+    # What FSDP2 asks of a shard. It calls both by name.
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        """The bytes that this rank sends, as many on every rank."""
+        if not self.is_checked:
+            importlib.import_module("tritonfp8.distributed").check_stored_gather(self)
+            self.is_checked = True
+        total = self.shape[0] if self.total is None else self.total
+        missing = -(-total // mesh.size()) - self.shape[0]
+        sent = self.as_bytes()
+        if missing:
+            sent = tuple(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in sent)  # type: ignore[assignment]
+        return sent, None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """The gathered experts, views of the gathered bytes; FSDP2 cuts off those that fill uneven shards."""
+        # `out` is a view of the same memory, which FSDP2 has filled again.
+        if out is not None:
+            return None
+        codes, scales = outputs
+        return MatricesShard(*self.of_bytes(codes, scales), self.spec, param_dtype, self.is_transposed), ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, MatricesShard) and func in _SHARD_OPERATIONS:
+            return _SHARD_OPERATIONS[func](first, *args[1:], **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _new_experts(x: MatricesShard, size: Any, device: Any = None, **options: Any) -> Tensor:
+    """Memory for a shard, as FSDP2 makes it."""
+    if tuple(size[1:]) != tuple(x.shape[1:]):
+        return torch.zeros(size, dtype=x.dtype, device=device or x.device)
+    return x._empty(size[0], device or x.device, x.shape[0] if x.total is None else x.total)
+
+
+def _slice(x: MatricesShard, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    first, last, by = slice(start, end, step).indices(x.shape[dim])
+    if by == 1 and (dim == 0 or last - first == x.shape[dim]):
+        return x._experts(first, max(first, last)) if dim == 0 else x._with(*x._both())
+    raise NotImplementedError(
+        "a weight of experts that is stored in 8 bits and sharded can be cut between experts only"
+    )
+
+
+def _split(x: MatricesShard, size: int, dim: int = 0) -> list[MatricesShard]:
+    if dim != 0:
         raise NotImplementedError(
-            f"the weights of experts {tuple(self.shape)} cannot be sharded while they are stored in 8 bits. Shard the "
-            "model without experts=True, which leaves its experts in high precision, or keep it on each rank"
+            "weights of experts that are stored in 8 bits are sharded over experts only, by dim 0"
         )
+    return [x._experts(at, at + size) for at in range(0, max(x.shape[0], 1), max(size, 1))]
+
+
+def _viewed(x: MatricesShard, size: Any, *others: Any) -> MatricesShard:
+    """A view of the same shape. FSDP2 also keeps a flat one, which it reads for plain tensors only."""
+    if tuple(size) in (tuple(x.shape), (-1,)):
+        return x._with(*x._both())
+    raise NotImplementedError(f"a view {tuple(size)} of {x} does not work on a weight that is stored in 8 bits")
+
+
+def _first(x: MatricesShard, size: Any, *others: Any) -> MatricesShard:
+    """The first experts, which FSDP2 cuts out of what it gathered."""
+    return x._experts(0, size[0]) if tuple(size[1:]) == tuple(x.shape[1:]) else _viewed(x, size)
+
+
+def _pinned(x: MatricesShard, *others: Any) -> MatricesShard:
+    return x._with(x._qdata.pin_memory(), x._scale.pin_memory())
+
+
+_SHARD_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten._pin_memory.default: _pinned,
+    aten.as_strided.default: _first,
+    aten.empty_like.default: lambda x, device=None, **options: x._empty(x.shape[0], device or x.device, x.total),
+    aten.is_pinned.default: lambda x, *others: x._qdata.is_pinned(),
+    aten.new_empty.default: _new_experts,
+    aten.new_zeros.default: _new_experts,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.view.default: _viewed,
+}
 
 
 @dataclass(frozen=True)
@@ -69,4 +226,5 @@ class _Reader(MatricesReader):
         return found
 
 
-register_matrices(StoredMatrices, _Reader())
+for _kind in (StoredMatrices, MatricesShard):
+    register_matrices(_kind, _Reader())

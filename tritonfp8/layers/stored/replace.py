@@ -43,7 +43,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
             for key in names_of_weights(layer):
                 weight = layer._parameters[key]
                 requires_grad = weight.requires_grad and not freeze
-                _put(layer, key, _stored(layer, weight, layer.recipe.output.rhs), requires_grad)
+                _put(layer, key, _stored(layer, key, weight, layer.recipe.output.rhs), requires_grad)
                 # Nothing else may hold the weight in high precision while the next one is quantized.
                 del weight
         except Exception as error:
@@ -61,10 +61,10 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
         done.append(layer)
 
 
-def _stored(layer: Any, values: Tensor, spec: QuantSpec) -> Tensor:
+def _stored(layer: Any, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
     """The stored weight of a layer from values, whole or sharded as these are."""
     if is_distributed(values):
-        return sharding().store(layer, values, spec)
+        return sharding().store(layer, name, values, spec)
     if values.ndim == 3:
         return StoredMatrices.of(values, spec, layer.is_transposed)
     return store(values, spec, isinstance(layer, Float8Conv1D))
@@ -74,7 +74,7 @@ def _put(layer: Any, name: str, weight: Tensor, requires_grad: bool) -> None:
     """Give a layer another weight."""
     parameter = nn.Parameter(weight, requires_grad)
     if is_distributed(weight):
-        sharding().put(layer, parameter)
+        sharding().put(layer, name, parameter)
     else:
         layer._parameters[name] = parameter
 
@@ -93,7 +93,7 @@ def _taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
     if stored_part(parameter) is not None:
         return parameter
-    return nn.Parameter(_stored(layer, parameter.detach(), part.spec), before.requires_grad)
+    return nn.Parameter(_stored(layer, name, parameter.detach(), part.spec), before.requires_grad)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _in_high_precision(layer: Any) -> Iterator[None]:
         layer._parameters.update(stored)
     with torch.no_grad():
         for name, weight in stored.items():
-            weight.copy_(_stored(layer, values[name], spec_of_weight(weight)))
+            weight.copy_(_stored(layer, name, values[name], spec_of_weight(weight)))
 
 
 def _write_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -134,7 +134,7 @@ def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mappi
             # torch says what is wrong.
             continue
         if metadata.get("assign_to_params_buffers") or is_distributed(before):
-            weight = _stored(layer, found.to(before.dtype), spec_of_weight(before))
+            weight = _stored(layer, name, found.to(before.dtype), spec_of_weight(before))
             state[prefix + name] = nn.Parameter(weight, before.requires_grad)
 
 

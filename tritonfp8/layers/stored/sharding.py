@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored.rows import StoredRows
-from tritonfp8.layers.stored.weight import StoredWeight, store
+from tritonfp8.layers.stored.weight import StoredWeight
 from tritonfp8.specs import QuantSpec
 
 
@@ -20,12 +20,12 @@ class StoredSharding(NamedTuple):
     """What sharded weights need. ``store`` and ``whole`` are called on all ranks together.
 
     Attributes:
-        store: ``store(layer, values, spec)``, the stored DTensor of a DTensor of values.
-        shard: ``shard(layer, stored)``, this rank's part of a whole stored weight as the layer's stored DTensor.
+        store: ``store(layer, name, values, spec)``, the stored DTensor of a DTensor of values, for a parameter.
+        shard: ``shard(layer, name, stored)``, this rank's part of a whole stored weight, a DTensor as the parameter is.
         values: ``values(weight)``, the plain DTensor of a stored one.
         whole: ``whole(weight)``, all of a stored DTensor: a stored weight, or a plain tensor of the values.
         reshard: ``reshard(layers)``, has FSDP2 drop what it gathered of their weights.
-        put: ``put(layer, parameter)`` in place of the layer's weight, also where FSDP2 manages it.
+        put: ``put(layer, name, parameter)`` in place of a parameter of the layer, also where FSDP2 manages it.
         place: ``place(weight)``, row and column of this rank's first element.
         starts: ``starts(weight)``, the rows, and the columns, at which the parts of ranks begin.
         local: ``local(x, weight)``, this rank's part of ``x``, cut as the weight is.
@@ -34,12 +34,12 @@ class StoredSharding(NamedTuple):
         amaxes: :func:`tritonfp8.layers.stored.whole_amaxes`, called on all ranks together.
     """
 
-    store: Callable[[nn.Module, Tensor, QuantSpec], Tensor]
-    shard: Callable[[nn.Module, StoredWeight], Tensor]
+    store: Callable[[nn.Module, str, Tensor, QuantSpec], Tensor]
+    shard: Callable[[nn.Module, str, StoredWeight], Tensor]
     values: Callable[[Tensor], Tensor]
     whole: Callable[[Tensor], Tensor]
     reshard: Callable[[Iterable[nn.Module]], None]
-    put: Callable[[nn.Module, nn.Parameter], None]
+    put: Callable[[nn.Module, str, nn.Parameter], None]
     place: Callable[[Tensor], tuple[int, int]]
     starts: Callable[[Tensor], tuple[Sequence[int], Sequence[int]]]
     local: Callable[[Tensor, Tensor], Tensor]
@@ -105,8 +105,10 @@ def copy_whole(layer: nn.Module, weight: Tensor, x: Tensor) -> None:
     if part is None:
         weight.copy_(sharding().cut_as(x, weight))
         return
-    whole = x if isinstance(x, StoredWeight) and x.spec == part.spec else store(plain_weight(x), part.spec)
-    source = stored_part(sharding().shard(layer, whole))
+    kind = type(part) if isinstance(part, StoredWeight) else StoredWeight
+    whole = x if isinstance(x, StoredWeight) and x.spec == part.spec else kind.of(plain_weight(x), part.spec)
+    name = next(key for key, parameter in layer._parameters.items() if parameter is weight)
+    source = stored_part(sharding().shard(layer, name, whole))
     assert source is not None
     part.copy_(source)
 

@@ -171,7 +171,7 @@ class StoredWeight(Tensor):
     def _both(self) -> tuple[Tensor, Tensor]:
         return self._qdata, self._scale
 
-    def as_rows(self) -> StoredRows:
+    def as_shard(self) -> Tensor:
         """The weight in the form that can be sharded; its codes are not copied.
 
         Raises:
@@ -220,7 +220,7 @@ class StoredWeight(Tensor):
                 return first._operand(spec_of(args[1]), args[2])
             if func in _SHARDING:
                 # FSDP2 and DTensor make shards by these.
-                return func(first.as_rows(), *args[1:], **options)
+                return func(first.as_shard(), *args[1:], **options)
             # DistributedDataParallel flattens the weights of rank 0 to send them, and copies them into the others.
             if (view := view_of(first, func, args[1:], options)) is not None:
                 return view

@@ -1,0 +1,59 @@
+"""FSDP2 shards and gathers stored weights of experts as codes; losses and weights are those of one process."""
+
+import pytest
+import stored_expert_cases
+from cases import QUANTIZED
+
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(2)]
+PROCESSES = 4
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_the_bits_of_one_process(ranks, recipe):
+    assert ranks.run(2, stored_expert_cases.trains, recipe=recipe) == [[4] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("world", "experts", "parts"),
+    [(2, 3, [2, 1]), (4, 3, [1, 1, 1, 0])],
+    ids=["uneven", "a rank without experts"],
+)
+def test_any_number_of_experts(ranks, world, experts, parts):
+    found = ranks.run(world, stored_expert_cases.trains, recipe="blockwise", experts=experts)
+    assert [each[0] for each in found] == parts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reshard": False}, {"recompute": True}, {"family": "gpt_oss"}, {"family": "mixtral"}],
+    ids=["gathered once", "recompute", "gpt_oss", "mixtral"],
+)
+def test_other_ways(ranks, options):
+    assert ranks.run(2, stored_expert_cases.trains, recipe="rowwise", **options)
+
+
+def test_hsdp(ranks):
+    assert ranks.run(4, stored_expert_cases.trains, recipe="mxfp8", hsdp=True) == [[4] * 4] * 4
+
+
+def test_half_of_the_bytes(ranks):
+    for stored, plain in ranks.run(2, stored_expert_cases.bytes_of_a_forward, recipe="rowwise"):
+        # Embeddings, norms and routers are gathered in bfloat16.
+        assert stored < 0.65 * plain
+
+
+def test_saved_loaded_and_reverted(ranks):
+    assert all(ranks.run(2, stored_expert_cases.saved_and_changed, recipe="rowwise"))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("columns", "weights of experts that are stored in 8 bits are sharded over experts only"),
+        ("number", "is stored in 8 bits, and FSDP2 cannot reshard such a weight to fewer ranks"),
+        ("experts", "are stored in 8 bits: revert before"),
+        ("later", "they are experts that are sharded over ranks"),
+    ],
+)
+def test_what_does_not_work_is_an_error(ranks, how, message):
+    assert all(message in found for found in ranks.run(4, stored_expert_cases.refused, how=how))

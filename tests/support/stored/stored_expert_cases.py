@@ -1,0 +1,145 @@
+"""Functions of each rank in the tests of experts that are stored in 8 bits and sharded by FSDP2."""
+
+import tempfile
+
+import mixtures
+import torch
+import transformers
+from process_group import made_mesh
+from stored_models import assert_equal
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import tritonfp8
+from tritonfp8.distributed import count_collective_bytes, shard_experts
+from tritonfp8.layers.stored import MatricesShard
+
+IDS = torch.arange(24).reshape(2, 12) * 7 % 96
+
+
+def mixture(family="qwen3_moe", recipe=None, seed=0, **sizes):
+    """A mixture, whose converted weights are frozen and stored if it has a recipe; the rest trains."""
+    torch.manual_seed(seed)
+    options = {**mixtures.COMMON, **mixtures.FAMILIES[family], **sizes}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
+    if recipe is not None:
+        tritonfp8.convert(model, recipe, mode="inference", experts=True)
+    return model
+
+
+def sharded(model, mesh, reshard=True, recompute=False, param_dtype=None):
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    for layer in model.model.layers:
+        if recompute:
+            layer.mlp.forward = recomputed(layer.mlp.forward)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def recomputed(forward):
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def steps(model):
+    """Losses of two steps, in which all that is not stored trains; and the types of the experts' weights in forward."""
+    seen = set()
+    handles = [
+        each.register_forward_pre_hook(lambda module, args: seen.update(type(p) for p in module.parameters()))
+        for each in mixtures.experts_of(model).values()
+    ]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    for handle in handles:
+        handle.remove()
+    return torch.stack(losses), seen
+
+
+def full(state):
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+
+
+def trains(mesh, recipe, experts=8, family="qwen3_moe", hsdp=False, **options):
+    """Every rank has the same tokens, so losses and weights are those of one process."""
+    sizes = {} if family != "qwen3_moe" else {"num_experts": experts}
+    alone, model = (mixture(family, recipe, **sizes) for _ in range(2))
+    if hsdp:
+        mesh = made_mesh(mesh.device_type, (2, 2), ("replicate", "shard"))
+    model = sharded(model, mesh, **options)
+    parts = [p._local_tensor for each in mixtures.experts_of(model).values() for p in each.parameters()]
+    assert {type(x) for x in parts} - {torch.Tensor} == {MatricesShard}
+    assert not any(x.requires_grad for x in parts if type(x) is MatricesShard)
+    (expected, _), (found, seen) = steps(alone), steps(model)
+    assert_equal({"losses": found}, {"losses": expected})
+    assert MatricesShard in seen
+    assert_equal(full(model.state_dict()), alone.state_dict())
+    return [x.shape[0] for x in parts if type(x) is MatricesShard]
+
+
+def bytes_of_a_forward(mesh, recipe):
+    """Bytes that FSDP2 gathers with stored weights and with plain ones of bfloat16."""
+    found = []
+    for name in (recipe, None):
+        model = sharded(mixture(recipe=name).bfloat16(), mesh)
+        with torch.no_grad(), count_collective_bytes() as counts:
+            model(input_ids=IDS)
+        found.append(sum(counts.bytes.values()))
+    return found
+
+
+def saved_and_changed(mesh, recipe):
+    """State dicts, copies, export, load and revert of a sharded model."""
+    source, model = mixture(recipe=recipe, num_experts=3), mixture(recipe=recipe, seed=1, num_experts=3)
+    plain = mixture(num_experts=3)
+    model = sharded(model, mesh)
+    with torch.no_grad():
+        # Leaves the root gathered.
+        model(input_ids=IDS)
+    state = {
+        name: torch.distributed.tensor.distribute_tensor(x, mesh, model.state_dict()[name].placements)
+        for name, x in source.state_dict().items()
+    }
+    model.load_state_dict(state)
+    assert_equal(full(model.state_dict()), source.state_dict())
+    weight = next(iter(mixtures.experts_of(model).values())).down_proj
+    assert type(weight._local_tensor) is MatricesShard
+    with tempfile.TemporaryDirectory() as folder:
+        tritonfp8.export.save(source, folder, "compressed_channel")
+        other = sharded(mixture(recipe=recipe, seed=2, num_experts=3), mesh)
+        report = tritonfp8.export.load(other, folder)
+        kept = {name: layer.again for name, layer in report.layers.items() if ".experts" in name}
+        assert set(kept.values()) == {"codes kept"}
+        assert_equal(full(other.state_dict()), source.state_dict())
+        expected = dict(tritonfp8.export.tensors(source, "compressed_channel"))
+        assert_equal(dict(tritonfp8.export.tensors(other, "compressed_channel")), expected)
+    tritonfp8.revert(model)
+    assert not [p for p in model.parameters() if not isinstance(p._local_tensor, nn.Parameter | torch.Tensor)]
+    assert {type(p._local_tensor) for p in model.parameters()} == {torch.Tensor}
+    assert_equal(full(model.state_dict()), source.state_dict())
+    plain.load_state_dict(source.state_dict())
+    with torch.no_grad():
+        assert_equal({"logits": model(input_ids=IDS).logits}, {"logits": plain(input_ids=IDS).logits})
+    return True
+
+
+def refused(mesh, how):
+    model = mixture(recipe="rowwise")
+    try:
+        if how == "columns":
+            fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+        elif how == "number":
+            sharded(model, mesh, reshard=2)(input_ids=IDS)
+        elif how == "experts":
+            shard_experts(model, mesh)
+        else:
+            tritonfp8.revert(model)
+            tritonfp8.convert(sharded(model, mesh), "rowwise", mode="inference", experts=True)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
