@@ -292,10 +292,10 @@ class GatheredWeightOperands(OperandProvider):
     """Reads the weight's operands from the gathered bytes; bytes that lie in order are not copied.
 
     Attributes:
-        others: the provider of the input and of ``grad_output``.
+        others: the provider of the input and of ``grad_output``. It has no default: torch 2.11 cannot trace one.
     """
 
-    others: OperandProvider = LOCAL
+    others: OperandProvider
 
     @property
     def input_key(self) -> object:
@@ -324,7 +324,7 @@ class GatheredWeightOperands(OperandProvider):
         return self.others.grad_output(x, spec, spec_t)
 
 
-register_weight_type(GatheredWeight, GatheredWeightOperands())
+register_weight_type(GatheredWeight, GatheredWeightOperands(LOCAL))
 
 
 # A buffer that holds one of two orientations has a tag that says which. The tag is a tensor on the CPU, so that a
