@@ -123,8 +123,9 @@ def whole(weight: Tensor) -> Tensor:
 def _joined(local: Tensor, like: DTensor) -> Tensor:
     """Bytes ``[N, ...]`` of all ranks; ``local`` are those of this rank's rows, or experts, of ``like``."""
     shape = torch.Size((like.shape[0], *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=local.stride()
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     ).full_tensor()
 
 

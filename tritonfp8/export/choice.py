@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -107,23 +108,19 @@ def _why_tied(name: str, tied: Mapping[str, Place]) -> str | None:
 
 def _why_ragged(module: Any, row: CheckpointFormat) -> str | None:
     k, n = sizes_of(module)
-    return _ragged({"out_features": n, "in_features": k}, row)
+    return _ragged({"out_features": n, "in_features": k}, row.multiples, row)
 
 
 def _why_ragged_experts(module: nn.Module, row: CheckpointFormat) -> str | None:
     hidden, inside = module.down_proj.shape[1:]  # type: ignore[index]
     # Each is N of one projection and K of another.
-    by_rows, by_columns = ({"hidden_size": hidden, "intermediate_size": inside} for _ in range(2))
-    return _ragged(by_rows, row, 0) or _ragged(by_columns, row, 1)
+    multiple = math.lcm(*row.multiples)
+    return _ragged({"hidden_size": hidden, "intermediate_size": inside}, (multiple, multiple), row)
 
 
-def _ragged(sizes: Mapping[str, int], row: CheckpointFormat, dim: int | None = None) -> str | None:
-    multiples = row.multiples if dim is None else (row.multiples[dim],) * 2
-    ragged = [
-        f"{name}={size} is no multiple of {multiple}"
-        for (name, size), multiple in zip(sizes.items(), multiples, strict=True)
-        if size % multiple
-    ]
+def _ragged(sizes: Mapping[str, int], multiples: tuple[int, int], row: CheckpointFormat) -> str | None:
+    each = zip(sizes.items(), multiples, strict=True)
+    ragged = [f"{name}={size} is no multiple of {multiple}" for (name, size), multiple in each if size % multiple]
     return f"{' and '.join(ragged)}: {row.why}" if ragged else None
 
 

@@ -198,22 +198,27 @@ def _fill_stack(jobs: list[Job], read: Read, device: torch.device) -> str | None
     It is in memory once more meanwhile: in codes, unless a block would have rows of two matrices.
     """
     target = jobs[0].place.tensor
-    made, x, are_powers = _stacked_codes(jobs, read, device), target, True
+    made, part = _stacked_codes(jobs, read, device), stored_part(target)
     if made is None:
-        x = torch.empty(target.shape, dtype=target.dtype, device=_device_of(target, device))
-        for job in jobs:
-            assert job.part is not None
-            x[job.part.expert, job.part.start : job.part.stop], made_from = _values(job, read, device)
-            are_powers &= not isinstance(made_from, Quantized) or _are_powers(made_from.scale)
+        x, is_exact = _stacked_values(jobs, read, device)
+    elif part is not None and _are_kept(made._scale, made.spec, part.spec):
+        x, is_exact = StoredMatrices(made._qdata, made._scale, part.spec, target.dtype), True
     else:
-        part, are_powers = stored_part(target), _are_powers(made._scale)
-        if part is not None and _are_kept(made._scale, made.spec, part.spec):
-            x = StoredMatrices(made._qdata, made._scale, part.spec, target.dtype)
-        else:
-            x = made.dequantize()
+        x, is_exact = made.dequantize(), _are_powers(made._scale)
     filled = _fill(jobs[0].place, x)
-    again = x if isinstance(x, StoredMatrices) else whole(filled)
-    return _again_stack(jobs[0].owner, made, again, plain_weight(x) if are_powers else None)
+    weight = x if isinstance(x, StoredMatrices) else whole(filled)
+    return _again_stack(jobs[0].owner, made, weight, plain_weight(x) if is_exact else None)
+
+
+def _stacked_values(jobs: list[Job], read: Read, device: torch.device) -> tuple[Tensor, bool]:
+    """The values of all experts, and whether the dtype of the parameter holds them exactly."""
+    target, is_exact = jobs[0].place.tensor, True
+    x = torch.empty(target.shape, dtype=target.dtype, device=_device_of(target, device))
+    for job in jobs:
+        assert job.part is not None
+        x[job.part.expert, job.part.start : job.part.stop], made_from = _values(job, read, device)
+        is_exact &= not isinstance(made_from, Quantized) or _are_powers(made_from.scale)
+    return x, is_exact
 
 
 def _again_stack(owner: Any, made: StoredMatrices | None, weight: Tensor, values: Tensor | None) -> str | None:
@@ -261,13 +266,13 @@ def _stacked_codes(jobs: list[Job], read: Read, device: torch.device) -> StoredM
         return None
     rows = found_rows.pop()
     assert rows is not None
-    to = device if target.device.type == "meta" else target.device
+    to = _device_of(target, device)
     qdata = torch.empty(experts, n, k, dtype=FORMATS[spec.format].dtype, device=to)
     scale = torch.empty(
         experts, *scale_shape((n, k), spec.block), dtype=SCALE_FORMATS[spec.scale_format].dtype, device=to
     )
     for job, part in zip(jobs, parts, strict=True):
-        found = Quantized(read(job.name), _scale(job, read), spec)
+        found = Quantized(read(job.name).to(to), _scale(job, read).to(to), spec)
         qdata[part.expert, part.start : part.stop].view(torch.uint8).copy_(found.qdata.view(torch.uint8))
         scale[part.expert, part.start // rows : -(-part.stop // rows)].copy_(found.scale)
         if not bool(dequantize(found, target.dtype).isfinite().all()):

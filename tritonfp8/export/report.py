@@ -13,13 +13,13 @@ ROUNDED = "rounded again"
 
 @dataclass(frozen=True)
 class ExportedLayer:
-    """A linear layer in an export.
+    """A linear layer, or a module of experts, in an export.
 
     Attributes:
         exported_as: the spec of its codes as text; None if it stays in high precision.
         reason: why it stays in high precision; None if it is exported in 8 bits.
-        bytes_before: of its weight in the model.
-        bytes_after: of its weight in the export, with its scales; 0 for a tied weight that another name has.
+        bytes_before: of its weights in the model.
+        bytes_after: of its weights in the export, with their scales; 0 for a tied weight that another name has.
         same_codes: whether these are the codes that the layer's GEMM ``output`` reads in training, with weights of the
             same dtype; None if the layer is not converted or stays in high precision.
     """
@@ -43,7 +43,7 @@ class ExportReport:
 
     Attributes:
         format: the name of the checkpoint format.
-        layers: every linear layer by fully qualified name.
+        layers: every linear layer, and every module of experts, by fully qualified name.
         others: bytes of every other tensor of the export, by name.
         tied: for each name that is not written, the name of the tensor that it shares.
         quantization_config: the entry of ``config.json`` that tells an engine how to read the tensors.
@@ -81,7 +81,7 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """A linear layer whose weight came in 8 bits.
+    """A linear layer, or a weight of experts, that came in 8 bits.
 
     Attributes:
         loaded_as: the checkpoint format, and the blocks of its scales, as text.
@@ -102,7 +102,7 @@ class LoadReport:
     """What was read into a model; ``str(report)`` is a table.
 
     Attributes:
-        layers: the layers whose weight came in 8 bits, by fully qualified name.
+        layers: the layers whose weight came in 8 bits, by fully qualified name; and the weights of experts that did.
         copied: every other tensor that was read, with a note on its dtype.
         ignored: the tensors of the checkpoint that a pattern of ``ignore`` left out.
         left: the tensors of the model that the checkpoint does not have and a pattern of ``ignore`` allows.

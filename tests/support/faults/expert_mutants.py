@@ -3,6 +3,8 @@
 _GROUPED = ("tests/reference/test_grouped.py",)
 _LINEAR = ("tests/layers/moe/test_grouped_linear.py",)
 _EXPERTS = ("tests/layers/moe/test_experts.py",)
+_STORED = ("tests/layers/stored/test_matrices.py",)
+_EXPORT = ("tests/export/test_experts.py",)
 _RANKS = ("tests/distributed/expert_parallel/test_experts.py",)
 
 _CASTS = ("tests/kernels/moe/test_grouped_casts.py",)
@@ -127,5 +129,33 @@ FAULTS = (
         "rows = rows + 0",
         "empty shards get no gradient, and other ranks wait for it",
         (*_RANKS, "-k", "divide"),
+    ),
+    (
+        "tritonfp8/layers/stored/replace.py",
+        "for key in names_of_weights(layer):",
+        "for key in names_of_weights(layer)[:1]:",
+        "the second weight of experts stays in high precision",
+        _STORED,
+    ),
+    (
+        "tritonfp8/export/experts.py",
+        "scale = weight._scale[part.expert, part.start // rows : -(-part.stop // rows)].contiguous()",
+        "scale = weight._scale[part.expert, : (part.stop - part.start) // rows].contiguous()",
+        "up_proj is written with the scales of gate_proj",
+        _EXPORT,
+    ),
+    (
+        "tritonfp8/export/experts.py",
+        "for at, name in enumerate(names)",
+        "for at, name in enumerate(names[::-1])",
+        "gate_proj and up_proj are exchanged, written and read",
+        _EXPORT,
+    ),
+    (
+        "tritonfp8/export/reading.py",
+        "return _are_powers(scale) and replace(",
+        "return replace(",
+        "scales that are no powers of two become those of a stored weight",
+        _EXPORT,
     ),
 )
