@@ -203,7 +203,7 @@ MUTANTS = (
         ("tests/distributed/test_dtensor_rules.py",),
     ),
     Mutant(
-        "tritonfp8/convert.py",
+        "tritonfp8/conversion/sharing.py",
         "groups.setdefault(child.in_features, [])",
         "groups.setdefault(id(child), [])",
         "no two layers share their quantized input",
