@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -72,6 +73,16 @@ def shard(layer: nn.Module, name: str, stored: StoredWeight, like: Tensor | None
     managed = managed_of([layer]).get((layer, name))
     part.total = None if managed is None else managed.shape[0]
     return _distributed(part, like)
+
+
+@torch.no_grad()
+def split_experts(stored: StoredMatrices, mesh: DeviceMesh) -> DTensor:
+    """A stored weight of experts, which all ranks have, as a DTensor that is sharded over them on a mesh of one dim."""
+    here = chunk(Interval(0, stored.shape[0]), mesh.size(), mesh.get_local_rank())
+    # A copy: the memory of the other experts is freed with the whole weight.
+    part = stored.as_shard().narrow(0, *here).clone()
+    stride = torch.empty(stored.shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=stored.shape, stride=stride)
 
 
 def cut_as(x: Tensor, like: Tensor) -> Tensor:

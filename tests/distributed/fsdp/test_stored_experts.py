@@ -1,4 +1,4 @@
-"""FSDP2 shards and gathers stored weights of experts as codes; losses and weights are those of one process."""
+"""FSDP2 and expert parallelism shard stored weights of experts as codes, and change no bit."""
 
 import pytest
 import stored_expert_cases
@@ -36,6 +36,16 @@ def test_hsdp(ranks):
     assert ranks.run(4, stored_expert_cases.trains, recipe="mxfp8", hsdp=True) == [[4] * 4] * 4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "experts", "fsdp", "parts"),
+    [("rowwise", 8, False, [2] * 4), ("blockwise", 3, False, [1, 1, 1, 0]), ("mxfp8", 8, True, [2] * 4)],
+    ids=["even", "a rank without experts", "with FSDP2"],
+)
+def test_expert_parallelism(ranks, recipe, experts, fsdp, parts):
+    found = ranks.run(4, stored_expert_cases.expert_parallel, recipe=recipe, experts=experts, fsdp=fsdp)
+    assert [each[0] for each in found] == parts
+
+
 def test_half_of_the_bytes(ranks):
     for stored, plain in ranks.run(2, stored_expert_cases.bytes_of_a_forward, recipe="rowwise"):
         # Embeddings, norms and routers are gathered in bfloat16.
@@ -51,7 +61,6 @@ def test_saved_loaded_and_reverted(ranks):
     [
         ("columns", "weights of experts that are stored in 8 bits are sharded over experts only"),
         ("number", "is stored in 8 bits, and FSDP2 cannot reshard such a weight to fewer ranks"),
-        ("experts", "are stored in 8 bits: revert before"),
         ("later", "they are experts that are sharded over ranks"),
     ],
 )

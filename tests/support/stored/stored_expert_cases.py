@@ -42,7 +42,7 @@ def recomputed(forward):
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
-def steps(model):
+def steps(model, ids=IDS):
     """Losses of two steps, in which all that is not stored trains; and the types of the experts' weights in forward."""
     seen = set()
     handles = [
@@ -52,7 +52,7 @@ def steps(model):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
     for _ in range(2):
-        loss = model(input_ids=IDS, labels=IDS).loss
+        loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -81,6 +81,32 @@ def trains(mesh, recipe, experts=8, family="qwen3_moe", hsdp=False, **options):
     assert MatricesShard in seen
     assert_equal(full(model.state_dict()), alone.state_dict())
     return [x.shape[0] for x in parts if type(x) is MatricesShard]
+
+
+def expert_parallel(mesh, recipe, experts=8, fsdp=False):
+    """Each rank has tokens of its own: the bits of plain experts of the same values, sharded likewise."""
+    stored, plain = mixture(recipe=recipe, num_experts=experts), mixture(num_experts=experts)
+    plain.load_state_dict(stored.state_dict())
+    for (name, ours), (_, theirs) in zip(stored.named_parameters(), plain.named_parameters(), strict=True):
+        theirs.requires_grad_(ours.requires_grad)
+        assert ours.requires_grad != (".experts." in name or "_proj." in name), name
+    tritonfp8.convert(plain, next(iter(mixtures.experts_of(stored).values())).recipe, experts=True)
+    shape, names = ((2, 2), ("fsdp", "ep")) if fsdp else ((mesh.size(),), ("ep",))
+    grid = made_mesh(mesh.device_type, shape, names)
+    found = []
+    for model in (stored, plain):
+        shard_experts(model, grid["ep"] if fsdp else grid)
+        if fsdp:
+            sharded(model, grid["fsdp"])
+        found.append(steps(model, (IDS + torch.distributed.get_rank()) % 96))
+    (losses, _), (expected, _) = found
+    assert_equal({"losses": losses}, {"losses": expected})
+    assert_equal(full(stored.state_dict()), full(plain.state_dict()))
+    with tritonfp8.quantize_weights_once(stored), torch.no_grad():
+        stored(input_ids=IDS)
+    parts = [p._local_tensor for each in mixtures.experts_of(stored).values() for p in each.parameters()]
+    assert {type(x) for x in parts} == {MatricesShard}
+    return [x.shape[0] for x in parts]
 
 
 def bytes_of_a_forward(mesh, recipe):
@@ -136,8 +162,6 @@ def refused(mesh, how):
             fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
         elif how == "number":
             sharded(model, mesh, reshard=2)(input_ids=IDS)
-        elif how == "experts":
-            shard_experts(model, mesh)
         else:
             tritonfp8.revert(model)
             tritonfp8.convert(sharded(model, mesh), "rowwise", mode="inference", experts=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.collectives import all_to_all_rows
 from tritonfp8.distributed.expert_parallel.exchange import exchange, part, payload_of
-from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, permute
+from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, has_values, permute
 
 
 class _Trip(NamedTuple):
@@ -63,15 +63,17 @@ class ExpertDispatch:
                 f"the weights of sharded experts must be DTensors; got a {type(weight).__name__}. Load checkpoints "
                 "into the sharded parameters, or call shard_experts after the model has its final parameters"
             )
-        return part(weight, self.divisor)
+        return part(weight, self.divisor) if weight.requires_grad else weight.to_local()
 
     def parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        """This rank's part of each weight; None if FSDP2 shards them further, so that a forward gathers them."""
+        """This rank's part of each weight; None if FSDP2 shards them further, or if they are stored in 8 bits."""
         found = {}
         for name, weight in weights.items():
-            if not isinstance(weight, DTensor) or weight.device_mesh != self.mesh or not weight.to_local().numel():
+            if not isinstance(weight, DTensor) or weight.device_mesh != self.mesh:
                 return None
             found[name] = weight.to_local()
+            if not found[name].numel() or not has_values(found[name]):
+                return None
         return found
 
     def trip(self, ends: Tensor) -> _Trip:
@@ -112,7 +114,7 @@ class ExpertDispatch:
         else:
             # A rank without experts receives no rows. It takes part in the collectives of backward nevertheless, and
             # its empty shards get gradients: other ranks would wait for it in the norm of all gradients.
-            rows = rows + sum(x.sum() for x in (*weights, *biases) if x is not None)
+            rows = rows + sum(x.sum() for x in (*weights, *biases) if x is not None and x.requires_grad)
         rows = permute(rows, trip.local.inverse, trip.local.order)
         rows = exchange(rows, trip.receive, trip.send, self.group, None, back)
         if module.observer is not None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tritonfp8.checks import require, require_flag, require_type
 from tritonfp8.distributed.expert_parallel.dispatch import ExpertDispatch
+from tritonfp8.distributed.stored_weights import split_experts
 from tritonfp8.layers.moe import RoutedExperts
-from tritonfp8.layers.stored import is_stored
+from tritonfp8.layers.stored import StoredMatrices
 
 PAYLOADS = ("float8", "high_precision")
 
@@ -43,7 +44,7 @@ def shard_experts(
     Raises:
         TypeError: an argument of another type.
         ValueError: a mesh of several dims, an unknown payload, a number below 1, no converted experts, or experts that
-            are sharded, or stored in 8 bits.
+            are sharded.
     """
     require_type("model", model, nn.Module, "an nn.Module")
     require_type("mesh", mesh, DeviceMesh, "a DeviceMesh")
@@ -65,16 +66,20 @@ def shard_experts(
     for module in found.values():
         for key, parameter in list(module.named_parameters(recurse=False)):
             # By assignment: DTensor keeps whether it needs a gradient in the Parameter around it.
-            shards = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            shards = _shards(parameter.detach(), mesh)
             module.register_parameter(key, nn.Parameter(shards, requires_grad=parameter.requires_grad))
         module.dispatch = ExpertDispatch(mesh, payload, divisor)
     return list(found)
 
 
+def _shards(weight: Tensor, mesh: DeviceMesh) -> DTensor:
+    if isinstance(weight, StoredMatrices):
+        return split_experts(weight, mesh)
+    return distribute_tensor(weight, mesh, [Shard(0)])
+
+
 def _check_can_be_sharded(found: Mapping[str, RoutedExperts]) -> None:
     for name, module in found.items():
-        if is_stored(module):
-            raise ValueError(f"the experts of {name or 'the model'} are stored in 8 bits: revert before")
         sharded = [key for key, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)]
         if sharded or module.dispatch is not None:
             raise ValueError(

@@ -16,7 +16,7 @@ from tritonfp8.layers.moe.experts import (
     is_converted_experts,
     why_unfit_experts,
 )
-from tritonfp8.layers.moe.grouped_linear import MatricesReader, grouped_linear, register_matrices
+from tritonfp8.layers.moe.grouped_linear import MatricesReader, grouped_linear, has_values, register_matrices
 from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "experts_before",
     "gather",
     "grouped_linear",
+    "has_values",
     "is_converted_experts",
     "permute",
     "register_matrices",
