@@ -109,9 +109,9 @@ def test_a_parameter_that_does_not_move_fails_the_comparison(ranks):
     assert len(row["on"]["stuck"]) == len(row["off"]["stuck"]) > 20
 
 
-def check_adapters(on, off):
+def check_adapters(on, off, stored=14):
     """Adapters trained on codes as on bf16 weights of the same values, to the bit."""
-    assert [kept for _, kept, _ in on] == [14, 14]
+    assert [kept for _, kept, _ in on] == [stored, stored]
     assert [kept for _, kept, _ in off] == [0, 0]
     for mine, theirs in zip(on, off, strict=True):
         assert mine[0] == theirs[0]
@@ -136,12 +136,16 @@ def test_accelerate_and_peft_on_a_stored_base(ranks, ram_efficient):
     [
         {"recipe": "rowwise", "ram_efficient": True},
         {"recipe": "blockwise", "dtype": "float32", "checkpointing": True},
+        {"recipe": "mxfp8", "experts": 3},
+        {"recipe": "rowwise", "experts": 3, "ram_efficient": True},
     ],
-    ids=["rowwise, ram efficient", "blockwise, float32, recomputed"],
+    ids=["rowwise, ram efficient", "blockwise, float32, recomputed", "experts", "experts, ram efficient"],
 )
 def test_trainer_and_peft_on_a_stored_base(ranks, options):
     check_adapters(
-        *(ranks.run(2, trainer_cases.lora_by_trainer, timeout=300, stored=s, **options) for s in (True, False))
+        *(ranks.run(2, trainer_cases.lora_by_trainer, timeout=300, stored=s, **options) for s in (True, False)),
+        # In each of two layers: attention, and a dense MLP or all experts.
+        stored=2 * (4 + (1 if "experts" in options else 3)),
     )
 
 

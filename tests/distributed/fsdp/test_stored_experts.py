@@ -2,6 +2,7 @@
 
 import pytest
 import stored_expert_cases
+import torch
 from cases import QUANTIZED
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(2)]
@@ -32,6 +33,10 @@ def test_other_ways(ranks, options):
     assert ranks.run(2, stored_expert_cases.trains, recipe="rowwise", **options)
 
 
+def test_a_policy_of_bfloat16(ranks):
+    assert ranks.run(2, stored_expert_cases.computes_in_bfloat16, recipe="rowwise") == [torch.bfloat16] * 2
+
+
 def test_hsdp(ranks):
     assert ranks.run(4, stored_expert_cases.trains, recipe="mxfp8", hsdp=True) == [[4] * 4] * 4
 
@@ -44,6 +49,10 @@ def test_hsdp(ranks):
 def test_expert_parallelism(ranks, recipe, experts, fsdp, parts):
     found = ranks.run(4, stored_expert_cases.expert_parallel, recipe=recipe, experts=experts, fsdp=fsdp)
     assert [each[0] for each in found] == parts
+
+
+def test_data_parallel_copies(ranks):
+    assert all(ranks.run(2, stored_expert_cases.data_parallel, recipe="blockwise"))
 
 
 def test_half_of_the_bytes(ranks):

@@ -98,13 +98,14 @@ def _with_adapters(program, recipe, stored):
     """A model with adapters, whose base is stored in 8 bits, or has the same values in bf16."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(model_of(program), LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
-    values = copy.deepcopy(model)
-    tritonfp8.convert(values, recipe, weight_storage="quantized")
+    targets = ["q_proj", "v_proj" if program.experts else "up_proj"]
+    model = get_peft_model(model_of(program), LoraConfig(target_modules=targets, r=4))
+    values, experts = copy.deepcopy(model), bool(program.experts)
+    tritonfp8.convert(values, recipe, weight_storage="quantized", experts=experts)
     if stored:
         return values
     model.load_state_dict(values.state_dict())
-    tritonfp8.convert(model, recipe)
+    tritonfp8.convert(model, recipe, experts=experts)
     return model
 
 

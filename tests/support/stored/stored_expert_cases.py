@@ -83,6 +83,17 @@ def trains(mesh, recipe, experts=8, family="qwen3_moe", hsdp=False, **options):
     return [x.shape[0] for x in parts if type(x) is MatricesShard]
 
 
+def computes_in_bfloat16(mesh, recipe):
+    """Weights that count as float32 serve a policy of bfloat16."""
+    alone = mixture(recipe=recipe).bfloat16()
+    # A policy leaves buffers in float32.
+    alone.model.rotary_emb = mixture().model.rotary_emb
+    model = sharded(mixture(recipe=recipe), mesh, param_dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert_equal({"logits": model(input_ids=IDS).logits}, {"logits": alone(input_ids=IDS).logits})
+    return model(input_ids=IDS).logits.dtype
+
+
 def expert_parallel(mesh, recipe, experts=8, fsdp=False):
     """Each rank has tokens of its own: the bits of plain experts of the same values, sharded likewise."""
     stored, plain = mixture(recipe=recipe, num_experts=experts), mixture(num_experts=experts)
@@ -107,6 +118,18 @@ def expert_parallel(mesh, recipe, experts=8, fsdp=False):
     parts = [p._local_tensor for each in mixtures.experts_of(stored).values() for p in each.parameters()]
     assert {type(x) for x in parts} == {MatricesShard}
     return [x.shape[0] for x in parts]
+
+
+def data_parallel(mesh, recipe):
+    """DistributedDataParallel gives all ranks the weights of rank 0."""
+    rank = torch.distributed.get_rank()
+    alone, model = mixture(recipe=recipe, seed=5), mixture(recipe=recipe, seed=5 + rank)
+    model = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
+    assert_equal(model.module.state_dict(), alone.state_dict())
+    (losses, seen), (expected, _) = steps(model.module), steps(alone)
+    assert MatricesShard not in seen
+    assert_equal({"losses": losses}, {"losses": expected})
+    return True
 
 
 def bytes_of_a_forward(mesh, recipe):
