@@ -26,8 +26,8 @@ def test_any_number_of_experts(ranks, world, experts, parts):
 
 @pytest.mark.parametrize(
     "options",
-    [{"reshard": False}, {"recompute": True}, {"family": "gpt_oss"}, {"family": "mixtral"}],
-    ids=["gathered once", "recompute", "gpt_oss", "mixtral"],
+    [{"reshard": False}, {"recompute": True}, {"compiled": True}, {"family": "gpt_oss"}, {"family": "mixtral"}],
+    ids=["gathered once", "recompute", "compiled", "gpt_oss", "mixtral"],
 )
 def test_other_ways(ranks, options):
     assert ranks.run(2, stored_expert_cases.trains, recipe="rowwise", **options)

@@ -29,11 +29,13 @@ def mixture(family="qwen3_moe", recipe=None, seed=0, **sizes):
     return model
 
 
-def sharded(model, mesh, reshard=True, recompute=False, param_dtype=None):
+def sharded(model, mesh, reshard=True, recompute=False, compiled=False, param_dtype=None):
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     for layer in model.model.layers:
         if recompute:
             layer.mlp.forward = recomputed(layer.mlp.forward)
+        if compiled:
+            layer.mlp.compile(backend="aot_eager", fullgraph=True)
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
