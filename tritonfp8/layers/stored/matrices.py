@@ -16,7 +16,7 @@ from tritonfp8.layers.linear import Pair
 from tritonfp8.layers.moe import MatricesReader, register_matrices
 from tritonfp8.layers.stored.rows import row_spec
 from tritonfp8.layers.stored.weight import StoredWeight
-from tritonfp8.specs import QuantSpec, empty_scale
+from tritonfp8.specs import BLOCKS, QuantSpec, empty_scale
 
 aten = torch.ops.aten
 
@@ -42,8 +42,9 @@ class StoredMatrices(StoredWeight):
         # As one matrix, whose rows have the scales of their blocks: one launch in place of one for each expert.
         if rows != 1:
             scale = scale.expand(-1, n, -1) if rows == -1 else scale.repeat_interleave(rows, 1)[:, :n]
-        of_rows = empty_scale((experts * n, k), spec.block, spec.scale_format, scale.device)
-        of_rows.copy_(scale.reshape(of_rows.shape))
+        of_rows = scale.reshape(experts * n, scale.shape[2])
+        if BLOCKS[spec.block].rows_contiguous:
+            of_rows = empty_scale((experts * n, k), spec.block, spec.scale_format, scale.device).copy_(of_rows)
         flat = ops.dequantize(self._qdata.view(experts * n, k), of_rows, *spec.args, self.dtype)
         return flat.view(experts, n, k)
 
