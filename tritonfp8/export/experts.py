@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def why_named_otherwise(model: nn.Module) -> str | None:
-    """The reason why checkpoints of this model of transformers have other names for experts; None if they do not."""
+    """The reason why a model of transformers keeps its experts in one tensor: its checkpoints name them otherwise."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None:
         return None
@@ -45,7 +45,7 @@ def why_named_otherwise(model: nn.Module) -> str | None:
     known: Any = get_checkpoint_conversion_mapping(kind) or ()
     sources = [pattern for each in known for pattern in each.source_patterns]
     named = any(pattern.endswith("experts.*.down_proj.weight") for pattern in sources)
-    return None if named else f"checkpoints of {kind} have other names for experts: engines would not find these"
+    return None if named else f"checkpoints of {kind} have no matrix for each expert by these names, as engines read"
 
 
 def why_not_split(module: nn.Module) -> str | None:
