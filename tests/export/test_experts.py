@@ -261,5 +261,5 @@ def test_families(family, reason):
 
 @pytest.mark.xdist_group("ranks")
 def test_experts_that_fsdp2_shards(ranks):
-    """The tensors of the whole model, on every rank; and a checkpoint is read into the parts."""
+    """Every rank gets all tensors of the export, and reads its own part of a checkpoint."""
     assert ranks.run(2, export_cases.experts, format="fine_grained") == [True, True]

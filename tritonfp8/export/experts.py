@@ -88,7 +88,7 @@ def rows_of_block(spec: QuantSpec, part: Part) -> int | None:
 
 
 def codes_of(weight: Tensor, parts: Iterable[tuple[str, Part]], spec: QuantSpec) -> Iterator[tuple[str, Quantized]]:
-    """The codes of each part of a weight ``[E, N, K]``: those that are stored if they are of ``spec``.
+    """The codes of each part of a weight ``[E, N, K]``, by name: the stored codes if the weight is stored by ``spec``.
 
     Args:
         weight: whole, stored or not.

@@ -71,46 +71,18 @@ class MatricesShard(StoredMatrices):
     Experts are whole and have scales of their own, so FSDP2 shards and gathers codes and scales as bytes; a rank may
     have no expert.
 
-    Args:
-        qdata, scale, spec, dtype, is_transposed: as of :class:`StoredMatrices`, of these experts.
-        total: if this is a shard of FSDP2, the number of experts of all shards.
+    Its arguments are those of :class:`StoredMatrices`, for these experts.
     """
 
-    total: int | None
+    # The number of experts of all shards, if this is a shard of FSDP2.
+    total: int | None = None
     # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
     is_checked = False
 
-    @staticmethod
-    def __new__(
-        cls,
-        qdata: Tensor,
-        scale: Tensor,
-        spec: QuantSpec,
-        dtype: torch.dtype,
-        is_transposed: bool = False,
-        total: int | None = None,
-    ) -> MatricesShard:
-        """A tensor of this type, without data of its own."""
-        return StoredMatrices.__new__(cls, qdata, scale, spec, dtype, is_transposed)  # type: ignore[return-value]
-
-    def __init__(
-        self,
-        qdata: Tensor,
-        scale: Tensor,
-        spec: QuantSpec,
-        dtype: torch.dtype,
-        is_transposed: bool = False,
-        total: int | None = None,
-    ) -> None:
-        super().__init__(qdata, scale, spec, dtype, is_transposed)
-        self.total = total
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names, context = super().__tensor_flatten__()
-        return names, (*context, self.total)
-
     def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> MatricesShard:
-        return MatricesShard(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed, self.total)
+        found = MatricesShard(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+        found.total = self.total
+        return found
 
     def _experts(self, start: int, end: int) -> MatricesShard:
         return self._with(self._qdata[start:end], self._scale[start:end])
@@ -139,7 +111,7 @@ class MatricesShard(StoredMatrices):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """The gathered experts, views of the gathered bytes; FSDP2 cuts off those that fill uneven shards."""
+        """The gathered experts, views of the gathered bytes; FSDP2 cuts off the experts that fill uneven shards."""
         # `out` is a view of the same memory, which FSDP2 has filled again.
         if out is not None:
             return None
