@@ -17,11 +17,12 @@ from tritonfp8 import hardware, ops
 from tritonfp8.conversion.cost import H200
 from tritonfp8.launch import executor
 from tritonfp8.launch.matmul import widened
+from tritonfp8.ops import passes
 
 MODEL = "gpt 2 xl layers"
 # Of one block of GPT-2 XL, 8 x 1024 tokens, forward and backward. A figure may only be replaced by a smaller one. On an
 # H200 four blocks launched 412 kernels in all by rowwise and 196 in bf16; the goal is at most 294.
-MOST_LAUNCHES = {"rowwise": 53, "blockwise": 31, "tensorwise": 62, "mxfp8": 55}
+MOST_LAUNCHES = {"rowwise": 50, "blockwise": 28, "tensorwise": 56, "mxfp8": 52}
 
 
 def graphs_of(model, x):
@@ -82,6 +83,8 @@ def test_a_block_of_gpt_2_launches_no_more_kernels_than_before(recipe, launched)
     model, x = block_of(MODEL)
     tritonfp8.convert(model, recipe)
     graphs = graphs_of(model, x)
+    for graph in graphs:
+        passes.rewrite(graph.graph)
     nodes = [node for graph in graphs for node in graph.graph.nodes if is_launched(node)]
     for node in nodes:
         launch(node)

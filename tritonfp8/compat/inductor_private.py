@@ -1,7 +1,7 @@
-"""The private names of Inductor, torch's compiler, that make the code it writes call functions of ours directly.
+"""The private names of Inductor, torch's compiler: for rewrites of graphs, and for direct calls in the code it writes.
 
-They are known in torch 2.11 to 2.15. If one is missing, that code calls our ops through torch's dispatcher: the results
-are the same, and each call takes more host time.
+They are known in torch 2.11 to 2.15. If one is missing, graphs stay as they are, and the code calls our ops through
+torch's dispatcher: the results are the same, with more launches, and each call takes more host time.
 """
 
 from __future__ import annotations
@@ -92,6 +92,31 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
         writeline(line)
 
     CUSTOM_EXTERN_KERNEL_CODEGEN.update(dict.fromkeys(calls, CustomCodegen(python=write)))
+    return True
+
+
+class _Rewrite(NamedTuple):
+    """A function that rewrites graphs, as an entry of Inductor's table of passes."""
+
+    apply: Callable[[Any], int]
+
+
+def rewrite_graphs(rewrite: Callable[[Any], int]) -> bool:
+    """Let ``rewrite`` change each graph in place after autograd, before Inductor writes code for it.
+
+    Args:
+        rewrite: takes a ``torch.fx.Graph``; returns how many places it changed.
+
+    Returns:
+        Whether it will; False if this torch lacks the table of passes.
+    """
+    try:
+        from torch._inductor.fx_passes import post_grad
+
+        passes: list[Any] = post_grad.pass_patterns
+    except (ImportError, AttributeError):
+        return False
+    passes[:] = [entry for entry in passes if not isinstance(entry, _Rewrite)] + [_Rewrite(rewrite)]
     return True
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from tritonfp8.compat import inductor_private, torch_private
+from tritonfp8.ops import passes
 from tritonfp8.ops.call_site import Plannable, call_site
 
 CALLS = SimpleNamespace()
@@ -79,7 +80,7 @@ def _returns_one(op: Any) -> bool:
 
 
 def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``fake``, which also tells Inductor of the functions, once.
+    """``fake``, which also tells Inductor of the functions and of :mod:`tritonfp8.ops.passes`, once.
 
     A graph with one of our ops is traced through the fake of that op. So this runs before Inductor writes code for it.
     """
@@ -90,6 +91,7 @@ def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_offered and inductor_private.is_loaded():
             _is_offered = True
             inductor_private.call_directly(_calls, _IMPORT)
+            inductor_private.rewrite_graphs(passes.rewrite)
         return fake(*args, **options)
 
     return run

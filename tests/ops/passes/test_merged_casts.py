@@ -1,0 +1,148 @@
+"""Graphs that Inductor compiles have one op for the two casts of a matrix."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tritonfp8
+from tritonfp8 import ops
+from tritonfp8.compat import inductor_private
+from tritonfp8.ops import passes
+from tritonfp8.testing import assert_bitwise_equal
+
+ROWWISE, BLOCKWISE, TENSORWISE = (f"e4m3:{block}:fp32:pow2" for block in ("rowwise", "1x128", "tensorwise"))
+QUANTIZE, BOTH = (getattr(torch.ops.tritonfp8, name).default for name in ("quantize", "quantize_both"))
+
+
+def again(x):
+    """The values of ``x`` as a layer in a compiled graph casts them in backward."""
+    return x.neg().neg()
+
+
+def graph_of(function, *args):
+    return make_fx(function, tracing_mode="fake")(*args)
+
+
+def counts(module):
+    targets = [node.target for node in module.graph.nodes]
+    return targets.count(QUANTIZE), targets.count(BOTH)
+
+
+def merged(function, *args):
+    """The counts of both ops after the rewrite, which must keep the results to the bit."""
+    module = graph_of(function, *args)
+    found = passes.rewrite(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert_bitwise_equal(list(module(*args)), list(function(*args)))
+    assert found == counts(module)[1]
+    return counts(module)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(48, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.mark.parametrize("spec", [ROWWISE, BLOCKWISE, TENSORWISE])
+def test_casts_of_one_matrix_become_one_op(x, spec):
+    def normal_first(x):
+        y = x + 1
+        return *ops.quantize(y, spec), *ops.quantize(again(y).detach(), ROWWISE, True)
+
+    def transposed_first(x):
+        y = x + 1
+        return *ops.quantize(again(y), ROWWISE, True), y * 2, *ops.quantize(y.detach(), spec)
+
+    assert merged(normal_first, x) == (0, 1)
+    assert merged(transposed_first, x) == (0, 1)
+
+
+def test_what_only_the_second_cast_read_is_gone(x):
+    module = graph_of(lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(again(x), ROWWISE, True)), x)
+    passes.rewrite(module.graph)
+    assert not [node for node in module.graph.nodes if node.target == torch.ops.aten.neg.default]
+
+
+def test_other_values_and_other_casts_are_left_alone(x):
+
+    def given(x):
+        return *ops.quantize(x, ROWWISE), *ops.quantize(x, TENSORWISE, True, x.abs().amax().float().view(1, 1))
+
+    alone = [
+        lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(x.neg(), ROWWISE, True)),
+        lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(x, BLOCKWISE)),
+        lambda x: (*ops.quantize(x, ROWWISE, True), *ops.quantize(again(x), ROWWISE, True)),
+        lambda x: (
+            *ops.quantize(x, ROWWISE),
+            *ops.quantize(x, "e4m3:tensorwise:fp32:pow2", True, x.abs().amax().float().view(1, 1)),
+        ),
+    ]
+    for function in alone:
+        assert merged(function, x) == (2, 0)
+
+
+def test_a_third_cast_stays(x):
+    def function(x):
+        return *ops.quantize(x, ROWWISE), *ops.quantize(x, BLOCKWISE), *ops.quantize(again(x), ROWWISE, True)
+
+    assert merged(function, x) == (1, 1)
+
+
+@pytest.fixture
+def told():
+    """Inductor's table of passes with ours; put back after the test."""
+    before = list(post_grad.pass_patterns)
+    assert inductor_private.rewrite_graphs(passes.rewrite)
+    yield post_grad.pass_patterns
+    post_grad.pass_patterns[:] = before
+
+
+def code_of(model, x):
+    """Output and gradients of a compiled model, and the code that Inductor wrote."""
+    torch.compiler.reset()
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+
+    def run():
+        out = torch.compile(model, fullgraph=True)(x)
+        out.sum().backward()
+        return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        results, code = run_and_get_code(run)
+    return results, "\n".join(code)
+
+
+def casts(code):
+    return Counter(re.findall(r"tritonfp8_site\('(quantize\w*)'\)", code))
+
+
+@pytest.mark.slow
+def test_inductor_rewrites_the_graphs_of_a_layer(x, told):
+    # The partitioner keeps the cast of what a GEMM computed, as that takes half of the bytes.
+    model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 128, bias=False)).bfloat16()
+    tritonfp8.convert(model[1], "rowwise")
+    found, code = code_of(model, x)
+    assert casts(code) == {"quantize_both": 2, "quantize": 2}
+    told.pop()
+    expected, code = code_of(model, x)
+    assert casts(code) == {"quantize_both": 1, "quantize": 4}
+    assert_bitwise_equal(found, expected)
+
+
+def test_told_twice_inductor_has_one_rewrite(told):
+    entries = len(told)
+    assert inductor_private.rewrite_graphs(passes.rewrite)
+    assert len(told) == entries
+
+
+def test_a_torch_without_the_table_leaves_graphs_alone(monkeypatch):
+    monkeypatch.delattr(post_grad, "pass_patterns")
+    assert inductor_private.rewrite_graphs(passes.rewrite) is False
