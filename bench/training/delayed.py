@@ -134,6 +134,13 @@ def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) ->
     return first, second
 
 
+def grad_output_and_sum(
+    provider: operands.OperandProvider, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
+) -> tuple[Pair, Pair, Tensor]:
+    """:meth:`OperandProvider.grad_output_and_sum` by amaxes of earlier steps."""
+    return *quantize_for(x, spec, spec_t), x.sum(0)
+
+
 @contextlib.contextmanager
 def delayed(history: History | None) -> Iterator[None]:
     """Quantize the operands of linear layers by amaxes of earlier steps; None changes nothing."""
@@ -143,7 +150,11 @@ def delayed(history: History | None) -> Iterator[None]:
         return
     _history = history
     # CODE is an argument in the graph: else torch would take graphs of other code for it.
-    with mock.patch.object(operands, "quantize_for", quantize_for), mock.patch.object(graph_op, "CODE", PROTOTYPE):
+    with (
+        mock.patch.object(operands, "quantize_for", quantize_for),
+        mock.patch.object(operands.OperandProvider, "grad_output_and_sum", grad_output_and_sum),
+        mock.patch.object(graph_op, "CODE", PROTOTYPE),
+    ):
         yield
         history.end_step()
 

@@ -10,7 +10,7 @@ from tritonfp8.kernels.pdl import begin
 
 @triton.jit
 def delayed_kernel(
-    found_ptr, x_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, M, N, stride_xm, stride_xn,
+    found_ptr, x_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, sums_ptr, M, N, stride_xm, stride_xn,
     groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
     groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
     parts_t, stride_part_t,
@@ -20,7 +20,7 @@ def delayed_kernel(
     ROWS_T: tl.constexpr, COLS_T: tl.constexpr, QMAX_T: tl.constexpr, EMAX_T: tl.constexpr,
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
-    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
+    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, SUM: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -34,10 +34,10 @@ def delayed_kernel(
     highest = reduce_max(reduce_max(magnitudes(x), 1), 0)
     tl.atomic_max(found_ptr, amax_bits(highest, x.dtype), sem="relaxed")
     quantize_kernel(
-        x_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, M, N, stride_xm, stride_xn, groups_m,
+        x_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, sums_ptr, M, N, stride_xm, stride_xn, groups_m,
         groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
         groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, parts_t,
         stride_part_t, ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS, ROWS_T,
         COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T, NORMAL,
-        TRANSPOSED, DIRECT_CAST, EVEN, TILE_M, TILE_N, R, GROUP, DEPENDENT,
+        TRANSPOSED, SUM, DIRECT_CAST, EVEN, TILE_M, TILE_N, R, GROUP, DEPENDENT,
     )  # fmt: skip

@@ -322,7 +322,7 @@ def spread_rows(pid, TILE: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, M, N, stride_xm, stride_xn,
+    x_ptr, q_ptr, s_ptr, amax_ptr, qt_ptr, st_ptr, amax_t_ptr, sums_ptr, M, N, stride_xm, stride_xn,
     groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
     groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
     parts_t, stride_part_t,
@@ -332,7 +332,7 @@ def quantize_kernel(
     ROWS_T: tl.constexpr, COLS_T: tl.constexpr, QMAX_T: tl.constexpr, EMAX_T: tl.constexpr,
     QMAX_MANTISSA_T: tl.constexpr, MANTISSA_BITS_T: tl.constexpr, EMIN_T: tl.constexpr,
     E8M0_T: tl.constexpr, POW2_T: tl.constexpr, PARTS_T: tl.constexpr,
-    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
+    NORMAL: tl.constexpr, TRANSPOSED: tl.constexpr, SUM: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -340,7 +340,7 @@ def quantize_kernel(
 
     All strides and blocks are in the coordinates of ``x``, also those of the transposed result. A block that does not
     fit in a tile takes its amax from ``amax_ptr``. Tiles run in reverse order: after an amax pass over ``x``, its last
-    rows are still in L2.
+    rows are still in L2. SUM also writes ``sums_ptr [cdiv(M, TILE_M), N]``, float32: the sum over the rows of a tile.
     """
     begin(DEPENDENT)
     pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
@@ -349,6 +349,8 @@ def quantize_kernel(
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     pointers = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
     x = load_masked(pointers, mask, EVEN)
+    if SUM:
+        tl.store(sums_ptr + pid_m.to(tl.int64) * N + cols, tl.sum(x.to(tl.float32), 0), mask=cols < N)
     if NORMAL:
         quantize_tile(
             x, pid_m, pid_n, pid_m == 0, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
@@ -367,6 +369,21 @@ def quantize_kernel(
             ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
             DIRECT_CAST, True, EVEN, R,
         )  # fmt: skip
+
+
+@triton.jit
+def column_sums_kernel(
+    parts_ptr, out_ptr, parts, N, TILE_P: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """``out [N]``: the sum over ``parts [parts, N]``, float32, always in the same order."""
+    begin(DEPENDENT)
+    cols = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    total = tl.zeros((TILE_P, TILE_N), tl.float32)
+    for first in range(0, parts, TILE_P):
+        part = first + tl.arange(0, TILE_P)
+        pointers = parts_ptr + part.to(tl.int64)[:, None] * N + cols[None, :]
+        total += tl.load(pointers, mask=(part < parts)[:, None] & (cols < N)[None, :], other=0.0)
+    tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
 @triton.jit

@@ -39,6 +39,7 @@ def samples(device):
         yield ops.quantize, (deep, *spec.args)
         yield ops.quantize, (x, *spec.args, False, reference.amax(x, spec.block))
         yield ops.quantize_both, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
+        yield ops.quantize_both_sum, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
     for part in (x, x.t(), x[:0], x[::2, 1:]):

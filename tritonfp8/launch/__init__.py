@@ -14,6 +14,7 @@ from tritonfp8.launch.cast import (
     quantize_both,
     transpose,
 )
+from tritonfp8.launch.column_sums import plan_quantize_both_sum, quantize_both_sum
 from tritonfp8.launch.executor import generation, repeat_of
 from tritonfp8.launch.figures import operand_figures, plan_operand_figures
 from tritonfp8.launch.fused import (
@@ -67,6 +68,7 @@ __all__ = [
     "plan_operand_figures",
     "plan_quantize",
     "plan_quantize_both",
+    "plan_quantize_both_sum",
     "plan_quantize_groups",
     "plan_sum_of_rows",
     "plan_swiglu",
@@ -86,6 +88,7 @@ __all__ = [
     "product_kind",
     "quantize",
     "quantize_both",
+    "quantize_both_sum",
     "quantize_groups",
     "quantize_groups_both",
     "quantize_matrices",

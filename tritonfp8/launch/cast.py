@@ -186,7 +186,7 @@ class _Side(NamedTuple):
 
 @functools.cache
 def _constants(
-    tile: CastTile, numerics: Numerics | None, numerics_t: Numerics | None, even: bool, direct_cast: bool
+    tile: CastTile, numerics: Numerics | None, numerics_t: Numerics | None, sums: bool, even: bool, direct_cast: bool
 ) -> Mapping[str, object]:
     """Every compile-time argument of a cast; a missing side gets those of the other."""
     first, second = numerics or numerics_t, numerics_t or numerics
@@ -199,6 +199,7 @@ def _constants(
         "PARTS_T": second[2],
         "NORMAL": numerics is not None,
         "TRANSPOSED": numerics_t is not None,
+        "SUM": sums,
         "DIRECT_CAST": direct_cast,
         "EVEN": even,
         "TILE_M": tile.m,
@@ -222,10 +223,16 @@ def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[_Side | N
     ]
 
 
-def _plan_sides(plan: Planner, x: View, side: _Side | None, side_t: _Side | None) -> None:
-    """Fill one or two sides from ``x [m, n]``."""
-    if x.strides[1] != 1 and x.strides[0] == 1:
-        # The kernel reads along rows.
+def reads_along_columns(x: View) -> bool:
+    """Whether the kernel, which reads along rows, casts the transpose of ``x [m, n]``."""
+    return x.strides[1] != 1 and x.strides[0] == 1
+
+
+def _plan_sides(
+    plan: Planner, x: View, side: _Side | None, side_t: _Side | None, with_sums: bool = False
+) -> View | None:
+    """Fill one or two sides from ``x [m, n]``; with sums return ``[parts, n]``, float32, whose sum is that of rows."""
+    if reads_along_columns(x):
         x, side, side_t = x.t(), side_t and side_t.t(), side and side.t()
     m, n = x.shape
     tile = cast_tiles.choose(m, n, side and side.block, side_t and transposed(side_t.block))
@@ -237,17 +244,20 @@ def _plan_sides(plan: Planner, x: View, side: _Side | None, side_t: _Side | None
         tile,
         None if side is None else side.numerics(),
         None if side_t is None else side_t.numerics(),
+        with_sums,
         tile.holds_whole(m, n),
         plan.device.has_direct_cast,
     )
+    sums = plan.empty((-(-m // tile.m), n), torch.float32) if with_sums else None
     plan.launch(
         quantize_kernels.quantize_kernel,
         tile.programs(m, n),
-        (x, *first.pointers(), *second.pointers()),
+        (x, *first.pointers(), *second.pointers(), x if sums is None else sums),
         (m, n, *x.strides, *first.runtime_args(), *second.runtime_args()),
         constants,
         **tile.options(),
     )
+    return sums
 
 
 def _side(
@@ -297,14 +307,16 @@ def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None 
     return quantize(matrix, spec, transpose, None if amax is None else amax.contiguous())
 
 
-def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
-    """Outputs: qdata, scale, and those of the transpose."""
-    if not x.numel():
-        return None
+def plan_both_sides(plan: Planner, x: View, spec: str, spec_t: str, with_sums: bool) -> tuple[list[View], View | None]:
+    """qdata, scale, and those of the transpose; and with sums those of :func:`_plan_sides`."""
     side, qdata, scale = _side(plan, x.shape, spec_of(spec), False, None)
     side_t, qdata_t, scale_t = _side(plan, x.shape, spec_of(spec_t), True, None)
-    _plan_sides(plan, x, side, side_t)
-    return [qdata, scale, qdata_t, scale_t]
+    return [qdata, scale, qdata_t, scale_t], _plan_sides(plan, x, side, side_t, with_sums)
+
+
+def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
+    """Outputs: qdata, scale, and those of the transpose."""
+    return plan_both_sides(plan, x, spec, spec_t, False)[0] if x.numel() else None
 
 
 def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -101,6 +101,9 @@ _CASTS = {
             (Operand("RC"), Operand("RC", "spec", None), Operand("CR"), Operand("CR", "spec_t", None)),
         ),
     ),
+    "quantize_both_sum": _twin(
+        "quantize_both_sum", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
     "dequantize": Op(
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         fakes.dequantize,
@@ -361,6 +364,7 @@ adamw_amax = torch.ops.tritonfp8.adamw_amax.default
 amax = torch.ops.tritonfp8.amax.default
 quantize = torch.ops.tritonfp8.quantize.default
 quantize_both = torch.ops.tritonfp8.quantize_both.default
+quantize_both_sum = torch.ops.tritonfp8.quantize_both_sum.default
 amax_of_shards = torch.ops.tritonfp8.amax_of_shards.default
 quantize_shards = torch.ops.tritonfp8.quantize_shards.default
 dequantize = torch.ops.tritonfp8.dequantize.default

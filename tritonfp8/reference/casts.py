@@ -141,6 +141,11 @@ def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Te
     return *quantize(x, spec), *quantize(x, spec_t, transpose=True)
 
 
+def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(*quantize_both(x, spec, spec_t), x.sum(0))``: five tensors. The order in which a GPU sums is not defined."""
+    return *quantize_both(x, spec, spec_t), x.sum(0)
+
+
 def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
     """``float32(qdata) * float32(scale)``, rounded to ``dtype``.
 

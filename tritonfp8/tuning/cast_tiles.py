@@ -122,6 +122,8 @@ AMAX_OF_COLUMNS = AmaxPass(CastTile(64, 128, 4), 8)
 AMAX_OF_WHOLE = AmaxPass(CastTile(8, 1024, 4), 8)
 LONGEST_SHORT_ROW = 2048
 PARTIAL_AMAX_STAGES = 1
+# The sums of columns over tiles: tiles by columns.
+COLUMN_SUMS = CastTile(32, 64, 4)
 TRANSPOSE = CastTile(128, 128, 4, group=8)
 DEQUANTIZE = CastTile(64, 128, 4)
 # Blocks of MX codes to bf16: a thread reads 16 codes at a time.

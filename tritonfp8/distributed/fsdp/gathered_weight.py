@@ -323,6 +323,12 @@ class GatheredWeightOperands(OperandProvider):
         """See ``others``."""
         return self.others.grad_output(x, spec, spec_t)
 
+    def grad_output_and_sum(
+        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
+    ) -> tuple[Pair, Pair, Tensor]:
+        """See ``others``."""
+        return self.others.grad_output_and_sum(x, spec, spec_t)
+
 
 register_weight_type(GatheredWeight, GatheredWeightOperands(LOCAL))
 

@@ -60,3 +60,9 @@ class ShardedOperands(OperandProvider):
     def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """``x`` is this rank's part."""
         return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.n)))
+
+    def grad_output_and_sum(
+        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
+    ) -> tuple[Pair, Pair, Tensor]:
+        """As :meth:`grad_output`; the sum is of this rank's rows."""
+        return *self.grad_output(x, spec, spec_t), x.sum(0)

@@ -108,8 +108,7 @@ class _Linear(torch.autograd.Function):
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         weight, weight_amax_t, input, input_qdata, input_scale, *cached = ctx.saved_tensors
         saved = Saved(weight, weight_amax_t, input, (input_qdata, input_scale), (cached[0], cached[1]), ctx.dtypes)
-        grad_bias = grad_output.sum(0) if ctx.needs_grad_bias else None
-        return *gradients(ctx.plan, grad_output, saved), grad_bias
+        return gradients(ctx.plan, grad_output, saved, ctx.needs_grad_bias)
 
 
 class Saved(NamedTuple):
@@ -132,15 +131,18 @@ class Saved(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
 
 
-def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor | None]:
-    """``(grad_input, grad_weight)`` of ``grad_output [M, N]``, each None where the plan needs none."""
+def gradients(
+    plan: LinearPlan, grad_output: Tensor, saved: Saved, needs_grad_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``(grad_input, grad_weight, grad_bias)`` of ``grad_output [M, N]``, each None where nobody needs it."""
     recipe, input = plan.recipe, saved.input
-    grad_input = grad_weight = None
-    pair, pair_t = plan.provider.grad_output(
-        grad_output,
-        recipe.grad_input.lhs if plan.needs_grad_input else None,
-        recipe.grad_weight.lhs if plan.needs_grad_weight else None,
-    )
+    grad_input = grad_weight = grad_bias = None
+    spec = recipe.grad_input.lhs if plan.needs_grad_input else None
+    spec_t = recipe.grad_weight.lhs if plan.needs_grad_weight else None
+    if needs_grad_bias:
+        pair, pair_t, grad_bias = plan.provider.grad_output_and_sum(grad_output, spec, spec_t)
+    else:
+        pair, pair_t = plan.provider.grad_output(grad_output, spec, spec_t)
     if plan.needs_grad_input:
         if plan.layer is not None:
             counting.announce(plan.layer, "grad_input")
@@ -162,7 +164,7 @@ def gradients(plan: LinearPlan, grad_output: Tensor, saved: Saved) -> tuple[Tens
         else:
             assert input is not None
             grad_weight = ops.matmul(grad_output.t(), input.t())
-    return grad_input, grad_weight
+    return grad_input, grad_weight, grad_bias
 
 
 def recomputable(x: Tensor) -> Tensor:

@@ -80,6 +80,15 @@ class OperandProvider:
         """``(qdata, scale)`` of ``x [M, N]`` for ``grad_input``, and of ``x.T`` for ``grad_weight``."""
         return quantize_for(x, spec, spec_t)
 
+    def grad_output_and_sum(
+        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
+    ) -> tuple[Pair, Pair, Tensor]:
+        """As :meth:`grad_output`, and the gradient of a bias ``[N]``: the sum of the rows of ``x [M, N]``."""
+        if spec is None or spec_t is None:
+            return *quantize_for(x, spec, spec_t), x.sum(0)
+        qdata, scale, qdata_t, scale_t, total = ops.quantize_both_sum(x, *spec.args, *spec_t.args)
+        return (qdata, scale), (qdata_t, scale_t), total
+
 
 LOCAL = OperandProvider()
 """The provider of layers whose operands are whole tensors on this rank."""

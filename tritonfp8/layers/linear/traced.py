@@ -76,11 +76,10 @@ def _backward(
         spec = how.grad_weight.rhs if needs_weight else None
         input_pair = LOCAL.input(rows, None, spec)[1]
         kept = cached_for_backward(plan, cached, cached_t)
-        grad_input, grad_weight = gradients(
-            plan, grad, Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype))
+        grad_input, grad_weight, grad_bias = gradients(
+            plan, grad, Saved(weight, None, rows, input_pair, kept, (input.dtype, weight.dtype)), needs_bias
         )
-        results = [None if grad_input is None else grad_input.reshape(input.shape), grad_weight]
-        results.append(grad.sum(0) if needs_bias else None)
+        results = [None if grad_input is None else grad_input.reshape(input.shape), grad_weight, grad_bias]
     return [x for x in results if x is not None]
 
 
