@@ -11,7 +11,8 @@ from compile_target import compile_launch, note_launches
 from tritonfp8 import reference
 from tritonfp8.kernels.cast.quantize import column_sums_kernel, quantize_kernel
 from tritonfp8.launch import cast as launch
-from tritonfp8.launch import column_sums, executor, partial_maxima
+from tritonfp8.launch import executor, partial_maxima
+from tritonfp8.launch.casts import column_sums
 from tritonfp8.launch.matmul import widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 

@@ -5,7 +5,8 @@ import torch
 from cases import SPEC_OF_BLOCK, each_device, generator, normal
 
 from tritonfp8 import reference
-from tritonfp8.launch import cast, column_sums
+from tritonfp8.launch import cast
+from tritonfp8.launch.casts import column_sums
 from tritonfp8.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")

@@ -14,7 +14,12 @@ from tritonfp8.launch.cast import (
     quantize_both,
     transpose,
 )
-from tritonfp8.launch.column_sums import plan_quantize_both_sum, quantize_both_sum
+from tritonfp8.launch.casts import (
+    MOST_WEIGHTS,
+    plan_quantize_both_sum,
+    quantize_both_sum,
+    quantize_weights,
+)
 from tritonfp8.launch.executor import generation, repeat_of
 from tritonfp8.launch.figures import operand_figures, plan_operand_figures
 from tritonfp8.launch.fused import (
@@ -53,6 +58,7 @@ from tritonfp8.launch.shards import amax_of_shards, quantize_shards
 
 __all__ = [
     "ALIGNMENT",
+    "MOST_WEIGHTS",
     "adamw",
     "adamw_amax",
     "amax",
@@ -89,6 +95,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_both_sum",
+    "quantize_weights",
     "quantize_groups",
     "quantize_groups_both",
     "quantize_matrices",

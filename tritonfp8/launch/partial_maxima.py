@@ -17,7 +17,7 @@ from tritonfp8.tuning import cast_tiles
 WORKSPACE_SHARE = 4
 
 
-def _magnitude_dtype(dtype: torch.dtype) -> torch.dtype:
+def magnitude_dtype(dtype: torch.dtype) -> torch.dtype:
     """The integer dtype of magnitudes: its values have the order of the magnitudes of ``dtype``."""
     return torch.int16 if dtype.itemsize == 2 else torch.int32
 
@@ -56,7 +56,7 @@ class PartialMaxima(NamedTuple):
     ) -> PartialMaxima:
         """Unset, for ``rows`` and ``columns`` (0: not wanted) of values of the dtype of ``x``."""
         parts = max(row_parts if rows else 0, column_parts if columns else 0)
-        buffer = plan.empty((parts, rows + columns), _magnitude_dtype(x.dtype))
+        buffer = plan.empty((parts, rows + columns), magnitude_dtype(x.dtype))
         # float64 is cast by way of float32.
         return cls(buffer, rows, row_parts, column_parts, x.dtype if x.itemsize == 2 else torch.float32)
 

@@ -32,6 +32,10 @@ def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor
     return *quantize_both(x, spec, spec_t), x.new_empty((x.shape[1],))
 
 
+def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
+    return [tensor for each in (x, *others) for tensor in quantize(each, spec, True)]
+
+
 def adamw(*args: Any) -> None:
     return None
 

@@ -58,9 +58,9 @@ class Op:
 
 
 def _twin(name: str, schema: str) -> Op:
-    """An op whose fake, reference and launch have its name."""
+    """An op whose fake, reference and launch have its name, and its planner, if there is one."""
     fake, twin, launched = (getattr(module, name) for module in (fakes, reference, launch))
-    return Op(schema, fake, twin, launched, getattr(launch, f"plan_{name}"))
+    return Op(schema, fake, twin, launched, getattr(launch, f"plan_{name}", None))
 
 
 _ROWS = "Tensor? rows=None, Tensor? factors=None, Tensor? gate_up=None, bool swiglu=False"
@@ -123,20 +123,17 @@ _CASTS = {
 }
 # They write to buffers that the caller gathers or reduces next, so that nothing is copied.
 _SHARDS = {
-    "amax_of_shards": Op(
-        "(Tensor(a!) amaxes, Tensor[] shards, Tensor places, int[] blocks) -> ()",
-        fakes.amax_of_shards,
-        reference.amax_of_shards,
-        launch.amax_of_shards,
+    "amax_of_shards": _twin(
+        "amax_of_shards", "(Tensor(a!) amaxes, Tensor[] shards, Tensor places, int[] blocks) -> ()"
     ),
-    "quantize_shards": Op(
+    "quantize_shards": _twin(
+        "quantize_shards",
         "(Tensor(a!) out, Tensor[] shards, Tensor places, Tensor amaxes, str spec, bool transpose, ScalarType rounded) "
         "-> ()",
-        fakes.quantize_shards,
-        reference.quantize_shards,
-        launch.quantize_shards,
     ),
 }
+# Several weights in one op, of graphs: vmap does not see them.
+_LISTS = {"quantize_weights": _twin("quantize_weights", "(Tensor x, Tensor[] others, str spec) -> Tensor[]")}
 # Weights that are stored in 8 bits, stepped in place.
 _OPTIMIZERS = {
     "adamw_amax": Op(
@@ -304,7 +301,7 @@ _LAYERS = {
     ),
 }
 OPS: Mapping[str, Op] = MappingProxyType(
-    {**_CASTS, **_SHARDS, **_OPTIMIZERS, **_GEMMS, **_GROUPED, **_FUSED, **_HEALTH, **_LAYERS}
+    {**_CASTS, **_SHARDS, **_LISTS, **_OPTIMIZERS, **_GEMMS, **_GROUPED, **_FUSED, **_HEALTH, **_LAYERS}
 )
 """Every op of the package by name."""
 
@@ -353,7 +350,7 @@ def _register() -> None:
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
             direct.add(name, _overload(name), cpu, cuda, op.reference, op.planner)
-        if name not in _SHARDS and name not in _OPTIMIZERS:
+        if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS}:
             batching.register(f"{NAMESPACE}::{name}", _library)
 
 
@@ -367,6 +364,7 @@ quantize_both = torch.ops.tritonfp8.quantize_both.default
 quantize_both_sum = torch.ops.tritonfp8.quantize_both_sum.default
 amax_of_shards = torch.ops.tritonfp8.amax_of_shards.default
 quantize_shards = torch.ops.tritonfp8.quantize_shards.default
+quantize_weights = torch.ops.tritonfp8.quantize_weights.default
 dequantize = torch.ops.tritonfp8.dequantize.default
 transpose = torch.ops.tritonfp8.transpose.default
 scaled_matmul = torch.ops.tritonfp8.scaled_matmul.default

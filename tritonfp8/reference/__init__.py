@@ -4,7 +4,15 @@ Exports one function for each op, with the op's name. Kernels equal the casts to
 tolerances.
 """
 
-from tritonfp8.reference.casts import amax, dequantize, quantize, quantize_both, quantize_both_sum, transpose
+from tritonfp8.reference.casts import (
+    amax,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_both_sum,
+    quantize_weights,
+    transpose,
+)
 from tritonfp8.reference.figures import FIGURES, operand_figures
 from tritonfp8.reference.fused import (
     empty_results,
@@ -49,6 +57,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_both_sum",
+    "quantize_weights",
     "quantize_groups",
     "quantize_groups_both",
     "quantize_matrices",

@@ -146,6 +146,11 @@ def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor
     return *quantize_both(x, spec, spec_t), x.sum(0)
 
 
+def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
+    """``quantize(each, spec, transpose=True)`` of ``x`` and of each of ``others``: qdata, scale, qdata, scale, ..."""
+    return [tensor for each in (x, *others) for tensor in quantize(each, spec, transpose=True)]
+
+
 def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
     """``float32(qdata) * float32(scale)``, rounded to ``dtype``.
 

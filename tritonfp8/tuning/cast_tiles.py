@@ -185,6 +185,18 @@ def row_tile(n: int) -> CastTile:
     return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
 
 
+def rows_of_a_part(m: int) -> int:
+    """The rows that have a partial maximum of each column, so that a cast reduces few of them; a multiple of a tile."""
+    step = AMAX_OF_COLUMNS.tile.m
+    return max(4, -(-m // (MOST_PARTS_IN_A_CAST * step))) * step
+
+
+def transposing(vectors: bool) -> CastTile:
+    """The tile of a cast to a transpose with a scale a row, of sizes with ``vectors`` or without."""
+    tile = TRANSPOSED[ROWWISE]
+    return tile if vectors else tile._replace(warps=UNALIGNED_WARPS, registers=0)
+
+
 def of_groups(blocks: Collection[BlockShape]) -> CastTile:
     """The tile of a cast of groups to scales of these blocks."""
     return GROUPS_OF_LARGE_BLOCKS if TENSORWISE in blocks or BLOCK_128X128 in blocks else GROUPS

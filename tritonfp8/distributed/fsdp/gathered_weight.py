@@ -15,7 +15,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, read_rank_segments
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
-from tritonfp8.layers.linear import LOCAL, OperandProvider, Pair, register_weight_type
+from tritonfp8.layers.linear import LOCAL, OperandProvider, Pair, PairsAndSum, register_weight_type
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 
@@ -323,9 +323,7 @@ class GatheredWeightOperands(OperandProvider):
         """See ``others``."""
         return self.others.grad_output(x, spec, spec_t)
 
-    def grad_output_and_sum(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
-    ) -> tuple[Pair, Pair, Tensor]:
+    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
         """See ``others``."""
         return self.others.grad_output_and_sum(x, spec, spec_t)
 

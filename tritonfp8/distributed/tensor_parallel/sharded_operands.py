@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
 from tritonfp8.distributed.shard_layout import DimLayout
 from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather, quantize_and_gather
-from tritonfp8.layers.linear import OperandProvider, Pair
+from tritonfp8.layers.linear import OperandProvider, Pair, PairsAndSum
 from tritonfp8.specs import QuantSpec
 
 
@@ -61,8 +61,6 @@ class ShardedOperands(OperandProvider):
         """``x`` is this rank's part."""
         return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.n)))
 
-    def grad_output_and_sum(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
-    ) -> tuple[Pair, Pair, Tensor]:
+    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
         """As :meth:`grad_output`; the sum is of this rank's rows."""
         return *self.grad_output(x, spec, spec_t), x.sum(0)

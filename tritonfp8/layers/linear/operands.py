@@ -15,6 +15,8 @@ from tritonfp8.specs import QuantSpec
 
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)
+PairsAndSum = tuple[Pair, Pair, Tensor]
+"""Both operands of a gradient, and the gradient of the bias."""
 Amaxes = tuple[Tensor | None, Tensor | None]
 """float32 amaxes of the blocks of a matrix and of its transpose; None where each block lies on this rank alone."""
 Operands = tuple[Quantized | None, Quantized | None]
@@ -80,9 +82,7 @@ class OperandProvider:
         """``(qdata, scale)`` of ``x [M, N]`` for ``grad_input``, and of ``x.T`` for ``grad_weight``."""
         return quantize_for(x, spec, spec_t)
 
-    def grad_output_and_sum(
-        self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None
-    ) -> tuple[Pair, Pair, Tensor]:
+    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
         """As :meth:`grad_output`, and the gradient of a bias ``[N]``: the sum of the rows of ``x [M, N]``."""
         if spec is None or spec_t is None:
             return *quantize_for(x, spec, spec_t), x.sum(0)

@@ -3,11 +3,14 @@
 Exports :func:`rewrite`, which runs all of them.
 """
 
-from tritonfp8.ops.passes.merged_casts import merge_casts
+from typing import Any
 
-__all__ = ["merge_casts", "rewrite"]
+from tritonfp8.ops.passes.batched_weights import batch_weights
+from tritonfp8.ops.passes.merged_casts import merge_casts, read_sources
+
+__all__ = ["batch_weights", "merge_casts", "read_sources", "rewrite"]
 
 
-def rewrite(graph: object) -> int:
+def rewrite(graph: Any) -> int:
     """Rewrite the ``torch.fx.Graph`` of a forward, a backward or an inference in place; how many places changed."""
-    return merge_casts(graph)
+    return read_sources(graph) + merge_casts(graph) + batch_weights(graph)

@@ -11,31 +11,24 @@ from typing import Any
 
 import torch
 
-_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-_NEG = torch.ops.aten.neg.default
-# The arguments of an op as eager code would have them: Inductor gives the op tensors of the same strides.
-EAGER_INPUTS = "eager_input_vals"
-
-
-def _argument(node: Any, index: int, name: str) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
-
-
-def _source(x: Any) -> Any:
-    """The node whose values ``x`` has, to the bit."""
-    while x.op == "call_function":
-        if x.target in _VIEWS:
-            x = x.args[0]
-        elif x.target == _NEG and x.args[0].target == _NEG:
-            x = x.args[0].args[0]
-        else:
-            break
-    return x
+from tritonfp8.ops.passes.nodes import argument, erase_unused, layouts, replace, source
 
 
 def _is_mergeable(node: Any) -> bool:
     # The op of both casts finds the amaxes itself, and takes one matrix.
-    return _argument(node, 3, "amax") is None and node.args[0].meta["val"].ndim == 2
+    return argument(node, 3, "amax") is None and node.args[0].meta["val"].ndim == 2
+
+
+def read_sources(graph: Any) -> int:
+    """Let casts read what their copies were made of, as the partition is over; how many it changed."""
+    changed = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.quantize.default):
+        x = node.args[0]
+        if source(x) is not x:
+            node.update_arg(0, source(x))
+            erase_unused(graph, x)
+            changed += 1
+    return changed
 
 
 def merge_casts(graph: Any) -> int:
@@ -45,47 +38,26 @@ def merge_casts(graph: Any) -> int:
         graph: a ``torch.fx.Graph`` without mutations but at its end, as Inductor has it after the partition; nodes
             have their fake tensors.
     """
-    ops = torch.ops.tritonfp8
     waiting: dict[tuple[Any, bool], Any] = {}
     merged = 0
-    for node in graph.find_nodes(op="call_function", target=ops.quantize.default):
+    for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.quantize.default):
         if not _is_mergeable(node):
             continue
-        source, transposed = _source(node.args[0]), bool(_argument(node, 2, "transpose"))
-        first = waiting.pop((source, not transposed), None)
+        x, transposed = source(node.args[0]), bool(argument(node, 2, "transpose"))
+        first = waiting.pop((x, not transposed), None)
         if first is None:
-            waiting.setdefault((source, transposed), node)
+            waiting.setdefault((x, transposed), node)
             continue
-        normal, of_transpose = (first, node) if transposed else (node, first)
-        merged += _merge(graph, source, first, normal, of_transpose)
+        merged += _merge(graph, x, first, *((first, node) if transposed else (node, first)))
     return merged
 
 
-def _merge(graph: Any, source: Any, first: Any, normal: Any, of_transpose: Any) -> bool:
+def _merge(graph: Any, x: Any, first: Any, normal: Any, of_transpose: Any) -> bool:
     """Put one op in the place of ``first`` for both casts, unless its results would have other layouts."""
     both = torch.ops.tritonfp8.quantize_both.default
     specs = normal.args[1], of_transpose.args[1]
-    fakes = both(source.meta["val"], *specs)
-    before = *normal.meta["val"], *of_transpose.meta["val"]
-    if [(x.shape, x.stride()) for x in fakes] != [(x.shape, x.stride()) for x in before]:
+    fakes = both(x.meta["val"], *specs)
+    if layouts(fakes) != layouts((*normal.meta["val"], *of_transpose.meta["val"])):
         return False
-    with graph.inserting_before(first):
-        new = graph.call_function(both, (source, *specs))
-    new.meta = {**first.meta, "val": fakes}
-    if EAGER_INPUTS in new.meta:
-        (x, *_), _ = first.meta[EAGER_INPUTS]
-        new.meta[EAGER_INPUTS] = (x, *specs), {}
-    for cast, offset in ((normal, 0), (of_transpose, 2)):
-        for user in list(cast.users):
-            user.args = (new, user.args[1] + offset)
-        _erase(graph, cast)
+    replace(graph, first, both, (x, *specs), fakes, (normal, of_transpose))
     return True
-
-
-def _erase(graph: Any, node: Any) -> None:
-    """Erase ``node``, and what only it used."""
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for x in inputs:
-        if not x.users and x.op == "call_function":
-            _erase(graph, x)

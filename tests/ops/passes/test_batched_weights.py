@@ -1,0 +1,95 @@
+"""Graphs that Inductor compiles cast the weights of a block to transposes by one op."""
+
+import re
+
+import pytest
+import torch
+from rewriting import code_of, graph_of
+from torch import nn
+from torch._inductor.fx_passes import post_grad
+
+import tritonfp8
+from tritonfp8 import ops
+from tritonfp8.compat import inductor_private
+from tritonfp8.ops import passes
+from tritonfp8.ops.passes import batched_weights
+from tritonfp8.testing import assert_bitwise_equal
+
+ROWWISE, TENSORWISE = "e4m3:rowwise:fp32:pow2", "e4m3:tensorwise:fp32:pow2"
+ONE, ALL = (getattr(torch.ops.tritonfp8, name).default for name in ("quantize", "quantize_weights"))
+
+
+def weights(*rows):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, 32, generator=generator).bfloat16() for n in rows]
+
+
+def cast(x, spec=ROWWISE):
+    return ops.quantize(x.detach(), spec, True)
+
+
+def batched(function, *args):
+    """How many single casts and how many batches are left; the rewrite must keep the results to the bit."""
+    module = graph_of(function, *args)
+    passes.rewrite(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert_bitwise_equal(list(module(*args)), list(function(*args)))
+    targets = [node.target for node in module.graph.nodes]
+    return targets.count(ONE), targets.count(ALL)
+
+
+def all_of(*xs):
+    return [tensor for x in xs for tensor in cast(x)]
+
+
+def test_weights_are_cast_by_one_op():
+    assert batched(all_of, *weights(48, 64, 16)) == (0, 1)
+
+
+def test_one_weight_is_left_alone():
+    assert batched(all_of, *weights(48)) == (1, 0)
+
+
+def test_an_op_takes_as_many_as_the_kernel():
+    assert batched(all_of, *weights(*[16] * 9)) == (1, 1)
+    assert batched(all_of, *weights(*[16] * 10)) == (0, 2)
+
+
+def test_a_batch_has_few_elements(monkeypatch):
+    monkeypatch.setattr(batched_weights, "MOST_ELEMENTS", 64 * 32)
+    assert batched(all_of, *weights(32, 32, 48, 16)) == (0, 2)
+    monkeypatch.setattr(batched_weights, "MOST_ELEMENTS_OF_A_WEIGHT", 32 * 32)
+    assert batched(all_of, *weights(32, 48, 32)) == (1, 1)
+
+
+def test_other_casts_are_left_alone():
+    xs = weights(48, 64)
+    for function in (
+        lambda x, y: (*cast(x + 1), *cast(y + 1)),
+        lambda x, y: (*cast(x, TENSORWISE), *cast(y, TENSORWISE)),
+        lambda x, y: (*ops.quantize(x, ROWWISE), *ops.quantize(y, ROWWISE)),
+        lambda x, y: (*cast(x), *cast(y.float())),
+        lambda x, y: (*cast(x), *cast(y, "e5m2:rowwise:fp32:pow2")),
+        lambda x, y: (*cast(x), *ops.quantize(y, ROWWISE, True, y.float().abs().amax(0).view(-1, 1))),
+    ):
+        assert batched(function, *xs) == (2, 0)
+    assert batched(all_of, xs[0], torch.randn(32, 48).bfloat16().t()) == (2, 0)
+
+
+@pytest.mark.slow
+def test_inductor_casts_the_weights_of_a_model_at_once():
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)).bfloat16()
+    tritonfp8.convert(model, "rowwise")
+    (x,) = weights(40)
+    before = list(post_grad.pass_patterns)
+    try:
+        assert inductor_private.rewrite_graphs(passes.rewrite)
+        found, code = code_of(model, x)
+        assert len(re.findall(r"tritonfp8_calls\.quantize_weights\(", code)) == 1
+        post_grad.pass_patterns.pop()
+        expected, code = code_of(model, x)
+        assert "quantize_weights" not in code
+    finally:
+        post_grad.pass_patterns[:] = before
+    assert_bitwise_equal(found, expected)

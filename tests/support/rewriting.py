@@ -1,0 +1,26 @@
+"""Graphs before and after the rewrites of ``tritonfp8.ops.passes``, and the code that Inductor writes for them."""
+
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+def graph_of(function, *args):
+    """The graph of ``function``, as Inductor has it: with a fake tensor for each node."""
+    return make_fx(function, tracing_mode="fake")(*args)
+
+
+def code_of(model, x):
+    """Output and gradients of a compiled model, and the code that Inductor wrote."""
+    torch.compiler.reset()
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+
+    def run():
+        out = torch.compile(model, fullgraph=True)(x)
+        out.sum().backward()
+        return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        results, code = run_and_get_code(run)
+    return results, "\n".join(code)
