@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from expert_mutants import FAULTS
+import expert_mutants
+import graph_mutants
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILED = "tests/compile_only"
@@ -328,7 +329,7 @@ MUTANTS = (
         "codes that change are called kept",
         ("tests/export",),
     ),
-    *(Mutant(*fault) for fault in FAULTS),
+    *(Mutant(*fault) for fault in (*expert_mutants.FAULTS, *graph_mutants.FAULTS)),
 )
 
 

@@ -1,0 +1,50 @@
+"""The faults about what compiled graphs call and how they are rewritten, as arguments of ``Mutant``."""
+
+_PASSES = ("tests/ops/passes",)
+_SUMS = ("tests/kernels/test_column_sums.py",)
+_WEIGHTS = ("tests/kernels/test_weights.py",)
+
+FAULTS = (
+    (
+        "kernels/cast/quantize.py",
+        "tl.store(sums_ptr + pid_m.to(tl.int64) * N + cols,",
+        "tl.store(sums_ptr + cols,",
+        "the gradient of a bias is that of the rows of one tile",
+        _SUMS,
+    ),
+    (
+        "kernels/cast/quantize.py",
+        "range(0, parts, TILE_P)",
+        "range(0, parts - TILE_P, TILE_P)",
+        "the rows of the last tile are left out of the gradient of a bias",
+        _SUMS,
+    ),
+    (
+        "kernels/cast/weights.py",
+        "            part = parts\n",
+        "            part = 0\n",
+        "all weights of a block are scaled by the columns of the first one",
+        _WEIGHTS,
+    ),
+    (
+        "kernels/cast/weights.py",
+        "        parts += tl.cdiv(m, CHUNK) * n\n",
+        "        parts += tl.cdiv(m, TILE_M) * n\n",
+        "weights of a block read maxima that nobody wrote",
+        _WEIGHTS,
+    ),
+    (
+        "tritonfp8/ops/passes/nodes.py",
+        "elif x.target == _NEG and x.args[0].target == _NEG:\n            x = x.args[0].args[0]",
+        "elif x.target == _NEG:\n            x = x.args[0]",
+        "a cast of -x in a compiled graph is a cast of x",
+        _PASSES,
+    ),
+    (
+        "tritonfp8/ops/passes/batched_weights.py",
+        "    return spec, fake.dtype, fake.device",
+        "    return fake.dtype, fake.device",
+        "weights of a batch are cast by the spec of the first one",
+        _PASSES,
+    ),
+)
