@@ -1,8 +1,8 @@
 """The faults about what compiled graphs call and how they are rewritten, as arguments of ``Mutant``."""
 
 _PASSES = ("tests/ops/passes",)
-_SUMS = ("tests/kernels/test_column_sums.py",)
-_WEIGHTS = ("tests/kernels/test_weights.py",)
+_SUMS = ("tests/kernels/cast/test_column_sums.py",)
+_WEIGHTS = ("tests/kernels/cast/test_weights.py",)
 
 FAULTS = (
     (
