@@ -185,7 +185,7 @@ def recorded_casts(device="cpu"):
         return run
 
     with torch.library._scoped_library("tritonfp8", "IMPL") as library, pytest.MonkeyPatch.context() as patch:
-        for name in ("quantize", "quantize_both"):
+        for name in ("quantize", "quantize_both", "quantize_both_sum"):
             library.impl(name, recording(name), device.upper(), allow_override=True)
             # Graphs of Inductor call these in place of the ops.
             patch.setattr(direct.CALLS, name, recording(name))

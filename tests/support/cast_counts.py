@@ -14,7 +14,7 @@ class Casts(TorchDispatchMode):
         self.shapes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.tritonfp8.quantize.default, torch.ops.tritonfp8.quantize_both.default):
+        if func.namespace == "tritonfp8" and func._opname in ("quantize", "quantize_both", "quantize_both_sum"):
             self.shapes.append(tuple(args[0].shape))
         return func(*args, **(kwargs or {}))
 

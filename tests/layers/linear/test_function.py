@@ -9,7 +9,7 @@ from cases import cpu_and_cuda, normal
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tritonfp8
-from tritonfp8 import QuantSpec, Recipe, recipes
+from tritonfp8 import QuantSpec, Recipe, ops, recipes
 from tritonfp8.counting import count_gemms
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import linear
@@ -53,8 +53,18 @@ def by_hand(x, weight, bias, grad, recipe):
         product(recipe.output, x, weight, bias, x.dtype),
         product(recipe.grad_input, grad, weight.t(), None, x.dtype),
         product(recipe.grad_weight, grad.t(), x.t(), None, x.dtype),
-        grad.sum(0),
+        sum_of_rows(grad, recipe),
     )
+
+
+def sum_of_rows(grad, recipe):
+    """The gradient of the bias: a GPU sums in the pass that casts the gradient to both orientations."""
+    spec, spec_t = recipe.grad_input.lhs, recipe.grad_weight.lhs
+    if spec is None or spec_t is None:
+        return grad.sum(0)
+    total = ops.quantize_both_sum(grad, *spec.args, *spec_t.args)[-1]
+    torch.testing.assert_close(total, grad.sum(0))
+    return total
 
 
 @torch.no_grad()
