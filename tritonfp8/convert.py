@@ -130,7 +130,11 @@ def _report(
     already = {name: each.recipe for name, each in {**selected.already, **selected.experts_already}.items()}
     parameters, share = coverage(model, selected.skipped)
     experts = {name: len(next(iter(each.weights().values()))) for name, each in converted_experts(model).items()}
-    return ConversionReport(selected.recipes, selected.skipped, fused, left, already, parameters, share, sizes, experts)
+    plain = (name for name, each in converted_experts(model).items() if not _stored().is_stored(each))
+    unstored = () if sizes is None else tuple(plain)
+    return ConversionReport(
+        selected.recipes, selected.skipped, fused, left, already, parameters, share, sizes, experts, unstored
+    )
 
 
 def _stored() -> Any:

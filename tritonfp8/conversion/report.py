@@ -41,6 +41,7 @@ class ConversionReport:
         stored_bytes: bytes of all weights of the model that are stored in 8 bits, and of the same weights in their
             dtype; None without ``weight_storage="quantized"``.
         experts: the number of experts in each converted module of experts, by fully qualified name.
+        unstored_experts: of these the ones that keep their weights in high precision, though the call stores weights.
     """
 
     converted: dict[str, Recipe]
@@ -52,6 +53,7 @@ class ConversionReport:
     fp8_share: float | None = None
     stored_bytes: tuple[int, int] | None = None
     experts: dict[str, int] = field(default_factory=dict)
+    unstored_experts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [(name, f"{recipe.name}{self._experts_of(name)}") for name, recipe in self.converted.items()]
@@ -77,7 +79,10 @@ class ConversionReport:
         return "\n".join(lines)
 
     def _experts_of(self, name: str) -> str:
-        return f", {self.experts[name]} experts" if name in self.experts else ""
+        if name not in self.experts:
+            return ""
+        kept = ", weights in high precision (experts=True stores them)" if name in self.unstored_experts else ""
+        return f", {self.experts[name]} experts{kept}"
 
     def _share_of(self, layer: str) -> str:
         shares = [each.share for each in self.high_precision.values() if each.layer == layer]

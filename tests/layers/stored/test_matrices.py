@@ -117,6 +117,19 @@ def test_through_inductor(device):
         assert_bitwise_equal([torch.compile(module, fullgraph=True)(*inputs)], [expected])
 
 
+def test_a_report_names_experts_that_keep_their_weights():
+    """Experts that an earlier call converted, in a model whose layers are stored now."""
+    model = model_of("mixtral", torch.bfloat16)
+    report = tritonfp8.convert(model, "rowwise", experts=True)
+    assert report.unstored_experts == ()
+    report = tritonfp8.convert(model, "rowwise", mode="inference")
+    assert report.unstored_experts == tuple(experts_of(model))
+    assert str(report).count("weights in high precision (experts=True stores them), converted before") == len(
+        experts_of(model)
+    )
+    assert tritonfp8.convert(model, "rowwise", mode="inference", experts=True).unstored_experts == ()
+
+
 @each_family
 def test_a_model_of_transformers_generates_what_its_values_do(family, tmp_path):
     model, plain = (model_of(family, torch.bfloat16).eval() for _ in range(2))
