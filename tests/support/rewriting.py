@@ -10,14 +10,14 @@ def graph_of(function, *args):
     return make_fx(function, tracing_mode="fake")(*args)
 
 
-def code_of(model, x):
-    """Output and gradients of a compiled model, and the code that Inductor wrote."""
+def code_of(model, x, **options):
+    """Output and gradients of a compiled model, and the code that Inductor wrote; with options of ``torch.compile``."""
     torch.compiler.reset()
     model.zero_grad()
     x = x.clone().requires_grad_()
 
     def run():
-        out = torch.compile(model, fullgraph=True)(x)
+        out = torch.compile(model, fullgraph=True, **options)(x)
         out.sum().backward()
         return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 

@@ -126,6 +126,19 @@ def test_inductor_rewrites_the_graphs_of_a_layer(x, told):
     assert_bitwise_equal(found, expected)
 
 
+@pytest.mark.slow
+def test_graphs_of_any_size_are_rewritten(x, told):
+    model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 128, bias=False), nn.Linear(128, 112)).bfloat16()
+    for index in (1, 2):
+        tritonfp8.convert(model[index], "rowwise")
+    found, code = code_of(model, x, dynamic=True)
+    assert (code.count("calls.quantize_both("), code.count("calls.quantize_weights(")) == (3, 1)
+    told.pop()
+    expected, code = code_of(model, x, dynamic=True)
+    assert (code.count("calls.quantize_both("), code.count("calls.quantize_weights(")) == (2, 0)
+    assert_bitwise_equal(found, expected)
+
+
 def test_told_twice_inductor_has_one_rewrite(told):
     entries = len(told)
     assert inductor_private.rewrite_graphs(passes.rewrite)
