@@ -1,15 +1,18 @@
 """Memory of weights, and time to decode a token, with weights in bf16 and stored in 8 bits.
 
-    python -m bench.inference.decode --out bench/results/nvidia-h200
+    python -m bench.inference.decode [--model qwen3-moe] --out bench/results/nvidia-h200
 
-The layers are the linear layers of Llama-8B's decoder layers, with SwiGLU and without attention. Each contestant is
-captured in a CUDA graph, so host time does not count. Rounds go through the contestants in turn. The outputs of the
-replayed graph must equal those of a call to the bit.
+The layers are the linear layers of Llama-8B's decoder layers, with SwiGLU and without attention; or the mixtures of
+experts of Qwen3-30B-A3B, which in bf16 run torch's grouped GEMM. Each contestant is captured in a CUDA graph, so host
+time does not count. Rounds go through the contestants in turn. The outputs of the replayed graph must equal those of a
+call to the bit.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 import tritonfp8
 from bench.contest.machine import results_folder, write_results
 
-HIDDEN, HEADS, FFN, LAYERS = 4096, 1024, 14336, 8
+HIDDEN, HEADS, FFN = 4096, 1024, 14336
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PLAIN, INVARIANT = "bf16", " batch-invariant"
 ROUNDS, REPLAYS = 5, 20
@@ -47,15 +50,63 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def model_of(recipe: str) -> tuple[nn.Module, int]:
+class Mixture(nn.Module):
+    """The router and the experts of a decoder layer of Qwen3-30B-A3B."""
+
+    hidden, inside, experts, active = 2048, 768, 128, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        config = Qwen3MoeConfig(
+            hidden_size=self.hidden,
+            moe_intermediate_size=self.inside,
+            num_experts=self.experts,
+            num_experts_per_tok=self.active,
+        )
+        # As models that are loaded have it; a block that is made by itself is not told.
+        config._experts_implementation = "grouped_mm"
+        self.block = Qwen3MoeSparseMoeBlock(config)
+        for parameter in self.block.parameters():
+            nn.init.normal_(parameter, std=config.initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden]`` to the same shape."""
+        out: Tensor = self.block(x.unsqueeze(0))
+        return x + out.squeeze(0)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A model to decode with.
+
+    Attributes:
+        layer: makes one of its layers.
+        count: of them.
+        hidden: features of a token.
+        experts: whether the layers are mixtures of experts.
+    """
+
+    layer: Callable[[], nn.Module]
+    count: int
+    hidden: int
+    experts: bool = False
+
+
+MODELS = {"llama-8b": Decoded(Layer, 8, HIDDEN), "qwen3-moe": Decoded(Mixture, 4, Mixture.hidden, experts=True)}
+
+
+def model_of(decoded: Decoded, recipe: str) -> tuple[nn.Module, int]:
     """The layers, and the bytes that they allocated on the GPU; a recipe may end in :data:`INVARIANT`."""
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
-        model = nn.Sequential(*(Layer() for _ in range(LAYERS))).bfloat16()
+        model = nn.Sequential(*(decoded.layer() for _ in range(decoded.count))).bfloat16()
     if recipe != PLAIN:
         name, found, _ = recipe.partition(INVARIANT)
-        tritonfp8.convert(model, name, mode="inference", batch_invariant=bool(found))
+        tritonfp8.convert(model, name, mode="inference", batch_invariant=bool(found), experts=decoded.experts)
     torch.cuda.synchronize()
     return model.eval(), torch.cuda.memory_allocated() - before
 
@@ -63,9 +114,9 @@ def model_of(recipe: str) -> tuple[nn.Module, int]:
 class Captured:
     """A call of ``model`` in a CUDA graph."""
 
-    def __init__(self, model: nn.Module, tokens: int) -> None:
+    def __init__(self, model: nn.Module, tokens: int, hidden: int) -> None:
         # A graph does not own what it reads, so the input lives as long as the graph does.
-        self.input = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self.input = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         with torch.inference_mode():
             expected = [model(self.input) for _ in range(3)][-1]
             torch.cuda.synchronize()
@@ -86,12 +137,12 @@ class Captured:
         return begin.elapsed_time(end) / 1e3 / REPLAYS
 
 
-def measure(recipes: list[str]) -> list[dict[str, Any]]:
+def measure(decoded: Decoded, recipes: list[str]) -> list[dict[str, Any]]:
     """A row for each contestant and number of tokens, and its ratios to bf16."""
-    models = {recipe: model_of(recipe) for recipe in (PLAIN, *recipes)}
+    models = {recipe: model_of(decoded, recipe) for recipe in (PLAIN, *recipes)}
     rows = []
     for tokens in TOKENS:
-        calls = {recipe: Captured(model, tokens) for recipe, (model, _) in models.items()}
+        calls = {recipe: Captured(model, tokens, decoded.hidden) for recipe, (model, _) in models.items()}
         times: dict[str, list[float]] = {recipe: [] for recipe in calls}
         for _ in range(ROUNDS):
             for recipe, call in calls.items():
@@ -110,20 +161,25 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(help=__doc__)
 def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = "rowwise,blockwise,mxfp8,tensorwise",
+    name: Annotated[str, typer.Option("--model", help=", ".join(MODELS))] = "llama-8b",
     batch_invariant: Annotated[bool, typer.Option(help="Also each recipe with batch_invariant=True.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for decode.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for decode.json, or decode-<model>.json.")] = None,
 ) -> None:
     recipes = names.split(",")
     if batch_invariant:
         per_row = [name for name in recipes if tritonfp8.recipes.get(name).output.lhs.block[0] == 1]
         recipes += [name + INVARIANT for name in per_row]
-    rows = measure(recipes)
+    if name not in MODELS:
+        raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}; got {name}")
+    decoded = MODELS[name]
+    rows = measure(decoded, recipes)
     for row in rows:
         print(
             f"{row['recipe']:<26}{row['tokens']:>4} tokens {1e6 * row['seconds']:8.1f} us  {row['speed_over_bf16']:.2f}"
             f"  memory {row['bytes_of_bf16']:.3f}  {'same bits' if row['same_bits'] else 'OTHER BITS'}"
         )
-    write_results((out or results_folder()) / "decode.json", {"layers": LAYERS, "rows": rows})
+    path = (out or results_folder()) / ("decode.json" if name == "llama-8b" else f"decode-{name}.json")
+    write_results(path, {"layers": decoded.count, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,24 @@ def layer(monkeypatch):
     return decode.Layer().bfloat16()
 
 
+@pytest.fixture
+def mixture(monkeypatch):
+    for name, size in {"hidden": 128, "inside": 64, "experts": 4, "active": 2}.items():
+        monkeypatch.setattr(decode.Mixture, name, size)
+    torch.manual_seed(0)
+    return decode.Mixture().bfloat16()
+
+
+def test_experts_are_stored_and_the_router_is_not(mixture):
+    x = torch.randn(5, 128, dtype=torch.bfloat16)
+    plain = mixture(x)
+    assert plain.shape == x.shape
+    tritonfp8.convert(mixture, "rowwise", mode="inference", experts=True)
+    stored = {name for name, weight in mixture.named_parameters() if isinstance(weight, StoredWeight)}
+    assert stored == {"block.experts.gate_up_proj", "block.experts.down_proj"}
+    assert torch.nn.functional.cosine_similarity(mixture(x).float(), plain.float()).min() > 0.99
+
+
 def test_every_weight_is_stored_and_read(layer):
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     plain = layer(x)
