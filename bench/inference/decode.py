@@ -165,13 +165,12 @@ def main(
     batch_invariant: Annotated[bool, typer.Option(help="Also each recipe with batch_invariant=True.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for decode.json, or decode-<model>.json.")] = None,
 ) -> None:
-    recipes = names.split(",")
-    if batch_invariant:
-        per_row = [name for name in recipes if tritonfp8.recipes.get(name).output.lhs.block[0] == 1]
-        recipes += [name + INVARIANT for name in per_row]
     if name not in MODELS:
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}; got {name}")
-    decoded = MODELS[name]
+    decoded, recipes = MODELS[name], names.split(",")
+    if batch_invariant:
+        per_row = [each for each in recipes if tritonfp8.recipes.get(each).output.lhs.block[0] == 1]
+        recipes += [each + INVARIANT for each in per_row]
     rows = measure(decoded, recipes)
     for row in rows:
         print(

@@ -1,7 +1,8 @@
 """The private names of Inductor, torch's compiler: for rewrites of graphs, and for direct calls in the code it writes.
 
-They are known in torch 2.11 to 2.15. If one is missing, graphs stay as they are, and the code calls our ops through
-torch's dispatcher: the results are the same, with more launches, and each call takes more host time.
+They are known in torch 2.11 to 2.15, the table of passes in 2.11 to 2.14. If one is missing, graphs stay as they are,
+and the code calls our ops through torch's dispatcher: the results are the same, with more launches, and each call takes
+more host time.
 """
 
 from __future__ import annotations

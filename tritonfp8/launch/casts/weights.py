@@ -26,8 +26,10 @@ def plan_quantize_weights(plan: Planner, *arguments: object) -> list[View] | Non
 
     Args:
         plan: the planner.
-        arguments: a view of each matrix, then the text of the spec. No plan for others than contiguous matrices of one
-            dtype of 2 or 4 bytes an element, up to :data:`MOST_WEIGHTS` of them, with a scale a row of the transpose.
+        arguments: a view of each matrix, then the text of the spec.
+
+    There is a plan for up to :data:`MOST_WEIGHTS` contiguous matrices of one dtype, of 2 or 4 bytes an element, by a
+    spec with a float32 scale for each row of the transpose.
     """
     *given, text = arguments
     xs = [x for x in given if isinstance(x, View)]

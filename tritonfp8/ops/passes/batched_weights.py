@@ -13,8 +13,8 @@ from tritonfp8 import launch
 from tritonfp8.ops.passes.nodes import argument, layouts, replace, source
 from tritonfp8.specs import ROWWISE, spec_of
 
-# The codes of all weights of a batch are in memory at once, so a batch has at most so many elements, and what takes
-# longer than its launches is left alone.
+# The codes of all weights of a batch are in memory at once, so a batch has at most so many elements. The cast of a
+# larger weight takes longer than its launches, so it gains nothing.
 MOST_ELEMENTS = 2**25
 MOST_ELEMENTS_OF_A_WEIGHT = 2**24
 
