@@ -9,10 +9,15 @@ import torch
 from compile_target import compile_launch, note_launches
 
 from tritonfp8 import reference
-from tritonfp8.kernels.cast.quantize import column_sums_kernel, quantize_kernel
+from tritonfp8.kernels.cast.quantize import (
+    column_sums_kernel,
+    maxima_kernel,
+    partial_amax_kernel,
+    quantize_kernel,
+)
 from tritonfp8.launch import cast as launch
 from tritonfp8.launch import executor, partial_maxima
-from tritonfp8.launch.casts import column_sums
+from tritonfp8.launch.casts import column_sums, known_amax
 from tritonfp8.launch.matmul import widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 
@@ -32,7 +37,7 @@ def launches(monkeypatch):
     """What the launcher would launch on a device of compute capability ``cc``: a function of ``cc`` and a cast."""
 
     def record(cc, cast):
-        found = note_launches(monkeypatch, cc, launch, column_sums, partial_maxima)
+        found = note_launches(monkeypatch, cc, launch, column_sums, known_amax, partial_maxima)
         cast()
         return [Launch(*each) for each in found]
 
@@ -46,6 +51,7 @@ def cast(x, spec, side):
         "normal": lambda: launch.quantize(x, *spec.args),
         "transposed": lambda: launch.quantize(x, *spec_t.args, True),
         "both": lambda: launch.quantize_both(x, *spec.args, *spec_t.args),
+        "amax": lambda: known_amax.quantize_with_amax(x, *spec.args),
         "sums": lambda: column_sums.quantize_both_sum(x, *spec.args, *spec_t.args),
     }[side]
 
@@ -84,6 +90,14 @@ def test_casts_compile_for_every_target(launches, spec, side, cc):
 def test_casts_with_sums_compile_for_every_target(launches, spec, cc):
     found = launches(cc, cast(matrix(4096, 4096), spec, "sums"))
     assert [launched.kernel for launched in found[-2:]] == [quantize_kernel, column_sums_kernel]
+    for launched in found:
+        assert not launched.compile(cc).spill_bytes or cc != 90
+
+
+@pytest.mark.parametrize("cc", [90, 89, 100])
+def test_casts_with_the_amax_compile_for_every_target(launches, cc):
+    found = launches(cc, cast(matrix(4096, 4096), CASTS[0], "amax"))
+    assert [launched.kernel for launched in found] == [partial_amax_kernel, maxima_kernel, quantize_kernel]
     for launched in found:
         assert not launched.compile(cc).spill_bytes or cc != 90
 

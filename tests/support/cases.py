@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from cast_counts import CASTS
 from strategies import VALID_SPECS as SPECS
 
 from tritonfp8 import recipes, reference
@@ -185,7 +186,7 @@ def recorded_casts(device="cpu"):
         return run
 
     with torch.library._scoped_library("tritonfp8", "IMPL") as library, pytest.MonkeyPatch.context() as patch:
-        for name in ("quantize", "quantize_both", "quantize_both_sum"):
+        for name in CASTS:
             library.impl(name, recording(name), device.upper(), allow_override=True)
             # Graphs of Inductor call these in place of the ops.
             patch.setattr(direct.CALLS, name, recording(name))

@@ -5,6 +5,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+CASTS = ("quantize", "quantize_both", "quantize_both_sum", "quantize_with_amax")
+
 
 class Casts(TorchDispatchMode):
     """Counts the casts that run, by op."""
@@ -14,7 +16,7 @@ class Casts(TorchDispatchMode):
         self.shapes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "tritonfp8" and func._opname in ("quantize", "quantize_both", "quantize_both_sum"):
+        if func.namespace == "tritonfp8" and func._opname in CASTS:
             self.shapes.append(tuple(args[0].shape))
         return func(*args, **(kwargs or {}))
 

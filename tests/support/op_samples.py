@@ -42,6 +42,7 @@ def samples(device):
         yield ops.quantize_both_sum, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
+    yield ops.quantize_with_amax, (x, *SPEC_OF_BLOCK[0].args)
     yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args)
     for part in (x, x.t(), x[:0], x[::2, 1:]):
         # No NaN: opcheck's comparison treats NaN as a difference.

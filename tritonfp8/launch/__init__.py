@@ -17,8 +17,10 @@ from tritonfp8.launch.cast import (
 from tritonfp8.launch.casts import (
     MOST_WEIGHTS,
     plan_quantize_both_sum,
+    plan_quantize_with_amax,
     quantize_both_sum,
     quantize_weights,
+    quantize_with_amax,
 )
 from tritonfp8.launch.executor import generation, repeat_of
 from tritonfp8.launch.figures import operand_figures, plan_operand_figures
@@ -75,6 +77,7 @@ __all__ = [
     "plan_quantize",
     "plan_quantize_both",
     "plan_quantize_both_sum",
+    "plan_quantize_with_amax",
     "plan_quantize_groups",
     "plan_sum_of_rows",
     "plan_swiglu",
@@ -95,6 +98,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_both_sum",
+    "quantize_with_amax",
     "quantize_weights",
     "quantize_groups",
     "quantize_groups_both",

@@ -43,13 +43,18 @@ def _folded(x: View, block: Sequence[int]) -> View | None:
     return x.folded() if x.numel() and _is_folded(x.shape, block) else None
 
 
-def _whole_dim_amax(
-    plan: Planner, x: View, blocks: Collection[BlockShape], normal: bool = True, transposes: bool = False
+def whole_dim_amax(
+    plan: Planner,
+    x: View,
+    blocks: Collection[BlockShape],
+    normal: bool = True,
+    transposes: bool = False,
+    out: View | None = None,
 ) -> dict[BlockShape, View]:
     """``[parts, groups_m, groups_n]`` for each block, magnitudes or amax bits: the amax is the maximum over parts.
 
     ``blocks`` of ``x [m, n]``, in the coordinates of ``x``, are whole in a dim: (1, -1), (-1, 1) or (-1, -1). They are
-    for results that are ``normal``, transposed, or both.
+    for results that are ``normal``, transposed, or both. ``out`` takes what a launch of its own reduces them to.
     """
     m, n = x.shape
     row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
@@ -75,7 +80,7 @@ def _whole_dim_amax(
     for block, maxima in ((TENSORWISE, of_whole), (COLUMNWISE, lines)):
         if maxima is not None:
             reduced = cast_tiles.has_own_reduce(maxima.parts, block, normal, transposes)
-            of_rows, of_columns = maxima.reduce(plan) if reduced else maxima.unreduced()
+            of_rows, of_columns = maxima.reduce(plan, out) if reduced else maxima.unreduced()
             found |= {ROWWISE: _groups(of_rows, 2), block: _groups(of_columns, 1)}
     return found
 
@@ -112,7 +117,7 @@ def plan_amax(plan: Planner, x: View, block: BlockShape) -> list[View] | None:
     matrix = _folded(x, block)
     if matrix is None:
         return None
-    return [_whole_dim_amax(plan, matrix, [block])[block] if -1 in block else _block_amax(plan, matrix, block)]
+    return [whole_dim_amax(plan, matrix, [block])[block] if -1 in block else _block_amax(plan, matrix, block)]
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -216,7 +221,7 @@ def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[_Side | N
     if not any(missing):
         return list(sides)
     blocks = {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None}
-    maxima = _whole_dim_amax(plan, x, blocks, *(side is not None for side in sides))
+    maxima = whole_dim_amax(plan, x, blocks, *(side is not None for side in sides))
     return [
         s._replace(amax=maxima[s.block]) if lacks and s is not None else s
         for s, lacks in zip(sides, missing, strict=True)
@@ -228,7 +233,7 @@ def reads_along_columns(x: View) -> bool:
     return x.strides[1] != 1 and x.strides[0] == 1
 
 
-def _plan_sides(
+def plan_sides(
     plan: Planner, x: View, side: _Side | None, side_t: _Side | None, with_sums: bool = False
 ) -> View | None:
     """Fill one or two sides from ``x [m, n]``; with sums return ``[parts, n]``, float32, whose sum is that of rows."""
@@ -260,7 +265,7 @@ def _plan_sides(
     return sums
 
 
-def _side(
+def new_side(
     plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool, amax: View | None
 ) -> tuple[_Side, View, View]:
     """Allocate one result of casting a tensor of ``shape``: the side, and its views as the caller gets them."""
@@ -286,8 +291,8 @@ def plan_quantize(plan: Planner, x: View, amax: View | None, spec: str, transpos
         if bits is None:
             return None
         bits = bits.retyped(torch.int32)
-    side, qdata, scale = _side(plan, x.shape, found, transpose, bits)
-    _plan_sides(plan, matrix, None if transpose else side, side if transpose else None)
+    side, qdata, scale = new_side(plan, x.shape, found, transpose, bits)
+    plan_sides(plan, matrix, None if transpose else side, side if transpose else None)
     return [qdata, scale]
 
 
@@ -308,10 +313,10 @@ def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None 
 
 
 def plan_both_sides(plan: Planner, x: View, spec: str, spec_t: str, with_sums: bool) -> tuple[list[View], View | None]:
-    """qdata, scale, and those of the transpose; and with sums those of :func:`_plan_sides`."""
-    side, qdata, scale = _side(plan, x.shape, spec_of(spec), False, None)
-    side_t, qdata_t, scale_t = _side(plan, x.shape, spec_of(spec_t), True, None)
-    return [qdata, scale, qdata_t, scale_t], _plan_sides(plan, x, side, side_t, with_sums)
+    """qdata, scale, and those of the transpose; and with sums those of :func:`plan_sides`."""
+    side, qdata, scale = new_side(plan, x.shape, spec_of(spec), False, None)
+    side_t, qdata_t, scale_t = new_side(plan, x.shape, spec_of(spec_t), True, None)
+    return [qdata, scale, qdata_t, scale_t], plan_sides(plan, x, side, side_t, with_sums)
 
 
 def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:

@@ -86,9 +86,9 @@ class PartialMaxima(NamedTuple):
         """Magnitudes of rows ``[row_parts, rows]`` and of columns ``[column_parts, columns]``."""
         return self._split(self.buffer, self.row_parts, self.column_parts)
 
-    def reduce(self, plan: Planner) -> tuple[View, View]:
-        """amax bits, int32, of rows ``[1, rows]`` and of columns ``[1, columns]``."""
-        out = plan.empty((1, self.lines), torch.int32)
+    def reduce(self, plan: Planner, out: View | None = None) -> tuple[View, View]:
+        """amax bits, int32, of rows ``[1, rows]`` and of columns ``[1, columns]``; in ``out [1, lines]`` if given."""
+        out = plan.empty((1, self.lines), torch.int32) if out is None else out.retyped(torch.int32)
         tile = cast_tiles.reduce_tile(self.parts, self.lines)
         plan.launch(
             maxima_kernel,

@@ -32,6 +32,10 @@ def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor
     return *quantize_both(x, spec, spec_t), x.new_empty((x.shape[1],))
 
 
+def quantize_with_amax(x: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+    return *quantize(x, spec), x.new_empty((1, 1), dtype=torch.float32)
+
+
 def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
     return [tensor for each in (x, *others) for tensor in quantize(each, spec, True)]
 

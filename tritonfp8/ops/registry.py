@@ -104,6 +104,7 @@ _CASTS = {
     "quantize_both_sum": _twin(
         "quantize_both_sum", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
+    "quantize_with_amax": _twin("quantize_with_amax", "(Tensor x, str spec) -> (Tensor, Tensor, Tensor)"),
     "dequantize": Op(
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         fakes.dequantize,
@@ -362,6 +363,7 @@ amax = torch.ops.tritonfp8.amax.default
 quantize = torch.ops.tritonfp8.quantize.default
 quantize_both = torch.ops.tritonfp8.quantize_both.default
 quantize_both_sum = torch.ops.tritonfp8.quantize_both_sum.default
+quantize_with_amax = torch.ops.tritonfp8.quantize_with_amax.default
 amax_of_shards = torch.ops.tritonfp8.amax_of_shards.default
 quantize_shards = torch.ops.tritonfp8.quantize_shards.default
 quantize_weights = torch.ops.tritonfp8.quantize_weights.default

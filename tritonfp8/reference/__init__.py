@@ -11,6 +11,7 @@ from tritonfp8.reference.casts import (
     quantize_both,
     quantize_both_sum,
     quantize_weights,
+    quantize_with_amax,
     transpose,
 )
 from tritonfp8.reference.figures import FIGURES, operand_figures
@@ -57,6 +58,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_both_sum",
+    "quantize_with_amax",
     "quantize_weights",
     "quantize_groups",
     "quantize_groups_both",

@@ -146,6 +146,12 @@ def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor
     return *quantize_both(x, spec, spec_t), x.sum(0)
 
 
+def quantize_with_amax(x: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``(*quantize(x, spec), amax)`` by a spec with one scale for ``x [M, N]``; ``amax`` is float32 ``[1, 1]``."""
+    found = amax(x, spec_of(spec).block)
+    return *quantize(x, spec, False, found), found
+
+
 def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
     """``quantize(each, spec, transpose=True)`` of ``x`` and of each of ``others``: qdata, scale, qdata, scale, ..."""
     return [tensor for each in (x, *others) for tensor in quantize(each, spec, transpose=True)]

@@ -59,6 +59,25 @@ def test_casts_of_one_matrix_become_one_op(x, spec):
     assert merged(transposed_first, x) == (0, 1)
 
 
+def test_a_cast_with_the_amax_merges_with_the_one_that_reads_it(x):
+    def both(x):
+        y = x + 1
+        qdata, scale, amax = ops.quantize_with_amax(y, TENSORWISE)
+        return qdata, scale, *ops.quantize(again(y).detach(), TENSORWISE, True, amax)
+
+    def of_something_else(x):
+        qdata, scale, amax = ops.quantize_with_amax(x, TENSORWISE)
+        return qdata, scale, *ops.quantize(x + 1, TENSORWISE, True, amax)
+
+    def for_backward_too(x):
+        qdata, scale, amax = ops.quantize_with_amax(x, TENSORWISE)
+        return qdata, scale, amax, *ops.quantize(x, TENSORWISE, True, amax)
+
+    assert merged(both, x) == (0, 1)
+    for function in (of_something_else, for_backward_too):
+        assert merged(function, x) == (1, 0)
+
+
 def test_what_only_the_second_cast_read_is_gone(x):
     module = graph_of(lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(again(x), ROWWISE, True)), x)
     passes.rewrite(module.graph)

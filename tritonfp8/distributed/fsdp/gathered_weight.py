@@ -15,7 +15,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, read_rank_segments
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
-from tritonfp8.layers.linear import LOCAL, OperandProvider, Pair, PairsAndSum, register_weight_type
+from tritonfp8.layers.linear import LOCAL, OperandsOfOthers, Pair, register_weight_type
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 
@@ -288,23 +288,8 @@ def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | 
 
 
 @dataclass(frozen=True)
-class GatheredWeightOperands(OperandProvider):
-    """Reads the weight's operands from the gathered bytes; bytes that lie in order are not copied.
-
-    Attributes:
-        others: the provider of the input and of ``grad_output``. It has no default: torch 2.11 cannot trace one.
-    """
-
-    others: OperandProvider
-
-    @property
-    def input_key(self) -> object:
-        """The weight does not change how an input is cast."""
-        return self.others.input_key
-
-    def input(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-        """See ``others``."""
-        return self.others.input(x, spec, spec_t)
+class GatheredWeightOperands(OperandsOfOthers):
+    """Reads the weight's operands from the gathered bytes; bytes that lie in order are not copied."""
 
     def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
         """``weight`` is a :class:`GatheredWeight`.
@@ -318,14 +303,6 @@ class GatheredWeightOperands(OperandProvider):
     def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
         """As :meth:`weight`."""
         return _read(weight, spec_t, True, grad_output)
-
-    def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-        """See ``others``."""
-        return self.others.grad_output(x, spec, spec_t)
-
-    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
-        """See ``others``."""
-        return self.others.grad_output_and_sum(x, spec, spec_t)
 
 
 register_weight_type(GatheredWeight, GatheredWeightOperands(LOCAL))

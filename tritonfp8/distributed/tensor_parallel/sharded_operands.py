@@ -40,6 +40,14 @@ class ShardedOperands(OperandProvider):
             return quantize_and_gather(x, spec, spec_t, self.gather, self.gathered_k)
         return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.k)))
 
+    def input_now(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """As :meth:`input`; backward reduces its own amaxes."""
+        return self.input(x, spec, None)[0], None
+
+    def input_later(self, x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None) -> Pair:
+        """As :meth:`input`."""
+        return self.input(x, None, spec_t)[1]
+
     def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
         """Reduces the amaxes of both orientations in one collective.
 

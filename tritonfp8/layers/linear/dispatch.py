@@ -21,7 +21,15 @@ from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
 from tritonfp8.layers.linear.function import LinearPlan, apply_linear
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
-from tritonfp8.layers.linear.operands import LOCAL, OperandProvider, Operands, check_cached, pair_of, provider_of
+from tritonfp8.layers.linear.operands import (
+    LOCAL,
+    OperandProvider,
+    Operands,
+    Pair,
+    check_cached,
+    pair_of,
+    provider_of,
+)
 from tritonfp8.layers.linear.transforms import transformed
 from tritonfp8.layers.tensor_types import PLAIN, handler_of
 from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
@@ -122,9 +130,12 @@ def computed_linear(
         provider is not LOCAL,
         counting.take_callers()[0] if counting.is_logging else None,
     )
-    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight and not again else None)
+    specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
     data = (rows if own_rows is None else own_rows).detach()
-    if shared_input is None:
+    if again:
+        pair, amax_t = provider.input_now(data, *specs)
+        pairs: tuple[Pair, Pair] = pair, (None, amax_t)
+    elif shared_input is None:
         if not torch.compiler.is_compiling():
             forget()
         pairs = provider.input(data, *specs)

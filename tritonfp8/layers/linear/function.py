@@ -116,9 +116,10 @@ class Saved(NamedTuple):
 
     Attributes:
         weight: ``[N, K]``.
-        weight_amax_t: the reduced amaxes of ``weight.T``; see :meth:`OperandProvider.weight`.
+        weight_amax_t: the amaxes of ``weight.T``; see :meth:`OperandProvider.weight`.
         input: ``[M, K]``.
-        input_pair: ``input.T`` quantized for ``grad_weight``.
+        input_pair: ``input.T`` quantized for ``grad_weight``. Of an input that backward casts again: None, and the
+            amaxes of ``input.T``; see :meth:`OperandProvider.input_now`.
         cached: of a weight that the caller keeps quantized; see :func:`cached_for_backward`.
         dtypes: of the input and the weight, and so of their gradients.
     """
@@ -159,7 +160,7 @@ def gradients(
             input_pair = saved.input_pair
             if plan.casts_input_again:
                 assert input is not None
-                input_pair = plan.provider.input(recomputable(input), None, recipe.grad_weight.rhs)[1]
+                input_pair = plan.provider.input_later(recomputable(input), recipe.grad_weight.rhs, input_pair[1])
             grad_weight = multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
         else:
             assert input is not None

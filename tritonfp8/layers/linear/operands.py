@@ -11,7 +11,7 @@ from tritonfp8 import ops
 from tritonfp8.checks import check_floating, require_flag, shown
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import QuantSpec
+from tritonfp8.specs import TENSORWISE, QuantSpec
 
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)
@@ -32,6 +32,24 @@ def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) ->
         NO_PAIR if spec is None else ops.quantize(x, *spec.args),
         NO_PAIR if spec_t is None else ops.quantize(x, *spec_t.args, True),
     )
+
+
+def has_one_amax(spec: QuantSpec | None, spec_t: QuantSpec | None) -> bool:
+    """Whether the largest magnitude of a whole matrix decides the scales of both of its orientations."""
+    return spec is not None and spec_t is not None and spec.block == spec_t.block == TENSORWISE
+
+
+def quantize_now(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+    """``(qdata, scale)`` of ``x``; and the amax of ``x.T`` for :func:`quantize_later`, if it is known then."""
+    if spec is None or not has_one_amax(spec, spec_t):
+        return quantize_for(x, spec, None)[0], None
+    qdata, scale, amax = ops.quantize_with_amax(x, *spec.args)
+    return (qdata, scale), amax
+
+
+def quantize_later(x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None) -> Pair:
+    """``(qdata, scale)`` of ``x.T`` by the amax that :func:`quantize_now` returned."""
+    return ops.quantize(x, *spec_t.args, True, *(() if amax_t is None else (amax_t,)))
 
 
 @dataclass(frozen=True)
@@ -58,14 +76,27 @@ class OperandProvider:
         """``(qdata, scale)`` of the input ``x [M, K]`` for ``output``, and of ``x.T`` for ``grad_weight``."""
         return quantize_for(x, spec, spec_t)
 
+    def input_now(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """The input for ``output``, where backward casts it again for ``grad_weight``.
+
+        Returns:
+            ``(qdata, scale)``; and the amaxes of ``x.T`` if they are known, which backward passes to
+            :meth:`input_later`.
+        """
+        return quantize_now(x, spec, spec_t)
+
+    def input_later(self, x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None) -> Pair:
+        """``(qdata, scale)`` of ``x.T`` for ``grad_weight``; runs in backward."""
+        return quantize_later(x, spec_t, amax_t)
+
     def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
         """The weight ``[N, K]`` for ``output``; runs in forward.
 
         Returns:
-            ``(qdata, scale)``; and the reduced amaxes of ``weight.T``, which backward passes to :meth:`weight_t`. They
-            are None where this rank alone decides every scale.
+            ``(qdata, scale)``; and the amaxes of ``weight.T``, which backward passes to :meth:`weight_t`. They are
+            None where backward finds them.
         """
-        return quantize_for(weight.detach(), spec, None)[0], None
+        return quantize_now(weight.detach(), spec, spec_t)
 
     def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """The weight ``[N, K]`` as :meth:`weight` and :meth:`weight_t` return it, for more than one pass."""
@@ -76,7 +107,7 @@ class OperandProvider:
 
         ``grad_output`` is there for compilers only: an op that reads it cannot be moved into forward.
         """
-        return quantize_for(weight, None, spec_t)[1]
+        return quantize_later(weight, spec_t, amax_t)
 
     def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """``(qdata, scale)`` of ``x [M, N]`` for ``grad_input``, and of ``x.T`` for ``grad_weight``."""
@@ -88,6 +119,42 @@ class OperandProvider:
             return *quantize_for(x, spec, spec_t), x.sum(0)
         qdata, scale, qdata_t, scale_t, total = ops.quantize_both_sum(x, *spec.args, *spec_t.args)
         return (qdata, scale), (qdata_t, scale_t), total
+
+
+@dataclass(frozen=True)
+class OperandsOfOthers(OperandProvider):
+    """Gets the operands of the input and of ``grad_output`` from another provider. A derived class has the weight's.
+
+    Attributes:
+        others: that provider. It has no default: torch 2.11 cannot trace one.
+    """
+
+    others: OperandProvider
+
+    @property
+    def input_key(self) -> object:
+        """The weight does not change how an input is cast."""
+        return self.others.input_key
+
+    def input(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """See ``others``."""
+        return self.others.input(x, spec, spec_t)
+
+    def input_now(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """See ``others``."""
+        return self.others.input_now(x, spec, spec_t)
+
+    def input_later(self, x: Tensor, spec_t: QuantSpec, amax_t: Tensor | None) -> Pair:
+        """See ``others``."""
+        return self.others.input_later(x, spec_t, amax_t)
+
+    def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """See ``others``."""
+        return self.others.grad_output(x, spec, spec_t)
+
+    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
+        """See ``others``."""
+        return self.others.grad_output_and_sum(x, spec, spec_t)
 
 
 LOCAL = OperandProvider()

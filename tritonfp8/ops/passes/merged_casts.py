@@ -7,6 +7,7 @@ into forward after all, forward has both casts, and each reads the whole matrix.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -32,14 +33,14 @@ def read_sources(graph: Any) -> int:
 
 
 def merge_casts(graph: Any) -> int:
-    """Replace two ``quantize`` of a matrix, one of them transposed, by one ``quantize_both``; how many pairs it merged.
+    """Replace two casts of a matrix, one of them transposed, by one ``quantize_both``; how many pairs it merged.
 
     Args:
         graph: a ``torch.fx.Graph`` without mutations but at its end, as Inductor has it after the partition; nodes
             have their fake tensors.
     """
     waiting: dict[tuple[Any, bool], Any] = {}
-    merged = 0
+    merged = _merge_known(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.quantize.default):
         if not _is_mergeable(node):
             continue
@@ -52,12 +53,32 @@ def merge_casts(graph: Any) -> int:
     return merged
 
 
+def _merge_known(graph: Any) -> int:
+    """Merge ``quantize_with_amax`` with the transposed cast that alone reads its amax; how many pairs."""
+    merged = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.quantize.default):
+        amax = argument(node, 3, "amax")
+        first = None if amax is None or amax.target is not operator.getitem else amax.args[0]
+        if first is None or first.target != torch.ops.tritonfp8.quantize_with_amax.default:
+            continue
+        x = source(node.args[0])
+        if not argument(node, 2, "transpose") or x is not source(first.args[0]) or [*amax.users] != [node]:
+            continue
+        given, node.args = node.args, node.args[:3]
+        if _merge(graph, x, first, first, node):
+            graph.erase_node(amax)
+            merged += 1
+        else:
+            node.args = given
+    return merged
+
+
 def _merge(graph: Any, x: Any, first: Any, normal: Any, of_transpose: Any) -> bool:
     """Put one op in the place of ``first`` for both casts, unless its results would have other layouts."""
     both = torch.ops.tritonfp8.quantize_both.default
     specs = normal.args[1], of_transpose.args[1]
     fakes = both(x.meta["val"], *specs)
-    if layouts(fakes) != layouts((*normal.meta["val"], *of_transpose.meta["val"])):
+    if layouts(fakes) != layouts((*normal.meta["val"][:2], *of_transpose.meta["val"])):
         return False
     replace(graph, first, both, (x, *specs), fakes, (normal, of_transpose))
     return True
