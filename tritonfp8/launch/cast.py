@@ -221,7 +221,8 @@ def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[_Side | N
     if not any(missing):
         return list(sides)
     blocks = {s.block for s, lacks in zip(sides, missing, strict=True) if lacks and s is not None}
-    maxima = whole_dim_amax(plan, x, blocks, *(side is not None for side in sides))
+    normal, transposes = (side is not None for side in sides)
+    maxima = whole_dim_amax(plan, x, blocks, normal, transposes)
     return [
         s._replace(amax=maxima[s.block]) if lacks and s is not None else s
         for s, lacks in zip(sides, missing, strict=True)
