@@ -1,5 +1,5 @@
 """Launches everything on the stub of the CUDA driver, by ``kernel[grid]`` and by repeated plans, and compares each
-parameter.
+parameter. The values of tensors are never read.
 
 Runs in a process of its own, with ``LD_LIBRARY_PATH`` at the stub; prints a line a case, exits with 1 on a difference.
 Arguments limit it to the cases whose label contains one of them.
@@ -20,6 +20,7 @@ stub.patch()
 from tritonfp8 import hardware, recipes, reference
 from tritonfp8.compat import triton_private
 from tritonfp8.launch import cast, executor, figures, fused, kernel_cache, moe
+from tritonfp8.ops import fakes
 from tritonfp8.specs import BLOCKS, QuantSpec
 
 stub.patch_abilities(hardware)
@@ -72,9 +73,10 @@ def launched(call, names):
     return log, [(t.shape, t.stride(), t.dtype) for t in results]
 
 
+# Fake casts make the operands of products: a real one, which has cases of its own, would be compiled for their shapes.
 def cases():
     def x(m, n, dtype=torch.bfloat16, step=1):
-        return torch.randn(m * step, n).to(dtype)[::step]
+        return torch.ones(m * step, n).to(dtype)[::step]
 
     # By pairs of block, shape and op: each op has the shape that the other op has not, in turn.
     shapes = (256, 512), (129, 1000)
@@ -90,7 +92,7 @@ def cases():
         )
 
         def dequantize(q=spec):
-            return (*cast.quantize(x(129, 384), *q.args), *q.args, torch.float32)
+            return (*fakes.quantize(x(129, 384), *q.args), *q.args, torch.float32)
 
         yield f"dequantize {entry.name}", cast.dequantize, dequantize
         yield f"transposed {entry.name}", cast.quantize, lambda q=spec: (x(129, 384), *q.args, True, None)
@@ -123,10 +125,10 @@ def fused_cases():
         for j, ((m, n), orientation) in enumerate(oriented):
 
             def x(count, m=m, n=n):
-                return tuple(torch.randn(m, n).bfloat16() for _ in range(count))
+                return tuple(torch.ones(m, n).bfloat16() for _ in range(count))
 
             def norm(x=x, n=n, rest=(*specs, orientation, False)):
-                return (*x(1), torch.randn(n), 1e-5, "output", *rest)
+                return (*x(1), torch.ones(n), 1e-5, "output", *rest)
 
             label = f"{name} {m, n} {orientation}"
             rest = (*specs, orientation, True)
@@ -138,8 +140,8 @@ def fused_cases():
     for residual in (False, True):
 
         def gradient(residual=residual):
-            grad, x, added = (torch.randn(256, 512).bfloat16() for _ in range(3))
-            return grad, x, torch.randn(512), torch.rand(256), "output", added if residual else None, True
+            grad, x, added = (torch.ones(256, 512).bfloat16() for _ in range(3))
+            return grad, x, torch.ones(512), torch.ones(256), "output", added if residual else None, True
 
         yield f"gradient of rms_norm residual={residual}", fused.rms_norm_backward, gradient
 
@@ -148,7 +150,7 @@ def figure_cases():
     for spec in (None, "e4m3:1x32:e8m0:floor"):
 
         def operands(spec=spec):
-            x, whole = torch.randn(2, 64, 256).bfloat16(), torch.rand(2)
+            x, whole = torch.ones(2, 64, 256).bfloat16(), torch.ones(2)
             if spec is None:
                 return x, whole, x[0].numel(), math.inf
             qdata, _ = reference.quantize(x, spec)
@@ -166,28 +168,28 @@ def group_cases():
         rows, columns = recipe.output.lhs.args, recipe.grad_weight.rhs.args
 
         def both(r=rows, c=columns):
-            return torch.randn(310, 512).bfloat16(), ends(), *r, *c
+            return torch.ones(310, 512).bfloat16(), ends(), *r, *c
 
         def of_rows(g=recipe.output):
-            x, weight = torch.randn(310, 512).bfloat16(), torch.randn(3, 256, 512).bfloat16()
-            a, b = moe.quantize_groups(x, ends(), *g.lhs.args), moe.quantize_matrices(weight, *g.rhs.args)
-            return *a, *g.lhs.args, *b, *g.rhs.args, ends(), torch.randn(3, 256)
+            x, weight = torch.ones(310, 512).bfloat16(), torch.ones(3, 256, 512).bfloat16()
+            a, b = fakes.quantize_groups(x, ends(), *g.lhs.args), fakes.quantize_matrices(weight, *g.rhs.args)
+            return *a, *g.lhs.args, *b, *g.rhs.args, ends(), torch.ones(3, 256)
 
         def of_columns(g=recipe.grad_weight):
-            grad, x = (torch.randn(310, n).bfloat16() for n in (256, 512))
-            a, b = (moe.quantize_groups(y, ends(), *q.args, True) for y, q in ((grad, g.lhs), (x, g.rhs)))
+            grad, x = (torch.ones(310, n).bfloat16() for n in (256, 512))
+            a, b = (fakes.quantize_groups(y, ends(), *q.args, True) for y, q in ((grad, g.lhs), (x, g.rhs)))
             return *a, *g.lhs.args, *b, *g.rhs.args, ends(), None, torch.float32, "precise", False, 310
 
         yield f"groups {name} casts", moe.quantize_groups_both, both
         yield f"groups {name} rows", moe.scaled_grouped_matmul, of_rows
         yield f"groups {name} columns", moe.scaled_grouped_matmul, of_columns
-    yield "sums of groups", moe.grouped_sum, lambda: (torch.randn(310, 512), ends())
+    yield "sums of groups", moe.grouped_sum, lambda: (torch.ones(310, 512), ends())
 
 
 def product(gemm, m, n, k, epilogue, out):
-    a, b = torch.randn(m, k), torch.randn(n, k)
-    qa, qb = cast.quantize(a, *gemm.lhs.args), cast.quantize(b, *gemm.rhs.args)
-    extra = (torch.randn(n), "gelu", torch.randn(m, n)) if epilogue else (None, None, None)
+    a, b = torch.ones(m, k), torch.ones(n, k)
+    qa, qb = fakes.quantize(a, *gemm.lhs.args), fakes.quantize(b, *gemm.rhs.args)
+    extra = (torch.ones(n), "gelu", torch.ones(m, n)) if epilogue else (None, None, None)
     return (*qa, *gemm.lhs.args, *qb, *gemm.rhs.args, *extra, out, "precise")
 
 
