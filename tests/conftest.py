@@ -1,11 +1,6 @@
 """Set-up of every test process, before torch, numpy or triton is imported."""
 
 import gc
-
-# The collector else looks at all modules again and again: a fifth of the time to collect the tests, a seventh of the
-# interpreter's, and 6 % of Dynamo's.
-gc.set_threshold(50_000, 20, 100)
-
 import os
 from collections import Counter
 
@@ -14,6 +9,7 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
+import collector  # noqa: F401  before what imports many modules
 import hypothesis
 import pytest
 import torch

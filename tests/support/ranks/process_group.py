@@ -12,6 +12,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from unittest import mock
 
+import collector  # noqa: F401  before what imports many modules
 import torch
 import torch.multiprocessing as mp
 
@@ -24,6 +25,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A fork of a process with all imports starts at once. A process that has used the GPUs cannot be forked.
 START_METHODS = {"cpu": "forkserver", "cuda": "spawn"}
 IMPORTED_ONCE = [
+    "collector",
     # What functions of tests and torch.compile import: half a second for each process that does.
     "cases",
     "torch._dynamo.backends.inductor",
@@ -54,7 +56,6 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
     torch.set_num_threads(1)
     # As in the process of the tests (tests/conftest.py). Collections also copy the pages that processes share.
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(BACKENDS[device], init_method=f"file://{rendezvous}", rank=rank, world_size=size)
