@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contest.cases import IN_GRAPH
+from bench.shapes import ALL_MODELS, select
 from bench.tables import over_peer, table, with_peers
 
 Row = Mapping[str, Any]
@@ -147,6 +148,16 @@ def layers() -> str:
     ]
     shapes = (" x ".join(map(str, shape)) for shape in LAYER_SHAPES)
     return table(("recipe", *(f"linear {shape}" for shape in shapes), *MODELS), lines)
+
+
+def models() -> str:
+    """Speed of every model over bf16, and the memory of rowwise over that of torchao's tensorwise."""
+    speeds, memory = speed_ups("model", "model"), peaks()
+    lines = []
+    for name, shape in {shape.name: shape.size for shape in select("model", ALL_MODELS)}.items():
+        share = memory["rowwise precise", shape] / memory["torchao tensorwise", shape]
+        lines.append((name, *(text(speeds[contender].get(shape)) for contender in CONTENDERS), text(share, 3)))
+    return table(("layers of", *CONTENDERS.values(), "memory: rowwise over torchao tensorwise"), lines)
 
 
 def peaks() -> dict[tuple[str, tuple[int, ...]], int]:
@@ -323,6 +334,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "host times": host_times,
     "layers": layers,
     "memory": memory,
+    "models": models,
     "tensor parallelism": tensor_parallelism,
 }
 """The function that makes each table, by the name of its block."""
