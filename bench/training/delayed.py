@@ -86,11 +86,11 @@ def plan_delayed(plan: Planner, x: View, amax: View, found: View, spec: str | No
     The kernel also writes the amax of ``x`` into ``found``.
     """
     side, side_t = (
-        None if each is None else cast._side(plan, x.shape, spec_of(each), transpose, amax.retyped(torch.int32))
+        None if each is None else cast.new_side(plan, x.shape, spec_of(each), transpose, amax.retyped(torch.int32))
         for each, transpose in ((spec, False), (spec_t, True))
     )
     launched = _Insert(plan, found)
-    cast._plan_sides(launched, x, *(None if made is None else made[0] for made in (side, side_t)))
+    cast.plan_sides(launched, x, *(None if made is None else made[0] for made in (side, side_t)))
     return [view for made in (side, side_t) if made is not None for view in made[1:]]
 
 
