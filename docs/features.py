@@ -30,10 +30,17 @@ _TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
 _COMPILED_TP = "llama_trains_as_one_process", "module_is_one_graph_of_the_same_bytes"
 _WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
 _CALLBACK = "tests/clients/test_callback.py"
+_RESTORED = f"{_CALLBACK}::test_a_saved_model_is_restored_with_its_recipes"
+_SCHEDULED = f"{_CALLBACK}::test_a_scheduled_run_is_resumed_to_the_same_bits"
 _TRAINER = "tests/clients/test_trainer.py"
 _LIGHTNING = "tests/clients/test_lightning.py"
 _ZERO = "tests/clients/test_deepspeed.py"
 _TITAN = "tests/clients/test_torchtitan.py::test_all_parameters_train_and_the_gather_changes_no_bit"
+_TITAN_TRAINER = (
+    "tests/clients/test_torchtitan_trainer.py::test_the_gather_changes_no_bit_and_a_run_goes_on_from_its_checkpoint"
+)
+_TITAN_EXPERTS = "tests/clients/test_torchtitan.py::test_experts"
+_PAIRS = "rowwise_hp_grad_weight-rowwise", "tensorwise-rowwise", "blockwise-mxfp8"
 _INVARIANT = "tests/conversion/test_invariant.py::test_rows_are_those_of_a_larger_batch"
 _NO_SCALES_OF_ROWS = "no: `ValueError`", "tests/conversion/test_invariant.py::test_what_cannot_be_invariant_is_an_error"
 _NOT_INVARIANT = dict.fromkeys(("bf16", "tensorwise"), _NO_SCALES_OF_ROWS)
@@ -229,8 +236,8 @@ SHARDED = (
     *COLUMNS,
     Column(
         "DDP",
-        fixed={"rowwise": f"{_TRAINER}::test_trainer_with_distributed_data_parallel"},
-        known=f"{_SAME_CODE} Parameters are plain, and so are their gradients.",
+        (f"{_TRAINER}::test_trainer_with_distributed_data_parallel",),
+        known="Parameters are plain, and so are their gradients.",
     ),
     Column("TP, torch.compile", tuple(f"{_TP}::test_compiled_{what}" for what in _COMPILED_TP), known=_SAME_CODE),
     Column(
@@ -267,8 +274,8 @@ SHARDED = (
     ),
     Column(
         "FSDP2, losses in chunks: F.linear(x, head.weight)",
-        fixed={"rowwise": f"{_CHUNKED}::test_the_gather_changes_no_bit"},
-        known=f"{_SAME_CODE} A head that is gathered in 8 bits is gathered in high precision too; a warning says so.",
+        (f"{_CHUNKED}::test_the_gather_changes_no_bit",),
+        known="A head that is gathered in 8 bits is gathered in high precision too; a warning says so.",
     ),
     Column("FSDP2, export.tensors", (_SHARDED_EXPORT,), known=_NO_CODES),
     Column("FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_fsdp2",), otherwise=_NOT_STORED),
@@ -291,8 +298,8 @@ SHARDED = (
     ),
     Column(
         "Expert parallelism (torchtitan, with TP and FSDP2)",
-        fixed={"rowwise": f"{_TITAN}[moe_tp_fsdp_ep]"},
-        known="Attention and head are converted. Grouped experts are no `nn.Linear` and stay in high precision.",
+        fixed={name: f"{_TITAN_EXPERTS}[{pair}]" for pair in _PAIRS for name in pair.split("-")},
+        known="Experts with `experts=True`; without it they stay in high precision.",
     ),
 )
 
@@ -300,32 +307,28 @@ CLIENTS = (
     Column(
         "Hugging Face's Trainer, Float8Callback",
         (f"{_CALLBACK}::test_the_callback_trains_as_convert_before_the_trainer",),
-        known=f"{_SAME_CODE} The rows below have other recipes.",
+        known="Its report names the recipe of each layer.",
     ),
     Column(
         "Trainer, saved and restored",
-        fixed=dict.fromkeys(
-            ("rowwise", "blockwise", "mxfp8"), f"{_CALLBACK}::test_a_saved_model_is_restored_with_its_recipes"
-        ),
-        known="The recipes are in the model's config.",
+        fixed={
+            **dict.fromkeys(("rowwise", "blockwise", "mxfp8"), f"{_RESTORED}[names0]"),
+            **dict.fromkeys(("bf16", "tensorwise", "rowwise_hp_grad_weight"), f"{_RESTORED}[names1]"),
+        },
     ),
-    Column(
-        "Trainer, schedule, resumed",
-        fixed=_both(f"{_CALLBACK}::test_a_scheduled_run_is_resumed_to_the_same_bits"),
-        known=_SAME_CODE,
-    ),
+    Column("Trainer, schedule, resumed", (_SCHEDULED,), fixed={"bf16": _SCHEDULED}),
     Column("Trainer with FSDP2, FP8 all-gather", (f"{_TRAINER}::test_trainer",), known=_NOT_GATHERED),
     Column("Trainer with FSDP2, torch.compile", (f"{_TRAINER}::test_trainer",), "compiled", known=_SAME_CODE),
     Column("Trainer with FSDP2, resumed", (f"{_TRAINER}::test_trainer",), "resumed", known=_SAME_CODE),
     Column(
         "accelerate with FSDP2",
-        fixed={"tensorwise": f"{_TRAINER}::test_accelerate_with_an_optimizer_made_before"},
-        known="The Trainer with FSDP2 uses it, with the recipes above.",
+        (f"{_TRAINER}::test_accelerate_with_an_optimizer_made_before",),
+        known=_NOT_GATHERED,
     ),
     Column(
         'accelerate, mixed_precision="bf16"',
-        fixed={"rowwise": f"{_WITH_ACCELERATE}::test_bf16_of_accelerate_trains_every_weight_as_autocast_does"},
-        known=f"{_SAME_CODE} It is autocast around the model's forward.",
+        (f"{_WITH_ACCELERATE}::test_bf16_of_accelerate_trains_every_weight_as_autocast_does",),
+        known="It is autocast around the model's forward.",
     ),
     Column(
         'accelerate, mixed_precision="fp8"',
@@ -349,14 +352,10 @@ CLIENTS = (
     ),
     Column(
         "TRL, SFTTrainer",
-        fixed={"blockwise": "tests/clients/test_trl.py::test_supervised_fine_tuning_moves_every_weight"},
+        ("tests/clients/test_trl.py::test_supervised_fine_tuning_moves_every_weight",),
         known="It is a Trainer with another loss.",
     ),
-    Column(
-        "LoRA of peft on a converted base",
-        ("tests/clients/test_peft.py::test_adapters_train_and_the_base_stays",),
-        known=_SAME_CODE,
-    ),
+    Column("LoRA of peft on a converted base", ("tests/clients/test_peft.py::test_adapters_train_and_the_base_stays",)),
     Column(
         "Lightning's Trainer",
         (f"{_LIGHTNING}::test_the_trainer_trains_as_after_convert",),
@@ -365,36 +364,30 @@ CLIENTS = (
     ),
     Column(
         "Lightning's Trainer with FSDP2, FP8 all-gather",
-        fixed={
-            "rowwise": f"{_LIGHTNING}::test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather",
-            "blockwise": f"{_LIGHTNING}::test_a_trainer_with_fsdp2_resumes_to_the_same_losses",
-        },
-        known=_SAME_CODE,
+        (f"{_LIGHTNING}::test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather",),
+        fixed={"blockwise": f"{_LIGHTNING}::test_a_trainer_with_fsdp2_resumes_to_the_same_losses"},
+        known=_NOT_GATHERED,
     ),
     Column(
         "Fabric with FSDP2, FP8 all-gather",
         (f"{_LIGHTNING}::test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather",),
-        known="`rowwise_hp_grad_weight` is gathered as `rowwise`; weights of `bf16` are not gathered in 8 bits.",
+        known=_NOT_GATHERED,
     ),
-    Column(
-        "torchtitan, FSDP2",
-        fixed={"rowwise": f"{_TITAN}[fsdp]", "mxfp8": f"{_TITAN}[fsdp_full_mxfp8]"},
-        known=_SAME_CODE,
-    ),
-    Column(
-        "torchtitan's Trainer with FSDP2, checkpoints, losses in chunks",
-        fixed={
-            "rowwise": "tests/clients/test_torchtitan_trainer.py"
-            "::test_the_gather_changes_no_bit_and_a_run_goes_on_from_its_checkpoint"
-        },
-        known=_SAME_CODE,
-    ),
+    Column("torchtitan, FSDP2", (_TITAN,), "fsdp", known=_NOT_GATHERED),
+    Column("torchtitan's Trainer with FSDP2, checkpoints, losses in chunks", (_TITAN_TRAINER,), known=_SAME_CODE),
     Column(
         "Trainer with FSDP2, gradient accumulation, no resharding",
-        fixed={"blockwise": f"{_TRAINER}::test_trainer[accumulated_no_reshard]"},
+        (f"{_TRAINER}::test_trainer",),
+        "accumulated",
         known=_SAME_CODE,
     ),
-    Column("torchtitan, TP", fixed={"rowwise": f"{_TITAN}[tp]"}, known=_SAME_CODE),
-    Column("torchtitan, HSDP", fixed={"rowwise": f"{_TITAN}[hsdp]"}, known=_SAME_CODE),
-    Column("torchtitan, torch.compile", fixed={"rowwise": f"{_TITAN}[fsdp_compiled]"}, known=_SAME_CODE),
+    Column("torchtitan, TP", (_TITAN,), "tp", known=_NOT_GATHERED),
+    Column("torchtitan, HSDP", (_TITAN,), "hsdp", fixed={"rowwise": f"{_TITAN}[hsdp]"}, known=_NOT_GATHERED),
+    Column(
+        "torchtitan, torch.compile",
+        (_TITAN,),
+        "compiled",
+        fixed={"rowwise": f"{_TITAN}[fsdp_compiled]"},
+        known=_NOT_GATHERED,
+    ),
 )

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import transformer_engine
 from callback_cases import llama, trainer
-from cases import normal
+from cases import each_recipe, normal
 from torch import nn
 from torchao.float8 import convert_to_float8_training
 
@@ -31,10 +31,10 @@ def fresh_state():
         state._shared_state.update(before)
 
 
-def model(filter=None):
+def model(filter=None, recipe="rowwise"):
     torch.manual_seed(0)
     found = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    tritonfp8.convert(found, "rowwise", filter=filter)
+    tritonfp8.convert(found, recipe, filter=filter)
     return found
 
 
@@ -46,8 +46,9 @@ def test_fp8_of_accelerate_is_an_error_that_says_what_to_set():
     assert all(isinstance(layer, Float8Linear) for layer in found)
 
 
-def test_bf16_of_accelerate_trains_every_weight_as_autocast_does():
-    found, plain, x = model(), model(), normal(8, 32)
+@each_recipe
+def test_bf16_of_accelerate_trains_every_weight_as_autocast_does(recipe):
+    found, plain, x = model(recipe=recipe), model(recipe=recipe), normal(8, 32)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (found, plain)]
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     prepared, stepped = accelerator.prepare(found, optimizers[0])

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from callback_cases import Tokens, llama, trainer
+from cases import QUANTIZED, each_recipe
 from mixtures import experts_of, model_of
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -42,7 +43,8 @@ def recipes_of(model):
     return {name: m.recipe for name, m in model.named_modules() if isinstance(m, Float8Linear)}
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.in_turn(3)
+@each_recipe
 def test_the_callback_trains_as_convert_before_the_trainer(tmp_path, recipe):
     by_hand = llama()
     before = weights(by_hand)
@@ -60,9 +62,11 @@ def test_the_callback_trains_as_convert_before_the_trainer(tmp_path, recipe):
         assert_bitwise_equal(value, weights(by_hand)[name])
 
 
-def test_a_saved_model_is_restored_with_its_recipes(tmp_path):
+@pytest.mark.parametrize("names", [("mxfp8", "blockwise", "rowwise"), ("bf16", "tensorwise", "rowwise_hp_grad_weight")])
+def test_a_saved_model_is_restored_with_its_recipes(tmp_path, names):
+    of_mlp, of_queries, of_others = names
     model = llama()
-    config = Float8Config({"*.mlp.*": "mxfp8", "*q_proj": recipes.get("blockwise"), "*.1.*": "rowwise"})
+    config = Float8Config({"*.mlp.*": of_mlp, "*q_proj": recipes.get(of_queries), "*.1.*": of_others})
     run = trainer(model, tmp_path, Float8Callback(config))
     run.train()
     run.save_model(tmp_path / "saved")
@@ -92,10 +96,12 @@ def test_the_schedule_follows_the_steps_of_the_trainer(tmp_path):
     assert {entry["recipe"]["name"] for entry in model.config.tritonfp8} == {"bf16"}
 
 
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_scheduled_run_is_resumed_to_the_same_bits(tmp_path, accumulate):
+def test_a_scheduled_run_is_resumed_to_the_same_bits(tmp_path, accumulate, recipe):
     def make(**options):
-        callback = Float8Callback(Float8Config(schedule=[(0, "bf16"), (1, "rowwise"), (3, "bf16")]))
+        callback = Float8Callback(Float8Config(schedule=[(0, "bf16"), (1, recipe), (3, "bf16")]))
         steps = Steps()
         options = {"gradient_accumulation_steps": accumulate, **options}
         return trainer(llama(), tmp_path, callback, steps, **options), steps
@@ -104,7 +110,7 @@ def test_a_scheduled_run_is_resumed_to_the_same_bits(tmp_path, accumulate):
     whole.train()
     resumed, steps = make()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert steps.recipes == ["rowwise", "bf16"]
+    assert steps.recipes == [recipe, "bf16"]
     for name, value in weights(resumed.model).items():
         assert_bitwise_equal(value, weights(whole.model)[name])
 

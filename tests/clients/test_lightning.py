@@ -4,6 +4,7 @@ import lightning
 import lightning_cases
 import pytest
 import torch
+from cases import QUANTIZED, each_recipe
 from mixtures import experts_of, model_of
 from torch.utils.data import DataLoader
 
@@ -43,7 +44,8 @@ def fit(module, folder, **options):
     return dict(module.named_parameters())
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+@pytest.mark.in_turn(6)
+@each_recipe
 def test_the_trainer_trains_as_after_convert(tmp_path, recipe):
     plugin, module = trainer_plugin(recipe, precision="32-true"), Module()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -96,7 +98,8 @@ def test_experts_are_converted_when_asked_for(tmp_path):
         assert_bitwise_equal(value.detach(), expected[name].detach())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, recipe):
     on, off = (ranks.run(2, lightning_cases.fabric_losses, recipe=recipe, gather=gather) for gather in (True, False))
     for (losses, stuck, gathered), (expected, others, none) in zip(on, off, strict=True):
@@ -106,9 +109,11 @@ def test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks
         assert len(set(losses)) == 3
 
 
+@pytest.mark.in_turn(10)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, tmp_path, accumulate):
-    options = {"recipe": "rowwise", "folder": tmp_path, "accumulate": accumulate}
+def test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, tmp_path, accumulate, recipe):
+    options = {"recipe": recipe, "folder": tmp_path, "accumulate": accumulate}
     on, off = (ranks.run(2, lightning_cases.trainer_losses, gather=gather, **options) for gather in (True, False))
     for (losses, stuck, gathered), (expected, others, none) in zip(on, off, strict=True):
         assert stuck == others == []

@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+from cases import each_recipe
 from mixtures import model_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,7 +54,8 @@ def train(model, steps=3):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.in_turn(3)
+@each_recipe
 @pytest.mark.parametrize("order", ["convert first", "convert last"])
 def test_adapters_train_and_the_base_stays(order, recipe):
     model, report = adapted(order, recipe)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchtitan_cases
+from cases import QUANTIZED
 from torch import nn
 
 import tritonfp8
@@ -37,13 +38,22 @@ PROGRAMS = {
     "moe_tp_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "recipe": torchtitan_cases.HEAD}),
     "moe_experts_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": FSDP_EP, "experts": True}),
 }
+RARE = {
+    f"{name}_{recipe}": (PROGRAMS[name][0], {**PROGRAMS[name][1], "recipe": recipe})
+    for name in ("fsdp", "fsdp_compiled", "hsdp", "tp")
+    for recipe in QUANTIZED
+    if recipe != "rowwise"
+}
+PROGRAMS |= RARE
 
 
 def run(ranks, world, parallelism=(), **options):
     return ranks.run(world, torchtitan_cases.train, timeout=300, parallelism=dict(parallelism), **options)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.in_turn(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
+)
 def test_all_parameters_train_and_the_gather_changes_no_bit(ranks, name):
     world, program = PROGRAMS[name]
     on, off = (run(ranks, world, gather=gather, **program) for gather in (True, False))

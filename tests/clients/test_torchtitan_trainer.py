@@ -2,6 +2,7 @@
 
 import pytest
 import torchtitan_trainer_cases as cases
+from cases import QUANTIZED
 from torchtitan_cases import HEAD
 
 # torchtitan's checkpoints make a group of all processes.
@@ -12,9 +13,13 @@ PROGRAMS = {
     "fsdp": {},
     "fsdp_chunked_loss": {"chunked": True, "recipe": HEAD},
 }
+RARE = {f"fsdp_{name}": {"recipe": name} for name in QUANTIZED if name != "rowwise"}
+PROGRAMS |= RARE
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.in_turn(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
+)
 def test_the_gather_changes_no_bit_and_a_run_goes_on_from_its_checkpoint(ranks, tmp_path, name):
     def run(gather, **options):
         options |= PROGRAMS[name]

@@ -2,6 +2,7 @@
 
 import pytest
 import trainer_cases
+from cases import QUANTIZED, each_recipe
 
 PROCESSES = 2
 
@@ -25,13 +26,24 @@ PROGRAMS = {
     "resumed_float32": {"recipe": "rowwise", "dtype": "float32", "resume": True, "ram_efficient": True},
     "accumulated_no_reshard": {"recipe": "blockwise", "accumulate": 2, "reshard": False, "callback": True},
 }  # fmt: skip
+RARE = {
+    **{f"resumed_{name}": {"recipe": name, "resume": True, "callback": True} for name in QUANTIZED},
+    **{
+        f"accumulated_no_reshard_{name}": {"recipe": name, "accumulate": 2, "reshard": False, "callback": True}
+        for name in QUANTIZED
+    },
+    "compiled_rowwise_hp_grad_weight": {"recipe": "rowwise_hp_grad_weight", "compiled": "before"},
+}
+PROGRAMS |= RARE
 
 
 # Compiled layers are alike: a second one takes as long to compile as the first, and FSDP's own tests compile two.
 COMPILED = {"layers": 1}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.in_turn(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
+)
 def test_trainer(ranks, name):
     program = PROGRAMS[name]
     program = {**trainer_cases.SMALL, **(COMPILED if "compiled" in program else {}), **program}
@@ -84,18 +96,24 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(ranks, kind):
         assert row.get("saved") == (row["digest"] if full else None)
 
 
-def test_trainer_with_distributed_data_parallel(ranks):
+@pytest.mark.in_turn(6)
+@each_recipe
+def test_trainer_with_distributed_data_parallel(ranks, recipe):
     """Every process has all weights, which must stay the same on all of them."""
-    found = ranks.run(2, trainer_cases.train_on_cpus, timeout=300, sharded=False, callback=True, dtype="float32")
+    options = {"sharded": False, "callback": True, "dtype": "float32", "recipe": recipe}
+    found = ranks.run(2, trainer_cases.train_on_cpus, timeout=300, **options)
     assert found[0]["gathered"] == 0
     assert found[0]["stuck"] == []
     assert found[0]["digest"] == found[1]["digest"]
     assert found[0]["losses"] != found[1]["losses"]
 
 
+@pytest.mark.in_turn(10)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("order", ["optimizer first", "optimizer last"])
-def test_accelerate_with_an_optimizer_made_before(ranks, order):
-    on, off = (ranks.run(2, trainer_cases.accelerate_loop, gather=gather, order=order) for gather in (True, False))
+def test_accelerate_with_an_optimizer_made_before(ranks, order, recipe):
+    options = {"order": order, "recipe": recipe}
+    on, off = (ranks.run(2, trainer_cases.accelerate_loop, gather=gather, **options) for gather in (True, False))
     assert on == off
     for losses, stuck in on:
         assert stuck == []

@@ -1,7 +1,9 @@
 """SFTTrainer of TRL with Float8Callback."""
 
 import datasets
+import pytest
 import torch
+from cases import each_recipe
 from datasets.table import InMemoryTable
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -19,7 +21,9 @@ def tokens():
     return datasets.Dataset(InMemoryTable.from_pydict({"input_ids": rows}), fingerprint="tokens")
 
 
-def test_supervised_fine_tuning_moves_every_weight(tmp_path, recwarn):
+@pytest.mark.in_turn(6)
+@each_recipe
+def test_supervised_fine_tuning_moves_every_weight(tmp_path, recwarn, recipe):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -40,11 +44,11 @@ def test_supervised_fine_tuning_moves_every_weight(tmp_path, recwarn):
         processing_class=PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
         ),
-        callbacks=[Float8Callback("blockwise")],
+        callbacks=[Float8Callback(recipe)],
     )
     trainer.train()
     layers = [module for module in trainer.model.modules() if isinstance(module, Float8Linear)]
-    assert {layer.recipe.name for layer in layers} == {"blockwise"}
+    assert {layer.recipe.name for layer in layers} == {recipe}
     assert len(layers) == 2 * 7
     assert not [name for name, p in trainer.model.named_parameters() if torch.equal(p, before[name])]
     assert not [each for each in recwarn if "trainable weights moved" in str(each.message)]

@@ -2,6 +2,7 @@
 
 import pytest
 import weight_scope_cases
+from cases import QUANTIZED
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 PROCESSES = 2
@@ -41,11 +42,8 @@ def test_a_change_inside_the_block(ranks, enabled, how):
 
 
 # Compiled layers of each recipe are tested in one process (tests/layers/linear/test_compile.py).
-@pytest.mark.parametrize(
-    ("recipe", "compiled"),
-    [("rowwise", False), ("blockwise", False), ("rowwise", True)],
-    ids=["rowwise-eager", "blockwise-eager", "rowwise-compiled"],
-)
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("recipe", "compiled"), [*((recipe, False) for recipe in QUANTIZED), ("rowwise", True)])
 def test_tensor_parallel(ranks, recipe, compiled):
     for same, saved in ranks.run(2, weight_scope_cases.tensor_parallel, recipe=recipe, compiled=compiled):
         assert same

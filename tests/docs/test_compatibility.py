@@ -86,7 +86,7 @@ def test_recipes_are_those_that_a_test_runs(collected):
     assert of["tests/distributed/fsdp/test_fsdp.py::test_option[recompute_mxfp8]"].recipes == {"mxfp8"}
     assert of["tests/distributed/fsdp/test_fsdp.py::test_option[offload]"].recipes == {"rowwise"}
     assert of["tests/clients/test_trainer.py::test_trainer[tied_float32]"].recipes == {"rowwise_hp_grad_weight"}
-    supervised = of["tests/clients/test_trl.py::test_supervised_fine_tuning_moves_every_weight"]
-    assert not supervised.recipes
-    assert "blockwise" in supervised.words
-    assert "mxfp8" not in supervised.words
+    scheduled = of["tests/clients/test_callback.py::test_the_schedule_follows_the_steps_of_the_trainer"]
+    assert not scheduled.recipes
+    assert "rowwise" in scheduled.words
+    assert "mxfp8" not in scheduled.words

@@ -5,7 +5,7 @@ import covering
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import each_recipe
+from cases import QUANTIZED, each_recipe
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
@@ -18,11 +18,14 @@ def skip_if_missing(loss):
         pytest.skip("this torch has no linear_cross_entropy")
 
 
-@pytest.mark.parametrize(("loss", "how", "head"), covering.pairs(list(cases.LOSSES), list(HOW), list(HEADS)))
-def test_the_gather_changes_no_bit(ranks, loss, how, head):
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(
+    ("loss", "how", "head", "recipe"), covering.pairs(list(cases.LOSSES), list(HOW), list(HEADS), QUANTIZED)
+)
+def test_the_gather_changes_no_bit(ranks, loss, how, head, recipe):
     skip_if_missing(loss)
-    head, how = HEADS[head], HOW[how]
-    on, off = (ranks.run(2, cases.train, loss=loss, head=head, enabled=enabled, **how) for enabled in (True, False))
+    head, options = HEADS[head], {"loss": loss, "recipe": recipe, **HOW[how]}
+    on, off = (ranks.run(2, cases.train, head=head, enabled=enabled, **options) for enabled in (True, False))
     for name in ("losses", "weights"):
         assert [row[name] for row in on] == [row[name] for row in off]
     assert all(row["stuck"] == [] for row in on + off)

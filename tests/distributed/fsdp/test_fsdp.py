@@ -93,7 +93,7 @@ OPTIONS = {
     "enable_last": Setup(enable_last=True),
     "enable_last_meta": Setup("tensorwise", enable_last=True, meta=True, root_reshard=True),
     "compile_block": Setup(compile="block"),
-    "compile_block_tensorwise": Setup("tensorwise", compile="block"),
+    **{f"compile_block_{name}": Setup(name, compile="block") for name in QUANTIZED if name != "rowwise"},
     "compile_block_recompute": Setup(compile="block", recompute="yes"),
     "compile_whole": Setup(compile="whole"),
 }

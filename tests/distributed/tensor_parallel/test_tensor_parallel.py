@@ -193,7 +193,7 @@ def test_plain_styles_of_features_that_do_not_divide(three):
 
 # A compiled layer of tensor parallelism takes seconds, so each recipe and each kind of outputs is compiled once: local
 # ones of "rowwise" in any number of tokens, those of sequence parallelism above and in a Llama below.
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
 def test_compiled_module_is_one_graph_of_the_same_bytes(two, name):
     two.run(tp_model_cases.check_compiled_mlp, name, False, [33], timeout=150)
 

@@ -60,7 +60,7 @@ def train_on_cpus(mesh, **options):
     return train(Program(**{**SMALL, **options}))
 
 
-def accelerate_loop(mesh, gather, order):
+def accelerate_loop(mesh, gather, order, recipe):
     """Losses of a loop with accelerate, and parameters that did not change. The optimizer is made before sharding."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -70,7 +70,7 @@ def accelerate_loop(mesh, gather, order):
     model = model_of(program)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if order == "optimizer first" else None
-    tritonfp8.convert(model, "tensorwise")
+    tritonfp8.convert(model, recipe)
     if gather:
         enable_float8_all_gather(model)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)

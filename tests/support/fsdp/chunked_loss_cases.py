@@ -104,9 +104,9 @@ class Warnings(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def train(mesh, loss, head, enabled, outside=False, autocast=False):
+def train(mesh, loss, head, enabled, recipe, outside=False, autocast=False):
     """Three steps: losses, a hash of the weights, the ones that did not move, warnings, gathers of a step."""
-    model = build(loss, head, outside)
+    model = build(loss, head, outside, recipe)
     if enabled:
         enable_float8_all_gather(model)
     policy = MixedPrecisionPolicy(param_dtype=None if autocast else torch.bfloat16, reduce_dtype=torch.float32)
