@@ -24,6 +24,15 @@ SPEC_AND_DTYPE = [
 # One spec of each block shape, where format and rounding make no difference.
 SPEC_OF_BLOCK = [next(spec for spec in SPECS if spec.block == block) for block in BLOCKS]
 
+# Matrices that a cast's tiles hold in different ways.
+MATRICES = {
+    "whole tiles": (256, 128),
+    "tails": (300, 200),
+    "no vectors": (131, 77),
+    "one row": (1, 96),
+    "tall": (5000, 8),
+}
+
 INTERPRETER = pytest.param(
     "cpu",
     id="interpreter",

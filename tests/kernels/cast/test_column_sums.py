@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SPEC_OF_BLOCK, each_device, generator, normal
+from cases import MATRICES, SPEC_OF_BLOCK, each_device, generator, normal
 
 from tritonfp8 import reference
 from tritonfp8.launch import cast
@@ -10,13 +10,6 @@ from tritonfp8.launch.casts import column_sums
 from tritonfp8.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
-SHAPES = {
-    "whole tiles": (256, 128),
-    "tails": (300, 200),
-    "no vectors": (131, 77),
-    "one row": (1, 96),
-    "tall": (5000, 8),
-}
 
 
 def check(x, spec, spec_t):
@@ -30,7 +23,7 @@ def check(x, spec, spec_t):
 
 
 @each_device
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", MATRICES.values(), ids=MATRICES)
 def test_sums_of_every_shape(device, shape):
     check(normal(*shape, dtype=torch.bfloat16).to(device), SPEC_OF_BLOCK[1], SPEC_OF_BLOCK[1])
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SPEC_OF_BLOCK, each_device, normal
+from cases import MATRICES, SPEC_OF_BLOCK, each_device, normal
 
 from tritonfp8 import reference
 from tritonfp8.launch import cast
@@ -11,14 +11,7 @@ from tritonfp8.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 WHOLE, ROWS = SPEC_OF_BLOCK[:2]
-SHAPES = {
-    "whole tiles": (256, 128),
-    "tails": (300, 200),
-    "no vectors": (131, 77),
-    "one row": (1, 96),
-    "tall": (5000, 8),
-    "empty": (0, 8),
-}
+SHAPES = {**MATRICES, "empty": (0, 8)}
 
 
 def check(x):
