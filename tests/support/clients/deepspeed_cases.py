@@ -99,7 +99,8 @@ def _settings(folder, stage, bfloat16, norm, changes):
 
 
 def train(
-    mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None, norm=True, resume=None, **changes
+    mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None, norm=True, resume=None, recipe="rowwise",
+    **changes
 ):  # fmt: skip
     """Train four steps by a Trainer with the callback: with DeepSpeed ZeRO of a stage, or by DDP.
 
@@ -114,7 +115,7 @@ def train(
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if poison:
         model.get_parameter(poison).data.fill_(float("nan"))
-    callback = Restore(model.get_parameter(frozen)) if frozen else Float8Callback("rowwise")
+    callback = Restore(model.get_parameter(frozen)) if frozen else Float8Callback(recipe)
     records, logger = Records(), logging.getLogger("tritonfp8")
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
@@ -134,3 +135,5 @@ def train(
     finally:
         logger.removeHandler(records)
         reset()
+        # The Trainer tells accelerate by this, which else would wrap the model of the next run without DeepSpeed, too.
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
