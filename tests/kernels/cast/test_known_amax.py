@@ -1,4 +1,4 @@
-"""Casts that return the amax of the whole matrix: to the bit, and the cast of the transpose by that amax."""
+"""Casts that return the amax of a matrix: to the bit, and the cast of the transpose by that amax."""
 
 import pytest
 import torch

@@ -198,7 +198,7 @@ class TestLinear:
     )
     def test_saves_the_quantized_input(self, name, scales):
         m, k = 256, 384
-        # One number: of the whole weight, for the cast of its transpose.
+        # One number for all of the weight, for the cast of its transpose.
         amax = 4 if name == "tensorwise" else 0
         assert self.saved_bytes(name, (m, k)) == m * k + scales(m, k) + amax
         assert self.saved_bytes(name, (2, m // 2, k)) == m * k + scales(m, k) + amax
