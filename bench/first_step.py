@@ -14,11 +14,11 @@ import torch.nn.functional as F
 import triton
 
 import tritonfp8
+from bench.contest.compare import is_own
 from bench.models import with_head
 from tritonfp8.training import MODELS
 
 VOCABULARY = 256
-OWN_SUFFIX, INDUCTOR_PREFIX = "_kernel", "triton_"
 
 
 def parse() -> argparse.Namespace:
@@ -71,8 +71,7 @@ def main() -> None:
         if options.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        own = (n for name, n in launches.items() if name.endswith(OWN_SUFFIX) and not name.startswith(INDUCTOR_PREFIX))
-        return seconds, sum(own)
+        return seconds, sum(count for name, count in launches.items() if is_own(name))
 
     (seconds, first), (_, second) = step(), step()
     print(json.dumps({"step_seconds": seconds, "extra_launches": first - second}))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.contest.cases import IN_GRAPH
+from bench.contest.cases import IN_GRAPH, MODEL
 from bench.shapes import ALL_MODELS, select
 from bench.tables import over_peer, table, with_peers
 
@@ -162,8 +162,8 @@ def models() -> str:
 
 def peaks() -> dict[tuple[str, tuple[int, ...]], int]:
     """Peak memory of models in bytes, by contender and shape."""
-    rows = data("model.json")["rows"]
-    return {(row["contender"], tuple(row["shape"])): row["peak_bytes"] for row in rows if row["seconds"]}
+    rows = [row for row in data("model.json")["rows"] if row["case"] == MODEL.name and row["seconds"]]
+    return {(row["contender"], tuple(row["shape"])): row["peak_bytes"] for row in rows}
 
 
 def memory() -> str:

@@ -240,7 +240,8 @@ LAYER_RECIPES = ("rowwise", "tensorwise", "blockwise", "rowwise_hp_grad_weight",
 MODEL_VARIANTS = ("rowwise precise", "rowwise fast", "tensorwise precise", "blockwise precise")
 # Suffix of contenders whose norms and MLPs are fused with quantization.
 FUSES = ", fused"
-FUSED_VARIANTS = tuple(f"{name}{FUSES}" for name in MODEL_VARIANTS if name.endswith("precise"))
+PRECISE_VARIANTS = tuple(name for name in MODEL_VARIANTS if name.endswith("precise"))
+FUSED_VARIANTS = tuple(f"{name}{FUSES}" for name in PRECISE_VARIANTS)
 
 
 def all_fast(recipe: Recipe) -> Recipe:
@@ -267,10 +268,14 @@ CALLS = tuple(
     for case in cases
     if case.name in _CALLED
 )
-# "layer kernels" measures the GPU time of each kind of kernel in a layer.
-WHOLE = LAYER, LAYER_KERNELS, MODEL, MODEL_GRAPH, FIRST_STEP, IN_GRAPH = tuple(
-    map(Case, ("layer", "layer kernels", "model", "model in a CUDA graph", "first step", "op in a compiled graph"))
-)
+# "layer kernels" and "model kernels" measure the GPU time of each kind of kernel.
+WHOLE = LAYER, LAYER_KERNELS, MODEL, MODEL_KERNELS, MODEL_GRAPH, FIRST_STEP, IN_GRAPH = tuple(
+    Case(name)
+    for name in (
+        "layer", "layer kernels", "model", "model kernels", "model in a CUDA graph", "first step",
+        "op in a compiled graph",
+    )
+)  # fmt: skip
 # The ops whose host time inside a compiled graph is measured.
 OPS_IN_GRAPHS = ("quantize", "scaled_matmul")
 # Models so small that the host decides: measured as a CUDA graph, too, in this recipe.

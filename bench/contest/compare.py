@@ -27,6 +27,7 @@ HOST_CALLS = 100
 MAX_REASON = 160
 DIGITS = 5
 GEMM_KERNELS = ("matmul", "gemm", "nvjet", "cutlass", "xmma", "cublas")
+OWN_SUFFIX, INDUCTOR_PREFIX = "_kernel", "triton_"
 
 Function = Callable[[], Any]
 Row = dict[str, Any]
@@ -162,8 +163,9 @@ class Device:
         return {"peak_bytes": torch.cuda.max_memory_allocated(self.device) - since}
 
     def breakdown(self, function: Function) -> Row:
-        """GPU seconds of a run in GEMMs and in other kernels, as fields: the mean over enough runs for the clocks to
-        settle. Empty on a CPU.
+        """GPU seconds of a run in GEMMs, casts and other kernels, as fields. Empty on a CPU.
+
+        They are means over enough runs for the clocks to settle.
 
         Call it after all timing: the profiler's library stays loaded and slows every later launch.
         """
@@ -209,12 +211,19 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON]
 
 
+def is_own(kernel: str) -> bool:
+    """Whether a kernel of this name is of this package."""
+    return kernel.endswith(OWN_SUFFIX) and not kernel.startswith(INDUCTOR_PREFIX)
+
+
 def kernel_seconds(kernels: Iterable[tuple[str, float]]) -> Row:
-    """Sum ``(name, seconds)`` of kernels into GEMMs and others; no fields if all are zero."""
-    sums = {"gemm_seconds": 0.0, "other_seconds": 0.0}
+    """Sum ``(name, seconds)`` of kernels into GEMMs, casts (all other kernels of this package: the passes that find
+    amaxes, too) and others; no fields if all are zero.
+    """
+    sums = {"gemm_seconds": 0.0, "cast_seconds": 0.0, "other_seconds": 0.0}
     for name, seconds in kernels:
         is_gemm = any(part in name.lower() for part in GEMM_KERNELS)
-        sums["gemm_seconds" if is_gemm else "other_seconds"] += seconds
+        sums["gemm_seconds" if is_gemm else "cast_seconds" if is_own(name) else "other_seconds"] += seconds
     return sums if any(sums.values()) else {}
 
 
@@ -271,8 +280,8 @@ class Contest:
         self._finish(rows, functions, failure)
 
     def break_down(self, case: Case, shape: Shape, contenders: Sequence[Contender]) -> None:
-        """Check results, and write the GPU seconds of GEMMs and of other kernels, with their sum as the time. Call it
-        after all timing (:meth:`Device.breakdown`).
+        """Check results, and write the GPU seconds of GEMMs, casts and other kernels, with their sum as the time. Call
+        it after all timing (:meth:`Device.breakdown`).
 
         Raises:
             AssertionError, Exception: as :meth:`__call__`.

@@ -15,7 +15,9 @@ from bench.contest.cases import (
     LAYER_RECIPES,
     MODEL,
     MODEL_GRAPH,
+    MODEL_KERNELS,
     MODEL_VARIANTS,
+    PRECISE_VARIANTS,
     recipe_variants,
 )
 from bench.contest.compare import Contender, measures
@@ -105,8 +107,8 @@ def test_graph(benchmark, contest, case, shape):
     contest(benchmark, case, shape, contenders, contest.device.settled_seconds)
 
 
-@measures("model", (MODEL,))
-def test_model(benchmark, contest, case, shape):
+def contenders_on(contest, shape, own_names, torchao_recipes):
+    """Our variants of these names, bf16, and torchao's of these recipes."""
     device = contest.device.device
     x, grad_output = inputs(shape, device)
 
@@ -133,7 +135,7 @@ def test_model(benchmark, contest, case, shape):
             same_bits=False,
             peer="bf16",
         )
-        for name in (*MODEL_VARIANTS, *FUSED_VARIANTS)
+        for name in own_names
     ]
     contenders.append(Contender("bf16", lambda: make(lambda model: None)))
     contenders += [
@@ -143,6 +145,18 @@ def test_model(benchmark, contest, case, shape):
             check,
             peer="bf16",
         )
-        for recipe in TORCHAO_RECIPES
+        for recipe in torchao_recipes
     ]
+    return contenders
+
+
+@measures("model", (MODEL,))
+def test_model(benchmark, contest, case, shape):
+    contenders = contenders_on(contest, shape, (*MODEL_VARIANTS, *FUSED_VARIANTS), TORCHAO_RECIPES)
     contest(benchmark, case, shape, contenders, contest.device.settled_seconds)
+
+
+# Last, because the profiler slows later launches.
+@measures("model", (MODEL_KERNELS,))
+def test_kernels(contest, case, shape):
+    contest.break_down(case, shape, contenders_on(contest, shape, PRECISE_VARIANTS, ()))

@@ -194,7 +194,8 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:]
     rows = by_suite([json.loads(line) for line in noted.read_text().splitlines()])
     untimed = {r["case"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None}
-    assert untimed == ({cases.LAYER_KERNELS.name} if not torch.cuda.is_available() else set())
+    of_kernels = {cases.LAYER_KERNELS.name, cases.MODEL_KERNELS.name}
+    assert untimed == (of_kernels if not torch.cuda.is_available() else set())
     assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
     assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
     others = {cases.FIRST_STEP.name, cases.IN_GRAPH.name}
@@ -233,7 +234,7 @@ def test_the_first_step_of_the_model_that_is_not_converted(monkeypatch, capsys):
 def test_without_a_gpu_the_suites_are_skipped_visibly():
     done = bench("pytest", "bench/suites/test_model.py")
     assert done.returncode == 0, done.stdout[-4000:]
-    assert f"{2 * len(shapes.select('model'))} skipped" in done.stdout
+    assert f"{3 * len(shapes.select('model'))} skipped" in done.stdout
     assert "needs a GPU with FP8 tensor cores; --shapes smoke runs the suites on a CPU" in done.stdout
 
 

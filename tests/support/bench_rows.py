@@ -42,7 +42,7 @@ def synthetic_rows():
     layers = cases.recipe_variants(cases.LAYER_RECIPES)
     for case, kind, names, fields in (
         (cases.LAYER, "layer", layers, {}),
-        (cases.LAYER_KERNELS, "layer", layers, {"gemm_seconds": 1.25, "other_seconds": 0.25}),
+        (cases.LAYER_KERNELS, "layer", layers, {"gemm_seconds": 1.25, "cast_seconds": 0.15, "other_seconds": 0.1}),
         (cases.MODEL, "model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
     ):
         suite = {"layer": "linear"}.get(kind, kind)
@@ -51,6 +51,14 @@ def synthetic_rows():
             own = [row(suite, case.name, shape, name, 2.0, True, "bf16", **fields) for name in contenders[:-1]]
             peers = [row(suite, case.name, shape, name, 3.0, **fields) for name in (contenders[-1], "bf16")]
             rows += [*own, *peers]
+    for shape in shapes.select("model"):
+        parts = {"gemm_seconds": 1.0, "cast_seconds": 0.5, "other_seconds": 0.5}
+        rows += [
+            *(row("model", cases.MODEL_KERNELS.name, shape, name, 2.0, True, "bf16", **parts)
+              for name in cases.PRECISE_VARIANTS),
+            row("model", cases.MODEL_KERNELS.name, shape, "bf16", 3.0, gemm_seconds=2.5, cast_seconds=0.0,
+                other_seconds=0.5),
+        ]  # fmt: skip
     for shape in (s for s in shapes.select("model") if s.name in cases.GRAPHED_MODELS):
         rows += [
             row("model", cases.MODEL_GRAPH.name, shape, cases.GRAPHED_VARIANT, 2.0, True, "bf16"),
