@@ -322,12 +322,12 @@ def compare(program: Program) -> dict[str, Any]:
     return found if ok else {**found, "off_again": train(replace(program, gather=False))}
 
 
-def programs(names: list[str], variants: bool, callback: bool = False) -> list[Program]:
+def programs(names: list[str], variants: bool, callback: bool = False, experts: int = 0) -> list[Program]:
     """The program in which most weights once did not train, in every recipe; then variants with one change each.
 
     Through the callback, each recipe is also trained without ``torch.compile``.
     """
-    first = Program(ram_efficient=True, compiled="both", callback=callback)
+    first = Program(ram_efficient=True, compiled="both", callback=callback, experts=experts)
     options: list[dict[str, Any]] = [
         {"compiled": ""},
         {"compiled": "", "dtype": "float32"},
@@ -360,6 +360,7 @@ def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = QUANTIZED,
     variants: Annotated[bool, typer.Option(help="Also run variants with one change each.")] = True,
     callback: Annotated[bool, typer.Option(help="Convert by Float8Callback.")] = False,
+    experts: Annotated[int, typer.Option(help="Experts of each layer, of which a token takes two; 0: none.")] = 0,
     share_gpu: Annotated[bool, typer.Option(help="All processes on one GPU, by gloo.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for trainer.json.")] = None,
 ) -> None:
@@ -372,7 +373,7 @@ def main(
     dist.init_process_group("cpu:gloo,cuda:gloo" if share_gpu else "cpu:gloo,cuda:nccl")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rows: list[dict[str, Any]] = []
-    for program in programs(names.split(","), variants, callback):
+    for program in programs(names.split(","), variants, callback, experts):
         try:
             row = compare(program)
         except Exception:
