@@ -93,7 +93,8 @@ def fill_stage(
     A_SCALES: gl.constexpr = a_scale_bufs.shape[1] if A_ROWS == 1 else 0
     B_SCALES: gl.constexpr = b_scale_bufs.shape[1] if B_ROWS == 1 else 0
     ready = full.index(stage)
-    mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K + 4 * (A_SCALES + B_SCALES))
+    ITEM_BYTES: gl.constexpr = a_desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K * ITEM_BYTES + 4 * (A_SCALES + B_SCALES))
     tma_load(a_desc, [row, step * BLOCK_K], ready, a_bufs.index(stage))
     tma_load(b_desc, [col, step * BLOCK_K], ready, b_bufs.index(stage))
     if A_ROWS == 1:

@@ -161,7 +161,9 @@ def _multiply(
     a_scale_ptr, b_scale_ptr, bias_ptr = pointers
     M, N, _, _, _, groups = sizes
     stride_ag, stride_bg, stride_am, _, stride_bn, _ = strides
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    # An instruction takes 32 bytes of K.
+    STEP: gl.constexpr = 256 // shared[0].dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, STEP])
     SCALED: gl.constexpr = A_ROWS == 0
     PART: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     turn = shared[7]
@@ -276,7 +278,8 @@ def hopper_grouped_kernel(
 
     ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of matrices, the matrices of all groups one below the
     other, with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N, BLOCK_K]`` and ``[64, BLOCK_N]``. Scales are as those of
-    ``hopper_matmul_kernel``; ``stride_ag`` and ``stride_bg`` lead from those of a group to the next group's.
+    ``hopper_matmul_kernel``; ``stride_ag`` and ``stride_bg`` lead from those of a group to the next group's. Where
+    A_ROWS and B_ROWS are -1, the operands are bf16 or fp16 and have no scales.
     """
     GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
     WAVES: gl.constexpr = BLOCK_M // (GROUPS * WAVE_ROWS)

@@ -1,16 +1,17 @@
 """Which tiles the GEMMs of groups can work in, the most promising first.
 
 No configuration splits K, and all promote their sums at the same places: the bits of a row do not depend on which one
-is chosen, so every GEMM of groups is batch-invariant.
+is chosen. So every GEMM of groups is batch-invariant, but that of MX operands (:func:`.matmul_space.is_widened`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tritonfp8.hardware import Abilities
-from tritonfp8.tuning.matmul_space import MatmulConfig, supports
+from tritonfp8.tuning.matmul_space import MatmulConfig, shared_bytes, supports
 
 # Of plain Triton, by the family of the scales. The last fit any device.
 _STEPS_OF_128 = (
@@ -50,6 +51,12 @@ SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
         MatmulConfig(64, 128, 128, 4, 8, specialized=True, overlap=4, column_scales=False),
     ),
 }
+# The same kernel for operands of two bytes without scales. Their sums need no promotion.
+WIDE = (
+    MatmulConfig(128, 256, 64, 4, 4, halves=True, group_m=16, specialized=True),
+    MatmulConfig(128, 128, 64, 4, 5, specialized=True),
+    MatmulConfig(64, 128, 64, 4, 8, specialized=True),
+)
 SMALLEST_ROWS = 64
 # Up to so many tokens a group, the smallest tiles of tokens: the weights' bytes decide, and more programs read them.
 FEW_TOKENS = 64
@@ -124,7 +131,23 @@ def candidates(gemm: GroupedGemm, device: Abilities, specialized: bool) -> list[
             f"{gemm.family} configuration of groups"
         )
 
-    are_few = not gemm.sums_tokens and gemm.tokens <= gemm.groups * FEW_TOKENS
+    return _by_rows(found, not gemm.sums_tokens and gemm.tokens <= gemm.groups * FEW_TOKENS)
 
-    # The sort is stable: tiles of equal rank keep the order of the list.
+
+def _by_rows(found: Iterable[MatmulConfig], are_few: bool) -> list[MatmulConfig]:
+    """Those for few tokens a group first, or last. The sort is stable: others keep their order."""
     return sorted(found, key=lambda config: are_few != (config.block_m <= SMALLEST_ROWS))
+
+
+def wide(tokens: int, groups: int, sums_tokens: bool, out_itemsize: int, device: Abilities) -> MatmulConfig | None:
+    """The configuration of the warp-specialized kernel for operands of two bytes; None if none fits the device.
+
+    The arguments are as the attributes of :class:`GroupedGemm`.
+    """
+    found = [config for config in WIDE if _bytes_of_wide(config, out_itemsize) <= device.max_shared_bytes]
+    return next(iter(_by_rows(found, not sums_tokens and tokens <= groups * FEW_TOKENS)), None)
+
+
+def _bytes_of_wide(config: MatmulConfig, out_itemsize: int) -> int:
+    # As many bytes as of operands of one byte and twice the columns.
+    return shared_bytes(dataclasses.replace(config, block_k=2 * config.block_k), "epilogue", out_itemsize)

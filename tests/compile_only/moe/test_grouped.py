@@ -9,7 +9,7 @@ from tuned import H200
 from tritonfp8 import specs
 from tritonfp8.launch import moe, partial_maxima
 from tritonfp8.recipes import get
-from tritonfp8.tuning import grouped_tiles
+from tritonfp8.tuning import grouped_tiles, matmul_space
 from tritonfp8.tuning.matmul_space import shared_bytes
 
 TOKENS, GROUPS, N, K = 4096, 8, 1024, 2048
@@ -123,6 +123,38 @@ def test_gemms_of_high_precision(compiled, columns, dtype):
     if columns:
         a, b = empty(TOKENS, N, dtype=dtype).t(), empty(TOKENS, K, dtype=dtype).t()
     check(compiled(90, lambda: moe.grouped_matmul(a, b, OFFSETS)), 90)
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("config", grouped_tiles.WIDE, ids=lambda config: config.name)
+def test_specialized_gemms_of_two_bytes_run_without_spills(compiled, monkeypatch, config, out):
+    """Of bf16, and of MX operands that were dequantized, in rows and in columns."""
+    monkeypatch.setattr(grouped_tiles, "WIDE", (config,))
+    if grouped_tiles.wide(TOKENS, GROUPS, False, out.itemsize, H200) is None:
+        pytest.skip("this configuration does not fit such outputs")
+    a, b = empty(TOKENS, K), empty(GROUPS, N, K)
+    calls = [lambda: moe.grouped_matmul(a, b, OFFSETS)] if out == torch.bfloat16 else []
+    calls += [gemm("mxfp8", columns, bias=not columns, out_dtype=out) for columns in (False, True)]
+    for call in calls:
+        found = compiled(90, call)
+        check(found, 90)
+        kernel, report = found[-1]
+        assert kernel.__name__ == "hopper_grouped_kernel"
+        assert "wgmma.mma_async.sync.aligned.m64n" in report.ptx
+        assert "bf16.bf16" in report.ptx
+        assert "serialized" not in report.log, report.log
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_mx_operands_of_few_tokens_and_on_other_gpus_are_not_dequantized(compiled, monkeypatch, columns):
+    def kernels(cc, call):
+        return [kernel.__name__ for kernel, _ in compiled(cc, call)]
+
+    assert kernels(90, gemm("mxfp8", columns)).count("widen_kernel") == 2
+    assert "widen_kernel" not in kernels(89, gemm("mxfp8", columns))
+    assert "widen_kernel" not in kernels(100, gemm("mxfp8", columns))
+    monkeypatch.setattr(matmul_space, "MAX_M_OF_CODES", TOKENS // GROUPS)
+    assert "widen_kernel" not in kernels(90, gemm("mxfp8", columns))
 
 
 SPECIALIZED = [

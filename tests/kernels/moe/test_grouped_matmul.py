@@ -15,7 +15,7 @@ from tritonfp8.launch import moe
 from tritonfp8.recipes import Gemm
 from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
-from tritonfp8.tuning import grouped_tiles
+from tritonfp8.tuning import chooser, grouped_tiles, matmul_space
 
 pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(3)]
 
@@ -146,6 +146,70 @@ class TestSpecialized:
             options = {"out_dtype": out_dtype, "config": config}
             found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, data, **options)
             assert_matmul_close(found.flatten(0, -2), expected.float().flatten(0, -2), out_dtype)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("config", grouped_tiles.WIDE, ids=lambda config: config.name)
+class TestWide:
+    """Each configuration of the warp-specialized kernel for operands of two bytes: of bf16, and of MX operands."""
+
+    @pytest.fixture(autouse=True)
+    def _chosen(self, config, monkeypatch):
+        monkeypatch.setattr(grouped_tiles, "WIDE", (config,))
+        monkeypatch.setattr(matmul_space, "MAX_M_OF_CODES", -1)
+        chooser.reload()
+        yield
+        chooser.reload()
+
+    @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
+    def test_mx_groups_of_any_size(self, device, out_dtype, tokens, sizes):
+        gemms = recipes.get("mxfp8")
+        assert_equal(*check_rows(gemms.output, device, tokens, sizes, 272, 416, out_dtype=out_dtype))
+        assert_equal(*check_columns(gemms.grad_weight, device, tokens, sizes, 272, 416, out_dtype=out_dtype))
+
+    @pytest.mark.parametrize(("n", "k"), [(8, 8), (200, 72), (264, 1000)])
+    def test_sizes(self, device, n, k):
+        gemms = recipes.get("mxfp8")
+        assert_equal(*check_rows(gemms.output, device, 500, (7, 230, 20), n, k))
+        assert_equal(*check_columns(gemms.grad_weight, device, 500, (7, 230, 20), n, k))
+
+    def test_normal_data(self, device):
+        def data(*shape, seed):
+            return normal(*shape, seed=seed, dtype=torch.bfloat16)
+
+        gemms = recipes.get("mxfp8")
+        for check, gemm in ((check_rows, gemms.output), (check_columns, gemms.grad_weight)):
+            found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, data)
+            assert_matmul_close(found.flatten(0, -2), expected.float().flatten(0, -2), torch.bfloat16)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
+    def test_high_precision(self, device, dtype, tokens, sizes):
+        x, weight = ternary(tokens, 136, seed=0).to(dtype), ternary(len(sizes), 272, 136, seed=3).to(dtype)
+        offsets, bias = ends(sizes), normal(len(sizes), 272, seed=9).round().to(dtype)
+        for args in ((x, weight, offsets, bias), (x, weight, offsets)):
+            found = moe.grouped_matmul(*moved(args, device))
+            assert_equal(found.cpu(), reference.grouped_matmul(*args))
+
+    def test_what_belongs_to_no_group_is_not_read(self, device):
+        gemm = recipes.get("mxfp8").output
+        x, weight, offsets = ternary(400, 96, seed=0), ternary(3, 48, 96, seed=5), ends((0, 350, 0))
+        args = of_rows(gemm, x, weight, offsets)
+        x[350:], weight[0], weight[2] = torch.nan, torch.nan, torch.nan
+        found = moe.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
+        assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args))
+
+    @pytest.mark.parametrize("hostile", [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0)], ids=str)
+    def test_hostile_offsets_are_clamped(self, device, hostile):
+        gemms, offsets = recipes.get("mxfp8"), torch.tensor(hostile, dtype=torch.int32)
+        x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
+        for args, tokens in (
+            (of_rows(gemms.output, x, weight, offsets), 0),
+            (of_columns(gemms.grad_weight, grad, x, offsets), 100),
+        ):
+            found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
+            assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
 
 
 @each_device

@@ -26,7 +26,7 @@ WIDE = torch.bfloat16
 ROW_UNIT = 8
 
 
-def _plan_operand(plan: Planner, codes: View, scale: View) -> View:
+def plan_operand(plan: Planner, codes: View, scale: View) -> View:
     """One operand in bf16, its rows K-contiguous and aligned."""
     m, k = codes.shape
     out = plan.empty((m, k), WIDE, (max(1, -(-k // ROW_UNIT)) * ROW_UNIT, 1))
@@ -55,7 +55,7 @@ def plan_operands(plan: Planner, a: View, a_scale: View, b: View, b_scale: View)
     """Outputs: ``a`` and ``b`` in bf16. No plan if there are too many scales."""
     if max(a_scale.numel(), b_scale.numel()) >= MAX_OFFSET:
         return None
-    return [_plan_operand(plan, a, a_scale), _plan_operand(plan, b, b_scale)]
+    return [plan_operand(plan, a, a_scale), plan_operand(plan, b, b_scale)]
 
 
 def plan_epilogue(

@@ -21,8 +21,9 @@ from tritonfp8.launch.matmul import (
     scale_along_k,
     too_many_scales,
 )
+from tritonfp8.launch.matmul.widened import ROW_UNIT, WIDE, plan_operand
 from tritonfp8.launch.moe.schedule import Table, plan_largest_first, plan_row_tiles
-from tritonfp8.launch.plan import Planner, Pointer, TensorMap, View
+from tritonfp8.launch.plan import MAX_OFFSET, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import (
     BLOCK_1X32,
     BLOCK_1X128,
@@ -32,7 +33,7 @@ from tritonfp8.specs import (
     matmul_family,
     spec_of,
 )
-from tritonfp8.tuning import MatmulConfig, choose_grouped, grouped_tiles
+from tritonfp8.tuning import MatmulConfig, choose_grouped, grouped_tiles, is_widened
 
 
 class _Gemm(NamedTuple):
@@ -40,6 +41,7 @@ class _Gemm(NamedTuple):
 
     Attributes:
         tokens: of groups of columns: how far the offsets may reach.
+        is_aligned: groups of columns begin at multiples of GROUP_ALIGNMENT. They always do where there are scales.
     """
 
     a: View
@@ -53,6 +55,7 @@ class _Gemm(NamedTuple):
     out: View
     accumulation: str
     tokens: int
+    is_aligned: bool = True
 
     @property
     def family(self) -> str | None:
@@ -63,6 +66,10 @@ class _Gemm(NamedTuple):
     @property
     def is_columns(self) -> bool:
         return self.b.ndim == 2
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens if self.is_columns else self.a.shape[0]
 
     def sizes(self) -> tuple[int, int, int]:
         """M, N and K: rows and columns of ``out`` (of one group, for groups of columns), all columns of ``a``."""
@@ -171,20 +178,24 @@ def _of_usual_layout(scale: Tensor, spec: str) -> Tensor:
 
 def _has_copy_engine(plan: Planner, p: _Gemm) -> bool:
     """Whether TMA can address all that the warp-specialized kernel reads, on a device that has it."""
-    if not plan.device.has_tma or p.family not in ("epilogue", "blockwise"):
+    if not plan.device.has_tma or p.family not in ("epilogue", "blockwise", None):
         return False
+    operands = all(x.has_tma_layout() for x in (p.a, _matrices(p.b), _matrices(p.out))) and p.b.is_contiguous()
+    if p.family is None:
+        return operands and p.a.itemsize == WIDE.itemsize and (p.is_aligned or not p.is_columns)
     assert p.a_spec is not None
     assert p.b_spec is not None
     assert p.a_scale is not None
     assert p.b_scale is not None
-    operands = all(x.has_tma_layout() for x in (p.a, _matrices(p.b), _matrices(p.out)))
     along_k = [(p.a_scale, p.a_spec.block[0]), (_matrices(p.b_scale), p.b_spec.block[0])]
     readable = p.family == "epilogue" or all(rows > 1 or is_readable_along_k(scale) for scale, rows in along_k)
-    return operands and p.b.is_contiguous() and readable
+    return operands and readable
 
 
-def _scales(p: _Gemm, config: MatmulConfig) -> tuple[list[Pointer], tuple[int, ...], tuple[int, int]]:
+def _scales(p: _Gemm, config: MatmulConfig) -> tuple[list[Pointer | None], tuple[int, ...], tuple[int, int]]:
     """Scales, their strides (groups of a and of b; rows and steps of a, then of b), and the rows that share one."""
+    if p.family is None:
+        return [None, None], (0, 0, 0, 0, 0, 0), (-1, -1)
     assert p.a_spec is not None
     assert p.b_spec is not None
     assert p.a_scale is not None
@@ -232,7 +243,7 @@ def _plan_specialized(plan: Planner, p: _Gemm, config: MatmulConfig) -> None:
             "COLUMNS": p.is_columns,
             "HAS_BIAS": p.bias is not None,
             "STAGES": config.num_stages,
-            "PROMOTE": p.accumulation == "precise" or p.family == "blockwise",
+            "PROMOTE": p.family is not None and (p.accumulation == "precise" or p.family == "blockwise"),
             "STAGGER": config.stagger and not p.is_columns,
             "TIGHT": config.tight,
             "HALVES": config.halves,
@@ -247,6 +258,45 @@ def _chosen(plan: Planner, p: _Gemm) -> MatmulConfig:
     return choose_grouped(_problem(p), plan.device, _has_copy_engine(plan, p))
 
 
+def _chosen_without_scales(plan: Planner, p: _Gemm) -> MatmulConfig:
+    specialized = plan.device.has_warpgroup_mma and _has_copy_engine(plan, p)
+    config = _wide(plan, p) if specialized else None
+    if config is not None:
+        return config
+    # The plain kernel would look for these columns where they begin without alignment.
+    assert not (p.is_columns and p.is_aligned)
+    return grouped_tiles.UNSCALED[p.a.itemsize]
+
+
+def _wide(plan: Planner, p: _Gemm) -> MatmulConfig | None:
+    return grouped_tiles.wide(p.all_tokens, p.offsets.shape[0], p.is_columns, p.out.itemsize, plan.device)
+
+
+def _is_widened(plan: Planner, p: _Gemm, batch_invariant: bool) -> bool:
+    """Whether MX operands are dequantized first: the warp-specialized kernel then multiplies them as bf16.
+
+    The bits would depend on the number of tokens, if a batch-invariant GEMM chose by it.
+    """
+    if p.family != "mx" or not plan.device.has_warpgroup_mma:
+        return False
+    assert p.a_scale is not None
+    assert p.b_scale is not None
+    many = is_widened(p.all_tokens // max(1, p.offsets.shape[0]), plan.device.has_native_mx, batch_invariant)
+    readable = p.a.shape[1] % ROW_UNIT == 0 and _matrices(p.out).has_tma_layout() and _wide(plan, p) is not None
+    small = max(p.a_scale.numel(), p.b_scale.numel()) < MAX_OFFSET
+    return many and readable and small and p.b.is_contiguous() and p.b_scale.is_contiguous()
+
+
+def _widened(plan: Planner, p: _Gemm) -> _Gemm:
+    """The same GEMM, of operands in bf16."""
+    assert p.a_scale is not None
+    assert p.b_scale is not None
+    a = plan_operand(plan, p.a, p.a_scale)
+    b = plan_operand(plan, _matrices(p.b), _matrices(p.b_scale))
+    b = b.strided(p.b.shape, (p.b.shape[-2] * b.strides[0], *b.strides)[-p.b.ndim :])
+    return p._replace(a=a, a_scale=None, a_spec=None, b=b, b_scale=None, b_spec=None)
+
+
 def _plan(plan: Planner, p: _Gemm, config: MatmulConfig | None = None) -> list[View] | None:
     """One output; None if something must be copied first."""
     if not p.offsets.is_contiguous() or (p.bias is not None and not p.bias.is_contiguous()):
@@ -256,7 +306,7 @@ def _plan(plan: Planner, p: _Gemm, config: MatmulConfig | None = None) -> list[V
     if not p.out.numel():
         return [p.out]
     if config is None:
-        config = grouped_tiles.UNSCALED[p.a.itemsize] if p.family is None else _chosen(plan, p)
+        config = _chosen_without_scales(plan, p) if p.family is None else _chosen(plan, p)
     if config.specialized:
         _plan_specialized(plan, p, config)
     else:
@@ -291,6 +341,8 @@ def plan_scaled_grouped_matmul(
     gemm = _Gemm(
         a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), offsets, bias, result, accumulation, tokens
     )  # fmt: skip
+    if config is None and result.numel() and offsets.is_contiguous() and _is_widened(plan, gemm, batch_invariant):
+        gemm = _widened(plan, gemm)
     outputs = _plan(plan, gemm, config)
     return outputs if outputs is None or out is None else []
 
@@ -337,7 +389,7 @@ def plan_grouped_matmul(plan: Planner, a: View, b: View, offsets: View, bias: Vi
     """One output, in the dtype of the operands. No plan if something must be copied first."""
     out = _out(plan, a, b, offsets, a.dtype)
     tokens = a.shape[1] if b.ndim == 2 else 0
-    return _plan(plan, _Gemm(a, None, None, b, None, None, offsets, bias, out, "precise", tokens))
+    return _plan(plan, _Gemm(a, None, None, b, None, None, offsets, bias, out, "precise", tokens, is_aligned=False))
 
 
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
