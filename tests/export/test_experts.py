@@ -120,9 +120,13 @@ def test_transformers_reads_them(tmp_path, format):
         assert torch.equal(theirs[name], x), name
 
 
-def test_what_transformers_refuses_is_a_note(tmp_path):
+@pytest.mark.parametrize("format", ["compressed_block", "compressed_mxfp8"])
+def test_what_transformers_refuses_is_a_note(tmp_path, format):
     pytest.importorskip("compressed_tensors")
-    report = tritonfp8.export.save(converted("mxfp8"), tmp_path, "compressed_mxfp8")
+    # One block, as in a matrix of 128x128, it would read.
+    model = model_of("moe", EXPERTS | {"hidden_size": 256, "head_dim": 64})
+    tritonfp8.convert(model, RECIPES[format], experts=True)
+    report = tritonfp8.export.save(model, tmp_path, format)
     assert any("transformers 5 refuses experts in this format" in note for note in report.notes)
     options = {"dtype": torch.bfloat16, "quantization_config": CompressedTensorsConfig(dequantize=True)}
     with pytest.raises(RuntimeError, match="conversion of the weights"):
