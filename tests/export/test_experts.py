@@ -3,7 +3,19 @@
 import export_cases
 import pytest
 import torch
-from checkpoints import EXPERTS, FINE_GRAINED, FORMATS, blocks_of, dequantized, files_of, model_of, scale_name, write
+from checkpoints import (
+    EXPERTS,
+    FINE_GRAINED,
+    FORMATS,
+    MIXTRAL,
+    blocks_of,
+    config_of,
+    dequantized,
+    files_of,
+    model_of,
+    scale_name,
+    write,
+)
 from mixtures import experts_of
 from mixtures import model_of as mixture
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
@@ -20,33 +32,55 @@ RECIPES = {
     "compressed_block": "blockwise",
     "compressed_mxfp8": "mxfp8",
 }
+# The experts of the first layer in the model, and how checkpoints of each family name its parent and the projections.
 PATH = "model.layers.0.mlp.experts"
+FAMILIES = {
+    "moe": (EXPERTS, "mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
+    "mixtral": (MIXTRAL, "block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+}
 ATTENTION = "model.layers.0.self_attn.q_proj"
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 each_format = pytest.mark.parametrize("format", FORMATS)
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def converted(recipe, seed=0, **options):
-    model = model_of("moe", EXPERTS, seed)
+def plain_model(family="moe", seed=0, **sizes):
+    return model_of(family, FAMILIES[family][0] | sizes, seed)
+
+
+def converted(recipe, seed=0, family="moe", **options):
+    model = plain_model(family, seed)
     tritonfp8.convert(model, recipe, experts=True, **options)
     return model
 
 
-def matrices(state):
-    """The matrix of each expert and projection by the name of its layer, from a weight of all experts."""
+def renamed(name, family):
+    """The name in a checkpoint of a tensor or a module that is no weight of experts."""
+    return name.replace(".mlp.", f".{FAMILIES[family][1]}.")
+
+
+def matrices(state, family="moe"):
+    """The matrix of each expert and projection by the name of its layer, from the weights of all experts."""
+    names_of = FAMILIES[family][2]
     return {
-        f"{PATH}.{expert}.{name}": matrix
-        for key, names in PROJECTIONS.items()
-        for expert, weight in enumerate(state[f"{PATH}.{key}"])
-        for name, matrix in zip(names, weight.chunk(len(names)), strict=True)
+        f"{renamed(path, family)}.{expert}.{names_of[name]}": matrix
+        for path, key in (name.rsplit(".", 1) for name in state)
+        if path.endswith(".experts")
+        for expert, weight in enumerate(state[f"{path}.{key}"])
+        for name, matrix in zip(PROJECTIONS[key], weight.chunk(len(PROJECTIONS[key])), strict=True)
     }
 
 
-def checkpoint(folder, spec, config=FINE_GRAINED, change=lambda tensors: None):
-    """What another program writes; returns the values of the experts, in the names of the model."""
-    state = model_of("moe", EXPERTS).state_dict()
-    layers = matrices(state)
-    tensors = {name: x for name, x in state.items() if not name.startswith(PATH)}
+def weights_of_experts(model):
+    """The names in the model, such as of the first layer ``gate_up_proj`` and ``down_proj`` below ``PATH``."""
+    return [name for name, _ in model.named_parameters() if ".experts." in name]
+
+
+def checkpoint(folder, spec, config=FINE_GRAINED, change=lambda tensors: None, family="moe"):
+    """What another program writes; returns the values of the experts, in the names of the checkpoint."""
+    state = plain_model(family).state_dict()
+    layers = matrices(state, family)
+    tensors = {renamed(name, family): x for name, x in state.items() if ".experts." not in name}
     name = "weight_scale_inv" if config is FINE_GRAINED else "weight_scale"
     values = {}
     for layer, x in layers.items():
@@ -64,52 +98,73 @@ def compressed(strategy):
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
-def check_values(model, values):
-    for name, x in matrices(model.state_dict()).items():
+def check_values(model, values, family="moe"):
+    for name, x in matrices(model.state_dict(), family).items():
         assert torch.equal(x, values[name]), name
 
 
+@each_family
 @each_format
 @pytest.mark.parametrize("mode", ["training", "inference"])
-def test_a_round_trip(tmp_path, format, mode):
-    model = converted(RECIPES[format], mode=mode)
+def test_a_round_trip(tmp_path, family, format, mode):
+    model = converted(RECIPES[format], family=family, mode=mode)
     report = tritonfp8.export.save(model, tmp_path, format)
     assert PATH in report.exported
-    assert PATH not in str(report.quantization_config)
+    assert ".experts" not in str(report.quantization_config)
     files = files_of(tmp_path)
     assert sum(x.nbytes for x in files.values()) == report.bytes_after
-    layer = report.layers[PATH]
-    sizes = [x.nbytes for name, x in files.items() if name.startswith(PATH)]
-    assert layer.bytes_after == sum(sizes)
-    assert layer.bytes_after < 0.55 * 2 * sum(x.numel() for x in matrices(model.state_dict()).values())
-    found = model_of("moe", EXPERTS, seed=1)
+    layers = [layer for name, layer in report.layers.items() if name.endswith(".experts")]
+    sizes = [x.nbytes for name, x in files.items() if ".experts." in name]
+    assert sum(layer.bytes_after for layer in layers) == sum(sizes)
+    assert sum(sizes) < 0.55 * 2 * sum(x.numel() for x in matrices(model.state_dict(), family).values())
+    found = plain_model(family, seed=1)
     loaded = tritonfp8.export.load(found, tmp_path)
     assert loaded.layers[f"{PATH}.down_proj"].loaded_as.endswith(", of each expert")
-    for name, x in matrices(found.state_dict()).items():
+    assert {*loaded.layers, *loaded.copied} == {name.removesuffix(".weight") if name.endswith("_proj.weight") else name
+                                                for name in found.state_dict()}  # fmt: skip
+    for name, x in matrices(found.state_dict(), family).items():
         codes, scale = files[f"{name}.weight"], files[f"{name}.{scale_name(format)}"]
         expected = dequantized(codes, scale, blocks_of(format, codes.shape))
         assert torch.equal(x.double(), expected), name
-        alone = tritonfp8.quantize(matrices(model.state_dict())[name], CHECKPOINT_FORMATS[format].spec)
+        alone = tritonfp8.quantize(matrices(model.state_dict(), family)[name], CHECKPOINT_FORMATS[format].spec)
         assert torch.equal(tritonfp8.dequantize(alone, torch.bfloat16), x), name
 
 
+@each_family
+def test_names_are_those_that_transformers_saves(tmp_path, family):
+    model = plain_model(family)
+    model.save_pretrained(tmp_path / "theirs")
+    report = tritonfp8.export.save(converted("blockwise", family=family), tmp_path / "ours", "fine_grained")
+    theirs, ours = files_of(tmp_path / "theirs"), files_of(tmp_path / "ours")
+    assert {name for name in ours if not name.endswith("_scale_inv")} == theirs.keys()
+    router = "model.layers.0.mlp.gate"
+    assert renamed(f"{router}.weight", family) in report.others
+    # transformers takes either name, engines that of the checkpoint.
+    ignored = config_of(tmp_path / "ours")["modules_to_not_convert"]
+    assert {router, renamed(router, family)} <= set(ignored)
+    assert len(set(ignored)) == len(ignored)
+
+
+@each_family
 @pytest.mark.parametrize("format", ["fine_grained", "compressed_channel", "compressed_mxfp8"])
-def test_codes_that_are_stored_are_written_and_read_as_they_are(tmp_path, format):
-    model, found = (converted(RECIPES[format], seed, mode="inference") for seed in (0, 1))
+def test_codes_that_are_stored_are_written_and_read_as_they_are(tmp_path, family, format):
+    model, found = (converted(RECIPES[format], seed, family, mode="inference") for seed in (0, 1))
     tritonfp8.export.save(model, tmp_path, format)
     report = tritonfp8.export.load(found, tmp_path)
-    for key in PROJECTIONS:
-        ours, theirs = (getattr(each.model.layers[0].mlp.experts, key) for each in (model, found))
+    for name in weights_of_experts(model):
+        ours, theirs = (each.get_parameter(name) for each in (model, found))
         assert type(theirs) is StoredMatrices
         assert torch.equal(theirs._qdata.view(torch.uint8), ours._qdata.view(torch.uint8))
         assert torch.equal(theirs._scale.float(), ours._scale.float())
-        assert report.layers[f"{PATH}.{key}"].again == "codes kept"
+        assert report.layers[name].again == "codes kept"
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS if format != "compressed_mxfp8"])
-def test_transformers_reads_them(tmp_path, format):
-    tritonfp8.export.save(converted("rowwise"), tmp_path, format)
-    ours = model_of("moe", EXPERTS, seed=1)
+@each_family
+@pytest.mark.parametrize("format", ["fine_grained", "compressed_channel", "compressed_tensor"])
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_transformers_reads_them(tmp_path, family, format, mode):
+    tritonfp8.export.save(converted(RECIPES[format], family=family, mode=mode), tmp_path, format)
+    ours = plain_model(family, seed=1)
     tritonfp8.export.load(ours, tmp_path)
     if format != "fine_grained":
         pytest.importorskip("compressed_tensors")
@@ -120,20 +175,27 @@ def test_transformers_reads_them(tmp_path, format):
         assert torch.equal(theirs[name], x), name
 
 
-def test_what_transformers_refuses_is_a_note(tmp_path):
+@each_family
+@pytest.mark.parametrize("format", ["compressed_block", "compressed_mxfp8"])
+def test_what_transformers_refuses_is_a_note(tmp_path, family, format):
     pytest.importorskip("compressed_tensors")
-    report = tritonfp8.export.save(converted("mxfp8"), tmp_path, "compressed_mxfp8")
+    # One block, as in a matrix of 128x128, it would read.
+    model = plain_model(family, hidden_size=256, head_dim=64)
+    tritonfp8.convert(model, RECIPES[format], experts=True)
+    report = tritonfp8.export.save(model, tmp_path, format)
     assert any("transformers 5 refuses experts in this format" in note for note in report.notes)
     options = {"dtype": torch.bfloat16, "quantization_config": CompressedTensorsConfig(dequantize=True)}
     with pytest.raises(RuntimeError, match="conversion of the weights"):
         AutoModelForCausalLM.from_pretrained(tmp_path, **options)
 
 
+@each_family
 @pytest.mark.parametrize("kind", ["plain", "converted", "stored", "meta"])
 @pytest.mark.parametrize("rounding", ["pow2", "none"])
-def test_a_checkpoint_of_another_program(tmp_path, kind, rounding):
-    values = checkpoint(tmp_path, tritonfp8.QuantSpec(block=(128, 128), scale_rounding=rounding))
-    model = model_of("moe", EXPERTS, seed=1)
+def test_a_checkpoint_of_another_program(tmp_path, family, kind, rounding):
+    spec = tritonfp8.QuantSpec(block=(128, 128), scale_rounding=rounding)
+    values = checkpoint(tmp_path, spec, family=family)
+    model = plain_model(family, seed=1)
     if kind == "converted":
         tritonfp8.convert(model, "blockwise", experts=True)
     if kind == "stored":
@@ -144,15 +206,38 @@ def test_a_checkpoint_of_another_program(tmp_path, kind, rounding):
     report = tritonfp8.export.load(model, tmp_path)
     found = {name: layer.again for name, layer in report.layers.items()}
     again = {"pow2": "codes kept", "none": "rounded again"}[rounding] if kind in ("converted", "stored") else None
-    assert found == {f"{PATH}.{key}": again for key in PROJECTIONS}
+    assert found == dict.fromkeys(weights_of_experts(model), again)
     assert (model.model.layers[0].mlp.experts.down_proj is weight) == (kind != "meta")
     if kind == "stored" and rounding == "none":
         # Its scales are powers of two, so that values are rounded once more.
         weight = model.model.layers[0].mlp.experts.down_proj
-        expected = torch.stack([values[f"{PATH}.{expert}.down_proj"] for expert in range(len(weight))])
+        names = [f"{renamed(PATH, family)}.{expert}.{FAMILIES[family][2]['down_proj']}" for expert in range(4)]
+        expected = torch.stack([values[name] for name in names])
         assert torch.equal(weight.dequantize(), StoredMatrices.of(expected, weight.spec).dequantize())
     else:
-        check_values(model, values)
+        check_values(model, values, family)
+
+
+@each_family
+@pytest.mark.parametrize("kind", ["plain", "converted", "stored"])
+def test_what_transformers_saves_is_read(tmp_path, family, kind):
+    """Its own files of a model in bfloat16, with the config that they need here."""
+    source = plain_model(family)
+    source.save_pretrained(tmp_path)
+    write(tmp_path, files_of(tmp_path), FINE_GRAINED)
+    model = plain_model(family, seed=1)
+    if kind != "plain":
+        mode = {"converted": "training", "stored": "inference"}[kind]
+        tritonfp8.convert(model, "blockwise", experts=True, mode=mode)
+        tritonfp8.convert(source, "blockwise", experts=True, mode=mode)
+    report = tritonfp8.export.load(model, tmp_path)
+    assert report.copied[f"{PATH}.down_proj"] == "copied, of each expert"
+    for (name, x), y in zip(source.named_parameters(), model.parameters(), strict=True):
+        if kind == "stored" and x.dim() > 1 and hasattr(x, "_qdata"):
+            assert torch.equal(x._qdata.view(torch.uint8), y._qdata.view(torch.uint8)), name
+            assert torch.equal(x._scale, y._scale), name
+        else:
+            assert torch.equal(x, y), name
 
 
 def test_one_scale_of_each_projection(tmp_path):
@@ -246,7 +331,7 @@ def test_which_experts_are_exported():
     ("family", "reason"),
     [
         ("gpt_oss", "their weights lie transposed"),
-        ("mixtral", "checkpoints of mixtral have no matrix for each expert by these names"),
+        ("mixtral", None),
         ("deepseek_v3", None),
     ],
 )
@@ -259,7 +344,20 @@ def test_families(family, reason):
         assert found is None if reason is None else found.startswith(reason)
 
 
+def test_experts_that_transformers_makes_otherwise_stay_in_high_precision():
+    """Those of GraniteMoe have other names and are stacked in its checkpoints."""
+    model = model_of("granitemoe", MIXTRAL)
+    tritonfp8.convert(model, "rowwise", experts=True)
+    report = tritonfp8.export.plan(model, "compressed_channel")
+    name = "model.layers.0.block_sparse_moe.experts"
+    assert report.layers[name].reason.startswith("transformers stacks no matrices of each expert from checkpoints of")
+    written = [f"model.layers.0.block_sparse_moe.{each}" for each in ("input_linear", "output_linear")]
+    assert f"such as {written[0]}.weight: they are in high precision and stay whole" in report.notes[-1]
+    assert {name, *written} < set(report.quantization_config["ignore"])
+
+
 @pytest.mark.xdist_group("ranks")
-def test_experts_that_fsdp2_shards(ranks):
+@each_family
+def test_experts_that_fsdp2_shards(ranks, family):
     """Every rank gets all tensors of the export, and reads its own part of a checkpoint."""
-    assert ranks.run(2, export_cases.experts, format="fine_grained") == [True, True]
+    assert ranks.run(2, export_cases.experts, format="fine_grained", family=family) == [True, True]

@@ -51,6 +51,21 @@ def test_they_read_a_mixture_of_experts(tmp_path, format):
     check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config), ours)
 
 
+@pytest.mark.parametrize("format", ["fine_grained", "compressed_channel"])
+def test_they_read_layers_that_have_other_names_in_a_checkpoint(tmp_path, format):
+    """Here a head, which the config lists by both names: transformers matches that in the model."""
+    report = tritonfp8.export.save(model_of("gpt_neox"), tmp_path, format)
+    assert len(report.exported) == 4
+    key = "modules_to_not_convert" if format == "fine_grained" else "ignore"
+    assert report.quantization_config[key] == ["lm_head", "embed_out"]
+    assert "lm_head.weight" not in files_of(tmp_path)
+    ours = model_of("gpt_neox", seed=1)
+    tritonfp8.export.load(ours, tmp_path)
+    config = FineGrainedFP8Config if format == "fine_grained" else CompressedTensorsConfig
+    options = {"dtype": torch.bfloat16, "quantization_config": config(dequantize=True)}
+    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, **options), ours)
+
+
 def test_without_a_gpu_they_dequantize_by_themselves(tmp_path):
     tritonfp8.export.save(model_of(), tmp_path, "fine_grained")
     ours = model_of(seed=1)

@@ -1,13 +1,15 @@
-"""Adapters for particular versions of torch and Triton: each private name has one place.
+"""Adapters for particular versions of torch, Triton and transformers: each private name has one place.
 
 Exports the versions that are supported, and the modules of private names; importing this folder checks the installed
 versions and names.
 """
 
 from tritonfp8.compat import inductor_private, torch_private, triton_private
+from tritonfp8.compat.transformers_names import CheckpointNames
 from tritonfp8.compat.versions import TRITON_OF_TORCH
 
 __all__ = [
+    "CheckpointNames",
     "TRITON_OF_TORCH",
     "inductor_private",
     "torch_private",

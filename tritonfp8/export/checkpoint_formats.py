@@ -20,6 +20,7 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 
 UE8M0 = "ue8m0"
+REFUSED_EXPERTS = "transformers 5 refuses experts in this format: for it leave them out by filter"
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ _ROWS = (
         {"strategy": "group", "group_size": BLOCK_128X128[1]},
         (1, BLOCK_128X128[1]),
         "the kernels of vLLM need whole blocks of K",
+        note_on_experts=REFUSED_EXPERTS,
     ),
     _compressed(
         "compressed_mxfp8",
@@ -168,7 +170,7 @@ _ROWS = (
         (1, BLOCK_1X32[1]),
         "compressed-tensors needs whole groups of K",
         "mxfp8-quantized",
-        "transformers 5 refuses experts in this format: for it leave them out by filter",
+        note_on_experts=REFUSED_EXPERTS,
     ),
 )
 

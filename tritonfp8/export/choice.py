@@ -58,7 +58,7 @@ def choose(
     chosen_by = selection if filter is not None or not any_converted else None
     for path, module in experts.items():
         reasons[unwrapped(path)] = _why_not_experts(path, module, chosen_by, filter is None) or (
-            why_not_split(module) or why_named_otherwise(model) or _why_ragged_experts(module, row)
+            why_not_split(module) or why_named_otherwise(model, module, found) or _why_ragged_experts(module, row)
         )
     selection.check_all_used()
     reasons = _listed_apart(reasons, row, found)
@@ -125,30 +125,55 @@ def _ragged(sizes: Mapping[str, int], multiples: tuple[int, int], row: Checkpoin
 
 
 def ignored(reasons: Mapping[str, str | None], found: Iterable[Place]) -> list[str]:
-    """The modules in high precision that an engine could take for layers: linear layers, routers and experts."""
+    """The modules in high precision that an engine could take for layers: linear layers, routers and experts.
+
+    Each has its name in the model, which transformers matches, and beside it the name in a checkpoint if that is
+    another one: engines match that.
+    """
     names = dict.fromkeys(name for name, reason in reasons.items() if reason is not None)
     for place in found:
         for name, owner in zip(place.names, place.owners, strict=True):
-            is_matrix = owner.is_parameter and place.tensor.ndim >= 2 and not isinstance(owner.module, nn.Embedding)
-            if is_matrix and not is_exported(name, place, reasons):
+            is_layer = _is_matrix(place) and not isinstance(owner.module, nn.Embedding)
+            if is_layer and not is_exported(name, place, reasons):
                 names.setdefault(name.rpartition(".")[0])
-    return [name for name in names if name]
+    written = _written_modules(found)
+    return list(dict.fromkeys(each for name in names if name for each in (name, *written.get(name, ()))))
+
+
+def _is_matrix(place: Place) -> bool:
+    return place.owners[0].is_parameter and place.tensor.ndim >= 2
+
+
+def _written_modules(found: Iterable[Place]) -> dict[str, list[str]]:
+    """The names in a checkpoint of the modules that have matrices, by their names in the model.
+
+    A vector may lie in another module there: a bias of a router lies beside the router, in its parent.
+    """
+    modules: dict[str, list[str]] = {}
+    for place in filter(_is_matrix, found):
+        for name, written in zip(place.names, place.written, strict=True):
+            modules.setdefault(name.rpartition(".")[0], []).append(written.rpartition(".")[0])
+    return modules
 
 
 def _listed_apart(
     reasons: dict[str, str | None], row: CheckpointFormat, found: Iterable[Place]
 ) -> dict[str, str | None]:
     """Keep in high precision what an engine would take for a listed module, because it matches beginnings and ends."""
+    written = _written_modules(found)
     while row.matches_parts:
         names = ignored(reasons, found)
         starts, ends = re.compile("|".join(map(re.escape, names)) or "(?!)"), tuple(names)
-        taken = [
-            name for name, reason in reasons.items() if reason is None and (starts.match(name) or name.endswith(ends))
-        ]
+        taken = {
+            name: each
+            for name, reason in reasons.items()
+            for each in (*written.get(name, ()), name)
+            if reason is None and (starts.match(each) or each.endswith(ends))
+        }
         if not taken:
             return reasons
-        for name in taken:
-            other = next(each for each in names if name.startswith(each) or name.endswith(each))
+        for name, by in taken.items():
+            other = next(each for each in names if by.startswith(each) or by.endswith(each))
             reasons[name] = f"its name begins or ends with {other}, which is in high precision: engines match by that"
     return reasons
 
@@ -159,7 +184,7 @@ def notes(reasons: Mapping[str, str | None], found: Iterable[Place], row: Checkp
     in_8_bits = any(place.tensor.ndim == 3 and is_exported(place.name, place, reasons) for place in found)
     of_format = (row.note_on_experts,) if in_8_bits and row.note_on_experts else ()
     stacked = [
-        place.name
+        place.written_name
         for place in found
         if place.owners[0].is_parameter and place.tensor.ndim == 3 and not is_exported(place.name, place, reasons)
     ]
@@ -167,7 +192,7 @@ def notes(reasons: Mapping[str, str | None], found: Iterable[Place], row: Checkp
         return (*_split_groups(reasons), *of_format)
     of_experts = (
         f"{len(stacked)} parameters have 3 dims, as of experts, such as {stacked[0]}: they are in high precision and "
-        "have the names of the model. transformers reads them; engines that expect a layer for each expert do not"
+        "stay whole. transformers reads them; engines that expect a layer for each expert do not"
     )
     return (*_split_groups(reasons), *of_format, of_experts)
 

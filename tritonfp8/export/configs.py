@@ -23,12 +23,12 @@ class Group(NamedTuple):
     targets: tuple[str, ...]
     row: CheckpointFormat
 
-    def rank(self, name: str, classes: tuple[str, ...]) -> int | None:
+    def rank(self, names: tuple[str, ...], classes: tuple[str, ...]) -> int | None:
         """How closely a layer is matched: 0 by name, 1 by an expression, 2 by a class; None: not at all."""
         for rank, matches in enumerate(
             (
-                lambda target: target == name,
-                lambda target: target.startswith("re:") and re.match(target[3:], name) is not None,
+                lambda target: target in names,
+                lambda target: target.startswith("re:") and any(re.match(target[3:], name) for name in names),
                 lambda target: target in classes,
             )
         ):
@@ -49,15 +49,15 @@ def groups(config: Mapping[str, Any]) -> list[Group]:
     return _READERS[str(method)](config)
 
 
-def row_of(found: list[Group], name: str, classes: tuple[str, ...]) -> CheckpointFormat | None:
-    """The checkpoint format of the layer ``name``, or None if no group has it.
+def row_of(found: list[Group], names: tuple[str, ...], classes: tuple[str, ...]) -> CheckpointFormat | None:
+    """The checkpoint format of a layer, or None if no group has it.
 
     Args:
         found: the groups.
-        name: of the layer.
+        names: of the layer, in the checkpoint and in the model.
         classes: the names of its class and of the base classes.
     """
-    ranked = [(rank, at) for at, group in enumerate(found) if (rank := group.rank(name, classes)) is not None]
+    ranked = [(rank, at) for at, group in enumerate(found) if (rank := group.rank(names, classes)) is not None]
     return found[min(ranked)[1]].row if ranked else None
 
 

@@ -1,12 +1,12 @@
 """Weights of experts as checkpoints have them: a matrix for each expert and projection, which a model stacks.
 
-Source of the names: the checkpoints of DeepSeek-V3 and Qwen3-MoE.
+Sources of the names: transformers for its models, and the checkpoints of DeepSeek-V3 and Qwen3-MoE for all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,17 +35,20 @@ class Part(NamedTuple):
         return self.stop - self.start, self.place.tensor.shape[2]
 
 
-def why_named_otherwise(model: nn.Module) -> str | None:
-    """The reason why a model of transformers keeps its experts in one tensor: its checkpoints name them otherwise."""
+def why_named_otherwise(model: nn.Module, experts: nn.Module, found: Iterable[Place]) -> str | None:
+    """The reason why a model of transformers keeps its experts in one tensor: their matrices have no names."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind is None:
         return None
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    known: Any = get_checkpoint_conversion_mapping(kind) or ()
-    sources = [pattern for each in known for pattern in each.source_patterns]
-    named = any(pattern.endswith("experts.*.down_proj.weight") for pattern in sources)
-    return None if named else f"checkpoints of {kind} have no matrix for each expert by these names, as engines read"
+    weights = [
+        (place, owner.key)
+        for place in found
+        for owner in place.owners
+        if owner.module is experts and owner.key in PROJECTIONS
+    ]
+    if all(len(place.matrices) == len(PROJECTIONS[key]) for place, key in weights):
+        return None
+    return f"transformers stacks no matrices of each expert from checkpoints of {kind}: they have no names"
 
 
 def why_not_split(module: nn.Module) -> str | None:
@@ -66,10 +69,12 @@ def parts_of(place: Place) -> dict[str, Part]:
     if key not in PROJECTIONS or place.tensor.ndim != 3 or why_not_split(module) is not None:
         return {}
     experts, rows, _ = place.tensor.shape
-    prefix, names = place.name.removesuffix(key), PROJECTIONS[key]
+    names = place.matrices
+    if len(names) != len(PROJECTIONS[key]):
+        names = tuple(f"{place.name.removesuffix(key)}*.{name}.weight" for name in PROJECTIONS[key])
     rows //= len(names)
     return {
-        f"{prefix}{expert}.{name}.weight": Part(place, expert, at * rows, (at + 1) * rows)
+        name.replace("*", str(expert)): Part(place, expert, at * rows, (at + 1) * rows)
         for expert in range(experts)
         for at, name in enumerate(names)
     }

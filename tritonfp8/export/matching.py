@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,19 @@ class Job(NamedTuple):
     @property
     def owner(self) -> nn.Module:
         """The module that has the tensor by this name."""
-        return self.place.owners[0 if self.part else self.place.names.index(self.name)].module
+        return self.place.owners[self._at].module
+
+    @property
+    def name_in_model(self) -> str:
+        """The name of the tensor in the model; of a part the name in the checkpoint."""
+        return self.name if self.part else self.place.names[self._at]
+
+    @property
+    def _at(self) -> int:
+        if self.part:
+            return 0
+        names = self.place.written if self.name in self.place.written else self.place.names
+        return names.index(self.name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,8 +76,8 @@ class Job(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """The name of the layer."""
-        return self.name.removesuffix("weight").removesuffix(".")
+        """The name of the layer in the model; of a part the name in the checkpoint."""
+        return _without_weight(self.name_in_model)
 
 
 class Match(NamedTuple):
@@ -79,20 +92,33 @@ def match(
     stored: Mapping[str, Stored], model_places: Iterable[Place], found: list[Group], patterns: Collection[str]
 ) -> Match:
     """Find a partner for every tensor. Raises ValueError as :func:`tritonfp8.export.load` does."""
-    of_name = {name: place for place in model_places for name in place.names}
-    parts = all_parts(place for place in of_name.values() if place.name not in stored)
+    found_places = list(model_places)
+    of_name = _by_name(found_places, stored)
+    parts = all_parts(place for place in found_places if not {*place.names, *place.written} & stored.keys())
     jobs, unused = _jobs(stored, of_name, parts, found)
     ignored = [name for name in unused if _matches(name, patterns)]
     loaded, names = {id(job.place) for job in jobs}, {job.name for job in jobs}
-    missing = [place.name for place in of_name.values() if id(place) not in loaded]
-    left = [name for name in dict.fromkeys(missing) if _matches(name, patterns)]
-    missing += [name for name, part in parts.items() if id(part.place) in loaded and name not in names]
-    _check_names(set(unused) - set(ignored), set(missing) - set(left))
-    _check_patterns(patterns, [*ignored, *left])
-    _check_left(left, of_name)
+    absent = [place for place in found_places if id(place) not in loaded]
+    # A pattern may be of either name.
+    is_left = [_matches(place.name, patterns) or _matches(place.written_name, patterns) for place in absent]
+    left = list(compress(absent, is_left))
+    missing = {place.written_name for place, each in zip(absent, is_left, strict=True) if not each}
+    missing |= {name for name, part in parts.items() if id(part.place) in loaded and name not in names}
+    _check_names(set(unused) - set(ignored), missing)
+    _check_patterns(patterns, [*ignored, *(name for place in left for name in (place.name, place.written_name))])
+    _check_left(left)
     for job in jobs:
         _check_job(job, stored)
-    return Match(jobs, tuple(ignored), tuple(left))
+    return Match(jobs, tuple(ignored), tuple(place.name for place in left))
+
+
+def _by_name(model_places: Iterable[Place], stored: Mapping[str, Stored]) -> dict[str, Place]:
+    """The places by their names in the checkpoint, which may be those of the model: transformers reads these, too."""
+    return {
+        written if written in stored or name not in stored else name: place
+        for place in model_places
+        for name, written in zip(place.names, place.written, strict=True)
+    }
 
 
 def patterns_of(ignore: object) -> tuple[str, ...]:
@@ -102,6 +128,10 @@ def patterns_of(ignore: object) -> tuple[str, ...]:
     for pattern in ignore:
         require_type("a pattern of ignore", pattern, str, "a str")
     return tuple(ignore)
+
+
+def _without_weight(name: str) -> str:
+    return name.removesuffix("weight").removesuffix(".")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -129,7 +159,7 @@ def _jobs(
             jobs.append(Job(name, header, place, part=part))
             continue
         job = Job(name, header, place, _scale_of(name, stored), part=part)
-        row = row_of(found, job.layer, job.classes)
+        row = row_of(found, (_without_weight(name), job.layer), job.classes)
         job = job._replace(row=row)
         if job.scale is None or row is None or not job.scale.endswith(row.scale_name):
             expected = name.removesuffix("weight") + (row.scale_name if row else SCALE_NAMES[0])
@@ -162,8 +192,8 @@ def _check_patterns(patterns: Iterable[str], names: Collection[str]) -> None:
         )
 
 
-def _check_left(left: Iterable[str], of_name: Mapping[str, Place]) -> None:
-    if on_meta := [name for name in left if of_name[name].tensor.device.type == "meta"]:
+def _check_left(left: Iterable[Place]) -> None:
+    if on_meta := [place.name for place in left if place.tensor.device.type == "meta"]:
         raise ValueError(f"{listed(on_meta)} must have values, as the checkpoint has none: they are on the meta device")
 
 

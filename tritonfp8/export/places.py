@@ -1,4 +1,4 @@
-"""The tensors of a model: in which modules each lies, and which names share one tensor."""
+"""The tensors of a model: in which modules each lies, which names share one tensor, and its names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tritonfp8.compat import CheckpointNames
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored import StoredWeight, whole_weight
 
@@ -28,20 +29,34 @@ class Place(NamedTuple):
     """A tensor of a model.
 
     Attributes:
-        names: its names in a checkpoint; several if it is tied.
+        names: its names in the model; several if it is tied.
         tensor: the parameter or buffer.
         owners: the modules that have it, one for each name.
+        written: its names in a checkpoint, one for each name.
+        matrices: of a weight of experts, the names in a checkpoint of the matrices that lie below each other in it,
+            with ``*`` for the expert. Empty if transformers has none for the model.
     """
 
     names: list[str]
     tensor: Tensor
     owners: list[Owner]
+    written: list[str]
+    matrices: tuple[str, ...] = ()
+
+    @property
+    def _first(self) -> int:
+        at = (at for at, owner in enumerate(self.owners) if isinstance(owner.module, nn.Embedding))
+        return next(at, 0)
 
     @property
     def name(self) -> str:
-        """The name under which it is written: that of an embedding where it has one, else the first."""
-        names = zip(self.names, self.owners, strict=True)
-        return next((name for name, owner in names if isinstance(owner.module, nn.Embedding)), self.names[0])
+        """The name by which it is known: that of an embedding where it has one, else the first."""
+        return self.names[self._first]
+
+    @property
+    def written_name(self) -> str:
+        """The name under which it is written."""
+        return self.written[self._first]
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -72,12 +87,17 @@ def places(model: nn.Module) -> list[Place]:
         ValueError: a lazy parameter.
     """
     found: dict[object, Place] = {}
+    checkpoint = CheckpointNames(model)
     for name, owner, tensor in _tensors(model):
         if is_lazy(tensor):
             raise ValueError(f"{name} is lazy and has no shape yet: run the model once")
-        place = found.setdefault(_identity(tensor), Place([], tensor, []))
+        key = _identity(tensor)
+        if key not in found:
+            found[key] = Place([], tensor, [], [], checkpoint.matrices(name) if tensor.ndim == 3 else ())
+        place = found[key]
         place.names.append(name)
         place.owners.append(owner)
+        place.written.append(checkpoint.of(name))
     return list(found.values())
 
 

@@ -122,7 +122,7 @@ def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[s
         x, made_from = _values(job, read, device)
         if target is not None:
             _check_tied(job, target, x)
-            copied[job.name] = "tied"
+            copied[job.name_in_model] = "tied"
             continue
         x = _kept(job.place.tensor, made_from, x)
         filled[id(job.place)] = _fill(job.place, x)
@@ -131,7 +131,7 @@ def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[s
             again = _again(job, x if isinstance(x, StoredWeight) else whole(filled[id(job.place)]), made_from)
             layers[job.layer] = LoadedLayer(f"{job.row.name} {BLOCKS[job.row.spec.block].name}", again)
         else:
-            copied[job.name] = made_from
+            copied[job.name_in_model] = made_from
     for stack in stacks.values():
         name = stack[0].place.name
         formats = {f"{job.row.name} {BLOCKS[job.row.spec.block].name}" for job in stack if job.row is not None}

@@ -43,8 +43,8 @@ class ExportReport:
 
     Attributes:
         format: the name of the checkpoint format.
-        layers: every linear layer, and every module of experts, by fully qualified name.
-        others: bytes of every other tensor of the export, by name.
+        layers: every linear layer, and every module of experts, by fully qualified name in the model.
+        others: bytes of every other tensor of the export, by its name there.
         tied: for each name that is not written, the name of the tensor that it shares.
         quantization_config: the entry of ``config.json`` that tells an engine how to read the tensors.
         bytes_before: of all tensors in the model.
@@ -102,8 +102,9 @@ class LoadReport:
     """What was read into a model; ``str(report)`` is a table.
 
     Attributes:
-        layers: the layers whose weight came in 8 bits, by fully qualified name; and the weights of experts that did.
-        copied: every other tensor that was read, with a note on its dtype.
+        layers: the layers whose weight came in 8 bits, by fully qualified name in the model; and the weights of experts
+            that did.
+        copied: every other tensor that was read, by its name in the model, with a note on its dtype.
         ignored: the tensors of the checkpoint that a pattern of ``ignore`` left out.
         left: the tensors of the model that the checkpoint does not have and a pattern of ``ignore`` allows.
         on_meta: buffers that are on the meta device still, because checkpoints do not have them.

@@ -190,7 +190,8 @@ def planned(
         if chosen:
             check_floating(place.name, place.tensor)
         to = dtype if dtype is not None and place.tensor.dtype.is_floating_point else place.tensor.dtype
-        entries.append(Entry(place.name, place.tensor, row if chosen else None, to, parts_of(place) if chosen else {}))
+        parts = parts_of(place) if chosen else {}
+        entries.append(Entry(place.written_name, place.tensor, row if chosen else None, to, parts))
     return Plan(entries, _report(row, reasons, found, entries, scale_fmt))
 
 
@@ -213,7 +214,7 @@ def _report(
 ) -> ExportReport:
     modules = {name: owner.module for place in found for name, owner in zip(place.names, place.owners, strict=True)}
     tensors_of = {name: place.tensor for place in found for name in place.names}
-    after = {entry.name: entry.nbytes for entry in entries}
+    after = {place.name: entry.nbytes for place, entry in zip(found, entries, strict=True)}
     layers, weights = {}, set[str]()
     for name, reason in reasons.items():
         keys = [key for key in (joined(name, last) for last in ("weight", *PROJECTIONS)) if key in tensors_of]
@@ -225,8 +226,8 @@ def _report(
     return ExportReport(
         row.name,
         layers,
-        {name: count for name, count in after.items() if name not in weights},
-        {name: place.name for place in found for name in place.names if name != place.name},
+        {place.written_name: after[place.name] for place in found if place.name not in weights},
+        {name: place.written_name for place in found for name in place.written if name != place.written_name},
         row.config(ignored(reasons, found), scale_fmt),
         sum(place.tensor.nbytes for place in found),
         sum(after.values()),

@@ -8,8 +8,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -30,8 +38,16 @@ MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "exaone": (ExaoneMoeConfig, ExaoneMoeForCausalLM),
+    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
 }
 EXPERTS = WHOLE | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+# Experts have one block of 128x128 in EXPERTS, and several here.
+MIXTRAL = WHOLE | {
+    "hidden_size": 256, "num_hidden_layers": 2, "head_dim": 64, "intermediate_size": 128, "num_local_experts": 4,
+}  # fmt: skip
 FORMATS = ("fine_grained", "compressed_channel", "compressed_tensor", "compressed_block", "compressed_mxfp8")
 
 
