@@ -15,13 +15,15 @@ from tritonfp8.kernels.moe import matmul as kernels
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.matmul import (
     PROMOTION,
+    ROW_UNIT,
     SWIZZLE,
+    WIDE,
     is_readable_along_k,
+    plan_operand,
     readable_along_k,
     scale_along_k,
     too_many_scales,
 )
-from tritonfp8.launch.matmul.widened import ROW_UNIT, WIDE, plan_operand
 from tritonfp8.launch.moe.schedule import Table, plan_largest_first, plan_row_tiles
 from tritonfp8.launch.plan import MAX_OFFSET, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import (
