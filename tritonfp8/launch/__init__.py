@@ -37,6 +37,7 @@ from tritonfp8.launch.fused import (
 from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
 from tritonfp8.launch.moe import (
     grouped_matmul,
+    grouped_product_kind,
     grouped_sum,
     plan_grouped_matmul,
     plan_quantize_groups,
@@ -68,6 +69,7 @@ __all__ = [
     "dequantize",
     "generation",
     "grouped_matmul",
+    "grouped_product_kind",
     "grouped_sum",
     "has_tma_layout",
     "operand_figures",

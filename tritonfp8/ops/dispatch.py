@@ -75,12 +75,6 @@ def scaled_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: Any) -> s
     return launch.product_kind(a_spec, a.device, a.shape[0], len(args) > 8 and args[8])
 
 
-def scaled_grouped_matmul_kind(a: Tensor, a_scale: Tensor, a_spec: str, *args: object) -> str:
-    """The kind under which a grouped GEMM on quantized operands is counted: how this device computes it."""
-    # Its kernels read the codes of every operand, as batch-invariant GEMMs do.
-    return launch.product_kind(a_spec, a.device, a.shape[0], True)
-
-
 def grouped_contraction(a: Tensor, *args: Any) -> int:
     """The K with which a grouped GEMM is counted: of groups of columns the tokens, without the zeros between groups."""
     return int(args[10]) if args[2].ndim == 2 else a.shape[1]

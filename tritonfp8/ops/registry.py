@@ -19,7 +19,6 @@ from tritonfp8.ops.dispatch import (
     grouped_contraction,
     matmul_kind,
     on_cuda,
-    scaled_grouped_matmul_kind,
     scaled_matmul_kind,
 )
 from tritonfp8.ops.sharding import Operand, Rule
@@ -207,7 +206,7 @@ _GROUPED = {
         reference.scaled_grouped_matmul,
         launch.scaled_grouped_matmul,
         launch.plan_scaled_grouped_matmul,
-        kind=scaled_grouped_matmul_kind,
+        kind=launch.grouped_product_kind,
         contraction=grouped_contraction,
     ),
     "grouped_matmul": Op(

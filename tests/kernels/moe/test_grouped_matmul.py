@@ -8,9 +8,9 @@ import pytest
 import torch
 from cases import CUDA, each_device, normal
 from routings import ends, routing_cases
-from tuned import H200
+from tuned import ADA, H200
 
-from tritonfp8 import recipes, reference
+from tritonfp8 import hardware, recipes, reference
 from tritonfp8.launch import moe
 from tritonfp8.recipes import Gemm
 from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
@@ -210,6 +210,28 @@ class TestWide:
         ):
             found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
             assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
+
+
+def test_how_groups_are_multiplied_is_known(monkeypatch):
+    """Of MX operands on Hopper it depends on the size of a group."""
+    gemms, few, many = recipes.get("mxfp8"), matmul_space.MAX_M_OF_CODES, matmul_space.MAX_M_OF_CODES + 1
+    x, weight, offsets = ternary(2 * many, 96, seed=0), ternary(2, 48, 96, seed=5), ends((many, many))
+    rows, columns = of_rows(gemms.output, x, weight, offsets), of_columns(gemms.grad_weight, x, x, offsets)
+
+    def kinds(device):
+        monkeypatch.setattr(hardware, "abilities", lambda _: device)
+        return [
+            moe.grouped_product_kind(*rows),
+            moe.grouped_product_kind(*rows, batch_invariant=True),
+            moe.grouped_product_kind(*of_rows(gemms.output, x[: 2 * few], weight, ends((few, few)))),
+            moe.grouped_product_kind(*columns, tokens=2 * many),
+            moe.grouped_product_kind(*columns, tokens=2 * few),
+            moe.grouped_product_kind(*of_rows(recipes.get("rowwise").output, x, weight, offsets)),
+        ]
+
+    assert kinds(H200) == ["dequantized", "emulated", "emulated", "dequantized", "emulated", "fp8"]
+    assert kinds(ADA) == [*["emulated"] * 5, "fp8"]
+    assert kinds(hardware.CPU) == ["reference"] * 6
 
 
 @each_device

@@ -14,6 +14,7 @@ from tritonfp8.launch.moe.casts import (
 )
 from tritonfp8.launch.moe.matmul import (
     grouped_matmul,
+    grouped_product_kind,
     plan_grouped_matmul,
     plan_scaled_grouped_matmul,
     scaled_grouped_matmul,
@@ -29,6 +30,7 @@ from tritonfp8.launch.moe.rows import (
 
 __all__ = [
     "grouped_matmul",
+    "grouped_product_kind",
     "grouped_sum",
     "plan_grouped_matmul",
     "plan_quantize_groups",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tritonfp8 import hardware
 from tritonfp8.formats import SCALE_FORMATS
+from tritonfp8.hardware import Abilities
 from tritonfp8.kernels.matmul.sizes import SPECIALIZED_WAVE_ROWS
 from tritonfp8.kernels.moe import hopper as hopper_kernels
 from tritonfp8.kernels.moe import matmul as kernels
@@ -15,6 +17,7 @@ from tritonfp8.launch.matmul import (
     ROW_UNIT,
     SWIZZLE,
     plan_operand,
+    product_kind,
     readable_along_k,
     too_many_scales,
 )
@@ -157,7 +160,7 @@ def _chosen(plan: Planner, p: Operands) -> MatmulConfig:
 
 def _chosen_without_scales(plan: Planner, p: Operands) -> MatmulConfig:
     specialized = plan.device.has_warpgroup_mma and has_copy_engine(plan, p)
-    config = _wide(plan, p) if specialized else None
+    config = _wide(plan.device, p) if specialized else None
     if config is not None:
         return config
     # The plain kernel would look for these columns where they begin without alignment.
@@ -165,20 +168,20 @@ def _chosen_without_scales(plan: Planner, p: Operands) -> MatmulConfig:
     return grouped_tiles.UNSCALED[p.a.itemsize]
 
 
-def _wide(plan: Planner, p: Operands) -> MatmulConfig | None:
-    return grouped_tiles.wide(p.all_tokens, p.offsets.shape[0], p.is_columns, p.out.itemsize, plan.device)
+def _wide(device: Abilities, p: Operands) -> MatmulConfig | None:
+    return grouped_tiles.wide(p.all_tokens, p.offsets.shape[0], p.is_columns, p.out.itemsize, device)
 
 
-def _is_widened(plan: Planner, p: Operands, batch_invariant: bool) -> bool:
+def _is_widened(device: Abilities, p: Operands, batch_invariant: bool) -> bool:
     """Whether MX operands are dequantized first: the warp-specialized kernel then multiplies them as bf16.
 
     The bits would depend on the number of tokens, if a batch-invariant GEMM chose by it.
     """
-    if p.family != "mx" or not plan.device.has_warpgroup_mma:
+    if p.family != "mx" or not device.has_warpgroup_mma or not p.out.numel() or not p.offsets.is_contiguous():
         return False
     a_scale, b_scale = p.scales
-    many = is_widened(p.all_tokens // max(1, p.offsets.shape[0]), plan.device.has_native_mx, batch_invariant)
-    readable = p.a.shape[1] % ROW_UNIT == 0 and matrices(p.out).has_tma_layout() and _wide(plan, p) is not None
+    many = is_widened(p.all_tokens // max(1, p.offsets.shape[0]), device.has_native_mx, batch_invariant)
+    readable = p.a.shape[1] % ROW_UNIT == 0 and matrices(p.out).has_tma_layout() and _wide(device, p) is not None
     small = max(a_scale.numel(), b_scale.numel()) < MAX_OFFSET
     return many and readable and small and p.b.is_contiguous() and b_scale.is_contiguous()
 
@@ -234,7 +237,7 @@ def plan_scaled_grouped_matmul(
     gemm = Operands(
         a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), offsets, bias, result, accumulation, tokens
     )  # fmt: skip
-    if config is None and result.numel() and offsets.is_contiguous() and _is_widened(plan, gemm, batch_invariant):
+    if config is None and _is_widened(plan.device, gemm, batch_invariant):
         gemm = _widened(plan, gemm)
     outputs = _plan(plan, gemm, config)
     return outputs if outputs is None or out is None else []
@@ -276,6 +279,26 @@ def scaled_grouped_matmul(
     return scaled_grouped_matmul(
         a, a_scale, a_spec, b, b_scale, b_spec, offsets, bias, *options[2:-1], config=config, out=out
     )  # fmt: skip
+
+
+def grouped_product_kind(
+    a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor, b_spec: str, offsets: Tensor,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, accumulation: str = "precise",
+    batch_invariant: bool = False, tokens: int = 0,
+) -> str:  # fmt: skip
+    """How a GEMM of groups runs: a key of :data:`tritonfp8.counting.KINDS`."""
+    # Kernels read the codes of every operand, as in batch-invariant GEMMs, but those of MX operands that are widened.
+    kind = product_kind(a_spec, a.device, len(a), True)
+    shape = (len(a), b.shape[1]) if b.ndim == 3 else (len(offsets), len(a), len(b))
+    out = torch.empty(shape, dtype=out_dtype or torch.bfloat16, device="meta")
+    views = (View.of(x) for x in (a, a_scale, b, b_scale, offsets, out))
+    of_a, of_a_scale, of_b, of_b_scale, of_offsets, of_out = views
+    gemm = Operands(
+        of_a, of_a_scale, spec_of(a_spec), of_b, of_b_scale, spec_of(b_spec), of_offsets, None, of_out, accumulation,
+        tokens,
+    )  # fmt: skip
+    is_widened = _is_widened(hardware.abilities(a.device), gemm, batch_invariant)
+    return "dequantized" if kind == "emulated" and is_widened else kind
 
 
 def plan_grouped_matmul(plan: Planner, a: View, b: View, offsets: View, bias: View | None) -> list[View] | None:
