@@ -109,15 +109,6 @@ class TestTune:
         tuning.install({product.key: old for product in found}, CPU_MACHINE)
         assert len(tune(calls, "cpu", workers=0, timer=last_is_fastest).entries) == len(found)
 
-    def test_entries_of_another_machine_are_measured_again(self, monkeypatch):
-        calls, found = layer_products(SHAPES[0])
-        known = {product.key: entry(product.candidates(CPU)[0].name, **measure.versions()) for product in found}
-        tuning.install(known, CPU_MACHINE)
-        assert tune(calls, "cpu", workers=0, timer=pytest.fail).skipped == len(found)
-        monkeypatch.setattr(measure.store, "measured_elsewhere", {CPU_MACHINE: known}.__getitem__)
-        assert len(tune(calls, "cpu", workers=0, timer=last_is_fastest).entries) == len(found)
-        assert tune(calls, "cpu", workers=0, timer=pytest.fail).skipped == len(found)
-
     def test_each_product_is_saved_before_the_next(self):
         calls, found = layer_products(*SHAPES)
         sizes = []

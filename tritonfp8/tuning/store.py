@@ -12,7 +12,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import stat
 import threading
@@ -244,38 +243,17 @@ def read_user(machine: str) -> Entries:
 
 
 def read_shipped(machine: str) -> Entries:
-    """The shipped entries for a machine, or those for one that is alike; see :func:`_shipped_for`.
-
-    They are trusted like the package's code: links are followed.
-    """
-    path = _shipped_for(machine)
-    if path is None:
-        return {}
+    """The shipped entries for a machine. They are trusted like the package's code: links are followed."""
+    path = SHIPPED / _file_name(machine)
     try:
-        entries, misses = parse(path.read_bytes(), path.stem)
+        entries, misses = parse(path.read_bytes(), machine)
+    except FileNotFoundError:
+        return {}
     except (OSError, UnusableError) as error:
         _warn_of_file(str(path), error)
         return {}
     _warn_of_misses(str(path), misses)
     return entries
-
-
-def measured_elsewhere(machine: str) -> Entries:
-    """The entries of :func:`read_shipped` if another machine measured them; else none."""
-    path = _shipped_for(machine)
-    return {} if path is None or path.stem == machine else read_shipped(machine)
-
-
-def _shipped_for(machine: str) -> Path | None:
-    """The shipped file of a machine, else of one with the same capability and number of SMs; None if there is none.
-
-    Such a machine differs in its memory: an H100 (SXM), GH200 and H200 compute GEMMs alike.
-    """
-    path = SHIPPED / _file_name(machine)
-    if path.exists():
-        return path
-    alike = re.search(r"-sm\d+-\d+$", machine)
-    return next(iter(sorted(SHIPPED.glob(f"*{alike[0]}.json"))), None) if alike else None
 
 
 def save(entries: Mapping[Key, Entry], machine: str) -> bool:

@@ -154,8 +154,7 @@ def tune(
     device = hardware.with_index(device)
     machine = hardware.machine_key(hardware.abilities(device))
     wanted = distinct_gemms(calls, device)
-    elsewhere = store.measured_elsewhere(machine)
-    pending = [gemm for gemm in wanted if force or not _is_tuned(gemm.key, machine, elsewhere)]
+    pending = [gemm for gemm in wanted if force or not _is_tuned(gemm.key, machine)]
     tuning_run = _Tuning(pending, device, timer or cuda_seconds, progress)
     interrupted = False
     try:
@@ -218,9 +217,9 @@ def versions() -> dict[str, str]:
     return {"triton": triton.__version__, "tritonfp8": tritonfp8.__version__}
 
 
-def _is_tuned(key: Key, machine: str, elsewhere: Entries) -> bool:
+def _is_tuned(key: Key, machine: str) -> bool:
     entry = tuning.table(machine).get(key.kind, {}).get(key)
-    if entry is None or entry == elsewhere.get(key) or find(key.kind, entry.config) is None:
+    if entry is None or find(key.kind, entry.config) is None:
         return False
     return {"triton": entry.triton, "tritonfp8": entry.tritonfp8} == versions()
 
