@@ -6,53 +6,48 @@ with ``--grouped``, all GEMMs of experts.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import torch
 import typer
 from rich.progress import Progress
 
 from bench.contest.cases import recipe_variants
-from bench.contest.compare import QUICK, Device
 from bench.shapes import SHAPES, select
+from tritonfp8 import Recipe
 from tritonfp8.warmup import GROUPED_MATMUL, MATMUL, Call, record_grouped_linear, record_linear, tune
 
-RECIPES = ("rowwise", "blockwise")
+VARIANTS = recipe_variants(("rowwise", "blockwise"))
 # Parts of the tokens of a set: a tuned configuration serves four times as few and as many.
 PARTS = (1, 4, 16)
-ROUNDS = 2
 
 app = typer.Typer(add_completion=False)
 
 
-def calls_of(names: Sequence[str]) -> list[Call]:
-    """The distinct forward GEMMs of bf16 layers of the named sets, for each recipe and accumulation."""
+def calls_of(names: Sequence[str], variants: Mapping[str, Recipe], backward: bool) -> list[Call]:
+    """The distinct GEMMs of bf16 layers of the named sets, for each recipe; those of backward, too, or not."""
     found: dict[Call, None] = {}
     for shape in select("gemm", names):
-        for recipe in recipe_variants(RECIPES).values():
-            calls = record_linear(shape.size, recipe, "bfloat16")
-            found |= dict.fromkeys(call for call in calls if call.op == MATMUL and _sizes(call) == shape.size)
+        for recipe in variants.values():
+            calls = [call for call in record_linear(shape.size, recipe, "bfloat16") if call.op == MATMUL]
+            found |= dict.fromkeys(call for call in calls if backward or _sizes(call) == shape.size)
     return list(found)
 
 
-def grouped_calls_of(names: Sequence[str]) -> list[Call]:
-    """The distinct GEMMs of bf16 experts of the named sets, for each recipe and accumulation, and numbers of tokens."""
+def grouped_calls_of(names: Sequence[str], variants: Mapping[str, Recipe]) -> list[Call]:
+    """The distinct GEMMs of bf16 experts of the named sets, for each recipe, and numbers of tokens."""
     found: dict[Call, None] = {}
     for shape in select("grouped", names):
         tokens, *others = shape.size
         for part in PARTS:
-            for recipe in recipe_variants(RECIPES).values():
+            for recipe in variants.values():
                 calls = record_grouped_linear((max(1, tokens // part), *others), recipe, "bfloat16")
                 found |= dict.fromkeys(call for call in calls if call.op == GROUPED_MATMUL)
     return list(found)
 
 
-def settled_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each function at the clocks of training: large GEMMs run long enough to reach the power limit."""
-    device = Device(torch.device("cuda"), QUICK)
-    rounds = [[device.settled_seconds(function) for function in functions] for _ in range(ROUNDS)]
-    return [min(seconds) for seconds in zip(*rounds, strict=True)]
+def _found(names: Sequence[str], grouped: bool, variants: Mapping[str, Recipe], backward: bool) -> list[Call]:
+    return grouped_calls_of(names, variants) if grouped else calls_of(names, variants, backward)
 
 
 def _sizes(call: Call) -> tuple[int, ...]:
@@ -64,11 +59,16 @@ def _sizes(call: Call) -> tuple[int, ...]:
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Sets of shapes.")] = None,
     grouped: Annotated[bool, typer.Option(help="Tune the GEMMs of experts.")] = False,
+    backward: Annotated[bool, typer.Option(help="Tune the GEMMs of backward, too.")] = False,
+    only: Annotated[list[str], typer.Option(help=f"Of: {', '.join(VARIANTS)}. [default: all]")] = [],  # noqa: B006
 ) -> None:
     """Tune, and print the chosen configurations and the failures."""
-    kind, find = ("grouped", grouped_calls_of) if grouped else ("gemm", calls_of)
+    kind = "grouped" if grouped else "gemm"
+    if unknown := sorted(set(only) - set(VARIANTS)):
+        sys.exit(f"--only must name {', '.join(VARIANTS)}; got {', '.join(unknown)}")
+    variants = {name: recipe for name, recipe in VARIANTS.items() if not only or name in only}
     try:
-        calls = find(names) if names else []
+        calls = _found(names, grouped, variants, backward) if names else []
     except ValueError as error:
         sys.exit(str(error))
     if not calls:
@@ -79,7 +79,6 @@ def main(
         tuned = tune(
             calls,
             force=True,
-            timer=settled_seconds if grouped else None,
             progress=lambda done, total: bars.update(task, completed=done, total=total),
         )
     for key, entry in tuned.entries.items():

@@ -62,7 +62,7 @@ def test_an_unknown_set_is_refused_with_the_names_of_all():
 
 def test_forward_products_are_tuned_in_both_accumulations():
     (shape,) = gemms(shapes.SMOKE)
-    given = [call.named() for call in tune.calls_of([shapes.SMOKE])]
+    given = [call.named() for call in tune.calls_of([shapes.SMOKE], tune.VARIANTS, False)]
     assert {(*g["a"].shape, g["b"].shape[0]) for g in given} == {(shape.size[0], shape.size[2], shape.size[1])}
     assert sorted((g["a_spec"].split(":")[1], g["accumulation"]) for g in given) == [
         ("1x128", "precise"),
@@ -75,7 +75,10 @@ def test_gemms_of_experts_are_tuned_for_few_and_many_tokens():
     (shape,) = shapes.select("grouped", [shapes.SMOKE])
     tokens, experts, n, k = shape.size
     found = {
-        gemm.key for gemm in (gemm_of(call, torch.device("cpu")) for call in tune.grouped_calls_of([shapes.SMOKE]))
+        gemm.key
+        for gemm in (
+            gemm_of(call, torch.device("cpu")) for call in tune.grouped_calls_of([shapes.SMOKE], tune.VARIANTS)
+        )
     }
     assert {at.experts for at in found} == {experts}
     rows = {(at.kind.family, at.kind.accumulation, at.kind.groups, at.n, at.k) for at in found}

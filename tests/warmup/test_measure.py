@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 
 import pytest
@@ -108,6 +109,32 @@ class TestTune:
         old = dataclasses.replace(entry(found[0].candidates(CPU)[0].name, **measure.versions()), **change)
         tuning.install({product.key: old for product in found}, CPU_MACHINE)
         assert len(tune(calls, "cpu", workers=0, timer=last_is_fastest).entries) == len(found)
+
+    def test_long_functions_that_are_nearly_the_fastest_are_measured_at_settled_clocks(self, monkeypatch):
+        """One that is third while the GPU rests is the first in training; the slowest is not tried."""
+        cool, asked = [1.0, 1.1, 1.15, 1.3], []
+        monkeypatch.setattr(measure, "cool_seconds", lambda functions, rounds: cool)
+        monkeypatch.setattr(measure, "settled_seconds", lambda functions: asked.extend(functions) or [1.6, 1.5, 1.4])
+        assert measure.cuda_seconds("abcd") == [1.6, 1.5, 1.4, math.inf]
+        assert asked == ["a", "b", "c"]
+        for cool in ([1e-5, 1.1e-5], [1.0, 2.0]):
+            assert measure.cuda_seconds("ab") == cool
+        assert asked == ["a", "b", "c"]
+
+    def test_the_last_runs_of_each_round_count(self, monkeypatch):
+        """A run of 10 ms needs 20 of them until 0.2 s are over."""
+        runs = []
+
+        def gpu_seconds(functions, before):
+            runs.append(len(functions))
+            return [1.0] * (len(functions) - measure.SETTLED_RUNS) + [0.01 * functions[0]] * measure.SETTLED_RUNS
+
+        monkeypatch.setattr(
+            measure.timers, "gpu_seconds", lambda *args: [0.01] * 2 if len(args[0]) == 2 else gpu_seconds(*args)
+        )
+        monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(1))
+        assert measure.settled_seconds([2, 3]) == pytest.approx([0.02, 0.03])
+        assert runs == [20 + measure.SETTLED_RUNS] * 2 * measure.SETTLED_ROUNDS
 
     def test_each_product_is_saved_before_the_next(self):
         calls, found = layer_products(*SHAPES)

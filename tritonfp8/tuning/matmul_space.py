@@ -153,6 +153,9 @@ SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
         ),
         "precise": (
             MatmulConfig(128, 128, 128, 4, 5, 1.39, group_m=16, specialized=True, overlap=2),
+            # Of a large K, these take less power for each step. Where that decides, it was measured.
+            MatmulConfig(128, 128, 128, 4, 5, 1.38, group_m=16, specialized=True, overlap=4),
+            MatmulConfig(128, 128, 128, 4, 5, 1.37, group_m=16, specialized=True, overlap=16),
             LARGEST_PROMOTED,
             MatmulConfig(256, 64, 128, 4, 5, 1.20, specialized=True, stagger=True),
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),

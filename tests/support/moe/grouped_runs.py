@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from cases import normal
 
-from tritonfp8 import functional, recipes
+from tritonfp8 import functional, hardware, recipes
 from tritonfp8.reference import group_bounds
 from tritonfp8.specs import group_column, grouped_columns
 from tritonfp8.testing import assert_matmul_close
@@ -133,14 +133,21 @@ def peak_bytes(recipe, tokens, groups, n, k):
 
     Forward ends with the output, and with the transposed input for ``grad_weight``. Backward adds the codes of the
     gradient in both orientations, and the two gradients; the codes of the weight are gone before its gradient is there.
+    MX codes become bf16 for each GEMM on Hopper.
     """
+    is_widened = recipe == "mxfp8" and hardware.abilities("cuda").has_warpgroup_mma
     recipe, columns, weight = recipes.get(recipe), grouped_columns(tokens, groups), groups * n * k
     out = 2 * tokens * n
     kept = k * columns if recipe.grad_weight.quantized else 0
     forward = tokens * k + weight if recipe.output.quantized else 0
     backward = tokens * n if recipe.grad_input.quantized else 0
     backward += n * columns if recipe.grad_weight.quantized else 0
-    return out + kept + max(forward, backward + 2 * tokens * k + 2 * weight)
+    of_input, of_weight = backward + 2 * tokens * k, backward + 2 * tokens * k + 2 * weight
+    if is_widened:
+        forward += 2 * (tokens * k + weight)
+        of_input += weight + 2 * (tokens * n + weight)
+        of_weight += 2 * columns * (n + k)
+    return out + kept + max(forward, of_input, of_weight)
 
 
 def captured(step, device):
