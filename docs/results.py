@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.contest.cases import IN_GRAPH, MODEL
+from bench.contest.bars import BARS
+from bench.contest.cases import IN_GRAPH, MODEL, MODEL_KERNELS
+from bench.contest.judge import Bar
 from bench.shapes import ALL_MODELS, select
 from bench.tables import over_peer, table, with_peers
 
@@ -150,9 +152,9 @@ def layers() -> str:
     return table(("recipe", *(f"linear {shape}" for shape in shapes), *MODELS), lines)
 
 
-def models() -> str:
+def models(folder: str = ".") -> str:
     """Speed of every model over bf16, and the memory of rowwise over that of torchao's tensorwise."""
-    speeds, memory = speed_ups("model", "model"), peaks()
+    speeds, memory = speed_ups(f"{folder}/model", "model"), peaks(folder)
     lines = []
     for name, shape in {shape.name: shape.size for shape in select("model", ALL_MODELS)}.items():
         share = memory["rowwise precise", shape] / memory["torchao tensorwise", shape]
@@ -160,9 +162,30 @@ def models() -> str:
     return table(("layers of", *CONTENDERS.values(), "memory: rowwise over torchao tensorwise"), lines)
 
 
-def peaks() -> dict[tuple[str, tuple[int, ...]], int]:
+def limits() -> str:
+    """Where a step of each model goes on an H100, and how fast it would be if nothing had to be cast."""
+    rows = data("../nvidia-h100/model.json")["rows"]
+    parts = {(row["name"], row["contender"]): row for row in rows if row["case"] == MODEL_KERNELS.name}
+
+    def line(bar: Bar) -> tuple[str, ...]:
+        plain, ours = parts[bar.shape, "bf16"], parts[bar.shape, bar.contender]
+        spent = (plain["gemm_seconds"], plain["other_seconds"])
+        spent = (*spent, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
+        without = plain["seconds"] / (ours["gemm_seconds"] + plain["other_seconds"])
+        found = (plain["seconds"] / ours["seconds"], without, bar.bar)
+        return bar.shape or "", bar.contender.split()[0], *(text(1e3 * each, 1) for each in spent), *map(text, found)
+
+    wanted = [bar for bar in BARS if (bar.case, bar.over, bar.quantity) == (MODEL.name, "bf16", "speed-up")]
+    header = ("layers of", "recipe", "bf16: GEMMs, ms", "others", "recipe: GEMMs, ms", "casts", "others")
+    return table(
+        (*header, "over bf16", "without casts", "bar"),
+        [line(bar) for bar in wanted if (bar.shape, bar.contender) in parts],
+    )
+
+
+def peaks(folder: str = ".") -> dict[tuple[str, tuple[int, ...]], int]:
     """Peak memory of models in bytes, by contender and shape."""
-    rows = [row for row in data("model.json")["rows"] if row["case"] == MODEL.name and row["seconds"]]
+    rows = [row for row in data(f"{folder}/model.json")["rows"] if row["case"] == MODEL.name and row["seconds"]]
     return {(row["contender"], tuple(row["shape"])): row["peak_bytes"] for row in rows}
 
 
@@ -333,8 +356,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "headline": headline,
     "host times": host_times,
     "layers": layers,
+    "limits": limits,
     "memory": memory,
     "models": models,
+    "models on an H100": lambda: models("../nvidia-h100"),
     "tensor parallelism": tensor_parallelism,
 }
 """The function that makes each table, by the name of its block."""
