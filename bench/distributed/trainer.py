@@ -360,7 +360,7 @@ def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = QUANTIZED,
     variants: Annotated[bool, typer.Option(help="Also run variants with one change each.")] = True,
     callback: Annotated[bool, typer.Option(help="Convert by Float8Callback.")] = False,
-    experts: Annotated[int, typer.Option(help="Experts of each layer, of which a token takes two; 0: none.")] = 0,
+    experts: Annotated[int, typer.Option(help="Experts of each layer; a token takes two. 0: none.")] = 0,
     share_gpu: Annotated[bool, typer.Option(help="All processes on one GPU, by gloo.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for trainer.json.")] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Names of checkpoints by a table of transformers: those that lead back to the tensor, and no others."""
+"""Names of checkpoints by a table of transformers: a name is taken only if it leads back to the tensor."""
 
 import pytest
 from checkpoints import model_of

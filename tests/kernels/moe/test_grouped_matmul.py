@@ -67,6 +67,20 @@ def check_columns(gemm, device, tokens, sizes, n, k, data=ternary, out_dtype=Non
     return found.cpu(), expected
 
 
+HOSTILE = [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0)]
+
+
+def check_clamped(recipe, device, hostile):
+    gemms, offsets = recipes.get(recipe), torch.tensor(hostile, dtype=torch.int32)
+    x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
+    for args, tokens in (
+        (of_rows(gemms.output, x, weight, offsets), 0),
+        (of_columns(gemms.grad_weight, grad, x, offsets), 100),
+    ):
+        found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
+        assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
+
+
 @each_device
 @each_recipe
 @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
@@ -200,16 +214,9 @@ class TestWide:
         found = moe.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
         assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args))
 
-    @pytest.mark.parametrize("hostile", [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0)], ids=str)
+    @pytest.mark.parametrize("hostile", HOSTILE, ids=str)
     def test_hostile_offsets_are_clamped(self, device, hostile):
-        gemms, offsets = recipes.get("mxfp8"), torch.tensor(hostile, dtype=torch.int32)
-        x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
-        for args, tokens in (
-            (of_rows(gemms.output, x, weight, offsets), 0),
-            (of_columns(gemms.grad_weight, grad, x, offsets), 100),
-        ):
-            found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
-            assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
+        check_clamped("mxfp8", device, hostile)
 
 
 def test_how_groups_are_multiplied_is_known(monkeypatch):
@@ -262,17 +269,9 @@ def test_what_belongs_to_no_group_is_not_read(device, recipe):
 
 
 @each_device
-@pytest.mark.parametrize("hostile", [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0)], ids=str)
+@pytest.mark.parametrize("hostile", HOSTILE, ids=str)
 def test_hostile_offsets_are_clamped(device, hostile):
-    gemms = recipes.get("rowwise")
-    offsets = torch.tensor(hostile, dtype=torch.int32)
-    x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
-    for args, tokens in (
-        (of_rows(gemms.output, x, weight, offsets), 0),
-        (of_columns(gemms.grad_weight, grad, x, offsets), 100),
-    ):
-        found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
-        assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
+    check_clamped("rowwise", device, hostile)
 
 
 @each_device
