@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from packaging.requirements import Requirement
+from tuned import H200, entry, key
 from typer.testing import CliRunner
 
 import tritonfp8
@@ -12,6 +13,7 @@ from tritonfp8 import hardware, recipes
 from tritonfp8.cli import app
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import BLOCKS
+from tritonfp8.tuning import store
 from tritonfp8.workflow import doctor
 
 CPU = torch.device("cpu")
@@ -43,6 +45,21 @@ def test_doctor_says_that_kernels_need_a_gpu(examined):
 def test_doctor_shows_every_ability_and_recipe(examined):
     for name in (*(each.name for each in dataclasses.fields(hardware.Abilities)), *recipes.names()):
         assert name in examined.output
+
+
+@pytest.mark.parametrize(("gpu", "shipped"), [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("other", False)])
+def test_doctor_counts_the_tuned_gemms_of_a_gpu(monkeypatch, gpu, shipped, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    abilities = dataclasses.replace(H200, name=gpu)
+    entries = len(store.read_shipped(hardware.machine_key(abilities)))
+    assert (entries > 0) == shipped
+    monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
+    for name in ("_print_recipes", "_print_self_tests", "_print_accumulation"):
+        monkeypatch.setattr(doctor, name, lambda *args: True)
+    found = f"{entries} ship, and 0 are yours" if shipped else "none"
+    assert f"measured on {gpu}: {found}. A cost model" in " ".join(run_doctor().output.split())
+    store.save({key(): entry()}, hardware.machine_key(abilities))
+    assert f"{entries} ship, and 1 are yours." in " ".join(run_doctor().output.split())
 
 
 def test_self_tests_cover_every_block_and_orientation_and_pass():

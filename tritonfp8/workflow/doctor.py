@@ -25,9 +25,11 @@ import tritonfp8
 from tritonfp8 import hardware, recipes, reference
 from tritonfp8.counting import KINDS, count_gemms
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.hardware import Abilities, machine_key
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, canonical_nan, sqnr
+from tritonfp8.tuning import store
 
 PACKAGES = ("torch", "triton", "torchao", "transformers", "matplotlib", "numpy")
 SELF_TEST_SHAPE = (200, 333)
@@ -223,6 +225,17 @@ def accumulation_figures(device: torch.device) -> Iterator[tuple[int, str, dict[
         yield k, "uniform [0, 1)" if positive else "standard normal", figures
 
 
+def tuned_gemms(abilities: Abilities) -> str:
+    """How many configurations of GEMMs were measured on such a GPU, in words."""
+    machine = machine_key(abilities)
+    shipped, own = len(store.read_shipped(machine)), len(store.read_user(machine))
+    found = f"{shipped} ship, and {own} are yours" if shipped or own else "none"
+    return (
+        f"Configurations of GEMMs that were measured on {abilities.name}: {found}. A cost model chooses where none is "
+        "near; `tritonfp8 warmup --tune` measures yours."
+    )
+
+
 def diagnose(console: Console) -> bool:
     """Print all checks of this machine; returns whether all recipes ran and all self-tests passed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -236,6 +249,8 @@ def diagnose(console: Console) -> bool:
     if not abilities.has_fp8_mma:
         gpu = "no CUDA GPU" if device.type == "cpu" else f"{abilities.name}, a GPU without FP8 tensor cores"
         console.print(f"This machine has {gpu}: the ops run the reference, and no kernel is tested here.")
+    else:
+        console.print(tuned_gemms(abilities))
     recipes_ok = _print_recipes(console, device)
     tests_ok = _print_self_tests(console, device)
     if abilities.has_fp8_mma:
