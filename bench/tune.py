@@ -1,8 +1,8 @@
 """Tune the GEMMs of sets of shapes for this user, precise and fast: ``python -m bench.tune decode``.
 
 ``tritonfp8 warmup --tune`` tunes the GEMMs of training with the built-in recipes, which are all precise. This command
-tunes the other configurations that ship with the package: the forward GEMMs for small M and for fast accumulation, and,
-with ``--grouped``, all GEMMs of experts.
+tunes the other configurations that ship with the package: the forward GEMMs for small M and for fast accumulation. With
+``--backward`` it tunes those of backward, too, and with ``--grouped`` all GEMMs of experts.
 """
 
 import sys

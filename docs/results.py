@@ -162,6 +162,18 @@ def models(folder: str = ".") -> str:
     return table(("layers of", *CONTENDERS.values(), "memory: rowwise over torchao tensorwise"), lines)
 
 
+def tuned() -> str:
+    """Speed over bf16 of the models that were measured on an H100 with its own configurations, and without them."""
+    before, after = (speed_ups(f"../nvidia-h100/{folder}model", "model") for folder in ("", "tuned/"))
+    names = {shape.size: shape.name for shape in select("model", ALL_MODELS)}
+    lines = [
+        (names[size], name, text(before[contender][size]), text(ratio))
+        for contender, name in CONTENDERS.items()
+        for size, ratio in after[contender].items()
+    ]
+    return table(("layers of", "recipe", "before", "with the configurations of an H100"), lines)
+
+
 def limits() -> str:
     """Where a step of each model goes on an H100, and how fast it would be if nothing had to be cast."""
     rows = data("../nvidia-h100/model.json")["rows"]
@@ -361,5 +373,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "models": models,
     "models on an H100": lambda: models("../nvidia-h100"),
     "tensor parallelism": tensor_parallelism,
+    "tuned on an H100": tuned,
 }
 """The function that makes each table, by the name of its block."""

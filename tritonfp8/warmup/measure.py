@@ -29,8 +29,8 @@ ROUNDS = 25
 # Larger than any L2. Flushed several times, so that the GPU is busy until the host has launched the function:
 # otherwise the host's time would be measured.
 FLUSH_BYTES, FLUSHES = 2**28, 8
-# Large GEMMs reach the GPU's power limit, and its clocks follow the load of the last tenths of a second. So those that
-# are nearly the fastest run for so long, and then their time counts: a configuration that takes less power gains.
+# Large GEMMs reach the GPU's power limit, and its clocks follow the load of the last tenths of a second. So functions
+# that are nearly the fastest run for so long before their time counts: one that takes less power gains.
 SETTLING_SECONDS, SETTLED_RUNS, SETTLED_ROUNDS = 0.2, 10, 3
 NEARLY = 1.2
 # Before a shorter function, the flush takes longer than the function, and no clocks fall.
@@ -93,11 +93,11 @@ def cuda_seconds(functions: Sequence[Callable[[], object]], rounds: int = ROUNDS
     """
     seconds = cool_seconds(functions, rounds)
     fastest = min(seconds)
-    near = [function for function, each in zip(functions, seconds, strict=True) if each <= NEARLY * fastest]
+    near = [i for i, each in enumerate(seconds) if each <= NEARLY * fastest]
     if fastest < SHORT_SECONDS or len(near) == 1:
         return seconds
-    settled = iter(settled_seconds(near))
-    return [next(settled) if each <= NEARLY * fastest else math.inf for each in seconds]
+    settled = dict(zip(near, settled_seconds([functions[i] for i in near]), strict=True))
+    return [settled.get(i, math.inf) for i in range(len(seconds))]
 
 
 def settled_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:

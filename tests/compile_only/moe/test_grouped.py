@@ -22,6 +22,7 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 OFFSETS = empty(GROUPS, dtype=torch.int32)
+STRIDED = empty(2 * GROUPS, dtype=torch.int32)[::2]
 
 
 @pytest.fixture
@@ -42,6 +43,17 @@ def check(found, cc):
         if cc == 90:
             assert report.spill_bytes == 0, (kernel.__name__, report.log)
             assert report.shared_bytes <= HOPPER_SHARED_BYTES
+
+
+def specialized(found):
+    """The report of the warp-specialized kernel, which is the last of a call."""
+    check(found, 90)
+    kernel, report = found[-1]
+    assert kernel.__name__ == "hopper_grouped_kernel"
+    assert "wgmma.mma_async.sync" in report.ptx
+    assert "cp.async.bulk.tensor.2d" in report.ptx
+    assert "serialized" not in report.log, report.log
+    return report
 
 
 def casts(recipe, dtype):
@@ -90,7 +102,9 @@ def quantized(shape, spec, layout):
     return qdata, specs.empty_grouped_scale(shape, spec, layout, GROUPS, META), spec.args[0]
 
 
-def gemm(recipe, columns, bias=False, out_dtype=torch.bfloat16, config=None, accumulation="precise"):
+def gemm(
+    recipe, columns, bias=False, out_dtype=torch.bfloat16, config=None, accumulation="precise", offsets=OFFSETS
+):  # fmt: skip
     """A call of one of the two kinds of GEMMs of a recipe."""
     gemms = get(recipe)
     if columns:
@@ -103,7 +117,15 @@ def gemm(recipe, columns, bias=False, out_dtype=torch.bfloat16, config=None, acc
     vector = empty(GROUPS, N) if bias else None
     tokens = TOKENS if columns else 0
     return lambda: moe.scaled_grouped_matmul(
-        *lhs, *rhs, OFFSETS, vector, out_dtype, accumulation, False, tokens, config=config
+        *lhs,
+        *rhs,
+        offsets,
+        vector,
+        out_dtype,
+        accumulation,
+        False,
+        tokens,
+        config=config,
     )
 
 
@@ -136,13 +158,7 @@ def test_specialized_gemms_of_two_bytes_run_without_spills(compiled, monkeypatch
     calls = [lambda: moe.grouped_matmul(a, b, OFFSETS)] if out == torch.bfloat16 else []
     calls += [gemm("mxfp8", columns, bias=not columns, out_dtype=out) for columns in (False, True)]
     for call in calls:
-        found = compiled(90, call)
-        check(found, 90)
-        kernel, report = found[-1]
-        assert kernel.__name__ == "hopper_grouped_kernel"
-        assert "wgmma.mma_async.sync.aligned.m64n" in report.ptx
-        assert "bf16.bf16" in report.ptx
-        assert "serialized" not in report.log, report.log
+        assert "bf16.bf16" in specialized(compiled(90, call)).ptx
 
 
 @pytest.mark.parametrize("columns", [False, True])
@@ -151,6 +167,7 @@ def test_mx_operands_of_few_tokens_and_on_other_gpus_are_not_dequantized(compile
         return [kernel.__name__ for kernel, _ in compiled(cc, call)]
 
     assert kernels(90, gemm("mxfp8", columns)).count("widen_kernel") == 2
+    assert kernels(90, gemm("mxfp8", columns, offsets=STRIDED)).count("widen_kernel") == 2
     assert "widen_kernel" not in kernels(89, gemm("mxfp8", columns))
     assert "widen_kernel" not in kernels(100, gemm("mxfp8", columns))
     monkeypatch.setattr(matmul_space, "MAX_M_OF_CODES", TOKENS // GROUPS)
@@ -174,12 +191,6 @@ def test_specialized_gemms_run_without_spills(compiled, family, accumulation, co
         pytest.skip("this configuration is not chosen for this GEMM")
     recipe = {"epilogue": "rowwise", "blockwise": "blockwise"}[family]
     call = gemm(recipe, columns, bias=not columns, out_dtype=out, config=config, accumulation=accumulation)
-    found = compiled(90, call)
-    check(found, 90)
-    kernel, report = found[-1]
-    assert kernel.__name__ == "hopper_grouped_kernel"
-    assert "wgmma.mma_async.sync" in report.ptx
-    assert "cp.async.bulk.tensor.2d" in report.ptx
-    assert "serialized" not in report.log, report.log
+    report = specialized(compiled(90, call))
     assert report.shared_bytes <= shared_bytes(config, family, out.itemsize)
     assert report.ptx.count("mbarrier.init") == 2 * config.num_stages + (config.stagger and not columns)

@@ -177,7 +177,7 @@ def _is_widened(device: Abilities, p: Operands, batch_invariant: bool) -> bool:
 
     The bits would depend on the number of tokens, if a batch-invariant GEMM chose by it.
     """
-    if p.family != "mx" or not device.has_warpgroup_mma or not p.out.numel() or not p.offsets.is_contiguous():
+    if p.family != "mx" or not device.has_warpgroup_mma or not p.out.numel():
         return False
     a_scale, b_scale = p.scales
     many = is_widened(p.all_tokens // max(1, p.offsets.shape[0]), device.has_native_mx, batch_invariant)
