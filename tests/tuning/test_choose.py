@@ -7,7 +7,7 @@ import math
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from tuned import ADA, H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, WIDE_WITH_EPILOGUE, entry, key
+from tuned import ADA, H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, entry, fastest, key
 
 from tritonfp8 import hardware
 from tritonfp8.launch import executor
@@ -82,17 +82,18 @@ class TestCostModel:
     @pytest.mark.parametrize(("family", "accumulation"), SPACE_NAMES)
     @pytest.mark.parametrize("k", [0, 1, 128, 7168])
     def test_the_order_is_that_of_the_waves(self, family, accumulation, k):
-        def waves_over_rate(config, m, n, num_sms):
+        def time_of_waves(config, m, n, num_sms):
             tiles = math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
             waves = -(-tiles // (num_sms * config.blocks_per_sm))
-            return waves * config.blocks_per_sm * config.block_m * config.block_n / config.rate
+            paid_k = max(k, 1) + config.idle_steps * config.block_k
+            return waves * config.blocks_per_sm * config.block_m * config.block_n * paid_k / config.rate
 
         # Of few rows, how they are read counts as well.
         for m, n, device in itertools.product([m for m in SIZES if m > SMALL_M], SIZES, (H200, ADA)):
             product = tuning.kind(family, accumulation, (1, 1), 2, True, device.has_tma)
             ordered = tuning.candidates(product, m, n, k, device)
             expected = [config for config in SPACES[family][accumulation] if config in ordered]
-            assert ordered == sorted(expected, key=lambda c: waves_over_rate(c, m, n, device.num_sms))
+            assert ordered == sorted(expected, key=lambda c: time_of_waves(c, m, n, device.num_sms))
 
 
 def test_buckets_are_half_octaves():
@@ -106,8 +107,13 @@ def test_buckets_are_half_octaves():
 
 class TestChoice:
     def test_without_entries_the_cost_model_decides(self):
+        k = 4 * 8192
+        few_steps, many_steps = fastest(512), fastest(k)
+        assert len({few_steps, WIDE, many_steps}) == 3
+        assert choose(8192, 8192, 512).name == few_steps
         assert choose(8192, 8192, 8192).name == WIDE
-        assert choose(8192, 8192, 8192, bare=False).name == WIDE_WITH_EPILOGUE
+        assert choose(8192, 8192, k).name == many_steps
+        assert choose(8192, 8192, k, bare=False).name == fastest(k, bare=False) != many_steps
 
     def test_the_tuned_product_itself(self):
         tuning.install({key(): entry(SMALL), key(m=6144): entry(PLAIN)}, MACHINE)
@@ -167,7 +173,7 @@ class TestChoice:
     def test_what_cannot_run_is_not_chosen(self):
         """An entry says bare, the product is; the device has no warpgroup MMA."""
         machine = hardware.machine_key(ADA)
-        tuning.install({key(copy_engine=False): entry(WIDE)}, machine)
+        tuning.install({key(copy_engine=False): entry(fastest(4 * 8192))}, machine)
         assert not choose(4096, 4096, 4096, ADA).specialized
 
     def test_too_little_shared_memory_is_an_error(self):
@@ -176,7 +182,7 @@ class TestChoice:
 
     def test_empty_contraction(self):
         tuning.install({key(): entry(SMALL)}, MACHINE)
-        assert choose(4096, 4096, 0).name == WIDE
+        assert choose(4096, 4096, 0).name == fastest(1)
 
     @hypothesis.given(data=st.data())
     @hypothesis.settings(max_examples=60)

@@ -2,15 +2,14 @@
 
 ``rate`` is the throughput of a full machine in PFLOP/s of one H200 at 8192 x 8192 x 8192; with the number of waves it
 predicts which configuration suits a shape. Measured for all but the 128 x 128 and smaller tiles of fast accumulation,
-the 64 x 64 ones outside MX, the specialized 256 x 128 one with scales in the epilogue, and the ones for small M, which
-are estimates.
+the 64 x 64 ones outside MX, and the ones for small M, which are estimates.
 
 A configuration is known by its name wherever it is written down: a name is looked up here, and nothing else makes a
 :class:`MatmulConfig`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
@@ -49,6 +48,9 @@ class MatmulConfig:
     become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
     a second launch adds up their float32 partial sums in order. ``max_m`` is the largest M that this serves.
 
+    ``idle_steps`` are the steps of K that the beginning and end of a tile take longer than those of the tile with the
+    shortest ones; ``rate`` counts without them.
+
     ``specialized`` is the warp-specialized Hopper kernel, whose two groups of warps each multiply 64 rows at a time; a
     tile of 64 rows, of the transposed operands if swapped, has one group. ``bare`` says that its registers hold no
     activation or residual besides the accumulator, ``column_scales`` that they hold scales of every column along K.
@@ -76,14 +78,15 @@ class MatmulConfig:
     tight: bool = False
     overlap: int = 1
     column_scales: bool = True
+    idle_steps: float = 0.0
 
     @property
     def name(self) -> str:
         """The name in files: stable, readable, unique in its space.
 
         It is made of the fields that decide how the kernel runs. A field at its default adds nothing, so a new field
-        keeps old names valid. ``rate``, ``bare``, ``column_scales`` and ``max_m`` decide when to choose it, and are
-        left out.
+        keeps old names valid. ``rate``, ``idle_steps``, ``bare``, ``column_scales`` and ``max_m`` decide when to choose
+        it, and are left out.
         """
         default = type(self)
         parts = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.num_warps}", f"s{self.num_stages}"]
@@ -153,11 +156,11 @@ SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
         ),
         "precise": (
             MatmulConfig(128, 128, 128, 4, 5, 1.39, group_m=16, specialized=True, overlap=2),
-            # Faster at the clocks of training where K is large. The cost model does not know of clocks, so that only
-            # tuned tables choose these two.
-            MatmulConfig(128, 128, 128, 4, 5, 1.38, group_m=16, specialized=True, overlap=4),
+            # More steps in a row, and larger tiles, take less power for each step: they gain where K is large.
+            MatmulConfig(128, 128, 128, 4, 5, 1.453, group_m=16, specialized=True, overlap=4, idle_steps=0.9),
+            replace(LARGEST_PROMOTED, rate=1.557, idle_steps=6.0),
+            # On an H100 this is the fastest for some sizes. Only tuned tables choose it.
             MatmulConfig(128, 128, 128, 4, 5, 1.37, group_m=16, specialized=True, overlap=16),
-            LARGEST_PROMOTED,
             MatmulConfig(256, 64, 128, 4, 5, 1.20, specialized=True, stagger=True),
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
@@ -271,7 +274,8 @@ def predicted_time(config: MatmulConfig, m: int, n: int, k: int, out_itemsize: i
     pieces = tiles * config.split_k
     slots = num_sms * config.blocks_per_sm
     paid_elements = -(-pieces // slots) * slots * config.block_m * config.block_n
-    multiply = 2 * paid_elements * max(k, 1) / (config.split_k * config.rate * RATE_UNIT)
+    paid_k = max(k, 1) + config.idle_steps * config.block_k
+    multiply = 2 * paid_elements * paid_k / (config.split_k * config.rate * RATE_UNIT)
     bytes_moved = (m + n) * k + m * n * out_itemsize
     if m > SMALL_M:
         return multiply + bytes_moved / COPY_BANDWIDTH

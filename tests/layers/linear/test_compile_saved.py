@@ -93,6 +93,56 @@ def check_saved(model, width, device, backend, is_saved):
     assert saved["compiled"] == {torch.bfloat16: 2, **({torch.float8_e4m3fn: 1} if is_saved else {})}
 
 
+class Activated(nn.Module):
+    """An MLP: ``down`` reads what ``activation`` makes of ``up``'s result, which is ``made`` times as wide."""
+
+    def __init__(self, activation, made=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 128 * made), nn.Linear(128, 48)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(x)))
+
+
+def gelu_of_gpt_2(x):
+    return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def halves(x):
+    left, right = x.chunk(2, dim=-1)
+    return nn.functional.silu(left) * right
+
+
+# What is saved: up's result, or one of its halves.
+ACTIVATIONS = {
+    "relu": (torch.relu, 1, {torch.bfloat16: 1}),
+    "gelu": (nn.functional.gelu, 1, {torch.bfloat16: 1}),
+    "gelu of gpt-2": (gelu_of_gpt_2, 1, {torch.bfloat16: 1}),
+    "two halves": (halves, 2, {torch.bfloat16: 1, torch.float8_e4m3fn: 1}),
+}
+
+
+@cpu_and_cuda
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_wide_input_is_cast_again_if_one_tensor_makes_it(device, name, kind):
+    activation, made, expected = ACTIVATIONS[kind]
+    model = Activated(activation, made).to(device, torch.bfloat16)
+    convert(model, name)
+    x = normal(64, 32, dtype=torch.bfloat16, device=device).requires_grad_()
+    results = []
+    for function in (model, torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)):
+        out, saved = saved_between(function, x, 128)
+        results.append((out, *torch.autograd.grad(out, list(model.parameters()), torch.ones_like(out))))
+    assert saved == expected
+    if kind == "relu":
+        # Decompositions of the others round otherwise than eager ops.
+        for actual, eager in zip(*results, strict=True):
+            assert_bitwise_equal(actual, eager)
+
+
 LEAVES = [("aot_eager_decomp_partition", "rowwise", False), *((*each, True) for each in PARTITIONERS)]
 
 

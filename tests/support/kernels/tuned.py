@@ -18,9 +18,15 @@ ADA = dataclasses.replace(
 MACHINE = "nvidia-h200-sm90-132"
 CPU_MACHINE = machine_key(CPU)
 ROWWISE = Kind("epilogue", "precise", 0, 0, 2, True, True)
-_BY_RATE = sorted(space("epilogue", "precise"), key=lambda config: config.rate)
-# The fastest configuration of the space, the fastest that supports an epilogue, and two others.
-WIDE, WIDE_WITH_EPILOGUE = _BY_RATE[-1].name, next(config.name for config in reversed(_BY_RATE) if not config.bare)
+
+
+def fastest(k, bare=True):
+    """The configuration with the highest rate in full waves of tiles, where a tile sums ``k`` and more at its ends."""
+    configs = [config for config in space("epilogue", "precise") if bare or not config.bare]
+    return max(configs, key=lambda config: config.rate * k / (k + config.idle_steps * config.block_k)).name
+
+
+WIDE = fastest(8192)
 SMALL, PLAIN = "64x64x128-w4-s3", "128x128x128-w8-s4"
 
 

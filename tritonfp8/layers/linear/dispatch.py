@@ -36,15 +36,50 @@ from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_trans
 from tritonfp8.ops import graph_op, is_exporting, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
 
+# Of nodes of autograd, without "Backward": activations, what they are written with, and views.
+ELEMENTWISE = frozenset(
+    {
+        *("Elu", "Gelu", "Hardtanh", "LeakyRelu", "Relu", "Sigmoid", "Silu", "Softplus", "Tanh"),
+        *("Add", "Div", "Erf", "Exp", "Mul", "Neg", "Pow", "Sqrt", "Sub"),
+        *("Clone", "ToCopy", "UnsafeView", "View"),
+    }
+)
 
-def _may_cast_again(weight: Tensor, shares_input: bool) -> bool:
+
+def _may_cast_again(weight: Tensor, shares_input: bool, input: Tensor | None = None) -> bool:
     """Whether backward should cast the input again for ``grad_weight``, so that forward need not save the cast.
 
     In backward a compiled graph mostly has the source of a layer's input: the residual stream before a norm, the result
     of attention. Casting the input again saves one byte an element and moves two more. The wide input of a single
-    layer, such as the activation of an MLP, would have to be recomputed and written first, which costs twice as much.
+    layer, such as the activation of an MLP, has to be recomputed and written first, which costs twice as much. So it is
+    only cast again if it is made of one tensor, as GELU's is: where two make it (SwiGLU), both and the copy would be in
+    memory at once, which takes more than the casts of a few layers.
+
+    Args:
+        weight: ``[N, K]``.
+        shares_input: whether other layers read the same input.
+        input: ``[..., K]``, where its history is known.
     """
-    return shares_input or weight.shape[1] <= weight.shape[0]
+    return shares_input or weight.shape[1] <= weight.shape[0] or (input is not None and _is_made_of_one(input))
+
+
+def _is_made_of_one(x: Tensor) -> bool:
+    """Whether element-wise functions of a single tensor made ``x``."""
+    sources, seen, left = set(), set(), [(x.grad_fn, x.output_nr)]
+    while left:
+        node, output = left.pop()
+        if node is None or node in seen:
+            continue
+        if not _is_elementwise(node):
+            sources.add((node, output))
+            continue
+        seen.add(node)
+        left += node.next_functions
+    return len(sources) == 1 and bool(seen)
+
+
+def _is_elementwise(node: torch.autograd.graph.Node) -> bool:
+    return node.name().removesuffix("0").removesuffix("Backward") in ELEMENTWISE
 
 
 def _is_made_in_graph(x: Tensor) -> bool:
@@ -166,7 +201,7 @@ def _linear_of_op(
 ) -> Tensor:
     if is_transformed():
         refuse_compiled_transform()
-    again = _may_cast_again(weight, shares_input)
+    again = _may_cast_again(weight, shares_input, input)
     return local_linear(input, weight, bias, recipe_of(recipe), may_cast_again=again)
 
 
@@ -227,8 +262,8 @@ def linear(
     M K / 32); or the input itself, 2 M K bytes in bf16, if the recipe computes ``grad_weight`` in high precision.
     Nothing of the input is saved if the weight needs no gradient. Nor is it under ``torch.compile``, if backward has
     the original or can recompute it cheaply, such as the output of a norm; except for a single layer (no
-    ``shared_input``) with K > N. The weight is saved for ``grad_input``, as ``F.linear`` does: under autocast that is a
-    copy of 2 N K bytes.
+    ``shared_input``) with K > N whose input is made of more than one tensor, such as SwiGLU's. The weight is saved for
+    ``grad_input``, as ``F.linear`` does: under autocast that is a copy of 2 N K bytes.
 
     ``torch.func.grad`` gives the bits of autograd, ``vmap`` those of a loop. Both save the input in high precision.
 
