@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -215,6 +215,23 @@ def empty_scale(shape: Sequence[int], block: Sequence[int], scale_format: str, d
         strides.insert(0, strides[0] * size)
     step = -(-strides[0] * sizes[0] // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
     return torch.empty_strided(sizes, (*strides, step), dtype=dtype, device=device)
+
+
+def group_amax_sizes(
+    tokens: int, width: int, groups: int, blocks: Collection[tuple[int, int]]
+) -> dict[tuple[int, int], int]:
+    """How many amaxes the casts of groups of rows need: those of blocks that span a whole dim.
+
+    Args:
+        tokens, width: sizes of the rows.
+        groups: number of groups.
+        blocks: of the scales, in the coordinates of the rows.
+
+    Returns:
+        By block the sizes of the parts of one buffer, in their order; each is a multiple of 4, so that all are aligned.
+    """
+    sizes = {ROWWISE: tokens, COLUMNWISE: groups * width, TENSORWISE: groups}
+    return {block: -(-size // 4) * 4 for block, size in sizes.items() if block in blocks}
 
 
 def transposed(block: Sequence[int]) -> tuple[int, int]:

@@ -136,8 +136,10 @@ def grouped_samples():
         yield ops.quantize_groups, (x, offsets, *lhs.args)
         yield ops.quantize_groups, (x.t().contiguous().t(), offsets, *rhs.args, True)
         yield ops.quantize_groups_both, (x, offsets, *lhs.args, *rhs.args)
-        yield ops.quantize_groups, (x, offsets, *lhs.args, False, None, None, None, True)
-        yield ops.quantize_groups_both, (grad, offsets, *lhs.args, *rhs.args, None, None, gates, True)
+        yield ops.quantize_groups, (x, offsets, *lhs.args, False, None, None, True)
+        yield ops.swiglu_backward_amax, (grad, gates, offsets, *lhs.args, *rhs.args)
+        amax = reference.group_amax(grad, offsets, *lhs.args, *rhs.args)
+        yield ops.quantize_groups_both, (grad, offsets, *lhs.args, *rhs.args, None, None, False, amax)
         for transpose in (False, True):
             yield ops.quantize_matrices, (weight, *rhs.args, transpose)
         rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args

@@ -47,6 +47,7 @@ from tritonfp8.launch.moe import (
     plan_sum_of_rows,
     plan_swiglu,
     plan_swiglu_backward,
+    plan_swiglu_backward_amax,
     quantize_groups,
     quantize_groups_both,
     quantize_matrices,
@@ -54,6 +55,7 @@ from tritonfp8.launch.moe import (
     sum_of_rows,
     swiglu,
     swiglu_backward,
+    swiglu_backward_amax,
 )
 from tritonfp8.launch.optimizer import adamw, adamw_amax
 from tritonfp8.launch.plan import ALIGNMENT
@@ -84,9 +86,11 @@ __all__ = [
     "plan_sum_of_rows",
     "plan_swiglu",
     "plan_swiglu_backward",
+    "plan_swiglu_backward_amax",
     "sum_of_rows",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_amax",
     "plan_quantize_groups_both",
     "plan_quantize_matrices",
     "plan_rms_norm_backward",

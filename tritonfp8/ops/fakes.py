@@ -10,7 +10,16 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
-from tritonfp8.specs import amax_shape, empty_grouped_scale, empty_scale, grouped_columns, scale_shape, spec_of
+from tritonfp8.specs import (
+    amax_shape,
+    empty_grouped_scale,
+    empty_scale,
+    group_amax_sizes,
+    grouped_columns,
+    scale_shape,
+    spec_of,
+    transposed,
+)
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -79,12 +88,6 @@ def _groups(shape: Sequence[int], spec: str, layout: str, groups: int, device: t
     return qdata, empty_grouped_scale(shape, s, layout, groups, device)
 
 
-def _width(x: Tensor, gate_up: Tensor | None, swiglu: bool) -> int:
-    if not swiglu:
-        return x.shape[1]
-    return x.shape[1] // 2 if gate_up is None else gate_up.shape[1]
-
-
 def quantize_groups(
     x: Tensor,
     offsets: Tensor,
@@ -92,18 +95,26 @@ def quantize_groups(
     transpose: bool = False,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
-    gate_up: Tensor | None = None,
     swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    groups, tokens, width = offsets.shape[0], (x if rows is None else rows).shape[0], _width(x, gate_up, swiglu)
+    groups, tokens = offsets.shape[0], (x if rows is None else rows).shape[0]
+    width = x.shape[1] // 2 if swiglu else x.shape[1]
     if transpose:
         return _groups((width, grouped_columns(tokens, groups)), spec, "columns", groups, x.device)
     return _groups((tokens, width), spec, "rows", groups, x.device)
 
 
 def quantize_groups_both(
-    x: Tensor, offsets: Tensor, spec: str, spec_t: str, *sources: Any
+    x: Tensor,
+    offsets: Tensor,
+    spec: str,
+    spec_t: str,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+    swiglu: bool = False,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sources = (rows, factors, swiglu)
     return *quantize_groups(x, offsets, spec, False, *sources), *quantize_groups(x, offsets, spec_t, True, *sources)
 
 
@@ -113,6 +124,14 @@ def swiglu(x: Tensor) -> Tensor:
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
+
+
+def swiglu_backward_amax(
+    grad: Tensor, gate_up: Tensor, offsets: Tensor, spec: str, spec_t: str
+) -> tuple[Tensor, Tensor]:
+    blocks = (spec_of(spec).block, transposed(spec_of(spec_t).block))
+    sizes = group_amax_sizes(gate_up.shape[0], gate_up.shape[1], offsets.shape[0], blocks)
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty((sum(sizes.values()),), dtype=torch.int32)
 
 
 def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Tensor:

@@ -62,7 +62,8 @@ def _twin(name: str, schema: str) -> Op:
     return Op(schema, fake, twin, launched, getattr(launch, f"plan_{name}", None))
 
 
-_ROWS = "Tensor? rows=None, Tensor? factors=None, Tensor? gate_up=None, bool swiglu=False"
+_OF = "Tensor x, Tensor offsets, str spec"
+_ROWS = "Tensor? rows=None, Tensor? factors=None, bool swiglu=False"
 _PRODUCER = "str spec, str spec_t, str orientation, bool keep"
 # Optional tensors come last, where the dispatcher leaves out a None: torch.export.draft_export takes an
 # optional tensor that is passed as None for one that the op writes to.
@@ -188,13 +189,10 @@ _GEMMS = {
 }
 # Of groups of tokens, as the experts of a model take them. `offsets` has the end of each group.
 _GROUPED = {
-    "quantize_groups": _twin(
-        "quantize_groups",
-        f"(Tensor x, Tensor offsets, str spec, bool transpose=False, {_ROWS}) -> (Tensor, Tensor)",
-    ),
+    "quantize_groups": _twin("quantize_groups", f"({_OF}, bool transpose=False, {_ROWS}) -> (Tensor, Tensor)"),
     "quantize_groups_both": _twin(
         "quantize_groups_both",
-        f"(Tensor x, Tensor offsets, str spec, str spec_t, {_ROWS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"({_OF}, str spec_t, {_ROWS}, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
     ),
     "quantize_matrices": _twin("quantize_matrices", "(Tensor x, str spec, bool transpose=False) -> (Tensor, Tensor)"),
     "scaled_grouped_matmul": Op(
@@ -217,11 +215,13 @@ _GROUPED = {
         launch.plan_grouped_matmul,
         kind=matmul_kind,
     ),
-    "grouped_sum": Op(
-        "(Tensor x, Tensor offsets) -> Tensor", fakes.grouped_sum, reference.grouped_sum, launch.grouped_sum
-    ),
+    "grouped_sum": _twin("grouped_sum", "(Tensor x, Tensor offsets) -> Tensor"),
     "swiglu": _twin("swiglu", "(Tensor x) -> Tensor"),
     "swiglu_backward": _twin("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor"),
+    "swiglu_backward_amax": _twin(
+        "swiglu_backward_amax",
+        "(Tensor grad, Tensor gate_up, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor)",
+    ),
     "sum_of_rows": _twin("sum_of_rows", "(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
 }
 _FUSED = {
@@ -378,6 +378,7 @@ grouped_matmul = torch.ops.tritonfp8.grouped_matmul.default
 grouped_sum = torch.ops.tritonfp8.grouped_sum.default
 swiglu = torch.ops.tritonfp8.swiglu.default
 swiglu_backward = torch.ops.tritonfp8.swiglu_backward.default
+swiglu_backward_amax = torch.ops.tritonfp8.swiglu_backward_amax.default
 sum_of_rows = torch.ops.tritonfp8.sum_of_rows.default
 rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
 rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default

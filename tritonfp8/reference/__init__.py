@@ -27,6 +27,7 @@ from tritonfp8.reference.fused import (
 )
 from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.grouped import (
+    group_amax,
     group_bounds,
     grouped_matmul,
     grouped_sum,
@@ -38,6 +39,7 @@ from tritonfp8.reference.grouped import (
     sum_of_rows,
     swiglu,
     swiglu_backward,
+    swiglu_backward_amax,
 )
 from tritonfp8.reference.optimizer import adamw, adamw_amax, rounding_keys, write_scales
 from tritonfp8.reference.shards import amax_of_shards, quantize_shards
@@ -50,6 +52,7 @@ __all__ = [
     "amax_of_shards",
     "dequantize",
     "empty_results",
+    "group_amax",
     "group_bounds",
     "grouped_matmul",
     "grouped_sum",
@@ -80,4 +83,5 @@ __all__ = [
     "sum_of_rows",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_amax",
 ]

@@ -19,12 +19,17 @@ from torch import Tensor
 from tritonfp8.formats import FORMATS
 from tritonfp8.reference import casts, gemms
 from tritonfp8.specs import (
+    COLUMNWISE,
+    ROWWISE,
+    TENSORWISE,
     QuantSpec,
     check_group_spec,
     empty_grouped_scale,
+    group_amax_sizes,
     group_column,
     grouped_columns,
     spec_of,
+    transposed,
 )
 
 
@@ -58,6 +63,37 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
 
 
+def swiglu_backward_amax(
+    grad: Tensor, gate_up: Tensor, offsets: Tensor, spec: str, spec_t: str
+) -> tuple[Tensor, Tensor]:
+    """:func:`swiglu_backward`, and the amaxes that :func:`quantize_groups_both` of it needs: :func:`group_amax`."""
+    found = swiglu_backward(grad, gate_up)
+    return found, group_amax(found, offsets, spec, spec_t)
+
+
+def group_amax(x: Tensor, offsets: Tensor, spec: str, spec_t: str) -> Tensor:
+    """amax bits, int32, of the blocks of groups of rows of ``x``, and of its transpose, that span a whole dim.
+
+    Those of rows, of the columns of each group, and of each group, where a spec has such blocks, in the order and with
+    the gaps of :func:`tritonfp8.specs.group_amax_sizes`.
+    """
+    bits = x.float().view(torch.int32) & 0x7FFFFFFF
+    groups = [bits[start:end] for start, end in group_bounds(offsets, len(bits))]
+    columns = [part.amax(0) if len(part) else bits.new_zeros(bits.shape[1]) for part in groups]
+    of = {
+        ROWWISE: lambda: bits.amax(1),
+        COLUMNWISE: lambda: torch.cat(columns),
+        TENSORWISE: lambda: torch.stack([each.amax() for each in columns]),
+    }
+    blocks = (spec_of(spec).block, transposed(spec_of(spec_t).block))
+    sizes = group_amax_sizes(len(bits), bits.shape[1], len(offsets), blocks)
+    amax = bits.new_zeros(sum(sizes.values()))
+    for (block, size), end in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True):
+        part = of[block]()
+        amax[end - size : end - size + len(part)] = part
+    return amax
+
+
 def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Tensor:
     """The sum of some rows for each token.
 
@@ -78,12 +114,10 @@ def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Ten
     return total.to(dtype)
 
 
-def read_rows(
-    x: Tensor, rows: Tensor | None, factors: Tensor | None, gate_up: Tensor | None = None, swiglu_of: bool = False
-) -> Tensor:
+def read_rows(x: Tensor, rows: Tensor | None, factors: Tensor | None, swiglu_of: bool = False) -> Tensor:
     """What a cast of groups quantizes, in memory of its own: see :func:`quantize_groups`."""
     if swiglu_of:
-        return swiglu(x) if gate_up is None else swiglu_backward(x, gate_up)
+        return swiglu(x)
     if rows is None:
         return x
     return x[rows] if factors is None else (x[rows].float() * factors.float()[:, None]).to(x.dtype)
@@ -96,7 +130,6 @@ def quantize_groups(
     transpose: bool = False,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
-    gate_up: Tensor | None = None,
     swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantize each group of rows of ``x``, or its transpose.
@@ -108,15 +141,14 @@ def quantize_groups(
         transpose: quantize the transpose of each group.
         rows: ``[tokens]``, int64: the rows of ``x``, of any number, that are quantized; None for all.
         factors: ``[tokens]``: a factor of each of these rows, which are rounded once to the dtype of ``x``; or None.
-        gate_up: with ``swiglu``: what SwiGLU was of, where ``x`` is the gradient of its result.
-        swiglu: quantize :func:`swiglu` of ``x``; with ``gate_up``, :func:`swiglu_backward`.
+        swiglu: quantize :func:`swiglu` of ``x``.
 
     Returns:
         ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"rows"``, or in ``"columns"`` if
         ``transpose``. Rows of no group: quantized where each row has scales of its own, else zeros.
     """
     s = spec_of(spec)
-    found = read_rows(x, rows, factors, gate_up, swiglu)
+    found = read_rows(x, rows, factors, swiglu)
     return _columns(found, offsets, s) if transpose else _rows(found, offsets, s)
 
 
@@ -157,11 +189,16 @@ def quantize_groups_both(
     spec_t: str,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
-    gate_up: Tensor | None = None,
     swiglu: bool = False,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``."""
-    found = read_rows(x, rows, factors, gate_up, swiglu)
+    """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``.
+
+    Args:
+        x, offsets, spec, spec_t, rows, factors, swiglu: as of :func:`quantize_groups`.
+        amax: that of :func:`swiglu_backward_amax`, whose result ``x`` is; saves a pass over ``x``.
+    """
+    found = read_rows(x, rows, factors, swiglu)
     return *quantize_groups(found, offsets, spec), *quantize_groups(found, offsets, spec_t, True)
 
 

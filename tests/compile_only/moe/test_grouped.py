@@ -64,6 +64,11 @@ def casts(recipe, dtype):
     swapped = empty(GROUPS, K, N, dtype=dtype).transpose(1, 2)
     inner, grad = empty(TOKENS, 2 * K, dtype=dtype), empty(TOKENS, K, dtype=dtype)
     factors, places = empty(TOKENS, dtype=dtype), empty(TOKENS, dtype=torch.int64)
+
+    def both_of_gradient():
+        made, amax = moe.swiglu_backward_amax(grad, inner, OFFSETS, rows, columns)
+        return moe.quantize_groups_both(made, OFFSETS, rows, columns, amax=amax)
+
     return {
         "rows": lambda: moe.quantize_groups(x, OFFSETS, rows),
         "columns": lambda: moe.quantize_groups(x, OFFSETS, columns, True),
@@ -72,8 +77,8 @@ def casts(recipe, dtype):
         "matrices transposed": lambda: moe.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
         "matrices of another layout": lambda: moe.quantize_matrices(swapped, gemms.output.rhs.args[0]),
         "both of a routed gradient": lambda: moe.quantize_groups_both(x, OFFSETS, rows, columns, places, factors),
-        "both of SwiGLU": lambda: moe.quantize_groups_both(inner, OFFSETS, rows, columns, None, None, None, True),
-        "both of its gradient": lambda: moe.quantize_groups_both(grad, OFFSETS, rows, columns, None, None, inner, True),
+        "both of SwiGLU": lambda: moe.quantize_groups_both(inner, OFFSETS, rows, columns, None, None, True),
+        "both of its gradient": both_of_gradient,
         "sum": lambda: moe.grouped_sum(x, OFFSETS),
         "SwiGLU": lambda: moe.swiglu(inner),
         "gradient of SwiGLU": lambda: moe.swiglu_backward(grad, inner),

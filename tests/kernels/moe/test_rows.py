@@ -78,21 +78,31 @@ def test_casts_of_swiglu_and_of_its_gradient(device, spec, spec_t, width, dtype)
     """They have the bits of casts of what the kernel of SwiGLU writes."""
     gate_up, grad = inputs(width, dtype, device)
     offsets = ends((7, 0, 130, 40)).to(device)
-    for made, sources in (
-        (moe.swiglu(gate_up), (gate_up, None)),
-        (moe.swiglu_backward(grad, gate_up), (grad, gate_up)),
-    ):
-        x, *rest = sources
-        expected = reference.quantize_groups_both(made.cpu(), offsets.cpu(), *spec.args, *spec_t.args)
-        source = (None, None, *rest, True)
-        found = [
-            moe.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *source),
-            moe.quantize_groups(x, offsets, *spec.args, False, *source)
-            + moe.quantize_groups(x, offsets, *spec_t.args, True, *source),
-        ]
-        for each in found:
-            assert_bitwise_equal(tuple(x.cpu() for x in each), expected)
-            assert [x.shape for x in each] == [x.shape for x in expected]
+    specs = (*spec.args, *spec_t.args)
+    expected = reference.quantize_groups_both(moe.swiglu(gate_up).cpu(), offsets.cpu(), *specs)
+    source = (None, None, True)
+    check_casts(moe.quantize_groups_both(gate_up, offsets, *specs, *source), expected)
+    check_casts(
+        moe.quantize_groups(gate_up, offsets, *spec.args, False, *source)
+        + moe.quantize_groups(gate_up, offsets, *spec_t.args, True, *source),
+        expected,
+    )
+    if -1 not in (*spec.block, *spec_t.block):
+        return
+    made = moe.swiglu_backward(grad, gate_up)
+    found, amax = moe.swiglu_backward_amax(grad, gate_up, offsets, *specs)
+    assert_bitwise_equal(found, made)
+    assert_bitwise_equal(amax.cpu(), reference.group_amax(made.cpu(), offsets.cpu(), *specs))
+    expected = reference.quantize_groups_both(made.cpu(), offsets.cpu(), *specs)
+    check_casts(moe.quantize_groups_both(made, offsets, *specs, amax=amax), expected)
+    # A factor of 16 is a shift of the exponent: the given amaxes are those that are used.
+    larger = moe.quantize_groups_both(made, offsets, *specs, amax=torch.where(amax > 0, amax + (4 << 23), 0))
+    assert not all(torch.equal(x.float().cpu(), y.float()) for x, y in zip(larger, expected, strict=True))
+
+
+def check_casts(found, expected):
+    assert_bitwise_equal(tuple(x.cpu() for x in found), expected)
+    assert [x.shape for x in found] == [x.shape for x in expected]
 
 
 @on_devices(
@@ -119,6 +129,9 @@ def test_no_rows(device):
     assert moe.sum_of_rows(x, places).shape == (0, 16)
     assert moe.swiglu(x).shape == (0, 8)
     assert moe.swiglu_backward(x[:, :8], x).shape == (0, 16)
+    grad, amax = moe.swiglu_backward_amax(x[:, :8], x, ends((0, 0)).to(device), *ROW.args, *ROW.args)
+    assert grad.shape == (0, 16)
+    assert_bitwise_equal(amax.cpu(), torch.zeros(2 * 16, dtype=torch.int32))
 
 
 @each_device
@@ -129,5 +142,5 @@ def test_operands_that_are_not_contiguous(device):
     turned = gate_up.t().contiguous().t()
     assert_bitwise_equal(moe.swiglu(turned), moe.swiglu(gate_up))
     offsets = ends((7, 180)).to(device)
-    expected = moe.quantize_groups(grad, offsets, *ROW.args, True, None, None, gate_up, True)
-    assert_bitwise_equal(moe.quantize_groups(grad, offsets, *ROW.args, True, None, None, turned, True), expected)
+    expected = moe.swiglu_backward_amax(grad, gate_up, offsets, *ROW.args, *ROW.args)
+    assert_bitwise_equal(moe.swiglu_backward_amax(grad, turned, offsets, *ROW.args, *ROW.args), expected)

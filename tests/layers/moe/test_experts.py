@@ -9,6 +9,8 @@ import transformers
 from cases import QUANTIZED, each_recipe, normal
 from mixtures import FAMILIES, experts_of, model_of
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
@@ -263,6 +265,31 @@ class TestFloat8Experts:
 
         for found, expected in zip(gradients(compiled), gradients(experts), strict=True):
             assert sqnr(found, expected) > 30
+
+    @pytest.mark.parametrize(
+        ("recipe", "gradient"), [("rowwise", "swiglu_backward_amax"), ("mxfp8", "swiglu_backward")]
+    )
+    def test_backward_lets_go_of_what_it_has_read_before_it_writes_more(self, recipe, gradient):
+        """The order of a compiled backward, which decides its peak memory."""
+        graphs = []
+
+        def note(graph, inputs):
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+        compiled = torch.compile(self.made(recipe, bias=False), backend=backend, fullgraph=True)
+        hidden, index, weights = self.routed()
+        compiled(hidden.requires_grad_(), index, weights.requires_grad_()).sum().backward()
+        names = [str(node.target).removesuffix(".default") for node in graphs[1].graph.nodes]
+        order = [name.removeprefix("tritonfp8.") for name in names if name.startswith("tritonfp8.")]
+        # Only the gradient of the router's weights reads the rows of all experts.
+        assert names.index("aten.index.Tensor") < names.index("tritonfp8.quantize_groups_both")
+        of_gradient = order.index(gradient)
+        # The gradient of the rows, then that of SwiGLU, then that of the second layer's weight, and the next casts.
+        assert order[of_gradient - 1 : of_gradient + 3] == [
+            "scaled_grouped_matmul", gradient, "scaled_grouped_matmul", "quantize_groups_both",
+        ]  # fmt: skip
 
     def test_export(self):
         """A program computes, for any number of tokens; it has no gradients, and says so."""

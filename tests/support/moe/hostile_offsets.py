@@ -35,8 +35,9 @@ def of_recipe(name, offsets):
     rows = torch.randint(TOKENS, (2 * TOKENS,), device="cuda")
     factors = torch.rand(2 * TOKENS, device="cuda", dtype=torch.bfloat16)
     ops.quantize_groups_both(x, offsets, *specs, rows, factors)
-    ops.quantize_groups_both(inner, offsets, *specs, None, None, None, True)
-    ops.quantize_groups_both(x, offsets, *specs, None, None, inner, True)
+    ops.quantize_groups_both(inner, offsets, *specs, None, None, True)
+    made, amax = ops.swiglu_backward_amax(x, inner, offsets, *specs)
+    ops.quantize_groups_both(made, offsets, *specs, amax=amax)
 
 
 def hostile():

@@ -8,9 +8,11 @@ from tritonfp8.launch.moe.casts import (
     plan_quantize_groups,
     plan_quantize_groups_both,
     plan_quantize_matrices,
+    plan_swiglu_backward_amax,
     quantize_groups,
     quantize_groups_both,
     quantize_matrices,
+    swiglu_backward_amax,
 )
 from tritonfp8.launch.moe.matmul import (
     grouped_matmul,
@@ -44,7 +46,9 @@ __all__ = [
     "plan_sum_of_rows",
     "plan_swiglu",
     "plan_swiglu_backward",
+    "plan_swiglu_backward_amax",
     "sum_of_rows",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_amax",
 ]

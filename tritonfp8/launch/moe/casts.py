@@ -11,9 +11,9 @@ from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.cast import plan_quantize
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.moe.schedule import bounds_size
-from tritonfp8.launch.moe.sides import META, TILE, Groups, plan_sides, side_of_matrices, side_of_tokens
+from tritonfp8.launch.moe.sides import META, TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
 from tritonfp8.launch.plan import Planner, View
-from tritonfp8.specs import QuantSpec, check_group_spec, empty_grouped_scale, spec_of
+from tritonfp8.specs import QuantSpec, check_group_spec, empty_grouped_scale, spec_of, transposed
 from tritonfp8.tuning import cast_tiles
 
 
@@ -24,10 +24,11 @@ def _tokens(
     factors: View | None = None,
     gate_up: View | None = None,
     swiglu: bool = False,
+    amax: View | None = None,
 ) -> Groups | None:
     """Tokens as the kernel reads them; None if it cannot."""
-    found = Groups(x, offsets.shape[0], 0, offsets, rows, factors, gate_up, swiglu)
-    contiguous = all(each is None or each.is_contiguous() for each in (offsets, rows, factors, gate_up))
+    found = Groups(x, offsets.shape[0], 0, offsets, rows, factors, gate_up, swiglu, amax)
+    contiguous = all(each is None or each.is_contiguous() for each in (offsets, rows, factors, amax))
     return found if x.numel() and found.tokens and contiguous else None
 
 
@@ -61,14 +62,13 @@ def plan_quantize_groups(
     offsets: View,
     rows: View | None,
     factors: View | None,
-    gate_up: View | None,
     spec: str,
     transpose: bool,
     swiglu: bool,
 ) -> list[View] | None:
     """Outputs: qdata, scale."""
     found = spec_of(spec)
-    of = _tokens(x, offsets, rows, factors, gate_up, swiglu)
+    of = _tokens(x, offsets, rows, factors, swiglu=swiglu)
     if of is None:
         return None
     if not transpose and found.block[0] == 1 and factors is None and not swiglu:
@@ -90,20 +90,19 @@ def quantize_groups(
     transpose: bool = False,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
-    gate_up: Tensor | None = None,
     swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_groups`."""
     if not transpose:
         check_group_spec(spec_of(spec), "rows")
-    results = planned(plan_quantize_groups, (x, offsets, rows, factors, gate_up), (spec, transpose, swiglu))
+    results = planned(plan_quantize_groups, (x, offsets, rows, factors), (spec, transpose, swiglu))
     if results is not None:
         return results[0], results[1]
     if not _has_elements(x, rows):
-        made = reference.read_rows(x, None, None, gate_up, swiglu)
+        made = reference.read_rows(x, None, None, swiglu)
         return _empty_groups(made, offsets, spec, transpose, rows)
-    rows, factors, gate_up = _contiguous(rows, factors, gate_up)
-    return quantize_groups(x.contiguous(), offsets.contiguous(), spec, transpose, rows, factors, gate_up, swiglu)
+    rows, factors = _contiguous(rows, factors)
+    return quantize_groups(x.contiguous(), offsets.contiguous(), spec, transpose, rows, factors, swiglu)
 
 
 def _has_elements(x: Tensor, rows: Tensor | None) -> bool:
@@ -122,13 +121,13 @@ def plan_quantize_groups_both(
     offsets: View,
     rows: View | None,
     factors: View | None,
-    gate_up: View | None,
+    amax: View | None,
     spec: str,
     spec_t: str,
     swiglu: bool,
 ) -> list[View] | None:
     """Outputs: qdata, scale, and those of the transpose."""
-    of = _tokens(x, offsets, rows, factors, gate_up, swiglu)
+    of = _tokens(x, offsets, rows, factors, None, swiglu, amax)
     if of is None:
         return None
     side, qdata, scale = side_of_tokens(plan, of, spec_of(spec), False)
@@ -144,20 +143,47 @@ def quantize_groups_both(
     spec_t: str,
     rows: Tensor | None = None,
     factors: Tensor | None = None,
-    gate_up: Tensor | None = None,
     swiglu: bool = False,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_groups_both`."""
     check_group_spec(spec_of(spec), "rows")
-    results = planned(plan_quantize_groups_both, (x, offsets, rows, factors, gate_up), (spec, spec_t, swiglu))
+    results = planned(plan_quantize_groups_both, (x, offsets, rows, factors, amax), (spec, spec_t, swiglu))
     if results is not None:
         qdata, scale, qdata_t, scale_t = results
         return qdata, scale, qdata_t, scale_t
     if not _has_elements(x, rows):
-        made = reference.read_rows(x, None, None, gate_up, swiglu)
+        made = reference.read_rows(x, None, None, swiglu)
         return *_empty_groups(made, offsets, spec, False, rows), *_empty_groups(made, offsets, spec_t, True, rows)
-    rows, factors, gate_up = _contiguous(rows, factors, gate_up)
-    return quantize_groups_both(x.contiguous(), offsets.contiguous(), spec, spec_t, rows, factors, gate_up, swiglu)
+    rows, factors, amax = _contiguous(rows, factors, amax)
+    return quantize_groups_both(x.contiguous(), offsets.contiguous(), spec, spec_t, rows, factors, swiglu, amax)
+
+
+def plan_swiglu_backward_amax(
+    plan: Planner, grad: View, gate_up: View, offsets: View, spec: str, spec_t: str
+) -> list[View] | None:
+    """Outputs: the gradient of ``gate_up``, and its amaxes."""
+    of = _tokens(grad, offsets, gate_up=gate_up, swiglu=True)
+    blocks = (spec_of(spec).block, transposed(spec_of(spec_t).block))
+    if of is None or not any(-1 in block for block in blocks):
+        return None
+    of = with_maxima(plan, of, of.table(plan), blocks)
+    assert of.amax is not None
+    return [of.x, of.amax]
+
+
+def swiglu_backward_amax(
+    grad: Tensor, gate_up: Tensor, offsets: Tensor, spec: str, spec_t: str
+) -> tuple[Tensor, Tensor]:
+    """Launch the twin of :func:`tritonfp8.reference.swiglu_backward_amax`."""
+    results = planned(plan_swiglu_backward_amax, (grad, gate_up, offsets), (spec, spec_t))
+    if results is not None:
+        return results[0], results[1]
+    if offsets.is_contiguous():
+        # No elements, or no amax.
+        offsets = torch.zeros(offsets.shape, dtype=torch.int32)
+        return reference.swiglu_backward_amax(grad, gate_up, offsets, spec, spec_t)
+    return swiglu_backward_amax(grad, gate_up, offsets.contiguous(), spec, spec_t)
 
 
 def _matrices(x: View) -> tuple[Groups, bool] | None:

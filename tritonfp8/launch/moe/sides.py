@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from tritonfp8.specs import (
     TENSORWISE,
     QuantSpec,
     empty_grouped_scale,
+    group_amax_sizes,
     grouped_columns,
     transposed,
 )
@@ -43,6 +45,7 @@ class Groups(NamedTuple):
         factors: of these rows, or None.
         gate_up: where ``x`` is the gradient of SwiGLU's result, what SwiGLU was of; else None.
         swiglu: whether SwiGLU of ``x`` is cast; with ``gate_up``, its gradient.
+        amax: the amaxes of what is cast, if they are known.
     """
 
     x: View
@@ -53,6 +56,7 @@ class Groups(NamedTuple):
     factors: View | None = None
     gate_up: View | None = None
     swiglu: bool = False
+    amax: View | None = None
 
     @property
     def tokens(self) -> int:
@@ -78,9 +82,9 @@ class Groups(NamedTuple):
         """The pointers of what is read."""
         return self.x, self.picked, self.factors
 
-    def made(self, x: View) -> Groups:
+    def made(self, x: View, amax: View | None = None) -> Groups:
         """The same groups, once SwiGLU was computed."""
-        return self._replace(x=x, gate_up=None, swiglu=False)
+        return self._replace(x=x, gate_up=None, swiglu=False, amax=amax)
 
     @property
     def is_matrices(self) -> bool:
@@ -172,57 +176,70 @@ def side_of_matrices(plan: Planner, shape: Sequence[int], spec: QuantSpec, trans
     return side.swapped() if transpose else side, qdata, scale
 
 
-def _with_amax(
-    plan: Planner, of: Groups, table: tuple[View, int], sides: Sequence[Side | None]
-) -> tuple[Groups, list[Side | None]]:
-    """``sides`` with the amax of blocks that span a whole dim, in one pass over ``x``, in which SwiGLU is computed."""
+def with_maxima(plan: Planner, of: Groups, table: tuple[View, int], blocks: Collection[BlockShape]) -> Groups:
+    """``of`` with the amaxes of ``blocks``, found in one pass over the rows, in which SwiGLU is computed."""
     rows, n = of.tokens, of.width
-    blocks = {s.block for s in sides if s is not None and -1 in s.block}
-    if not blocks:
-        return of.made(add_swiglu(plan, of.x, of.gate_up)) if of.swiglu else of, list(sides)
-    row, col, whole = (block in blocks for block in (ROWWISE, COLUMNWISE, TENSORWISE))
-    tile = cast_tiles.AMAX_OF_COMPUTED if of.swiglu else cast_tiles.amax_pass(n, blocks).tile
+    sizes = group_amax_sizes(rows, n, of.groups, blocks)
+    amax = plan.empty((sum(sizes.values()),), torch.int32, zeroed=True)
+    parts = _parts(amax, sizes)
+    tile = cast_tiles.AMAX_OF_COMPUTED if of.swiglu else cast_tiles.amax_pass(n, set(sizes)).tile
     halves = 1 if of.gate_up is None else 2
     strips = -(-n // halves // tile.n)
-    lines = PartialMaxima.allocate(plan, of.x, rows, 0, halves * strips, 0) if row else None
-    of_columns = plan.empty((of.groups, n), torch.int32, zeroed=True) if col else None
-    of_whole = plan.empty((of.groups,), torch.int32, zeroed=True) if whole else None
+    lines = PartialMaxima.allocate(plan, of.x, rows, 0, halves * strips, 0) if ROWWISE in sizes else None
     # What is not found is not written: any pointer will do.
-    maxima = (of.x if lines is None else lines.buffer, of_columns or of.x, of_whole or of.x)
-    wanted = {"ROW": row, "COL": col, "WHOLE": whole}
-    sizes = {"TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize)}
+    maxima = (of.x if lines is None else lines.buffer, *(parts.get(block, of.x) for block in (COLUMNWISE, TENSORWISE)))
+    found = {name: block in sizes for name, block in (("ROW", ROWWISE), ("COL", COLUMNWISE), ("WHOLE", TENSORWISE))}
+    tiles = {"TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize)}
     stride = 0 if lines is None else lines.lines
+    made = plan.empty((rows, n), of.x.dtype) if of.swiglu else of.x
     if of.swiglu:
-        made = plan.empty((rows, n), of.x.dtype)
         gate_up = of.x if of.gate_up is None else of.gate_up
         plan.launch(
             kernels.group_swiglu_kernel,
             of.blocks * strips,
             (of.x, gate_up, made, table[0], *maxima),
             (of.blocks, table[1], n // halves, *of.x.strides, *gate_up.strides, stride),
-            {**wanted, "BACKWARD": of.gate_up is not None, "ALIGNMENT": TILE.m, **sizes},
+            {**found, "BACKWARD": of.gate_up is not None, "ALIGNMENT": TILE.m, **tiles},
             **tile.options(),
         )
-        of = of.made(made)
     else:
         plan.launch(
             kernels.group_amax_kernel,
             of.blocks * strips,
             (*of.sources(), table[0], *maxima),
             (of.blocks, table[1], of.rows, n, *of.x.strides, stride),
-            {**wanted, "MATRICES": of.is_matrices, "ALIGNMENT": TILE.m, "SOURCE": of.source, **sizes},
+            {**found, "MATRICES": of.is_matrices, "ALIGNMENT": TILE.m, "SOURCE": of.source, **tiles},
             **tile.options(),
         )
-    found: dict[BlockShape, tuple[View, tuple[int, int, int]]] = {}
     if lines is not None:
-        found[ROWWISE] = lines.reduce(plan)[0], (1, 0, of.rows)
-    if of_columns is not None:
-        found[COLUMNWISE] = of_columns, (0, 1, n)
-    if of_whole is not None:
-        found[TENSORWISE] = of_whole, (0, 0, 1)
+        lines.reduce(plan, parts[ROWWISE].strided((1, rows), (rows, 1)))
+    return of.made(made, amax)
+
+
+def _parts(amax: View, sizes: Mapping[BlockShape, int]) -> dict[BlockShape, View]:
+    starts = itertools.accumulate(sizes.values(), initial=0)
+    return {
+        block: amax.strided((size,), (1,), start) for (block, size), start in zip(sizes.items(), starts, strict=False)
+    }
+
+
+def _with_amax(
+    plan: Planner, of: Groups, table: tuple[View, int], sides: Sequence[Side | None]
+) -> tuple[Groups, list[Side | None]]:
+    """``sides`` with the amaxes of blocks that span a whole dim, and the groups once SwiGLU was computed."""
+    blocks = {side.block for side in sides if side is not None and -1 in side.block}
+    if not blocks:
+        return of.made(add_swiglu(plan, of.x, of.gate_up)) if of.swiglu else of, list(sides)
+    if of.amax is None:
+        of = with_maxima(plan, of, table, blocks)
+    assert of.amax is not None
+    parts = _parts(of.amax, group_amax_sizes(of.tokens, of.width, of.groups, blocks))
+    strides = {ROWWISE: (1, 0, of.rows), COLUMNWISE: (0, 1, of.width), TENSORWISE: (0, 0, 1)}
     return of, [
-        s._replace(amax=found[s.block][0], amax_strides=found[s.block][1]) if s is not None and s.block in found else s
-        for s in sides
+        side._replace(amax=parts[side.block], amax_strides=strides[side.block])
+        if side is not None and side.block in parts
+        else side
+        for side in sides
     ]
 
 

@@ -36,15 +36,15 @@ class Rows(NamedTuple):
         x: the rows themselves, without any of the following.
         picked: ``[R]``: which rows of ``x`` they are.
         factors: ``[R]``: a factor of each picked row.
-        gate_up: with ``swiglu``: what SwiGLU was of, where ``x`` is the gradient of its result.
-        swiglu: they are SwiGLU of ``x``; with ``gate_up``, its gradient.
+        swiglu: they are SwiGLU of ``x``.
+        amax: of ``x``, if it is known; see ``reference.swiglu_backward_amax``.
     """
 
     x: Tensor
     picked: Tensor | None = None
     factors: Tensor | None = None
-    gate_up: Tensor | None = None
     swiglu: bool = False
+    amax: Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
     def tensor(self) -> Tensor:
         """The rows in memory of their own, rounded as the casts round them; ``x`` itself if nothing else is given."""
         if self.swiglu:
-            return ops.swiglu(self.x) if self.gate_up is None else ops.swiglu_backward(self.x, self.gate_up)
+            return ops.swiglu(self.x)
         if self.picked is None:
             return self.x
         rows = self.x[self.picked]
@@ -63,9 +63,9 @@ class Rows(NamedTuple):
 
 def tokens_of(rows: Rows, offsets: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
     """``(qdata, scale)`` of each group of rows and of its transpose, each None where its spec is."""
-    x, *sources = rows
+    x, *sources, amax = rows
     if spec is not None and spec_t is not None:
-        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *sources)
+        qdata, scale, qdata_t, scale_t = ops.quantize_groups_both(x, offsets, *spec.args, *spec_t.args, *sources, amax)
         return (qdata, scale), (qdata_t, scale_t)
     return (
         NO_PAIR if spec is None else ops.quantize_groups(x, offsets, *spec.args, False, *sources),
@@ -187,6 +187,18 @@ class GroupedPlan(NamedTuple):
             return _multiply(gemm, lhs, rhs, offsets, None, dtype, grad.number)
         assert rows is not None
         return ops.grouped_matmul(grad.tensor().t(), rows.tensor().t(), offsets)
+
+    def rows_of_swiglu(self, grad: Tensor, gate_up: Tensor, offsets: Tensor) -> Rows:
+        """The gradient of ``gate_up`` from that of its SwiGLU, as this layer's gradient, whose casts come next.
+
+        An op of its own: ``grad`` and ``gate_up`` are free before the codes are written.
+        """
+        lhs, lhs_t = self.recipe.grad_input.lhs, self.recipe.grad_weight.lhs
+        both = self.needs_grad_input and self.needs_grad_weight
+        if not both or lhs is None or lhs_t is None or -1 not in (*lhs.block, *lhs_t.block):
+            return Rows(ops.swiglu_backward(grad, gate_up))
+        rows, amax = ops.swiglu_backward_amax(grad, gate_up, offsets, *lhs.args, *lhs_t.args)
+        return Rows(rows, amax=amax)
 
     def tokens_of_grad(self, grad: Rows, offsets: Tensor) -> tuple[Pair, Pair]:
         """The codes of the output's gradient for both gradients."""

@@ -11,7 +11,7 @@ precision, and backward none of the gradient; nor is the copy kept for backward,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,14 @@ def _combined(
     return in_dtype(out, rows.x.dtype), of_experts, kept
 
 
+class _OfCombined(NamedTuple):
+    """Gradients of :func:`_combined`; those of weight and bias once they are asked for."""
+
+    rows: Tensor | None
+    factors: Tensor | None
+    of_weight: Callable[[], tuple[Tensor | None, Tensor | None]]
+
+
 def _grads_of_combined(
     grad_output: Tensor,
     rows: Rows | None,
@@ -102,8 +110,8 @@ def _grads_of_combined(
     routing: Routing,
     plan: GroupedPlan,
     dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of rows, weight, bias and ``top_k_weights``.
+) -> _OfCombined:
+    """Gradients from that of the output.
 
     ``columns``: the codes of the rows that ``grad_weight`` reads; without them ``rows`` is not None.
     """
@@ -115,11 +123,14 @@ def _grads_of_combined(
     grad = Rows(grad_output, tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
     pair, pair_t = plan.tokens_of_grad(grad, offsets)
     grad_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets) if plan.needs_grad_input else None
-    grad_weight = None
-    if plan.needs_grad_weight:
-        grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
-    grad_bias = ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
-    return grad_rows, grad_weight, grad_bias, grad_factors
+
+    def of_weight() -> tuple[Tensor | None, Tensor | None]:
+        grad_weight = None
+        if plan.needs_grad_weight:
+            grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
+        return grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
+
+    return _OfCombined(grad_rows, grad_factors, of_weight)
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -172,12 +183,14 @@ class _CombinedLinear(torch.autograd.Function):
         offsets, order, inverse, top_k_weights, of_experts, inside, qdata, scale, *kept = ctx.saved_tensors
         rows = None if inside is None else Rows(inside)
         routing = Routing(offsets, order, inverse)
-        grads = first_order(
-            lambda: _grads_of_combined(
+
+        def grads_of() -> tuple[Tensor | None, ...]:
+            of = _grads_of_combined(
                 grad_output, rows, (qdata, scale), kept, top_k_weights, of_experts, routing, plan, ctx.dtype
             )
-        )
-        return (*grads, *[None] * (9 if plan.is_cached else 5))
+            return of.rows, *of.of_weight(), of.factors
+
+        return (*first_order(grads_of), *[None] * (9 if plan.is_cached else 5))
 
 
 class _RoutedSwiglu(torch.autograd.Function):
@@ -222,15 +235,18 @@ class _RoutedSwiglu(torch.autograd.Function):
         offsets, order, inverse, top_k_weights, hidden, inner, of_experts, qdata, scale, *kept = ctx.saved_tensors
         routing = Routing(offsets, order, inverse)
         rows = None if inner is None else Rows(inner, swiglu=True)
-        grad_inside, grad_down, grad_down_bias, grad_factors = _grads_of_combined(
+        of_down = _grads_of_combined(
             grad_output, rows, (qdata, scale), kept[ctx.of_up :], top_k_weights, of_experts, routing, second,
             ctx.down_dtype,
         )  # fmt: skip
+        grad = None if of_down.rows is None else first.rows_of_swiglu(of_down.rows, inner, offsets)
+        # The gradient of a weight takes more memory than the codes that it is made of, so it is made after that of
+        # SwiGLU, which frees what SwiGLU read.
+        of_weight = of_down.of_weight()
         of_up: Grads = (None, None, None)
-        if grad_inside is not None:
-            grad = Rows(grad_inside, gate_up=inner, swiglu=True)
+        if grad is not None:
             of_up = _grads_of_gathered(grad, hidden, ctx.tokens, kept[: ctx.of_up], routing, first, ctx.up_dtype)
-        return (*of_up, grad_down, grad_down_bias, grad_factors)
+        return (*of_up, *of_weight, of_down.factors)
 
 
 # Factors that float32 holds: the casts multiply in float32.
