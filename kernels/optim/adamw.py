@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.numerics import (
-    INFINITY_BITS,
     MAGNITUDE_MASK,
+    NAN_BITS,
     block_amax,
     decode_e8m0,
     encode_e8m0,
@@ -18,15 +18,22 @@ from tritonfp8.kernels.numerics import (
     magnitude_bits,
     scale_blocks,
 )
+from tritonfp8.kernels.optim.exact import root_and_quotient
+from tritonfp8.kernels.optim.rounding import (
+    CODES,
+    GROUP,
+    MEANS,
+    SQUARES,
+    per_group,
+    random_states,
+    random_words,
+    round_to_bfloat16,
+    round_to_code,
+)
 from tritonfp8.kernels.pdl import begin
 
 AMAX: tl.constexpr = tl.constexpr(0)
 GIVEN: tl.constexpr = tl.constexpr(1)
-RANDOM_BITS: tl.constexpr = tl.constexpr(20)
-FIRST: tl.constexpr = tl.constexpr(0x7FEB352D)
-SECOND: tl.constexpr = tl.constexpr(0x846CA68B)
-THIRD: tl.constexpr = tl.constexpr(0x9E3779B1)
-QUIET_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 # Of 8-bit moments: e4m3, 1x128.
 MOMENT_COLS: tl.constexpr = tl.constexpr(128)
 MOMENT_QMAX: tl.constexpr = tl.constexpr(448.0)
@@ -35,80 +42,34 @@ MOMENT_EMIN: tl.constexpr = tl.constexpr(-6)
 
 
 @triton.jit
-def _hash32(x):
-    x = (x ^ (x >> 16)) * tl.full((), FIRST, tl.uint32)
-    x = (x ^ (x >> 15)) * tl.full((), SECOND, tl.uint32)
-    return x ^ (x >> 16)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _random_words(keys_ptr, rows, cols, OF_MOMENTS: tl.constexpr):
-    """``reference.optimizer.random_words``: those of codes, or those of moments."""
-    first = tl.load(keys_ptr).to(tl.uint32, bitcast=True)
-    second = tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True)
-    rows, cols = rows.to(tl.uint32)[:, None], cols.to(tl.uint32)[None, :]
-    before = _hash32(rows ^ first)
-    if OF_MOMENTS:
-        before = _hash32(before ^ tl.full((), THIRD, tl.uint32))
-    x = cols ^ before
-    x = (x ^ (x >> 16)) * tl.full((), FIRST, tl.uint32)
-    x = ((x ^ (x >> 15)) + _hash32(rows + second)) * tl.full((), SECOND, tl.uint32)
-    return x ^ (x >> 16)
+def _amax(x, R: tl.constexpr, C: tl.constexpr):
+    """The bits of the largest magnitude of each R x C block, or of a NaN: ``[M, N]`` -> ``[M // R, N // C]``.
 
-
-@triton.jit
-def _round_to_code(x, bits, MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """``reference.optimizer.round_to_code``: the value, still in float32."""
-    LOST: tl.constexpr = 23 - MANTISSA_BITS
-    LEAST: tl.constexpr = 2.0**EMIN
-    magnitude = magnitude_bits(x).to(tl.float32, bitcast=True)
-    shift = tl.where(magnitude < LEAST, LEAST, 0.0)
-    pattern = tl.minimum((magnitude + shift).to(tl.int32, bitcast=True), QUIET_NAN)
-    UNIT: tl.constexpr = 2**LOST
-    added = bits.to(tl.int32) * (UNIT // 2**RANDOM_BITS) if STOCHASTIC else UNIT // 2
-    rounded = ((pattern + added) & -UNIT).to(tl.float32, bitcast=True) - shift
-    sign = x.to(tl.int32, bitcast=True) & ~MAGNITUDE_MASK
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _read_moment(
-    ptr, scale_ptr, at, mask, scale_at, scale_mask, SCALED: tl.constexpr, SQUARE: tl.constexpr
-):  # fmt: skip
-    x = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if SCALED:
-        x = scale_blocks(x, decode_e8m0(tl.load(scale_ptr + scale_at, mask=scale_mask, other=0)), 1, MOMENT_COLS)
-        if SQUARE:
-            x = x * x
-    return x
-
-
-@triton.jit
-def _write_moment(
-    x, bits, ptr, scale_ptr, at, mask, scale_at, scale_mask,
-    SCALED: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    if SCALED:
-        if SQUARE:
-            x = tl.sqrt_rn(x)
-        amax = block_amax(magnitude_bits(tl.where(mask, x, 0.0)), 1, MOMENT_COLS)
-        enc, scale = encode_fp32(amax, MOMENT_QMAX, True)
-        scaled = scale_blocks(x, enc, 1, MOMENT_COLS)
-        rounded = _round_to_code(scaled, bits, MOMENT_MANTISSA, MOMENT_EMIN, STOCHASTIC)
-        if SQUARE:
-            least: tl.constexpr = 2.0 ** (MOMENT_EMIN - MOMENT_MANTISSA)
-            rounded = tl.where((scaled > 0) & (rounded < least), least, rounded)
-        tl.store(ptr + at, rounded.to(ptr.dtype.element_ty), mask=mask)
-        exponents = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-        tl.store(scale_ptr + scale_at, exponents, mask=scale_mask)
-    elif ptr.dtype.element_ty == tl.bfloat16:
-        pattern = x.to(tl.int32, bitcast=True)
-        added = (bits >> (RANDOM_BITS - 16)).to(tl.int32) if STOCHASTIC else 0x8000
-        rounded = ((pattern + added) & ~0xFFFF).to(tl.float32, bitcast=True)
-        x = tl.where((pattern & MAGNITUDE_MASK) < INFINITY_BITS, rounded, x)
-        tl.store(ptr + at, x.to(tl.bfloat16), mask=mask)
+    As a float: the instruction of a maximum takes the magnitude as well.
+    """
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    x = tl.abs(x)
+    if C == N:
+        found = tl.reduce(x, 1, _larger, keep_dims=True)
+        if R > 1:
+            found = tl.reduce(tl.reshape(found, (M // R, R)), 1, _larger, keep_dims=True)
     else:
-        tl.store(ptr + at, x, mask=mask)
+        found = tl.reduce(tl.reshape(x, (M // R, R, N // C, C)), 3, _larger)
+        found = tl.reduce(found, 1, _larger)
+    return found.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _moment_scale(exponents):
+    """Of exponents for each group of columns, for each column."""
+    exponents = exponents.to(tl.int32)
+    return per_group(tl.where(exponents == 255, NAN_BITS, exponents << 23).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -122,6 +83,25 @@ def _repeated(x, ROWS: tl.constexpr, COLS: tl.constexpr):
         M: tl.constexpr = x.shape[0]
         x = tl.reshape(tl.broadcast_to(tl.reshape(x, (M, B, 1)), (M, B, COLS)), (M, B * COLS))
     return x
+
+
+@triton.jit
+def _write_scaled_moment(
+    x, states, ptr, scale_ptr, at, mask, scale_at, scale_mask, col_of_all, ALIGNED: tl.constexpr,
+    SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    enc, scale = encode_fp32(_amax(tl.where(mask, x, 0.0), 1, MOMENT_COLS), MOMENT_QMAX, True)
+    scaled = scale_blocks(x, enc, 1, MOMENT_COLS)
+    words = random_words(states, col_of_all, SQUARES if SQUARE else MEANS, ALIGNED, x.shape[1])
+    codes = round_to_code(
+        scaled, words, MOMENT_MANTISSA, MOMENT_EMIN, MOMENT_QMAX, STOCHASTIC, not SQUARE, True
+    )  # fmt: skip
+    if SQUARE:
+        # A zero in the denominator of the step would make it infinite.
+        codes = tl.maximum(codes, tl.minimum(scaled.to(tl.int32, bitcast=True), 1))
+    tl.store(ptr + at, codes.to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True), mask=mask)
+    exponents = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+    tl.store(scale_ptr + scale_at, _repeated(exponents, 1, MOMENT_COLS // GROUP), mask=scale_mask)
 
 
 @triton.jit
@@ -146,92 +126,126 @@ def _write_scale(
 
 @triton.jit
 def _read_scale(ptr, row, col, M, K, stride_r, stride_c, S_ROWS: tl.constexpr, S_COLS: tl.constexpr,
-                TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
-    """The scales of a tile: ``[TILE_M, 1]`` or, for each S_COLS columns, ``[TILE_M, TILE_N // S_COLS]``."""
+                EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """The scales of a tile as they are stored, one for each group of columns."""
     rows = row + tl.arange(0, TILE_M)
     inside = ((rows >= 0) & (rows < M))[:, None]
     at = (rows * 0 if S_ROWS == -1 else rows // S_ROWS).to(tl.int64)[:, None] * stride_r
+    parts = tl.arange(0, TILE_N // GROUP) // ((TILE_N if S_COLS == -1 else S_COLS) // GROUP)
     if S_COLS != -1:
-        parts = col // S_COLS + tl.arange(0, TILE_N // S_COLS)
+        parts += col // S_COLS
         inside = inside & ((parts >= 0) & (parts < tl.cdiv(K, S_COLS)))[None, :]
-        at = at + parts.to(tl.int64)[None, :] * stride_c
-    scale = tl.load(ptr + at, mask=inside, other=0)
-    return decode_e8m0(scale) if ptr.dtype.element_ty == tl.uint8 else scale
+    if EVEN:
+        inside = tl.full((TILE_M, TILE_N // GROUP), True, tl.int1)
+    return tl.load(ptr + (at + parts.to(tl.int64)[None, :] * stride_c), mask=inside, other=0)
 
 
 @triton.jit
-def _places(row, col, M, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Offsets and masks of the elements of a tile, and of the scales of its 8-bit moments."""
+def _places(row, col, M, K, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Offsets and masks of the elements of a tile, and of the scales of its 8-bit moments for each group of columns.
+
+    A thread loads the scale of its group. Of one thread for each scale, the others would get it by shared memory.
+    """
     rows, cols = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
-    mask_r = (row + rows >= 0) & (row + rows < M)
-    mask = mask_r[:, None] & ((col + cols >= 0) & (col + cols < K))[None, :]
+    parts = tl.arange(0, TILE_N // GROUP) // (MOMENT_COLS // GROUP)
     # 64 bits for a tile, and 32 for the elements in it, which take half the registers.
     at = (tl.cast(row, tl.int64) * K + col) + (rows[:, None] * K + cols[None, :])
-    groups = tl.arange(0, TILE_N // MOMENT_COLS)
     per_row = tl.cdiv(K, MOMENT_COLS)
     first = col // MOMENT_COLS
-    scale_at = (tl.cast(row, tl.int64) * per_row + first) + (rows[:, None] * per_row + groups[None, :])
-    return at, mask, scale_at, mask_r[:, None] & (first + groups < per_row)[None, :]
+    scale_at = (tl.cast(row, tl.int64) * per_row + first) + (rows[:, None] * per_row + parts[None, :])
+    if EVEN:
+        # The compiler leaves out what depends on them.
+        mask = tl.full((TILE_M, TILE_N), True, tl.int1)
+        scale_mask = tl.full((TILE_M, TILE_N // GROUP), True, tl.int1)
+    else:
+        mask_r = (row + rows >= 0) & (row + rows < M)
+        mask = mask_r[:, None] & ((col + cols >= 0) & (col + cols < K))[None, :]
+        scale_mask = mask_r[:, None] & (first + parts < per_row)[None, :]
+    return at, mask, scale_at, scale_mask
 
 
 @triton.jit
-def _step(
-    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row, col, M, K,
-    stride_sr, stride_sc, S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr,
+def _load_numbers(ptr):
+    return (
+        tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3), tl.load(ptr + 4), tl.load(ptr + 5),
+        tl.load(ptr + 6),
+    )  # fmt: skip
+
+
+@triton.jit
+def _load(
+    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, row, col, M, K,
+    stride_sr, stride_sc, S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Weight and moments of a tile after the step, in float32; zeros outside of the weight."""
-    at, mask, scale_at, scale_mask = _places(row, col, M, K, TILE_M, TILE_N)
-    scale = _read_scale(scale_ptr, row, col, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, TILE_M, TILE_N)
-    p = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    p = scale_blocks(p, scale, 1, TILE_N if S_COLS == -1 else S_COLS) * tl.load(numbers_ptr)
-    grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    m = _read_moment(m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, SCALED, False)
-    v = _read_moment(v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, SCALED, True)
-    m = m + (grad - m) * tl.load(numbers_ptr + 1)
-    v = v * tl.load(numbers_ptr + 2) + grad * grad * tl.load(numbers_ptr + 3)
-    denominator = tl.sqrt_rn(v) * tl.load(numbers_ptr + 5) + tl.load(numbers_ptr + 6)
-    p = p - tl.div_rn(m, denominator) * tl.load(numbers_ptr + 4)
-    # With an eps of zero it is NaN there.
-    return tl.where(mask, p, 0.0), m, v
+    """What a step reads of a tile, as it is stored: weight, gradient and moments with their scales."""
+    at, mask, scale_at, scale_mask = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+    scale = _read_scale(scale_ptr, row, col, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, EVEN, TILE_M, TILE_N)
+    q = tl.load(q_ptr + at, mask=mask, other=0.0)
+    grad = tl.load(grad_ptr + at, mask=mask, other=0.0)
+    m, v = tl.load(m_ptr + at, mask=mask, other=0.0), tl.load(v_ptr + at, mask=mask, other=0.0)
+    m_scale, v_scale = scale, scale
+    if SCALED:
+        m_scale = tl.load(m_scale_ptr + scale_at, mask=scale_mask, other=0)
+        v_scale = tl.load(v_scale_ptr + scale_at, mask=scale_mask, other=0)
+    return q, scale, grad, m, m_scale, v, v_scale
 
 
 @triton.jit
-def _words_of_tile(keys_ptr, row, col, above_all, left_of_all, OF_MOMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
-                   TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
-    """A random word for each element of a tile, if rounding needs any."""
-    if STOCHASTIC:
-        rows, cols = above_all + row + tl.arange(0, TILE_M), left_of_all + col + tl.arange(0, TILE_N)
-        return _random_words(keys_ptr, rows, cols, OF_MOMENTS)
-    else:
-        return 0
+def _step(loaded, numbers, mask, SCALED: tl.constexpr, COMPILED: tl.constexpr):
+    """Weight, moments and the root of the second one after the step, in float32; weights outside are zero."""
+    q, scale, grad, m, m_scale, v, v_scale = loaded
+    decay, a, b2, b, step, c, eps = numbers
+    scale = decode_e8m0(scale) if scale.dtype == tl.uint8 else scale
+    grad, m, v = grad.to(tl.float32), m.to(tl.float32), v.to(tl.float32)
+    if SCALED:
+        m, v = m * _moment_scale(m_scale), v * _moment_scale(v_scale)
+        v = v * v
+    m = m + (grad - m) * a
+    v = v * b2 + grad * grad * b
+    root, quotient = root_and_quotient(v, m, c, eps, COMPILED)
+    p = q.to(tl.float32) * per_group(scale * decay) - quotient * step
+    # With an eps of zero it is NaN there.
+    return tl.where(mask, p, 0.0), m, v, root
 
 
 @triton.jit
 def _write_moments(
-    m, v, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
-    SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    m, v, root, states, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, row, col, left_of_all, M, K, ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Round and store the moments of a tile."""
-    at, mask, scale_at, scale_mask = _places(row, col, M, K, TILE_M, TILE_N)
-    words = _words_of_tile(keys_ptr, row, col, above_all, left_of_all, True, STOCHASTIC, TILE_M, TILE_N)
-    bits_m, bits_v = words >> (32 - RANDOM_BITS), (words & 0xFFFF) << (RANDOM_BITS - 16)
-    _write_moment(m, bits_m, m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, SCALED, False, STOCHASTIC)
-    _write_moment(v, bits_v, v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, SCALED, True, STOCHASTIC)
+    at, mask, scale_at, scale_mask = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+    col_of_all = left_of_all + col
+    if SCALED:
+        _write_scaled_moment(
+            m, states, m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, col_of_all, ALIGNED, False, STOCHASTIC
+        )  # fmt: skip
+        _write_scaled_moment(
+            root, states, v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, col_of_all, ALIGNED, True, STOCHASTIC
+        )  # fmt: skip
+    elif m_ptr.dtype.element_ty == tl.bfloat16:
+        words = random_words(states, col_of_all, MEANS, ALIGNED, TILE_N)
+        tl.store(m_ptr + at, round_to_bfloat16(m, words, STOCHASTIC), mask=mask)
+        words = random_words(states, col_of_all, SQUARES, ALIGNED, TILE_N)
+        tl.store(v_ptr + at, round_to_bfloat16(v, words, STOCHASTIC), mask=mask)
+    else:
+        tl.store(m_ptr + at, m, mask=mask)
+        tl.store(v_ptr + at, v, mask=mask)
 
 
 @triton.jit
 def _write_codes(
-    p, enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R: tl.constexpr, C: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, STOCHASTIC: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    p, enc, states, q_ptr, row, col, left_of_all, M, K, R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, QMAX: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BOUNDED: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Round and store the weight of a tile."""
-    at, mask, _, _ = _places(row, col, M, K, TILE_M, TILE_N)
-    words = _words_of_tile(keys_ptr, row, col, above_all, left_of_all, False, STOCHASTIC, TILE_M, TILE_N)
-    bits = words >> (32 - RANDOM_BITS)
-    rounded = _round_to_code(scale_blocks(p, enc, R, C), bits, MANTISSA_BITS, EMIN, STOCHASTIC)
-    tl.store(q_ptr + at, rounded.to(q_ptr.dtype.element_ty), mask=mask)
+    at, mask, _, _ = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+    scaled = scale_blocks(p, enc, R, C)
+    words = random_words(states, left_of_all + col, CODES, ALIGNED, TILE_N)
+    codes = round_to_code(scaled, words, MANTISSA_BITS, EMIN, QMAX, STOCHASTIC, True, BOUNDED)
+    tl.store(q_ptr + at, codes.to(tl.uint8).to(q_ptr.dtype.element_ty, bitcast=True), mask=mask)
 
 
 @triton.jit
@@ -249,9 +263,9 @@ def adamw_kernel(
     M, K, above_all, left_of_all, above, left, stride_sr, stride_sc, grid_cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
-    S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MODE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr, COMPILED: tl.constexpr, MODE: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile a program: AMAX or GIVEN.
 
@@ -266,10 +280,12 @@ def adamw_kernel(
     first_row = tl.program_id(0) // tiles_n * TILE_M
     first_col = tl.program_id(0) % tiles_n * TILE_N
     row, col = first_row - above, first_col - left
-    p, m, v = _step(
-        q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row, col, M, K,
-        stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
+    loaded = _load(
+        q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, row, col, M, K,
+        stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, EVEN, TILE_M, TILE_N,
     )  # fmt: skip
+    _, mask, _, _ = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+    p, m, v, root = _step(loaded, _load_numbers(numbers_ptr), mask, SCALED, COMPILED)
     block_rows = (first_row // ROWS if ROWS != -1 else 0) + tl.arange(0, TILE_M // R)
     block_cols = (first_col // COLS if COLS != -1 else 0) + tl.arange(0, TILE_N // C)
     grid_rows = tl.cdiv(M + above, ROWS) if ROWS != -1 else 1
@@ -280,13 +296,14 @@ def adamw_kernel(
     else:
         given = tl.load(amax_ptr + grid_at, mask=in_grid, other=0) & MAGNITUDE_MASK
         enc, _ = _encode(given, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+        states = random_states(keys_ptr, above_all + row, left_of_all + col, ALIGNED, TILE_M, TILE_N)
         _write_codes(
-            p, enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R, C, MANTISSA_BITS, EMIN, STOCHASTIC,
-            TILE_M, TILE_N,
+            p, enc, states, q_ptr, row, col, left_of_all, M, K, R, C, ALIGNED, MANTISSA_BITS, EMIN, QMAX, STOCHASTIC,
+            False, EVEN, TILE_M, TILE_N,
         )  # fmt: skip
         _write_moments(
-            m, v, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
-            SCALED, STOCHASTIC, TILE_M, TILE_N,
+            m, v, root, states, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, row, col, left_of_all, M, K, ALIGNED, SCALED,
+            STOCHASTIC, EVEN, TILE_M, TILE_N,
         )  # fmt: skip
 
 
@@ -296,9 +313,9 @@ def adamw_blocks_kernel(
     M, K, above_all, left_of_all, stride_sr, stride_sc,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
-    S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    DOWN: tl.constexpr, RIGHT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr, COMPILED: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The whole step: a program has whole scale blocks, as DOWN x RIGHT tiles.
 
@@ -311,26 +328,47 @@ def adamw_blocks_kernel(
     across = tl.cdiv(K, RIGHT * TILE_N)
     first_row = tl.program_id(0) // across * (DOWN * TILE_M)
     first_col = tl.program_id(0) % across * (RIGHT * TILE_N)
+    ROUNDED: tl.constexpr = m_ptr.dtype.element_ty != tl.float32
+    # The next tile is read before the work on this one, as far as registers hold both: not float32 moments, nor scales
+    # with masks; nor scales with the weights of the last tile of a square.
+    AHEAD: tl.constexpr = (DOWN * RIGHT - (SCALED and DOWN > 1)) * (ROUNDED and (EVEN or not SCALED))
+    numbers = _load_numbers(numbers_ptr)
     weights = ()
-    amax = tl.zeros((TILE_M // R, TILE_N // C), tl.int32)
+    largest = tl.zeros((TILE_M, TILE_N // GROUP), tl.float32)
     for i in tl.static_range(DOWN * RIGHT):
         row, col = first_row + i // RIGHT * TILE_M, first_col + i % RIGHT * TILE_N
-        p, m, v = _step(
-            q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, numbers_ptr, row, col, M, K,
-            stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, TILE_M, TILE_N,
-        )  # fmt: skip
+        if i == 0 or i >= AHEAD:
+            loaded = _load(
+                q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, row, col, M, K,
+                stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, EVEN, TILE_M, TILE_N,
+            )  # fmt: skip
+        here, states = loaded, 0
+        if ROUNDED:
+            states = random_states(keys_ptr, above_all + row, left_of_all + col, ALIGNED, TILE_M, TILE_N)
+        if i + 1 < AHEAD:
+            loaded = _load(
+                q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr,
+                first_row + (i + 1) // RIGHT * TILE_M, first_col + (i + 1) % RIGHT * TILE_N, M, K,
+                stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, EVEN, TILE_M, TILE_N,
+            )  # fmt: skip
+        _, mask, _, _ = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+        p, m, v, root = _step(here, numbers, mask, SCALED, COMPILED)
         _write_moments(
-            m, v, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, keys_ptr, row, col, above_all, left_of_all, M, K,
-            SCALED, STOCHASTIC, TILE_M, TILE_N,
+            m, v, root, states, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, row, col, left_of_all, M, K, ALIGNED, SCALED,
+            STOCHASTIC, EVEN, TILE_M, TILE_N,
         )  # fmt: skip
-        amax = tl.maximum(amax, block_amax(magnitude_bits(p), R, C))
-        weights += (p,)
-    enc, scale = _encode(amax, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+        # Of the elements of each thread, which takes no barrier: one reduction of all at the end.
+        largest = _larger(largest, tl.reduce(tl.reshape(tl.abs(p), (TILE_M, TILE_N // GROUP, GROUP)), 2, _larger))
+        weights += ((p, states),)
+    enc, scale = _encode(_amax(largest, R, C // GROUP), QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
     for i in tl.static_range(DOWN * RIGHT):
         row, col = first_row + i // RIGHT * TILE_M, first_col + i % RIGHT * TILE_N
+        p, states = weights[i]
+        if not ROUNDED:
+            states = random_states(keys_ptr, above_all + row, left_of_all + col, ALIGNED, TILE_M, TILE_N)
         _write_codes(
-            weights[i], enc, q_ptr, keys_ptr, row, col, above_all, left_of_all, M, K, R, C, MANTISSA_BITS, EMIN,
-            STOCHASTIC, TILE_M, TILE_N,
+            p, enc, states, q_ptr, row, col, left_of_all, M, K, R, C, ALIGNED, MANTISSA_BITS, EMIN, QMAX, STOCHASTIC,
+            POW2, EVEN, TILE_M, TILE_N,
         )  # fmt: skip
     # All threads have read the scales before some overwrite them.
     tl.debug_barrier()

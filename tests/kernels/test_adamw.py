@@ -99,10 +99,21 @@ def test_step(spec, kind, stochastic):
     assert_same(call(spec, 130, 201, kind, stochastic=stochastic))
 
 
+@pytest.mark.parametrize(("spec", "kind", "stochastic"), STEPS, ids=str)
+def test_weights_of_whole_tiles(spec, kind, stochastic):
+    assert_same(call(spec, 128, 512, kind, torch.bfloat16, stochastic=stochastic))
+
+
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("spec", STORABLE, ids=str)
 def test_not_finite(spec, by_rows):
     assert_same(call(spec, 70, 201, "fp8", torch.bfloat16, by_rows, nan=True))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("spec", STORABLE, ids=str)
+def test_not_finite_to_nearest(spec, kind):
+    assert_same(call(spec, 70, 201, kind, torch.bfloat16, stochastic=False, nan=True))
 
 
 @pytest.mark.parametrize("place", [(0, 0), (73, 0), (128, 128), (73, 256)], ids=str)
@@ -112,6 +123,12 @@ def test_shards_of_a_weight(spec, place):
     assert_same(found)
     amax = normal(*amax_shape((70, 201), spec.block, place), seed=9).abs() * 3
     assert_same(found, amax)
+
+
+@pytest.mark.parametrize("col", [3, 8, 1021])
+@pytest.mark.parametrize("spec", [spec for spec in STORABLE if spec.block[1] == -1], ids=str)
+def test_shards_that_begin_in_a_group_of_columns(spec, col):
+    assert_same(call(spec, 20, 130, "fp8", by_rows=True, place=(5, col)))
 
 
 @pytest.mark.parametrize("k", [1, 127, 128, 16390])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonfp8.compat import triton_private
 from tritonfp8.kernels.optim import adamw as kernels
 from tritonfp8.launch.kernel_cache import run
 from tritonfp8.launch.plan import kernel_constants
@@ -36,6 +37,12 @@ def _launch(
     run(kernel, programs, (qdata, stored, *pointers), (*qdata.shape, *integers), constants, **tile.options(), **OPTIONS)
 
 
+def _switches(scaled: bool, stochastic: bool, even: bool, first_col: int) -> dict[str, bool]:
+    """Constants of both kernels; ``first_col`` of the whole weight is that of the first tile."""
+    aligned, compiled = first_col % kernels.GROUP.value == 0, not triton_private.INTERPRETING
+    return {"SCALED": scaled, "STOCHASTIC": stochastic, "EVEN": even, "ALIGNED": aligned, "COMPILED": compiled}
+
+
 def _launch_parts(
     mode: int, qdata: Tensor, scale: Tensor, moments: Sequence[Tensor | None], grad: Tensor, numbers: Tensor,
     keys: Tensor | None, amax: Tensor, spec: str, scale_block: Sequence[int], place: Sequence[int], stochastic: bool,
@@ -45,11 +52,12 @@ def _launch_parts(
     # The compiler would not see that the remainder of a multiple of 16 is one, and read element by element.
     above, left = (0 if b == -1 else at % b for at, b in zip(place, block, strict=True))
     tile = optimizer_tiles.of_parts(block)
+    even = above == 0 and left == 0 and tile.holds_whole(*qdata.shape)
     _launch(
         kernels.adamw_kernel, tile.programs(qdata.shape[0] + above, qdata.shape[1] + left), tile, qdata, scale,
         (*moments, grad.contiguous(), numbers, keys, amax.view(torch.int32)),
         (*place, above, left, *scale.stride(), amax_shape(qdata.shape, block, place)[1]),
-        {"SCALED": moments[2] is not None, "STOCHASTIC": stochastic, "MODE": mode}, spec, scale_block,
+        {**_switches(moments[2] is not None, stochastic, even, place[1] - left), "MODE": mode}, spec, scale_block,
     )  # fmt: skip
 
 
@@ -79,7 +87,7 @@ def adamw(
             kernels.adamw_blocks_kernel, blocks.programs(*qdata.shape), blocks.tile, qdata, scale,
             (*moments, grad.contiguous(), numbers, keys), (*place, *scale.stride()),
             {
-                "SCALED": exp_avg_scale is not None, "STOCHASTIC": stochastic,
+                **_switches(exp_avg_scale is not None, stochastic, blocks.holds_whole(*qdata.shape), place[1]),
                 "DOWN": blocks.down, "RIGHT": blocks.right,
             },
             spec, scale_block,

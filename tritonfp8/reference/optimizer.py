@@ -2,7 +2,7 @@
 
 With ``numbers = (decay, a, b2, b, step, c, eps)``, all of it in float32:
 
-    p = code * scale * decay               decay = 1 - lr * weight_decay
+    p = code * (scale * decay)             decay = 1 - lr * weight_decay
     m = m + (grad - m) * a                 a = 1 - beta1
     v = v * b2 + grad * grad * b           b2 = beta2, b = 1 - beta2
     p = p - m / (sqrt(v) * c + eps) * step    c = 1 / sqrt(1 - beta2^t), step = lr / (1 - beta1^t)
@@ -30,6 +30,11 @@ RANDOM_BITS = 20
 """Bits of the random number that rounds a value."""
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x9E3779B1)
 """Of the hash: the first two are those of C. Wellons' ``lowbias32``, the third is 2^32 over the golden ratio."""
+RANDOM_GROUP = 8
+"""Columns that share a state, from which their random numbers are made."""
+GENERATOR = 0xAC564B05
+"""A multiplier whose successive values have a good lattice modulo 2^32: P. L'Ecuyer, "Tables of linear congruential
+generators of different sizes and good lattice structure", 1999, table 4."""
 _WORD = 0xFFFFFFFF
 # An addition to the largest pattern of a NaN would make it a negative number.
 _QUIET_NAN = 0x7FC00000
@@ -59,8 +64,11 @@ def rounding_keys(seed: int, steps: Tensor, weights: Tensor) -> Tensor:
     return torch.stack([key, hash32(key ^ MULTIPLIERS[2])], 1).to(torch.int32)
 
 
-def random_words(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Two random words of 32 bits for each element, int64: for its code, and for its moments.
+def random_states(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> Tensor:
+    """The state of each element, int64 of 32 random bits, which the columns of a :data:`RANDOM_GROUP` share.
+
+    Along a row the counter of groups is a Weyl sequence. Rows begin at random places of the sequence, so some overlap:
+    the number that is added later keeps those apart.
 
     Args:
         keys: int32 ``[2]``, of :func:`rounding_keys`.
@@ -70,25 +78,26 @@ def random_words(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tu
     (n, k), device = shape, keys.device
     first, second = (keys.long() & _WORD)[:2].unbind()
     rows = torch.arange(place[0], place[0] + n, device=device)[:, None] & _WORD
-    cols = torch.arange(place[1], place[1] + k, device=device)[None, :] & _WORD
-    of_codes, between = hash32(rows ^ first), hash32((rows + second) & _WORD)
-
-    def words(before: Tensor) -> Tensor:
-        x = cols ^ before
-        x = (x ^ (x >> 16)) * MULTIPLIERS[0] & _WORD
-        x = ((x ^ (x >> 15)) + between & _WORD) * MULTIPLIERS[1] & _WORD
-        return x ^ (x >> 16)
-
-    return words(of_codes), words(hash32(of_codes ^ MULTIPLIERS[2]))
+    cols = torch.arange(place[1], place[1] + k, device=device)[None, :]
+    row = hash32(rows ^ first)
+    x = row + cols // RANDOM_GROUP * MULTIPLIERS[2] & _WORD
+    x = (x ^ (x >> 16)) * MULTIPLIERS[0] + row * MULTIPLIERS[1] + second & _WORD
+    return x ^ (x >> 15)
 
 
 def random_bits(keys: Tensor, shape: Sequence[int], place: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Random numbers of :data:`RANDOM_BITS` bits that round code, first and second moment of each element, int64.
 
-    The last bits of the third one are zero: one word serves both moments. See :func:`random_words`.
+    From the state of a group (:func:`random_states`, with the same arguments) a multiplicative generator makes a word
+    for the code of each of its columns, then for the first moments, then for the second ones. The first bits of a word
+    are the random number.
     """
-    code, moments = random_words(keys, shape, place)
-    return code >> 32 - RANDOM_BITS, moments >> 32 - RANDOM_BITS, (moments & 0xFFFF) << RANDOM_BITS - 16
+    states = random_states(keys, shape, place)
+    at = torch.arange(place[1], place[1] + shape[1], device=keys.device) % RANDOM_GROUP
+    powers = [pow(GENERATOR, 1 + i, 1 << 32) for i in range(3 * RANDOM_GROUP)]
+    by = torch.tensor(powers, device=keys.device).view(3, RANDOM_GROUP)
+    code, mean, square = ((states * by[i, at] & _WORD) >> 32 - RANDOM_BITS for i in range(3))
+    return code, mean, square
 
 
 def round_to_code(x: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
@@ -108,11 +117,10 @@ def round_to_code(x: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
 
 
 def round_to_bfloat16(x: Tensor, bits: Tensor | None) -> Tensor:
-    """As :func:`round_to_code` to bfloat16; a value that is not finite stays."""
-    pattern = x.view(torch.int32)
+    """As :func:`round_to_code` to bfloat16; infinities and NaN stay."""
+    pattern = x.view(torch.int32).clamp(max=_QUIET_NAN)
     added = 0x8000 if bits is None else (bits >> (RANDOM_BITS - 16)).to(torch.int32)
-    rounded = (pattern + added & ~0xFFFF).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+    return (pattern + added >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def read_moment(values: Tensor, exponents: Tensor | None, is_square: bool) -> Tensor:
@@ -156,7 +164,7 @@ def _stepped(
     """Weight and moments after the step, in float32."""
     decay, a, b2, b, step, c, eps = numbers[:7].unbind()
     grad = grad.float()
-    p = qdata.float() * casts.spread(scales_of(scale), qdata.shape, scale_block) * decay
+    p = qdata.float() * casts.spread(scales_of(scale) * decay, qdata.shape, scale_block)
     m, v = read_moment(exp_avg, exp_avg_scale, False), read_moment(exp_avg_sq, exp_avg_sq_scale, True)
     m = m + (grad - m) * a
     v = v * b2 + grad * grad * b

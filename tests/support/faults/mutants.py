@@ -260,9 +260,16 @@ MUTANTS = (
         ("tests/kernels/test_adamw.py",),
     ),
     Mutant(
+        "tritonfp8/reference/optimizer.py",
+        "by[i, at]",
+        "by[0, at]",
+        "a code and the moments of its weight are rounded by the same random bits",
+        ("tests/reference/test_optimizer.py",),
+    ),
+    Mutant(
         "kernels/optim/adamw.py",
-        "amax = tl.maximum(amax, block_amax(magnitude_bits(p), R, C))",
-        "amax = block_amax(magnitude_bits(p), R, C)",
+        "largest = _larger(largest, tl.reduce(",
+        "largest = _larger(tl.zeros_like(largest), tl.reduce(",
         "a block of several tiles gets the scale of the last one",
         ("tests/kernels/test_adamw.py",),
     ),
