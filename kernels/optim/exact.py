@@ -19,31 +19,35 @@ RANGE: tl.constexpr = tl.constexpr(181 << 23)
 
 
 def _assembly(pack):
-    """PTX of ``root = sqrt(v)`` and ``quotient = m / (root * c + eps)`` of so many elements."""
+    """PTX of ``root = sqrt(v)`` and ``quotient = m / (root * c + eps)`` of so many elements.
+
+    Its registers must not be named as the compiler's (``%r1``, ``%f1``): in the block they would hide the operands.
+    """
     operands = ("root", "quotient", "v", "m", "c", "eps", "limit")
     names = [{name: f"${i * pack + at}" for i, name in enumerate(operands)} for at in range(pack)]
     check = (
-        "add.u32 %t, {v}, -" + str(LEAST_SQUARE) + "; max.u32 %far, %far, %t;"
+        # Moved first: an integer instruction takes no register that was declared as a float.
+        "mov.b32 %t, {v}; add.u32 %t, %t, -" + str(LEAST_SQUARE) + "; max.u32 %far, %far, %t;"
         "shl.b32 %t, {m}, 1; sub.u32 %t, %t, " + str(LEAST_MEAN) + "; max.u32 %far, %far, %t;"
     )  # fmt: skip
     fast = (
         # One step from an estimate of 1 / sqrt(v) to the root, and two from an estimate of 1 / d to the quotient.
         "rsqrt.approx.ftz.f32 %y, {v}; mul.rn.f32 %g, {v}, %y; mul.rn.f32 %h, %y, 0f3F000000; neg.f32 %n, %g;"
-        "fma.rn.f32 %e, %n, %g, {v}; fma.rn.f32 %r@, %e, %h, %g;"
-        "mul.rn.f32 %d, %r@, {c}; add.rn.f32 %d, %d, {eps}; neg.f32 %n, %d; rcp.approx.ftz.f32 %y, %d;"
+        "fma.rn.f32 %e, %n, %g, {v}; fma.rn.f32 %root@, %e, %h, %g;"
+        "mul.rn.f32 %d, %root@, {c}; add.rn.f32 %d, %d, {eps}; neg.f32 %n, %d; rcp.approx.ftz.f32 %y, %d;"
         "fma.rn.f32 %e, %n, %y, 0f3F800000; fma.rn.f32 %y, %y, %e, %y; mul.rn.f32 %g, {m}, %y;"
-        "fma.rn.f32 %e, %n, %g, {m}; fma.rn.f32 %q@, %e, %y, %g;"
+        "fma.rn.f32 %e, %n, %g, {m}; fma.rn.f32 %quotient@, %e, %y, %g;"
     )
     slow = (
-        "sqrt.rn.f32 %r@, {v}; mul.rn.f32 %d, %r@, {c}; add.rn.f32 %d, %d, {eps}; div.rn.f32 %q@, {m}, %d;"
+        "sqrt.rn.f32 %root@, {v}; mul.rn.f32 %d, %root@, {c}; add.rn.f32 %d, %d, {eps}; div.rn.f32 %quotient@, {m}, %d;"
     )  # fmt: skip
-    last = "mov.f32 {root}, %r@; mov.f32 {quotient}, %q@;"
+    last = "mov.f32 {root}, %root@; mov.f32 {quotient}, %quotient@;"
 
     def each(text):
         return "\n".join(text.replace("@", str(i)).format(**name) for i, name in enumerate(names))
 
     return f"""{{
-        .reg .b32 %t, %far; .reg .f32 %y, %g, %h, %n, %e, %d, %r<{pack}>, %q<{pack}>; .reg .pred %near;
+        .reg .b32 %t, %far; .reg .f32 %y, %g, %h, %n, %e, %d, %root<{pack}>, %quotient<{pack}>; .reg .pred %near;
         mov.b32 %far, 0;
         {each(check)}
         setp.lt.u32 %near, %far, {names[0]["limit"]};

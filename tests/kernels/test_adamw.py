@@ -74,7 +74,12 @@ def moved(x):
 
 
 def bits(x):
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize]).cpu()
+    """The bits of ``x``; of floats and of amaxes one NaN for all, as a GPU makes others than a CPU."""
+    found = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize]).cpu()
+    if x.itemsize == 1:
+        return found
+    is_nan = x.isnan().cpu() if x.is_floating_point() else found > 0x7F800000
+    return found.masked_fill(is_nan, -1)
 
 
 def run(module, head, key, args, stochastic, scales, amax=None):
