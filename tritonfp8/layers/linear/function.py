@@ -136,7 +136,7 @@ def gradients(
     plan: LinearPlan, grad_output: Tensor, saved: Saved, needs_grad_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``(grad_input, grad_weight, grad_bias)`` of ``grad_output [M, N]``, each None where nobody needs it."""
-    recipe, input = plan.recipe, saved.input
+    recipe = plan.recipe
     grad_input = grad_weight = grad_bias = None
     spec = recipe.grad_input.lhs if plan.needs_grad_input else None
     spec_t = recipe.grad_weight.lhs if plan.needs_grad_weight else None
@@ -144,28 +144,40 @@ def gradients(
         pair, pair_t, grad_bias = plan.provider.grad_output_and_sum(grad_output, spec, spec_t)
     else:
         pair, pair_t = plan.provider.grad_output(grad_output, spec, spec_t)
+    # Codes that forward saved are free before grad_input, which is as large as the input, is allocated.
+    weight_first = saved.input_pair[0] is not None
+    if plan.needs_grad_weight and weight_first:
+        grad_weight = _grad_weight(plan, grad_output, pair_t, saved)
     if plan.needs_grad_input:
-        if plan.layer is not None:
-            counting.announce(plan.layer, "grad_input")
-        if recipe.grad_input.rhs is not None:
-            weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t)
-            grad_input = multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
-        else:
-            assert saved.weight is not None
-            grad_input = ops.matmul(grad_output, saved.weight.t())
-    if plan.needs_grad_weight:
-        if plan.layer is not None:
-            counting.announce(plan.layer, "grad_weight")
-        if recipe.grad_weight.rhs is not None:
-            input_pair = saved.input_pair
-            if plan.casts_input_again:
-                assert input is not None
-                input_pair = plan.provider.input_later(recomputable(input), recipe.grad_weight.rhs, input_pair[1])
-            grad_weight = multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
-        else:
-            assert input is not None
-            grad_weight = ops.matmul(grad_output.t(), input.t())
+        grad_input = _grad_input(plan, grad_output, pair, saved)
+    if plan.needs_grad_weight and not weight_first:
+        grad_weight = _grad_weight(plan, grad_output, pair_t, saved)
     return grad_input, grad_weight, grad_bias
+
+
+def _grad_input(plan: LinearPlan, grad_output: Tensor, pair: Pair, saved: Saved) -> Tensor:
+    recipe = plan.recipe
+    if plan.layer is not None:
+        counting.announce(plan.layer, "grad_input")
+    if recipe.grad_input.rhs is not None:
+        weight_pair = weight_t(plan, grad_output, saved.weight, saved.cached, saved.weight_amax_t)
+        return multiply(recipe.grad_input, pair, weight_pair, None, saved.dtypes[0])
+    assert saved.weight is not None
+    return ops.matmul(grad_output, saved.weight.t())
+
+
+def _grad_weight(plan: LinearPlan, grad_output: Tensor, pair_t: Pair, saved: Saved) -> Tensor:
+    recipe, input = plan.recipe, saved.input
+    if plan.layer is not None:
+        counting.announce(plan.layer, "grad_weight")
+    if recipe.grad_weight.rhs is not None:
+        input_pair = saved.input_pair
+        if plan.casts_input_again:
+            assert input is not None
+            input_pair = plan.provider.input_later(recomputable(input), recipe.grad_weight.rhs, input_pair[1])
+        return multiply(recipe.grad_weight, pair_t, input_pair, None, saved.dtypes[1])
+    assert input is not None
+    return ops.matmul(grad_output.t(), input.t())
 
 
 def recomputable(x: Tensor) -> Tensor:
