@@ -129,7 +129,7 @@ def decoding(*names: str) -> str:
 def stored_steps() -> str:
     """Speed of the fused AdamW over a copy of as many bytes, by the dtype of its moments."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for row in data("../nvidia-h100/stored-training-speed.json")["rows"]:
+    for row in data("stored-training-speed.json")["rows"]:
         shape = " x ".join(map(str, row["shape"]))
         found.setdefault((shape, row["recipe"]), {})[row["moments"]] = row["share"]
     moments = list(next(iter(found.values())))

@@ -23,9 +23,10 @@ from tritonfp8.tuning.store import Entries, Entry
 __all__ = ["candidates", "choose", "choose_grouped", "grouped_key", "install", "key", "reload", "space", "table"]
 
 MIN_BUCKET = 8
-# In octaves (factors of two): distance in M for the same N and K, else Euclidean distance of (M, N, K).
+# In octaves (factors of two): distance in M for the same N and K, else Euclidean distance of (M, N, K). Farther off the
+# cost model chooses better than the nearest entry (``bench.contest.ranking``).
 MAX_M_OCTAVES = 2.0
-MAX_OCTAVES = 1.0
+MAX_OCTAVES = 0.5
 
 _ByKind = dict[Kind, Entries]
 _tables: dict[str, _ByKind] = {}
