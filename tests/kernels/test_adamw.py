@@ -12,9 +12,9 @@ from tritonfp8.launch import optimizer as launch
 from tritonfp8.reference.optimizer import rounding_keys, write_moment
 from tritonfp8.specs import QuantSpec, amax_shape
 
-pytestmark = pytest.mark.in_turn(3)
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.in_turn(3), *([pytest.mark.gpu] if DEVICE == "cuda" else [])]
+
 # Every block; and another format.
 STORABLE = [
     spec for spec in SPECS if spec.scale_rounding == "pow2" and (spec.format == "e4m3" or spec.block == (1, -1))

@@ -9,6 +9,7 @@ from cases import generator
 from tritonfp8.kernels.optim.exact import root_and_quotient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 TILE = 1024
 TILES = 512 if DEVICE == "cuda" else 4
 
