@@ -132,14 +132,14 @@ class TestChoice:
         assert choose(4096, 5400, 4096).name == SMALL
         assert choose(4096, 5600, 4096).name == PLAIN
 
-    @pytest.mark.parametrize("mnk", [(32768, 4096, 4096), (512, 4096, 4096), (4096, 8193, 4096), (4096, 4096, 2047)])
+    @pytest.mark.parametrize("mnk", [(32768, 4096, 4096), (512, 4096, 4096), (4096, 5793, 4096), (4096, 4096, 2896)])
     def test_too_far_is_a_miss(self, mnk):
         m, n, k = mnk
         before = choose(m, n, k)
         assert before.name != SMALL
         tuning.install({key(): entry(SMALL)}, MACHINE)
         assert choose(m, n, k) is before
-        assert choose(4096, 8192, 4096).name == choose(1024, 4096, 4096).name == SMALL
+        assert choose(4096, 5792, 4096).name == choose(1024, 4096, 4096).name == SMALL
 
     @pytest.mark.parametrize(
         "other",

@@ -24,9 +24,9 @@ __all__ = ["candidates", "choose", "choose_grouped", "grouped_key", "install", "
 
 MIN_BUCKET = 8
 # In octaves (factors of two): distance in M for the same N and K, else Euclidean distance of (M, N, K). Farther off the
-# cost model chooses better than the nearest entry (``bench.contest.ranking``).
+# cost model chooses better than the nearest entry (``bench.contest.ranking``); that of groups was not compared.
 MAX_M_OCTAVES = 2.0
-MAX_OCTAVES = 0.5
+MAX_OCTAVES, MAX_OCTAVES_OF_GROUPS = 0.5, 1.0
 
 _ByKind = dict[Kind, Entries]
 _tables: dict[str, _ByKind] = {}
@@ -163,7 +163,8 @@ def _rank(at: Key, wanted: Key) -> tuple[float, ...] | None:
     if not (wanted.n and wanted.k):
         return None
     distance = math.hypot(of_m, *(math.log2(a / b) for a, b in zip(sizes, others, strict=True) if a != b))
-    return (1, distance, at.m, *sizes) if distance <= MAX_OCTAVES else None
+    limit = MAX_OCTAVES_OF_GROUPS if wanted.experts else MAX_OCTAVES
+    return (1, distance, at.m, *sizes) if distance <= limit else None
 
 
 def table(machine: str) -> Mapping[Kind, Entries]:
