@@ -9,7 +9,7 @@ RANDOM_BITS: tl.constexpr = tl.constexpr(20)
 FIRST: tl.constexpr = tl.constexpr(0x7FEB352D)
 SECOND: tl.constexpr = tl.constexpr(0x846CA68B)
 THIRD: tl.constexpr = tl.constexpr(0x9E3779B1)
-# So many columns share a state: those that a thread has side by side, so it computes one for them.
+# So many columns share a state. A thread has them side by side, so it computes one state for them.
 GROUP: tl.constexpr = tl.constexpr(8)
 GENERATOR: tl.constexpr = tl.constexpr(0xAC564B05)
 GENERATOR_2: tl.constexpr = tl.constexpr(GENERATOR.value**2 % 2**32)

@@ -1,4 +1,4 @@
-"""The data of the cost model's ranking: what is measured, and what it says of GEMMs that no table has."""
+"""The ranking of configurations by the cost model: its rows, and its choices for GEMMs that no table has."""
 
 import json
 import statistics

@@ -38,7 +38,7 @@ def _launch(
 
 
 def _switches(scaled: bool, stochastic: bool, even: bool, first_col: int) -> dict[str, bool]:
-    """Constants of both kernels; ``first_col`` of the whole weight is that of the first tile."""
+    """Constants of both kernels; ``first_col``: the column of the unsharded weight where the first tile begins."""
     aligned, compiled = first_col % kernels.GROUP.value == 0, not triton_private.INTERPRETING
     return {"SCALED": scaled, "STOCHASTIC": stochastic, "EVEN": even, "ALIGNED": aligned, "COMPILED": compiled}
 

@@ -95,7 +95,7 @@ def test_casts_of_swiglu_and_of_its_gradient(device, spec, spec_t, width, dtype)
     assert_bitwise_equal(amax.cpu(), reference.group_amax(made.cpu(), offsets.cpu(), *specs))
     expected = reference.quantize_groups_both(made.cpu(), offsets.cpu(), *specs)
     check_casts(moe.quantize_groups_both(made, offsets, *specs, amax=amax), expected)
-    # A factor of 16 is a shift of the exponent: the given amaxes are those that are used.
+    # Sixteen times each amax: the codes change only if the cast reads the given amaxes.
     larger = moe.quantize_groups_both(made, offsets, *specs, amax=torch.where(amax > 0, amax + (4 << 23), 0))
     assert not all(torch.equal(x.float().cpu(), y.float()) for x, y in zip(larger, expected, strict=True))
 

@@ -115,7 +115,7 @@ def halves(x):
     return nn.functional.silu(left) * right
 
 
-# What is saved: up's result, or one of its halves.
+# Tensors that forward saves: up's result, or one of its halves.
 ACTIVATIONS = {
     "relu": (torch.relu, 1, {torch.bfloat16: 1}),
     "gelu": (nn.functional.gelu, 1, {torch.bfloat16: 1}),
