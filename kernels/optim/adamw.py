@@ -66,6 +66,18 @@ def _amax(x, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _least(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _per_block(x):
+    """Of equal integers for each group of columns, one for each block of moments."""
+    GROUPS: tl.constexpr = MOMENT_COLS // GROUP
+    return tl.reduce(tl.reshape(x, (x.shape[0], x.shape[1] // GROUPS, GROUPS)), 2, _least)
+
+
+@triton.jit
 def _moment_scale(exponents):
     """Of exponents for each group of columns, for each column."""
     exponents = exponents.to(tl.int32)
@@ -101,7 +113,9 @@ def _write_scaled_moment(
         codes = tl.maximum(codes, tl.minimum(scaled.to(tl.int32, bitcast=True), 1))
     tl.store(ptr + at, codes.to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True), mask=mask)
     exponents = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-    tl.store(scale_ptr + scale_at, _repeated(exponents, 1, MOMENT_COLS // GROUP), mask=scale_mask)
+    # One thread stores a scale. If all of its groups do, the many writes to a sector of the cache take up to five times
+    # as long as the whole step.
+    tl.store(scale_ptr + _per_block(scale_at), exponents, mask=_per_block(scale_mask.to(tl.int32)) != 0)
 
 
 @triton.jit
@@ -325,9 +339,15 @@ def adamw_blocks_kernel(
     begin(DEPENDENT)
     R: tl.constexpr = TILE_M if ROWS > TILE_M else ROWS
     C: tl.constexpr = TILE_N if COLS == -1 or COLS > TILE_N else COLS
-    across = tl.cdiv(K, RIGHT * TILE_N)
-    first_row = tl.program_id(0) // across * (DOWN * TILE_M)
-    first_col = tl.program_id(0) % across * (RIGHT * TILE_N)
+    program = tl.program_id(0)
+    if SCALED and DOWN > 1:
+        # Programs that run at the same time are below each other: side by side, they would store scales of moments to
+        # the same sectors of the cache, and wait for each other.
+        down = tl.cdiv(M, DOWN * TILE_M)
+        first_row, first_col = program % down * (DOWN * TILE_M), program // down * (RIGHT * TILE_N)
+    else:
+        across = tl.cdiv(K, RIGHT * TILE_N)
+        first_row, first_col = program // across * (DOWN * TILE_M), program % across * (RIGHT * TILE_N)
     ROUNDED: tl.constexpr = m_ptr.dtype.element_ty != tl.float32
     # The next tile is read before the work on this one, as far as registers hold both: not float32 moments, nor scales
     # with masks; nor scales with the weights of the last tile of a square.
