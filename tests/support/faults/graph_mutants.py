@@ -55,6 +55,13 @@ FAULTS = (
         _PASSES,
     ),
     (
+        "tritonfp8/ops/passes/cast_order.py",
+        "        if not _is_pointwise(node):\n            return False\n",
+        "",
+        "a gradient is moved ahead to be written over an operand that is read later",
+        _PASSES,
+    ),
+    (
         "tritonfp8/launch/casts/known_amax.py",
         "    along = x.t() if cast.reads_along_columns(x) else x\n",
         "    along = x.strided((x.shape[0] - 1, x.shape[1]), x.strides) if x.shape[0] > 1 else x\n",

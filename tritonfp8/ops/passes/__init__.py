@@ -1,4 +1,4 @@
-"""Rewrites of the graphs that Inductor compiles: to the same bits, with fewer launches.
+"""Rewrites of the graphs that Inductor compiles: to the same bits, with fewer launches and less memory.
 
 Exports :func:`rewrite`, which runs all of them.
 """
@@ -6,11 +6,12 @@ Exports :func:`rewrite`, which runs all of them.
 from typing import Any
 
 from tritonfp8.ops.passes.batched_weights import batch_weights
+from tritonfp8.ops.passes.cast_order import order_casts
 from tritonfp8.ops.passes.merged_casts import merge_casts, read_sources
 
-__all__ = ["batch_weights", "merge_casts", "read_sources", "rewrite"]
+__all__ = ["batch_weights", "merge_casts", "order_casts", "read_sources", "rewrite"]
 
 
 def rewrite(graph: Any) -> int:
     """Rewrite the ``torch.fx.Graph`` of a forward, a backward or an inference in place; how many places changed."""
-    return read_sources(graph) + merge_casts(graph) + batch_weights(graph)
+    return read_sources(graph) + merge_casts(graph) + batch_weights(graph) + order_casts(graph)
