@@ -24,6 +24,18 @@ def is_loaded() -> bool:
     return _COMPILER in sys.modules
 
 
+class InPlace(NamedTuple):
+    """A function that writes the first result of an op over one of its arguments, and returns the same results.
+
+    Attributes:
+        function: its name in the code.
+        place: of the argument, among the tensors of a call.
+    """
+
+    function: str
+    place: int
+
+
 class Direct(NamedTuple):
     """What stands in the place of an op.
 
@@ -31,10 +43,12 @@ class Direct(NamedTuple):
         function: its name in the code. It is called by position, with the arguments of the op.
         site: a Python expression that makes a function for one place in the code, where tensors always have the same
             layouts; None if ``function`` serves there, too.
+        in_place: what serves where the code does not need that argument afterwards; None if nothing does.
     """
 
     function: str
     site: str | None = None
+    in_place: InPlace | None = None
 
 
 def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
@@ -86,8 +100,10 @@ def call_directly(calls: Mapping[str, Direct], import_line: str) -> bool:
         root = wrapper.get_root_graph() if hasattr(wrapper, "get_root_graph") else wrapper
         root.add_import_once(import_line)
         line = DirectCall(wrapper, node)
-        line.function, maker = calls[node.python_kernel_name]
-        if maker is not None and has_fixed_layouts(node):
+        line.function, maker, in_place = calls[node.python_kernel_name]
+        if in_place is not None and is_free_after(node, in_place.place):
+            line.function = in_place.function
+        elif maker is not None and has_fixed_layouts(node):
             line.function = f"{SITE}{next(sites.setdefault(root, itertools.count()))}"
             root.add_import_once(f"{line.function} = {maker}")
         writeline(line)
@@ -127,6 +143,31 @@ def has_fixed_layouts(node: Any) -> bool:
         return False
     sizes = itertools.chain.from_iterable((*x.get_size(), *x.get_stride()) for x in node.inputs)
     return all(isinstance(size, int) or size.is_Integer for size in sizes)
+
+
+def is_free_after(node: Any, place: int) -> bool:
+    """Whether nobody needs a tensor that a call gets, once the call returned: neither later code nor autograd.
+
+    That holds for the last use of a tensor that only forward and backward of one graph know (torch: donated buffer), if
+    no other one shares its memory. torch refuses to run such a backward twice.
+    """
+    try:
+        from torch._inductor.ir import DonatedBuffer, ReinterpretView
+        from torch._inductor.virtualized import V
+
+        graph: Any = V.graph
+        x = node.inputs[place]
+        name = x.get_name()
+        last_used = graph.scheduler.current_node.last_usage
+        given = graph.graph_inputs_original.get(name)
+        placeholders = graph.module.graph.find_nodes(op="placeholder")
+    except (ImportError, AttributeError):
+        return False
+    if not isinstance(given, DonatedBuffer) or isinstance(x, ReinterpretView) or name not in last_used:
+        return False
+    fakes = {node.target: node.meta["val"] for node in placeholders if hasattr(node.meta.get("val"), "untyped_storage")}
+    memory = fakes.pop(name).untyped_storage()._cdata
+    return all(other.untyped_storage()._cdata != memory for other in fakes.values())
 
 
 def call_ops(names: Iterable[str]) -> None:

@@ -55,7 +55,9 @@ from tritonfp8.launch.moe import (
     sum_of_rows,
     swiglu,
     swiglu_backward,
+    swiglu_backward_,
     swiglu_backward_amax,
+    swiglu_backward_amax_,
 )
 from tritonfp8.launch.optimizer import adamw, adamw_amax
 from tritonfp8.launch.plan import ALIGNMENT
@@ -90,7 +92,9 @@ __all__ = [
     "sum_of_rows",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_",
     "swiglu_backward_amax",
+    "swiglu_backward_amax_",
     "plan_quantize_groups_both",
     "plan_quantize_matrices",
     "plan_rms_norm_backward",

@@ -74,6 +74,32 @@ def add(
     _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", maker)
 
 
+def add_in_place(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], place: int) -> None:
+    """Add a function that writes the first result of an op over an argument, for graphs that need it no longer.
+
+    Args:
+        name: of the function.
+        op: the overload of the op, whose function was added before.
+        cpu: implements the op on a CPU, and writes over nothing.
+        cuda: does both on a GPU.
+        place: index of that argument, which is a tensor like the result. Those before it are tensors, too.
+    """
+    modes, is_profiled = torch_private.dispatch_mode_count, torch_private.is_profiled
+
+    def call(*args: Any) -> Any:
+        if modes() or is_profiled():
+            return op(*args)
+        x = args[place]
+        if x.is_cuda:
+            return cuda(*args)
+        found = cpu(*args)
+        return x.copy_(found) if isinstance(found, Tensor) else (x.copy_(found[0]), *found[1:])
+
+    setattr(CALLS, name, call)
+    key = f"torch.ops.{op}"
+    _calls[key] = _calls[key]._replace(in_place=inductor_private.InPlace(f"{_ALIAS}.{name}", place))
+
+
 def _returns_one(op: Any) -> bool:
     """Whether the op returns one tensor, not several or a list."""
     return [str(result.type) for result in op._schema.returns] == ["Tensor"]

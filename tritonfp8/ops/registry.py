@@ -64,6 +64,8 @@ def _twin(name: str, schema: str) -> Op:
 
 _OF = "Tensor x, Tensor offsets, str spec"
 _ROWS = "Tensor? rows=None, Tensor? factors=None, bool swiglu=False"
+# Of the ops of SwiGLU's gradient.
+_GATE_UP = 1
 _PRODUCER = "str spec, str spec_t, str orientation, bool keep"
 # Optional tensors come last, where the dispatcher leaves out a None: torch.export.draft_export takes an
 # optional tensor that is passed as None for one that the op writes to.
@@ -225,44 +227,24 @@ _GROUPED = {
     "sum_of_rows": _twin("sum_of_rows", "(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
 }
 _FUSED = {
-    "rms_norm_quantize": Op(
-        f"(Tensor x, Tensor weight, float eps, str rounding, {_PRODUCER}) -> Tensor[]",
-        fakes.rms_norm_quantize,
-        reference.rms_norm_quantize,
-        launch.rms_norm_quantize,
-        launch.plan_rms_norm_quantize,
+    "rms_norm_quantize": _twin(
+        "rms_norm_quantize", f"(Tensor x, Tensor weight, float eps, str rounding, {_PRODUCER}) -> Tensor[]"
     ),
-    "rms_norm_backward": Op(
+    "rms_norm_backward": _twin(
+        "rms_norm_backward",
         "(Tensor grad, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? residual, bool needs_weight) "
         "-> Tensor[]",
-        fakes.rms_norm_backward,
-        reference.rms_norm_backward,
-        launch.rms_norm_backward,
-        launch.plan_rms_norm_backward,
     ),
-    "silu_mul_quantize": Op(
-        f"(Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]",
-        fakes.silu_mul_quantize,
-        reference.silu_mul_quantize,
-        launch.silu_mul_quantize,
-        launch.plan_silu_mul_quantize,
-    ),
-    "silu_mul_backward_quantize": Op(
-        f"(Tensor grad, Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]",
-        fakes.silu_mul_backward_quantize,
-        reference.silu_mul_backward_quantize,
-        launch.silu_mul_backward_quantize,
-        launch.plan_silu_mul_backward_quantize,
+    "silu_mul_quantize": _twin("silu_mul_quantize", f"(Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]"),
+    "silu_mul_backward_quantize": _twin(
+        "silu_mul_backward_quantize", f"(Tensor grad, Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]"
     ),
 }
 _HEALTH = {
-    "operand_figures": Op(
+    "operand_figures": _twin(
+        "operand_figures",
         "(Tensor x, Tensor whole, int elements, float limit, Tensor? result=None, Tensor? qdata=None, "
         "Tensor? low=None, Tensor? high=None) -> Tensor",
-        fakes.operand_figures,
-        reference.operand_figures,
-        launch.operand_figures,
-        launch.plan_operand_figures,
     ),
 }
 # Implemented above the ops, in terms of them.
@@ -352,6 +334,9 @@ def _register() -> None:
             direct.add(name, _overload(name), cpu, cuda, op.reference, op.planner)
         if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS}:
             batching.register(f"{NAMESPACE}::{name}", _library)
+    for name in ("swiglu_backward", "swiglu_backward_amax"):
+        cpu, cuda = getattr(reference, name), getattr(launch, f"{name}_")
+        direct.add_in_place(f"{name}_", _overload(name), cpu, cuda, _GATE_UP)
 
 
 _register()

@@ -1,5 +1,7 @@
 """The casts and GEMMs of groups compile: for Hopper without spills, for Ada and Blackwell at all."""
 
+import re
+
 import pytest
 import torch
 from compile_target import compile_launch, note_launches
@@ -100,6 +102,26 @@ def test_casts_of_float32(compiled, recipe):
     calls = casts(recipe, torch.float32)
     for name in ("both", "both of SwiGLU", "both of its gradient", "matrices transposed"):
         check(compiled(90, calls[name]), 90)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_thread_reads_before_it_writes_over(compiled, dtype):
+    """Nothing orders the loads of one thread before the stores of another, so each stores what it loaded itself."""
+    inner, grad = empty(TOKENS, 2 * K, dtype=dtype), empty(TOKENS, K, dtype=dtype)
+    specs = ("e4m3:rowwise:fp32:pow2",) * 2
+    for call, name in (
+        (lambda: moe.swiglu_backward_(grad, inner), "swiglu_kernel"),
+        (lambda: moe.swiglu_backward_amax_(grad, inner, OFFSETS, *specs), "group_swiglu_kernel"),
+    ):
+        found = compiled(90, call)
+        check(found, 90)
+        (ptx,) = (report.ptx for kernel, report in found if kernel.__name__ == name)
+        wide = re.findall(r"\b(ld|st)\.global\.v4|\b(bar)\.sync|\b(ld|st)\.shared", ptx)
+        steps = ["".join(step) for step in wide]
+        first = steps.index("st")
+        # The loads of gate, the other branch and its gradient, as wide as the stores, and no exchange between them.
+        assert set(steps[:first]) == {"ld"}
+        assert "ld.global.v4" not in ptx[ptx.index("st.global.v4") :]
 
 
 def quantized(shape, spec, layout):

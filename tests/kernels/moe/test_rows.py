@@ -100,6 +100,29 @@ def test_casts_of_swiglu_and_of_its_gradient(device, spec, spec_t, width, dtype)
     assert not all(torch.equal(x.float().cpu(), y.float()) for x, y in zip(larger, expected, strict=True))
 
 
+@on_devices(
+    [((7, 0, 130, 40), 72, torch.bfloat16, True), ((7, 30), 256, torch.float32, False)],
+    sizes=((7, 0, 130, 40), (0, 64), (190,)),
+    width=(768, 41),
+    dtype=(torch.bfloat16, torch.float32),
+    contiguous=(True, False),
+)
+def test_a_gradient_written_over_its_operand(device, sizes, width, dtype, contiguous):
+    """The same bits, also of rows of no group, and of operands that only a copy can be written to."""
+    gate_up, grad = inputs(width, dtype, device)
+    gate_up = gate_up if contiguous else gate_up.t().contiguous().t()
+    offsets, specs = ends(sizes).to(device), (*ROW.args, *TENSOR.args)
+    expected, expected_amax = moe.swiglu_backward_amax(grad, gate_up, offsets, *specs)
+    for over, call in (
+        (gate_up.clone(), lambda x: (moe.swiglu_backward_(grad, x), None)),
+        (gate_up.clone(), lambda x: moe.swiglu_backward_amax_(grad, x, offsets, *specs)),
+    ):
+        found, amax = call(over)
+        assert found is over
+        assert_bitwise_equal(found, expected)
+        assert amax is None or torch.equal(amax, expected_amax)
+
+
 def check_casts(found, expected):
     assert_bitwise_equal(tuple(x.cpu() for x in found), expected)
     assert [x.shape for x in found] == [x.shape for x in expected]
@@ -132,6 +155,8 @@ def test_no_rows(device):
     grad, amax = moe.swiglu_backward_amax(x[:, :8], x, ends((0, 0)).to(device), *ROW.args, *ROW.args)
     assert grad.shape == (0, 16)
     assert_bitwise_equal(amax.cpu(), torch.zeros(2 * 16, dtype=torch.int32))
+    assert moe.swiglu_backward_(x[:, :8], x) is x
+    assert_bitwise_equal(moe.swiglu_backward_amax_(x[:, :8], x, ends((0, 0)).to(device), *ROW.args, *ROW.args)[1], amax)
 
 
 @each_device

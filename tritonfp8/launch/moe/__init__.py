@@ -13,6 +13,7 @@ from tritonfp8.launch.moe.casts import (
     quantize_groups_both,
     quantize_matrices,
     swiglu_backward_amax,
+    swiglu_backward_amax_,
 )
 from tritonfp8.launch.moe.matmul import (
     grouped_matmul,
@@ -28,6 +29,7 @@ from tritonfp8.launch.moe.rows import (
     sum_of_rows,
     swiglu,
     swiglu_backward,
+    swiglu_backward_,
 )
 
 __all__ = [
@@ -50,5 +52,7 @@ __all__ = [
     "sum_of_rows",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_",
     "swiglu_backward_amax",
+    "swiglu_backward_amax_",
 ]

@@ -163,13 +163,30 @@ def plan_swiglu_backward_amax(
     plan: Planner, grad: View, gate_up: View, offsets: View, spec: str, spec_t: str
 ) -> list[View] | None:
     """Outputs: the gradient of ``gate_up``, and its amaxes."""
+    found = _swiglu_backward_amax(plan, grad, gate_up, offsets, spec, spec_t, None)
+    return found and [*found]
+
+
+def plan_swiglu_backward_amax_(
+    plan: Planner, grad: View, gate_up: View, offsets: View, spec: str, spec_t: str
+) -> list[View] | None:
+    """One output, the amaxes: ``gate_up`` is written over."""
+    if not gate_up.is_contiguous():
+        return None
+    found = _swiglu_backward_amax(plan, grad, gate_up, offsets, spec, spec_t, gate_up)
+    return found and [found[1]]
+
+
+def _swiglu_backward_amax(
+    plan: Planner, grad: View, gate_up: View, offsets: View, spec: str, spec_t: str, out: View | None
+) -> tuple[View, View] | None:
     of = _tokens(grad, offsets, gate_up=gate_up, swiglu=True)
     blocks = (spec_of(spec).block, transposed(spec_of(spec_t).block))
     if of is None or not any(-1 in block for block in blocks):
         return None
-    of = with_maxima(plan, of, of.table(plan), blocks)
+    of = with_maxima(plan, of, of.table(plan), blocks, out)
     assert of.amax is not None
-    return [of.x, of.amax]
+    return of.x, of.amax
 
 
 def swiglu_backward_amax(
@@ -184,6 +201,17 @@ def swiglu_backward_amax(
         offsets = torch.zeros(offsets.shape, dtype=torch.int32)
         return reference.swiglu_backward_amax(grad, gate_up, offsets, spec, spec_t)
     return swiglu_backward_amax(grad, gate_up, offsets.contiguous(), spec, spec_t)
+
+
+def swiglu_backward_amax_(
+    grad: Tensor, gate_up: Tensor, offsets: Tensor, spec: str, spec_t: str
+) -> tuple[Tensor, Tensor]:
+    """:func:`swiglu_backward_amax`, written over ``gate_up``, which is returned with the amaxes."""
+    results = planned(plan_swiglu_backward_amax_, (grad, gate_up, offsets), (spec, spec_t))
+    if results is not None:
+        return gate_up, results[0]
+    found, amax = swiglu_backward_amax(grad, gate_up, offsets, spec, spec_t)
+    return gate_up.copy_(found), amax
 
 
 def _matrices(x: View) -> tuple[Groups, bool] | None:

@@ -25,11 +25,23 @@ def plan_swiglu_backward(plan: Planner, grad: View, gate_up: View) -> list[View]
     return [add_swiglu(plan, grad, gate_up)] if gate_up.numel() else None
 
 
-def add_swiglu(plan: Planner, x: View, gate_up: View | None) -> View:
-    """Add the launch of SwiGLU of ``x``, or of the gradient of ``gate_up``, where ``x`` is that of the result."""
+def plan_swiglu_backward_(plan: Planner, grad: View, gate_up: View) -> list[View] | None:
+    """No output: ``gate_up`` is written over."""
+    if not (gate_up.numel() and gate_up.is_contiguous()):
+        return None
+    add_swiglu(plan, grad, gate_up, gate_up)
+    return []
+
+
+def add_swiglu(plan: Planner, x: View, gate_up: View | None, out: View | None = None) -> View:
+    """Add the launch of SwiGLU of ``x``, or of the gradient of ``gate_up``, where ``x`` is that of the result.
+
+    ``out`` is where it is written, contiguous and possibly ``gate_up``; None allocates it.
+    """
     of = x if gate_up is None else gate_up
     rows, features = of.shape[0], of.shape[1] // 2
-    out = plan.empty((rows, features if gate_up is None else 2 * features), of.dtype)
+    if out is None:
+        out = plan.empty((rows, features if gate_up is None else 2 * features), of.dtype)
     tile = cast_tiles.SWIGLU
     plan.launch(
         kernels.swiglu_kernel,
@@ -52,6 +64,13 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.swiglu_backward`."""
     results = planned(plan_swiglu_backward, (grad, gate_up), ())
     return reference.swiglu_backward(grad, gate_up) if results is None else results[0]
+
+
+def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """:func:`swiglu_backward`, written over ``gate_up``, which is returned."""
+    if planned(plan_swiglu_backward_, (grad, gate_up), ()) is None:
+        gate_up.copy_(swiglu_backward(grad, gate_up))
+    return gate_up
 
 
 def plan_sum_of_rows(plan: Planner, x: View, places: View, factors: View | None) -> list[View] | None:

@@ -176,8 +176,13 @@ def side_of_matrices(plan: Planner, shape: Sequence[int], spec: QuantSpec, trans
     return side.swapped() if transpose else side, qdata, scale
 
 
-def with_maxima(plan: Planner, of: Groups, table: tuple[View, int], blocks: Collection[BlockShape]) -> Groups:
-    """``of`` with the amaxes of ``blocks``, found in one pass over the rows, in which SwiGLU is computed."""
+def with_maxima(
+    plan: Planner, of: Groups, table: tuple[View, int], blocks: Collection[BlockShape], out: View | None = None
+) -> Groups:
+    """``of`` with the amaxes of ``blocks``, found in one pass over the rows, in which SwiGLU is computed.
+
+    ``out`` is where its result is written, contiguous and possibly ``of.gate_up``; None allocates it.
+    """
     rows, n = of.tokens, of.width
     sizes = group_amax_sizes(rows, n, of.groups, blocks)
     amax = plan.empty((sum(sizes.values()),), torch.int32, zeroed=True)
@@ -191,8 +196,9 @@ def with_maxima(plan: Planner, of: Groups, table: tuple[View, int], blocks: Coll
     found = {name: block in sizes for name, block in (("ROW", ROWWISE), ("COL", COLUMNWISE), ("WHOLE", TENSORWISE))}
     tiles = {"TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize)}
     stride = 0 if lines is None else lines.lines
-    made = plan.empty((rows, n), of.x.dtype) if of.swiglu else of.x
+    made = of.x
     if of.swiglu:
+        made = plan.empty((rows, n), of.x.dtype) if out is None else out
         gate_up = of.x if of.gate_up is None else of.gate_up
         plan.launch(
             kernels.group_swiglu_kernel,
