@@ -175,8 +175,8 @@ def tuned() -> str:
 
 
 def limits() -> str:
-    """Where a step of each model goes on an H100, and how fast it would be if nothing had to be cast."""
-    rows = data("../nvidia-h100/model.json")["rows"]
+    """Where a step of each model goes, and how fast it would be if nothing had to be cast."""
+    rows = data("model.json")["rows"]
     parts = {(row["name"], row["contender"]): row for row in rows if row["case"] == MODEL_KERNELS.name}
 
     def line(bar: Bar) -> tuple[str, ...]:

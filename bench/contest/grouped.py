@@ -262,4 +262,5 @@ PRODUCTS = tuple(
     for name, problem, sets in (("output", Output, ()), ("grad_weight", GradWeight, TRAINED))
 )
 CASTS = tuple(GroupedCast(f"grouped cast {recipe}", (), recipe) for recipe in RECIPES)
-EXPERTS = Case("mixture of experts")
+# The second one measures the GPU time of each kind of kernel.
+OF_EXPERTS = EXPERTS, EXPERTS_KERNELS = Case("mixture of experts"), Case("mixture of experts kernels")

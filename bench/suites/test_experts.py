@@ -6,7 +6,7 @@ import torch
 import tritonfp8
 from bench.contest import gates
 from bench.contest.compare import Contender, measures
-from bench.contest.grouped import EXPERTS, RECIPES
+from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS, RECIPES
 from bench.contest.peers import compiled
 from bench.models import LoopedExperts, TorchExperts, mixture
 
@@ -60,8 +60,8 @@ def flops(shape):
     return 3 * 2 * tokens * top_k * 3 * hidden * intermediate
 
 
-@measures("experts", (EXPERTS,))
-def test_experts(benchmark, contest, case, shape):
+def contenders_on(contest, shape):
+    """Our experts of each recipe and of bf16, and torch's in bf16."""
     device = contest.device.device
     x, grad_output = inputs(shape, device)
     check = close_experts(shape, x, grad_output)
@@ -74,5 +74,15 @@ def test_experts(benchmark, contest, case, shape):
         return Contender(name, make, check, own=own, peer=None if name == TORCH else TORCH, fields=work)
 
     contenders = [contender(name, tritonfp8.Float8Experts, name, own=True) for name in (*RECIPES, BF16)]
-    contenders.append(contender(TORCH, TorchExperts, BF16, own=False))
-    contest(benchmark, case, shape, contenders, contest.device.settled_seconds)
+    return [*contenders, contender(TORCH, TorchExperts, BF16, own=False)]
+
+
+@measures("experts", (EXPERTS,))
+def test_experts(benchmark, contest, case, shape):
+    contest(benchmark, case, shape, contenders_on(contest, shape), contest.device.settled_seconds)
+
+
+# Last, because the profiler slows later launches.
+@measures("experts", (EXPERTS_KERNELS,))
+def test_kernels(contest, case, shape):
+    contest.break_down(case, shape, contenders_on(contest, shape))

@@ -212,8 +212,9 @@ def test_runs_to_settle_have_an_end(monkeypatch):
 
 def test_kernels_are_told_apart_by_their_names():
     kernels = [("hopper_matmul_kernel", 1.0), ("nvjet_qqtst_128x256", 2.0), ("sm90_xmma_gemm_bf16", 4.0)]
-    others = [("quantize_kernel", 8.0), ("triton_red_fused_amax", 16.0), ("Memset (Device)", 32.0)]
-    sums = {"gemm_seconds": 7.0, "cast_seconds": 8.0, "other_seconds": 48.0}
+    kernels.append(("hopper_grouped_kernel", 64.0))
+    others = [("quantize_kernel", 8.0), ("triton_red_fused_scaled_matmul_amax", 16.0), ("Memset (Device)", 32.0)]
+    sums = {"gemm_seconds": 71.0, "cast_seconds": 8.0, "other_seconds": 48.0}
     assert contests.kernel_seconds([*kernels, *others]) == sums
     assert contests.kernel_seconds([]) == {}
 

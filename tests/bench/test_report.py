@@ -194,7 +194,7 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:]
     rows = by_suite([json.loads(line) for line in noted.read_text().splitlines()])
     untimed = {r["case"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None}
-    of_kernels = {cases.LAYER_KERNELS.name, cases.MODEL_KERNELS.name}
+    of_kernels = {cases.LAYER_KERNELS.name, cases.MODEL_KERNELS.name, grouped.EXPERTS_KERNELS.name}
     assert untimed == (of_kernels if not torch.cuda.is_available() else set())
     assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
     assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
