@@ -142,7 +142,7 @@ def allocated(code):
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", [F.silu, lambda x: F.gelu(x, approximate="tanh")], ids=["silu", "gelu"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "tensorwise", "mxfp8"])
-def test_gradients_of_both_branches_take_no_new_memory(recipe, activation, monkeypatch):
+def test_gradients_of_both_branches_take_no_new_memory(recipe, activation, told, monkeypatch):
     model, x = GatedMLP(activation).bfloat16(), of_tokens(HIDDEN)
     tritonfp8.convert(model, recipe)
     found, code = code_of(model, x)

@@ -119,15 +119,6 @@ def test_a_third_cast_stays(x):
     assert merged(function, x) == (1, 1)
 
 
-@pytest.fixture
-def told():
-    """Inductor's table of passes with ours; put back after the test."""
-    before = list(post_grad.pass_patterns)
-    assert inductor_private.rewrite_graphs(passes.rewrite)
-    yield post_grad.pass_patterns
-    post_grad.pass_patterns[:] = before
-
-
 def casts(code):
     return Counter(re.findall(r"tritonfp8_site\('(quantize\w*)'\)", code))
 
