@@ -151,3 +151,14 @@ def test_gradients_of_both_branches_take_no_new_memory(recipe, activation, told,
     expected, code = code_of(model, x)
     assert allocated(code) == 1
     assert_bitwise_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_sizes_that_change(told, monkeypatch):
+    model, x = GatedMLP(F.silu).bfloat16(), of_tokens(2, HIDDEN)
+    tritonfp8.convert(model, "rowwise")
+    found, code = code_of(model, x, dynamic=True)
+    monkeypatch.setattr(passes, "order_casts", lambda graph: 0)
+    expected, before = code_of(model, x, dynamic=True)
+    assert code != before
+    assert_bitwise_equal(found, expected)

@@ -61,9 +61,11 @@ def _operands(x: Any) -> set[Any]:
     size = x.meta["val"].numel()
     while waiting:
         for node in waiting.pop().all_input_nodes:
+            fake = node.meta.get("val")
             if _is_pointwise(node):
                 waiting.append(node)
-            elif statically_known_true(node.meta["val"].numel() == size):
+            # Other inputs are sizes, where they change.
+            elif isinstance(fake, torch.Tensor) and statically_known_true(fake.numel() == size):
                 found.add(node)
     return found
 
@@ -79,7 +81,9 @@ def _is_free_after(x: Any, cast: Any) -> bool:
         if not _is_pointwise(node):
             return False
         waiting += node.users
-    return statically_known_true(x.meta["val"].nbytes == made.meta["val"].nbytes)
+    # `nbytes` is an error where sizes change.
+    sizes = [fake.numel() * fake.itemsize for fake in (x.meta["val"], made.meta["val"])]
+    return statically_known_true(sizes[0] == sizes[1])
 
 
 def _swap(graph: Any, first: Any, second: Any) -> bool:
