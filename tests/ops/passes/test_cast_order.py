@@ -14,7 +14,7 @@ from tritonfp8.ops import passes
 from tritonfp8.testing import assert_bitwise_equal
 
 ROWWISE, TENSORWISE = "e4m3:rowwise:fp32:pow2", "e4m3:tensorwise:fp32:pow2"
-WHERE, GEMM = torch.ops.aten.where.self, torch.ops.tritonfp8.scaled_matmul.default
+WHERE = torch.ops.aten.where.self
 converted = torch.ops.prims.convert_element_type.default
 TOKENS, HIDDEN, FFN = 48, 64, 112
 
@@ -50,8 +50,8 @@ def rewritten(function, *args):
 
 def places(graph):
     """The place of each cast and GEMM, and of the node that makes one gradient depend on the other."""
-    named = [node for node in graph.nodes if node.op == "call_function"]
-    return [node.target._opname for node in named if node.target in (WHERE, GEMM) or "quantize" in str(node.target)]
+    named = [(str(node.target), node.target) for node in graph.nodes if node.op == "call_function"]
+    return [op._opname for name, op in named if op == WHERE or "quantize" in name or "matmul" in name]
 
 
 def test_the_gradient_that_alone_reads_an_operand_is_first(operands):
@@ -73,6 +73,22 @@ def test_the_gradient_that_alone_reads_an_operand_is_first(operands):
     (dependent,) = graph.find_nodes(op="call_function", target=WHERE)
     assert last.args[0] is dependent
     assert dependent.args[0].args[0] is cast.args[0]
+
+
+def test_casts_of_groups(operands):
+    """As of experts whose activation is none of our ops."""
+
+    def backward(grad, gate, up, weight, offsets):
+        rhs = ops.quantize_matrices(torch.stack([weight] * 2), ROWWISE)
+        of_up, of_gate = gradients(grad, gate, up)
+        casts = [ops.quantize_groups_both(x, offsets, ROWWISE, ROWWISE) for x in (of_up, of_gate)]
+        args = ROWWISE, *rhs, ROWWISE, offsets
+        return *casts[0], *casts[1], *(ops.scaled_grouped_matmul(*cast[:2], *args) for cast in casts)
+
+    graph, found = rewritten(backward, *operands, torch.tensor([7, 40], dtype=torch.int32))
+    assert found == 1
+    cast = ["quantize_groups_both", "scaled_grouped_matmul"]
+    assert places(graph) == ["quantize_matrices", *cast, "where", *cast]
 
 
 def test_an_amax_reads_the_dependent_gradient_too(operands):

@@ -17,7 +17,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tritonfp8.ops.passes.nodes import source
 
-_CASTS = ("quantize", "quantize_both", "quantize_with_amax")
+_CASTS = (
+    "quantize", "quantize_both", "quantize_both_sum", "quantize_with_amax", "quantize_groups", "quantize_groups_both",
+)  # fmt: skip
+_GEMMS = ("scaled_matmul", "scaled_grouped_matmul")
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 _CONVERSION = torch.ops.prims.convert_element_type.default
@@ -29,8 +32,7 @@ def order_casts(graph: Any) -> int:
     Args:
         graph: as of :func:`~tritonfp8.ops.passes.merged_casts.merge_casts`.
     """
-    ops = [getattr(torch.ops.tritonfp8, name).default for name in _CASTS]
-    casts = [node for node in graph.nodes if node.op == "call_function" and node.target in ops]
+    casts = [node for node in graph.nodes if _is_one_of(node, _CASTS)]
     made_of = {cast: _operands(source(cast.args[0])) for cast in casts}
     changed = 0
     for index, second in enumerate(casts):
@@ -42,6 +44,11 @@ def order_casts(graph: Any) -> int:
                 changed += _swap(graph, first, second)
                 break
     return changed
+
+
+def _is_one_of(node: Any, names: tuple[str, ...]) -> bool:
+    # The ops are not there yet when this module is imported.
+    return node.op == "call_function" and node.target in [getattr(torch.ops.tritonfp8, x).default for x in names]
 
 
 def _has_shape_of(cast: Any, other: Any) -> bool:
@@ -92,7 +99,7 @@ def _swap(graph: Any, first: Any, second: Any) -> bool:
     x, of_second = source(first.args[0]), source(second.args[0])
     before = min(x.users, key=place.__getitem__)
     users = sorted((user for result in second.users for user in result.users), key=place.__getitem__)
-    gemms = [user for user in users if user.target == torch.ops.tritonfp8.scaled_matmul.default]
+    gemms = [user for user in users if _is_one_of(user, _GEMMS)]
     # With its GEMM its codes are free before the other cast writes as many.
     for last in (*gemms[:1], second):
         needed = _needed(last, place[before], place)
