@@ -24,13 +24,13 @@ def tensors(values):
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
-def gradients(function, *leaves):
+def gradients(function, *leaves, **options):
     """Of the first result of a compiled function, and which functions of SwiGLU's gradient the code calls."""
     torch.compiler.reset()
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
 
     def run():
-        out = tensors(torch.compile(function, fullgraph=True)(*leaves))[0]
+        out = tensors(torch.compile(function, fullgraph=True, **options)(*leaves))[0]
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -137,8 +137,9 @@ def test_what_shares_its_memory_is_not_written_over(leaves, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True], ids=["one size", "sizes that change"])
 @pytest.mark.parametrize(("recipe", "name"), [("rowwise", "swiglu_backward_amax_"), ("blockwise", "swiglu_backward_")])
-def test_gradients_of_experts(recipe, name, monkeypatch):
+def test_gradients_of_experts(recipe, name, dynamic, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     experts = tritonfp8.Float8Experts(4, 64, 96, recipe=recipe).bfloat16()
     x = torch.randn(48, 64, generator=generator).bfloat16()
@@ -148,10 +149,10 @@ def test_gradients_of_experts(recipe, name, monkeypatch):
         named = dict(zip(dict(experts.named_parameters()), weights, strict=True))
         return torch.func.functional_call(experts, named, (x, index, factors))
 
-    found, called = gradients(function, x, *experts.parameters())
+    found, called = gradients(function, x, *experts.parameters(), dynamic=dynamic)
     assert called == [name]
     monkeypatch.setattr(inductor_private, "is_free_after", lambda node, place: False)
-    expected, called = gradients(function, x, *experts.parameters())
+    expected, called = gradients(function, x, *experts.parameters(), dynamic=dynamic)
     assert called == [name.removesuffix("_")]
     assert_bitwise_equal(found, expected)
 
