@@ -113,8 +113,8 @@ def _write_scaled_moment(
         codes = tl.maximum(codes, tl.minimum(scaled.to(tl.int32, bitcast=True), 1))
     tl.store(ptr + at, codes.to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True), mask=mask)
     exponents = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-    # One thread stores a scale. If all of its groups do, the many writes to a sector of the cache take up to five times
-    # as long as the whole step.
+    # One thread stores a scale. If all threads of its block did, they would write to the same sector of the cache, and
+    # wait for each other.
     tl.store(scale_ptr + _per_block(scale_at), exponents, mask=_per_block(scale_mask.to(tl.int32)) != 0)
 
 

@@ -73,7 +73,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class ReadLater(SwiGLU):
-    """Its backward reads what is saved once more."""
+    """Its backward reads the saved tensor once more."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -104,7 +104,7 @@ CASES = {
     "read again later": (lambda x, w: ReadLater.apply(Product.apply(x, w)), ["swiglu_backward"]),
     "given to the caller": (lambda x, w: (SwiGLU.apply(y := Product.apply(x, w)), y), ["swiglu_backward"]),
     "an input of the caller": (lambda x, w: SwiGLU.apply(w) * x.sum(), ["swiglu_backward"]),
-    "parts of what is saved": (of_parts, ["swiglu_backward"] * 2),
+    "parts of a saved tensor": (of_parts, ["swiglu_backward"] * 2),
 }
 
 

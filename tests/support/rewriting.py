@@ -4,10 +4,22 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tritonfp8.testing import assert_bitwise_equal
+
 
 def graph_of(function, *args):
     """The graph of ``function``, as Inductor has it: with a fake tensor for each node."""
     return make_fx(function, tracing_mode="fake")(*args)
+
+
+def rewritten(rewrite, function, *args):
+    """The graph of ``function`` after a rewrite, which keeps the results to the bit, and how many places it changed."""
+    module = graph_of(function, *args)
+    found = rewrite(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert_bitwise_equal(list(module(*args)), list(function(*args)))
+    return module.graph, found
 
 
 def code_of(model, x, **options):

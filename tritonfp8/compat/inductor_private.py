@@ -166,8 +166,10 @@ def is_free_after(node: Any, place: int) -> bool:
     if not isinstance(given, DonatedBuffer) or isinstance(x, ReinterpretView) or name not in last_used:
         return False
     fakes = {node.target: node.meta["val"] for node in placeholders if hasattr(node.meta.get("val"), "untyped_storage")}
-    memory = fakes.pop(name).untyped_storage()._cdata
-    return all(other.untyped_storage()._cdata != memory for other in fakes.values())
+    own = fakes.pop(name, None)
+    if own is None:
+        return False
+    return all(other.untyped_storage()._cdata != own.untyped_storage()._cdata for other in fakes.values())
 
 
 def call_ops(names: Iterable[str]) -> None:

@@ -59,6 +59,15 @@ def add(
         like: has the parameters and defaults of the schema.
         planner: makes the plans of ``cuda``, if a plan serves all that ``cuda`` does.
     """
+    setattr(CALLS, name, _without_dispatcher(op, cpu, cuda))
+    maker = None
+    if planner is not None:
+        _plannable[name] = Plannable.of(planner, like, is_one=_returns_one(op))
+        maker = f"{_SITE_ALIAS}({name!r})"
+    _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", maker)
+
+
+def _without_dispatcher(op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> Callable[..., Any]:
     modes, is_profiled = torch_private.dispatch_mode_count, torch_private.is_profiled
 
     def call(x: Tensor, *args: Any) -> Any:
@@ -66,12 +75,7 @@ def add(
             return op(x, *args)
         return cuda(x, *args) if x.is_cuda else cpu(x, *args)
 
-    setattr(CALLS, name, call)
-    maker = None
-    if planner is not None:
-        _plannable[name] = Plannable.of(planner, like, is_one=_returns_one(op))
-        maker = f"{_SITE_ALIAS}({name!r})"
-    _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", maker)
+    return call
 
 
 def add_in_place(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], place: int) -> None:
@@ -84,18 +88,12 @@ def add_in_place(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[...
         cuda: does both on a GPU.
         place: index of that argument, which is a tensor like the result. Those before it are tensors, too.
     """
-    modes, is_profiled = torch_private.dispatch_mode_count, torch_private.is_profiled
 
-    def call(*args: Any) -> Any:
-        if modes() or is_profiled():
-            return op(*args)
-        x = args[place]
-        if x.is_cuda:
-            return cuda(*args)
-        found = cpu(*args)
+    def on_cpu(*args: Any) -> Any:
+        x, found = args[place], cpu(*args)
         return x.copy_(found) if isinstance(found, Tensor) else (x.copy_(found[0]), *found[1:])
 
-    setattr(CALLS, name, call)
+    setattr(CALLS, name, _without_dispatcher(op, on_cpu, cuda))
     key = f"torch.ops.{op}"
     _calls[key] = _calls[key]._replace(in_place=inductor_private.InPlace(f"{_ALIAS}.{name}", place))
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import code_of, graph_of
+from rewriting import code_of, rewritten
 from torch import nn
 
 import tritonfp8
@@ -38,16 +38,6 @@ def gradients(grad, gate, up):
     return tuple(converted(x, torch.bfloat16) for x in results)
 
 
-def rewritten(function, *args):
-    """The graph after the rewrite, which must keep the results to the bit, and how many places it changed."""
-    module = graph_of(function, *args)
-    found = passes.order_casts(module.graph)
-    module.graph.lint()
-    module.recompile()
-    assert_bitwise_equal(list(module(*args)), list(function(*args)))
-    return module.graph, found
-
-
 def places(graph):
     """The place of each cast and GEMM, and of the node that makes one gradient depend on the other."""
     named = [(str(node.target), node.target) for node in graph.nodes if node.op == "call_function"]
@@ -65,7 +55,7 @@ def test_the_gradient_that_alone_reads_an_operand_is_first(operands):
             *(ops.scaled_matmul(*x[:2], ROWWISE, q, s, ROWWISE) for x in (codes_up, codes_gate)),
         )
 
-    graph, found = rewritten(backward, *operands)
+    graph, found = rewritten(passes.order_casts, backward, *operands)
     assert found == 1
     # The gate's cast with its GEMM, and then the other one.
     assert places(graph) == ["quantize", "quantize_both", "scaled_matmul", "where", "quantize_both", "scaled_matmul"]
@@ -76,7 +66,7 @@ def test_the_gradient_that_alone_reads_an_operand_is_first(operands):
 
 
 def test_casts_of_groups(operands):
-    """As of experts whose activation is none of our ops."""
+    """As of experts whose activation is not one of our ops."""
 
     def backward(grad, gate, up, weight, offsets):
         rhs = ops.quantize_matrices(torch.stack([weight] * 2), ROWWISE)
@@ -85,7 +75,7 @@ def test_casts_of_groups(operands):
         args = ROWWISE, *rhs, ROWWISE, offsets
         return *casts[0], *casts[1], *(ops.scaled_grouped_matmul(*cast[:2], *args) for cast in casts)
 
-    graph, found = rewritten(backward, *operands, torch.tensor([7, 40], dtype=torch.int32))
+    graph, found = rewritten(passes.order_casts, backward, *operands, torch.tensor([7, 40], dtype=torch.int32))
     assert found == 1
     cast = ["quantize_groups_both", "scaled_grouped_matmul"]
     assert places(graph) == ["quantize_matrices", *cast, "where", *cast]
@@ -97,7 +87,7 @@ def test_an_amax_reads_the_dependent_gradient_too(operands):
         amaxes = [x.abs().amax().float().view(1, 1) for x in (of_up, of_gate)]
         return *ops.quantize(of_up, TENSORWISE, False, amaxes[0]), *ops.quantize(of_gate, TENSORWISE, False, amaxes[1])
 
-    graph, found = rewritten(backward, *operands)
+    graph, found = rewritten(passes.order_casts, backward, *operands)
     assert found == 1
     (dependent,) = graph.find_nodes(op="call_function", target=WHERE)
     assert {user.target for user in dependent.users} == {
@@ -131,7 +121,7 @@ def test_what_gains_nothing_is_left_alone(operands):
         return codes, *ops.quantize(grad * gate * up * scale, ROWWISE)
 
     for function in (up_is_read_again, in_order, of_the_same, of_others, not_computed, by_rows, chained):
-        graph, found = rewritten(function, *operands)
+        graph, found = rewritten(passes.order_casts, function, *operands)
         assert (found, places(graph)) == (0, ["quantize", "quantize"]), function.__name__
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from rewriting import code_of, graph_of
+from rewriting import code_of, graph_of, rewritten
 from torch import nn
 from torch._inductor.fx_passes import post_grad
 
@@ -24,20 +24,16 @@ def again(x):
     return x.neg().neg()
 
 
-def counts(module):
-    targets = [node.target for node in module.graph.nodes]
+def counts(graph):
+    targets = [node.target for node in graph.nodes]
     return targets.count(QUANTIZE), targets.count(BOTH)
 
 
 def merged(function, *args):
     """The counts of both ops after the rewrite, which must keep the results to the bit."""
-    module = graph_of(function, *args)
-    found = passes.rewrite(module.graph)
-    module.graph.lint()
-    module.recompile()
-    assert_bitwise_equal(list(module(*args)), list(function(*args)))
-    assert found >= counts(module)[1]
-    return counts(module)
+    graph, found = rewritten(passes.rewrite, function, *args)
+    assert found >= counts(graph)[1]
+    return counts(graph)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ second one is made to depend on it, and is written over the gradient of the prod
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def order_casts(graph: Any) -> int:
     Args:
         graph: as of :func:`~tritonfp8.ops.passes.merged_casts.merge_casts`.
     """
-    casts = [node for node in graph.nodes if _is_one_of(node, _CASTS)]
+    casts = [node for node in graph.nodes if node.target in _ops(_CASTS)]
     made_of = {cast: _operands(source(cast.args[0])) for cast in casts}
     changed = 0
     for index, second in enumerate(casts):
@@ -46,9 +47,10 @@ def order_casts(graph: Any) -> int:
     return changed
 
 
-def _is_one_of(node: Any, names: tuple[str, ...]) -> bool:
-    # The ops are not there yet when this module is imported.
-    return node.op == "call_function" and node.target in [getattr(torch.ops.tritonfp8, x).default for x in names]
+# The ops are not there yet when this module is imported.
+@functools.cache
+def _ops(names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(torch.ops.tritonfp8, name).default for name in names)
 
 
 def _has_shape_of(cast: Any, other: Any) -> bool:
@@ -99,7 +101,7 @@ def _swap(graph: Any, first: Any, second: Any) -> bool:
     x, of_second = source(first.args[0]), source(second.args[0])
     before = min(x.users, key=place.__getitem__)
     users = sorted((user for result in second.users for user in result.users), key=place.__getitem__)
-    gemms = [user for user in users if _is_one_of(user, _GEMMS)]
+    gemms = [user for user in users if user.target in _ops(_GEMMS)]
     # With its GEMM its codes are free before the other cast writes as many.
     for last in (*gemms[:1], second):
         needed = _needed(last, place[before], place)
