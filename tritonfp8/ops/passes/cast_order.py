@@ -1,11 +1,11 @@
 """The order of casts that lets Inductor compute their inputs in the memory of what they are made of.
 
-Inductor computes tensors that are made of the same ones by one kernel. It writes a result over an operand that no other
-result of this kernel reads, unless that result is made of the other one. In backward of a gated MLP (SwiGLU, GEGLU) the
-gradients of both branches are made of the gradient of their product and of the gate, and that of the gate alone reads
-the other branch, too. Autograd casts the gradient of the other branch first. So that is written over nothing, and takes
-new memory where the most is in use. Here the gradient of the gate comes first and is written over the other branch. The
-second one is made to depend on it, and is written over the gradient of the product.
+Inductor computes tensors that are made of the same ones by one kernel. It writes a result over an operand if no other
+result of this kernel reads that operand; results that it depends on do not count. In backward of a gated MLP (SwiGLU,
+GEGLU) the gradients of both branches are made of the gradient of their product and of the gate, and that of the gate
+alone reads the other branch, too. Autograd casts the gradient of the other branch first. So that is written over
+nothing, and takes new memory where the most is in use. Here the gradient of the gate comes first and is written over
+the other branch. The second one is made to depend on it, and is written over the gradient of the product.
 """
 
 from __future__ import annotations
