@@ -266,11 +266,8 @@ class TestFloat8Experts:
         for found, expected in zip(gradients(compiled), gradients(experts), strict=True):
             assert sqnr(found, expected) > 30
 
-    @pytest.mark.parametrize(
-        ("recipe", "gradient"), [("rowwise", "swiglu_backward_amax"), ("mxfp8", "swiglu_backward")]
-    )
-    def test_backward_lets_go_of_what_it_has_read_before_it_writes_more(self, recipe, gradient):
-        """The order of a compiled backward, which decides its peak memory."""
+    def backward_of(self, experts, hidden, index, weights):
+        """The ops of a compiled backward, in their order, which decides its peak memory."""
         graphs = []
 
         def note(graph, inputs):
@@ -278,18 +275,35 @@ class TestFloat8Experts:
             return make_boxed_func(graph.forward)
 
         backend = aot_autograd(fw_compiler=note, bw_compiler=note)
-        compiled = torch.compile(self.made(recipe, bias=False), backend=backend, fullgraph=True)
-        hidden, index, weights = self.routed()
+        compiled = torch.compile(experts, backend=backend, fullgraph=True, dynamic=False)
         compiled(hidden.requires_grad_(), index, weights.requires_grad_()).sum().backward()
         names = [str(node.target).removesuffix(".default") for node in graphs[1].graph.nodes]
-        order = [name.removeprefix("tritonfp8.") for name in names if name.startswith("tritonfp8.")]
+        return [name.removeprefix("tritonfp8.") for name in names]
+
+    @pytest.mark.parametrize(
+        ("recipe", "gradient"), [("rowwise", "swiglu_backward_amax"), ("mxfp8", "swiglu_backward")]
+    )
+    def test_backward_lets_go_of_what_it_has_read_before_it_writes_more(self, recipe, gradient):
+        names = self.backward_of(self.made(recipe, bias=False), *self.routed())
         # Only the gradient of the router's weights reads the rows of all experts.
-        assert names.index("aten.index.Tensor") < names.index("tritonfp8.quantize_groups_both")
+        assert names.index("aten.index.Tensor") < names.index("quantize_groups_both")
+        order = [name for name in names if hasattr(torch.ops.tritonfp8, name)]
         of_gradient = order.index(gradient)
         # The gradient of the rows, then that of SwiGLU, then that of the second layer's weight, and the next casts.
         assert order[of_gradient - 1 : of_gradient + 3] == [
             "scaled_grouped_matmul", gradient, "scaled_grouped_matmul", "quantize_groups_both",
         ]  # fmt: skip
+
+    def test_large_gradient_of_a_weight_is_made_after_the_casts(self):
+        """The second layer's: the codes that it is made of take less memory."""
+        experts = Float8Experts(2, 256, 256, recipe="rowwise")
+        index, weights = torch.tensor([[0, 1]] * 8), torch.rand(8, 2)
+        order = self.backward_of(experts, normal(8, 256), index, weights)
+        of_gradient = order.index("swiglu_backward_amax")
+        order = [name for name in order[of_gradient:] if hasattr(torch.ops.tritonfp8, name)]
+        assert order[1:3] == ["quantize_groups_both", "scaled_grouped_matmul"]
+        # So that GEMM was the second layer's: here the first one's begin.
+        assert order[3] == "quantize_matrices"
 
     def test_export(self):
         """A program computes, for any number of tokens; it has no gradients, and says so."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tritonfp8 import ops
 from tritonfp8.layers.first_order import first_order
@@ -53,6 +54,7 @@ def _gathered(
 
 def _grads_of_gathered(
     grad: Rows,
+    codes: tuple[Pair, Pair],
     hidden: Tensor | None,
     tokens: int,
     kept: Sequence[Any],
@@ -60,9 +62,12 @@ def _grads_of_gathered(
     plan: GroupedPlan,
     dtype: torch.dtype,
 ) -> Grads:
-    """Gradients from that of the output; ``kept`` as of :func:`_kept_weight`, ``dtype`` of the weight."""
+    """Gradients from that of the output, whose codes are ``codes``.
+
+    ``kept`` as of :func:`_kept_weight`, ``dtype`` of the weight.
+    """
     offsets, order, inverse = routing
-    pair, pair_t = plan.tokens_of_grad(grad, offsets)
+    pair, pair_t = codes
     grad_hidden = grad_weight = None
     if plan.needs_grad_input:
         of_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets)
@@ -93,11 +98,15 @@ def _combined(
 
 
 class _OfCombined(NamedTuple):
-    """Gradients of :func:`_combined`; those of weight and bias once they are asked for."""
+    """Gradients of :func:`_combined`; those of weight and bias once they are asked for.
+
+    ``can_wait``: what the gradient of the weight is made of takes less memory than this gradient.
+    """
 
     rows: Tensor | None
     factors: Tensor | None
     of_weight: Callable[[], tuple[Tensor | None, Tensor | None]]
+    can_wait: bool
 
 
 def _grads_of_combined(
@@ -130,7 +139,18 @@ def _grads_of_combined(
             grad_weight = plan.grad_weight(grad, pair_t, rows, columns, offsets, dtype)
         return grad_weight, ops.grouped_sum(grad.tensor(), offsets) if plan.needs_grad_bias else None
 
-    return _OfCombined(grad_rows, grad_factors, of_weight)
+    return _OfCombined(grad_rows, grad_factors, of_weight, _grows(pair_t[0], columns[0], offsets.shape[0], dtype))
+
+
+def _grows(lhs: Tensor | None, rhs: Tensor | None, groups: int, dtype: torch.dtype) -> bool:
+    """Whether the product of these codes for each group, in ``dtype``, takes more memory than the codes.
+
+    False where a size that the compiler does not know decides.
+    """
+    if lhs is None or rhs is None:
+        return False
+    product = groups * lhs.shape[0] * rhs.shape[0] * dtype.itemsize
+    return statically_known_true(lhs.numel() + rhs.numel() < product)
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -152,7 +172,12 @@ class _GatheredLinear(torch.autograd.Function):
         plan: GroupedPlan = ctx.plan
         offsets, order, inverse, hidden, *kept = ctx.saved_tensors
         routing, grad = Routing(offsets, order, inverse), Rows(grad_output)
-        grads = first_order(lambda: _grads_of_gathered(grad, hidden, ctx.tokens, kept, routing, plan, ctx.dtype))
+
+        def grads_of() -> Grads:
+            codes = plan.tokens_of_grad(grad, offsets)
+            return _grads_of_gathered(grad, codes, hidden, ctx.tokens, kept, routing, plan, ctx.dtype)
+
+        grads = first_order(grads_of)
         return (*grads, *[None] * (8 if plan.is_cached else 4))
 
 
@@ -240,12 +265,14 @@ class _RoutedSwiglu(torch.autograd.Function):
             ctx.down_dtype,
         )  # fmt: skip
         grad = None if of_down.rows is None else first.rows_of_swiglu(of_down.rows, inner, offsets)
-        # The gradient of a weight takes more memory than the codes that it is made of, so it is made after that of
-        # SwiGLU, which frees what SwiGLU read.
-        of_weight = of_down.of_weight()
-        of_up: Grads = (None, None, None)
-        if grad is not None:
-            of_up = _grads_of_gathered(grad, hidden, ctx.tokens, kept[: ctx.of_up], routing, first, ctx.up_dtype)
+        if grad is None:
+            return (None, None, None, *of_down.of_weight(), of_down.factors)
+        # Backward takes most memory while the codes of SwiGLU's gradient are written, so the smaller is kept meanwhile:
+        # the gradient of the second weight, or the codes that it is made of.
+        of_weight = None if of_down.can_wait else of_down.of_weight()
+        codes = first.tokens_of_grad(grad, offsets)
+        of_weight = of_weight or of_down.of_weight()
+        of_up = _grads_of_gathered(grad, codes, hidden, ctx.tokens, kept[: ctx.of_up], routing, first, ctx.up_dtype)
         return (*of_up, *of_weight, of_down.factors)
 
 
