@@ -23,7 +23,7 @@ Exports the layer as a function and as a module, and the parts that fused and sh
 
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import traced  # noqa: F401  implements the ops of a trace
-from tritonfp8.layers.linear.checks import autocast_all, check_linear
+from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_linear
 from tritonfp8.layers.linear.dispatch import linear, local_linear
 from tritonfp8.layers.linear.function import (
     LinearPlan,
@@ -111,6 +111,7 @@ __all__ = [
     "apply_linear",
     "as_input",
     "autocast_all",
+    "autocast_dtype",
     "check_input",
     "check_linear",
     "check_not_torchao",

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tritonfp8 import ops
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import Pair
+from tritonfp8.layers.linear import Pair, autocast_dtype
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
 from tritonfp8.layers.moe.routing import Routing, grad_of_factors, in_dtype, places_of, tokens_of_rows
 from tritonfp8.recipes import Recipe
@@ -282,7 +282,7 @@ _FACTORS = (torch.bfloat16, torch.float16, torch.float32)
 
 def can_route(hidden: Tensor, top_k_weights: Tensor) -> bool:
     """Whether the functions below have the bits of their parts: no cast of autocast comes between these."""
-    return not torch.is_autocast_enabled(hidden.device.type) and top_k_weights.dtype in _FACTORS
+    return autocast_dtype(hidden.device.type) in (None, hidden.dtype) and top_k_weights.dtype in _FACTORS
 
 
 def _needs_factors(top_k_weights: Tensor) -> bool:

@@ -1,0 +1,70 @@
+"""Experts where autocast is on: with tokens in its dtype they are read from where they are, as without autocast."""
+
+import pytest
+import torch
+from cases import QUANTIZED, normal
+
+from tritonfp8 import Float8Experts
+from tritonfp8.layers.moe import experts as module
+from tritonfp8.layers.moe import routing
+from tritonfp8.testing import assert_bitwise_equal
+
+TOKENS, TOP_K = 20, 2
+FACTORS = (torch.float32, torch.bfloat16)
+
+
+def made(recipe, bias, dtype):
+    torch.manual_seed(0)
+    return Float8Experts(5, 32, 48, recipe=recipe, bias=bias, dtype=dtype)
+
+
+def gradients(experts, hidden_dtype, factors_dtype, run=None):
+    """The output, and the gradients of the tokens, of the router's weights and of the parameters."""
+    hidden = normal(TOKENS, 32, dtype=hidden_dtype).requires_grad_()
+    factors = normal(TOKENS, TOP_K, seed=1).softmax(1).to(factors_dtype).requires_grad_()
+    index = torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K) * 3 % 5
+    with torch.autocast("cpu", torch.bfloat16):
+        out = (experts if run is None else run)(hidden, index, factors)
+    leaves = (hidden, factors, *experts.parameters())
+    return (out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape, seed=2).to(out.dtype)))
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """How many copies of the tokens in the order of the experts were made."""
+    found = []
+
+    def gather(hidden, way):
+        found.append(hidden.shape)
+        return routing.gather(hidden, way)
+
+    monkeypatch.setattr(module, "gather", gather)
+    return found
+
+
+@pytest.mark.parametrize("recipe", [*QUANTIZED, "bf16"])
+@pytest.mark.parametrize("factors", FACTORS, ids=str)
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_in_its_dtype_are_not_copied(recipe, factors, parameters, copies, monkeypatch):
+    """And all results have the bits of the ones from copies."""
+    found = gradients(made(recipe, True, parameters), torch.bfloat16, factors)
+    assert not copies
+    monkeypatch.setattr(module, "can_route", lambda *args: False)
+    assert_bitwise_equal(found, gradients(made(recipe, True, parameters), torch.bfloat16, factors))
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_tokens_of_another_dtype_are_cast_at_the_experts(recipe, copies):
+    """Their gradient is summed in float32, so their rows are no rows of tokens in bfloat16."""
+    out, grad, *_ = gradients(made(recipe, False, torch.float32), torch.float32, torch.float32)
+    assert (out.dtype, grad.dtype) == (torch.float32, torch.float32)
+    assert len(copies) == 1
+
+
+def test_compiled_in_one_graph(copies):
+    experts = made("rowwise", False, torch.float32)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    expected = gradients(experts, torch.bfloat16, torch.float32)
+    assert_bitwise_equal(gradients(experts, torch.bfloat16, torch.float32, compiled), expected)
+    assert not copies
