@@ -17,7 +17,7 @@ from tritonfp8.kernels.pdl import begin
 
 
 @triton.jit
-def _within_threads(values, R: tl.constexpr):
+def within_threads(values, R: tl.constexpr):
     """Maxima over the R rows of a tile that a thread has: threads then exchange R times fewer values."""
     L: tl.constexpr = values.shape[0] // R
     N: tl.constexpr = values.shape[1]
@@ -75,7 +75,7 @@ def group_amax_kernel(
             if ROW:
                 tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
             if COL or WHOLE:
-                highest = tl.maximum(highest, _within_threads(values, R))
+                highest = tl.maximum(highest, within_threads(values, R))
         if (COL or WHOLE) and (tile < blocks) & (count > first):
             _raise_maxima(
                 highest, col_ptr, whole_ptr, group, cols, cols < N, N, x_ptr.dtype.element_ty, COL, WHOLE
@@ -125,7 +125,7 @@ def group_swiglu_kernel(
                 if ROW:
                     tl.store(row_maxima + strips.to(tl.int64) * stride_part + within, reduce_max(values, 1), mask=exist)
                 if COL or WHOLE:
-                    highest_up = tl.maximum(highest_up, _within_threads(values, R))
+                    highest_up = tl.maximum(highest_up, within_threads(values, R))
                 x = grad_of_gate(grad, gate, up)
             else:
                 x = swiglu(gate, up)
@@ -134,7 +134,7 @@ def group_swiglu_kernel(
             if ROW:
                 tl.store(row_maxima + within, reduce_max(values, 1), mask=exist)
             if COL or WHOLE:
-                highest = tl.maximum(highest, _within_threads(values, R))
+                highest = tl.maximum(highest, within_threads(values, R))
         if (COL or WHOLE) and (tile < blocks) & (count > first):
             _raise_maxima(highest, col_ptr, whole_ptr, group, cols, cols < F, N, DTYPE, COL, WHOLE)
             if BACKWARD:
@@ -195,7 +195,7 @@ def quantize_groups_kernel(
         )  # fmt: skip
         # Of groups of columns by their absolute place, whose alignment is known.
         quantize_tile(
-            x, place if MATRICES else pid_m, pid_n, place == 0, rows if MATRICES else blocks * TILE_M, N,
+            x, place if MATRICES else start // TILE_M + group + place, pid_n, place == 0, rows if MATRICES else blocks * TILE_M, N,
             qt_ptr + group.to(tl.int64) * stride_qtg,
             st_ptr + group.to(tl.int64) * stride_stg,
             amax_t_ptr + group.to(tl.int64) * stride_atg,

@@ -46,15 +46,16 @@ def _of_chosen(values, chosen):
 @triton.jit
 def row_tiles_kernel(
     offsets_ptr, table_ptr, tokens, groups, entries,
-    TILE: tl.constexpr, ALIGNED: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, ENTRIES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, ALIGNED: tl.constexpr, IN_TURN: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr,
+    ENTRIES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the table of tiles of TILE rows, each of one group: group, first row, end of the group, its start.
 
     After the ``entries`` of the table comes the number of tiles; entries from there on are not set. ALIGNED: the t-th
     tile of the table has the tokens of the t-th TILE columns of a tensor of groups of columns
     (:func:`tritonfp8.specs.group_column`), so some tiles have no rows. Else no tile is empty, and tiles begin at
-    multiples of STEP, the first of a group perhaps before its start. SIZE is a power of two above the number of groups.
+    multiples of STEP, the first of a group perhaps before its start. IN_TURN: aligned tiles stand in another order, the
+    first ones of all groups before the second ones. SIZE is a power of two above the number of groups.
     """
     begin(DEPENDENT)
     index, starts, ends = _bounds(offsets_ptr, tokens, groups, SIZE)
@@ -73,7 +74,17 @@ def row_tiles_kernel(
     chosen = group[:, None] == index[None, :]
     start = _of_chosen(starts, chosen)
     row = start - start % STEP + (entry - _of_chosen(first, chosen)) * TILE
-    to = table_ptr + entry * FIELDS
+    if IN_TURN:
+        following = tl.where(index + 1 < groups, ends // TILE + index + 1, last)
+        lengths = tl.where(index < groups, following - first, 0)[None, :]
+        place = (entry - _of_chosen(first, chosen))[:, None]
+        # Tiles of all groups at earlier places, and at this place those of groups before.
+        earlier = tl.minimum(lengths, place) + ((lengths > place) & (index[None, :] < group[:, None])).to(tl.int32)
+        # Tiles of no group stay where they are.
+        at = tl.where(entry < last, tl.sum(earlier, 1), entry)
+    else:
+        at = entry
+    to = table_ptr + at * FIELDS
     written = entry < entries
     tl.store(to, group, mask=written)
     tl.store(to + 1, row, mask=written)

@@ -44,10 +44,13 @@ def _programs(entries: int, sizes: dict[str, object]) -> int:
     return -(-entries // per_program)
 
 
-def plan_row_tiles(plan: Planner, offsets: View, tokens: int, tile: int, aligned: bool, step: int = 1) -> Table:
+def plan_row_tiles(
+    plan: Planner, offsets: View, tokens: int, tile: int, aligned: bool, step: int = 1, in_turn: bool = False
+) -> Table:
     """The tiles of ``tile`` rows: aligned with columns, for casts; or none of them empty, for GEMMs.
 
-    With ``step`` tiles begin at multiples of it, so that the first of a group may begin before the group.
+    With ``step`` tiles begin at multiples of it, so that the first of a group may begin before the group. With
+    ``in_turn`` the groups take turns: their first tiles come before their second ones.
     """
     (groups,) = offsets.shape
     before = (step - 1) * (groups + 1)
@@ -59,7 +62,7 @@ def plan_row_tiles(plan: Planner, offsets: View, tokens: int, tile: int, aligned
         _programs(entries, sizes),
         (offsets, buffer),
         (tokens, groups, entries),
-        {"TILE": tile, "ALIGNED": aligned, "STEP": step, **sizes},
+        {"TILE": tile, "ALIGNED": aligned, "IN_TURN": in_turn, "STEP": step, **sizes},
         num_warps=WARPS,
     )
     return Table(buffer, entries)

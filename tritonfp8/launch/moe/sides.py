@@ -102,7 +102,10 @@ class Groups(NamedTuple):
         """The table of tiles and its entries; for matrices, which need none, anything."""
         if self.offsets is None:
             return self.x, 0
-        found = plan_row_tiles(plan, self.offsets, self.tokens, TILE.m, aligned=True)
+        # Rows of a group are picked in the order of the tokens, so groups that take turns read the same tokens at the
+        # same time, and the cache has most of them.
+        in_turn = self.picked is not None
+        found = plan_row_tiles(plan, self.offsets, self.tokens, TILE.m, aligned=True, in_turn=in_turn)
         return found.buffer, found.entries
 
 
