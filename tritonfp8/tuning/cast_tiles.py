@@ -133,6 +133,12 @@ SHARDS = CastTile(128, 128, 8)
 # Of groups of rows, and the sums of their parts.
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
+# Of matrices to scales of columns, in both passes: strips of a chunk at most, the bytes that the cache keeps from pass to
+# pass, and the programs that run at once on a multiprocessor.
+COLUMNS = CastTile(128, 128, 4)
+COLUMNS_STRIPS = 4
+COLUMNS_CACHE = 24 * 2**20
+COLUMNS_PER_SM = 4
 # Of the amaxes of groups whose rows are computed in the same pass.
 AMAX_OF_COMPUTED = CastTile(32, 128, 4)
 # Of rows that are picked from codes; scales of a row at a time.

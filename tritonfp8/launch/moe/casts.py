@@ -10,6 +10,7 @@ from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.cast import plan_quantize
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.moe.columns import plan_columns
 from tritonfp8.launch.moe.schedule import bounds_size
 from tritonfp8.launch.moe.sides import META, TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
 from tritonfp8.launch.plan import Planner, View
@@ -246,7 +247,8 @@ def plan_quantize_matrices(plan: Planner, x: View, spec: str, transpose: bool) -
         assert whole is not None
         return [whole[0].strided(qdata.shape, qdata.strides), whole[1].strided(scale.shape, scale.strides)]
     stays = transpose == swaps
-    plan_sides(plan, of, side if stays else None, None if stays else side)
+    if not plan_columns(plan, of, side, not stays):
+        plan_sides(plan, of, side if stays else None, None if stays else side)
     return [qdata, scale]
 
 
