@@ -195,7 +195,8 @@ def quantize_groups_kernel(
         )  # fmt: skip
         # Of groups of columns by their absolute place, whose alignment is known.
         quantize_tile(
-            x, place if MATRICES else start // TILE_M + group + place, pid_n, place == 0, rows if MATRICES else blocks * TILE_M, N,
+            x, place if MATRICES else start // TILE_M + group + place, pid_n, place == 0,
+            rows if MATRICES else blocks * TILE_M, N,
             qt_ptr + group.to(tl.int64) * stride_qtg,
             st_ptr + group.to(tl.int64) * stride_stg,
             amax_t_ptr + group.to(tl.int64) * stride_atg,
@@ -294,6 +295,36 @@ def sum_of_rows_kernel(
                 value = value.to(x.dtype).to(tl.float32)
         acc += value
     tl.store(out_ptr + token.to(tl.int64)[:, None] * N + cols, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dots_of_rows_kernel(
+    grad_ptr, x_ptr, places_ptr, out_ptr, N, stride_gm, stride_gn, stride_xm, stride_xn,
+    EACH: tl.constexpr, ROUNDED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``out [tokens, EACH]``: the gradient of a token times each of its rows, a program for each token.
+
+    TILE_M is at least EACH. ROUNDED: the gradient and the products are rounded to the dtype of ``x``.
+    """
+    begin(DEPENDENT)
+    token = tl.program_id(0)
+    place = tl.arange(0, TILE_M)
+    at = token.to(tl.int64) * EACH + place
+    rows = x_ptr + tl.load(places_ptr + at, mask=place < EACH, other=0).to(tl.int64) * stride_xm
+    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for col in range(0, N, TILE_N):
+        cols = col + tl.arange(0, TILE_N)
+        from_token = grad_ptr + token.to(tl.int64) * stride_gm
+        grad = tl.load(from_token + cols.to(tl.int64) * stride_gn, mask=cols < N, other=0.0)
+        mask = (place < EACH)[:, None] & (cols < N)[None, :]
+        x = tl.load(rows[:, None] + cols.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0)
+        if ROUNDED:
+            grad = grad.to(x.dtype)
+        products = grad.to(tl.float32)[None, :] * x.to(tl.float32)
+        if ROUNDED:
+            products = products.to(x.dtype).to(tl.float32)
+        acc += products
+    tl.store(out_ptr + at, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=place < EACH)
 
 
 @triton.jit

@@ -159,6 +159,8 @@ def grouped_samples():
     places = torch.arange(tokens).view(-1, 4).flip(1)
     yield ops.sum_of_rows, (x, places)
     yield ops.sum_of_rows, (x.bfloat16(), places, normal(tokens // 4, 4, seed=5))
+    of_sums = normal(tokens // 4, x.shape[1], seed=6).mul(4).round()
+    yield ops.dots_of_rows, (of_sums, x.mul(4).round(), places, torch.float32)
 
 
 def figure_samples(device):

@@ -36,9 +36,11 @@ from tritonfp8.launch.fused import (
 )
 from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
 from tritonfp8.launch.moe import (
+    dots_of_rows,
     grouped_matmul,
     grouped_product_kind,
     grouped_sum,
+    plan_dots_of_rows,
     plan_grouped_matmul,
     plan_quantize_groups,
     plan_quantize_groups_both,
@@ -85,6 +87,8 @@ __all__ = [
     "plan_quantize_both_sum",
     "plan_quantize_with_amax",
     "plan_quantize_groups",
+    "dots_of_rows",
+    "plan_dots_of_rows",
     "plan_sum_of_rows",
     "plan_swiglu",
     "plan_swiglu_backward",

@@ -139,6 +139,10 @@ def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Ten
     return x.new_empty((places.shape[0], x.shape[1]), dtype=dtype)
 
 
+def dots_of_rows(grad: Tensor, x: Tensor, places: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty(places.shape, dtype=out_dtype)
+
+
 def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], x.shape[2], x.shape[1]) if transpose else x.shape
     return _groups(shape, spec, "matrices", x.shape[0], x.device)

@@ -225,6 +225,7 @@ _GROUPED = {
         "(Tensor grad, Tensor gate_up, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor)",
     ),
     "sum_of_rows": _twin("sum_of_rows", "(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
+    "dots_of_rows": _twin("dots_of_rows", "(Tensor grad, Tensor x, Tensor places, ScalarType out_dtype) -> Tensor"),
 }
 _FUSED = {
     "rms_norm_quantize": _twin(
@@ -365,6 +366,7 @@ swiglu = torch.ops.tritonfp8.swiglu.default
 swiglu_backward = torch.ops.tritonfp8.swiglu_backward.default
 swiglu_backward_amax = torch.ops.tritonfp8.swiglu_backward_amax.default
 sum_of_rows = torch.ops.tritonfp8.sum_of_rows.default
+dots_of_rows = torch.ops.tritonfp8.dots_of_rows.default
 rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
 rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default
 silu_mul_quantize = torch.ops.tritonfp8.silu_mul_quantize.default

@@ -27,6 +27,7 @@ from tritonfp8.reference.fused import (
 )
 from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.grouped import (
+    dots_of_rows,
     group_amax,
     group_bounds,
     grouped_matmul,
@@ -79,6 +80,7 @@ __all__ = [
     "silu_mul_quantize",
     "transpose",
     "write_scales",
+    "dots_of_rows",
     "read_rows",
     "sum_of_rows",
     "swiglu",

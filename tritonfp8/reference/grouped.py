@@ -114,6 +114,24 @@ def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Ten
     return total.to(dtype)
 
 
+def dots_of_rows(grad: Tensor, x: Tensor, places: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The dot product of each token's gradient with each of its rows: the gradient of factors of :func:`sum_of_rows`.
+
+    Args:
+        grad: ``[tokens, N]``, of the sums; rounded to the common dtype.
+        x: ``[rows, N]``.
+        places: ``[tokens, n]``, int64: which rows of ``x`` are those of a token.
+        out_dtype: of the factors. Products are rounded to the common dtype of ``x`` and this.
+
+    Returns:
+        ``[tokens, n]`` in ``out_dtype``. Products are added in float32, in any order, and the sum is rounded once.
+    """
+    dtype = torch.promote_types(x.dtype, out_dtype)
+    rows = x[places.reshape(-1)]
+    expanded = grad.to(dtype)[:, None].expand(-1, places.shape[1], -1).reshape(rows.shape)
+    return (expanded * rows).sum(1).to(out_dtype).view(places.shape)
+
+
 def read_rows(x: Tensor, rows: Tensor | None, factors: Tensor | None, swiglu_of: bool = False) -> Tensor:
     """What a cast of groups quantizes, in memory of its own: see :func:`quantize_groups`."""
     if swiglu_of:

@@ -133,8 +133,8 @@ SHARDS = CastTile(128, 128, 8)
 # Of groups of rows, and the sums of their parts.
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
-# Of matrices to scales of columns, in both passes: strips of a chunk at most, the bytes that the cache keeps from pass to
-# pass, and the programs that run at once on a multiprocessor.
+# Of matrices to scales of columns, in both passes: strips of a chunk at most, bytes that the cache keeps from one pass
+# to the other, and programs that run at once on a multiprocessor.
 COLUMNS = CastTile(128, 128, 4)
 COLUMNS_STRIPS = 4
 COLUMNS_CACHE = 24 * 2**20
@@ -150,6 +150,9 @@ GROUP_SUMS = CastTile(16, 128, 4)
 # SwiGLU and its gradient; the sum of the rows of a token.
 SWIGLU = CastTile(4, 1024, 4)
 SUM_OF_ROWS = CastTile(2, 1024, 4)
+# Elements of the rows of a token that a program multiplies at a time.
+DOTS = 4096
+DOTS_WARPS = 4
 
 # Most partial maxima of a line that a cast reduces itself, and most that it reduces in one step.
 MOST_PARTS_IN_A_CAST = 32
@@ -201,6 +204,12 @@ def transposing(vectors: bool) -> CastTile:
     """The tile of a cast to a transpose with a scale a row, of sizes with ``vectors`` or without."""
     tile = TRANSPOSED[ROWWISE]
     return tile if vectors else tile._replace(warps=UNALIGNED_WARPS, registers=0)
+
+
+def dots_of_rows(each: int) -> CastTile:
+    """The tile of the dot products of a token's gradient with its ``each`` rows."""
+    rows = triton.next_power_of_2(each)
+    return CastTile(rows, max(1, DOTS // rows), DOTS_WARPS)
 
 
 def of_groups(blocks: Collection[BlockShape]) -> CastTile:

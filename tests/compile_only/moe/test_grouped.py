@@ -84,6 +84,9 @@ def casts(recipe, dtype):
         "sum": lambda: moe.grouped_sum(x, OFFSETS),
         "SwiGLU": lambda: moe.swiglu(inner),
         "gradient of SwiGLU": lambda: moe.swiglu_backward(grad, inner),
+        "dots of rows": lambda: moe.dots_of_rows(
+            empty(TOKENS // 8, K, dtype=dtype), x, places.view(-1, 8), torch.float32
+        ),
         "sum of rows": lambda: moe.sum_of_rows(x, places.view(-1, 8), factors.view(-1, 8)),
     }
 

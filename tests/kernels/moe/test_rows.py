@@ -146,6 +146,35 @@ def test_sum_of_rows(device, each, dtype, factors, width):
     assert_bitwise_equal(found.cpu(), expected)
 
 
+@on_devices(
+    [
+        (2, torch.bfloat16, torch.bfloat16, 41),
+        (8, torch.bfloat16, torch.float32, 41),
+        (1, torch.float32, torch.float32, 41),
+    ],
+    each=(1, 2, 6, 8),
+    dtype=DTYPES,
+    factors=DTYPES,
+    width=(2048, 4100, 41),
+)
+def test_dots_of_rows(device, each, dtype, factors, width):
+    """To the bit where every sum of products is exact; else within the roundings of the products."""
+    x, grad = normal(70, width, dtype=dtype), normal(33, width, seed=1, dtype=dtype)
+    places = torch.randint(0, 70, (33, each), generator=generator(3))
+    whole = [t.mul(2).round().clamp(-4, 4) for t in (grad, x)]
+    for operands in (whole, (grad, x)):
+        found = moe.dots_of_rows(*(t.to(device) for t in operands), places.to(device), factors).cpu()
+        expected = reference.dots_of_rows(*operands, places, factors)
+        assert found.dtype == expected.dtype
+        if operands is whole:
+            assert_bitwise_equal(found, expected)
+        else:
+            exact = reference.dots_of_rows(*(t.double() for t in operands), places, torch.float64)
+            size = reference.dots_of_rows(*(t.double().abs() for t in operands), places, torch.float64)
+            unit = max(UNIT[dtype] if torch.promote_types(dtype, factors) == dtype else 0, UNIT[factors])
+            assert ((found.double() - exact).abs() <= size * unit).all()
+
+
 @each_device
 def test_no_rows(device):
     x, places = torch.ones(0, 16, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device)

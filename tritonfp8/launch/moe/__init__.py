@@ -23,6 +23,8 @@ from tritonfp8.launch.moe.matmul import (
     scaled_grouped_matmul,
 )
 from tritonfp8.launch.moe.rows import (
+    dots_of_rows,
+    plan_dots_of_rows,
     plan_sum_of_rows,
     plan_swiglu,
     plan_swiglu_backward,
@@ -45,6 +47,8 @@ __all__ = [
     "quantize_groups_both",
     "quantize_matrices",
     "scaled_grouped_matmul",
+    "dots_of_rows",
+    "plan_dots_of_rows",
     "plan_sum_of_rows",
     "plan_swiglu",
     "plan_swiglu_backward",

@@ -1,4 +1,4 @@
-"""Rows of experts in high precision: SwiGLU, and the sum of the rows of a token. Twins of the reference's."""
+"""Rows of experts in high precision: SwiGLU, and sums of the rows of a token. Twins of the reference's."""
 
 from __future__ import annotations
 
@@ -105,3 +105,35 @@ def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Ten
     if not (x.numel() and places.numel()):
         return reference.sum_of_rows(x, places, factors)
     return sum_of_rows(x, places.contiguous(), None if factors is None else factors.contiguous())
+
+
+def plan_dots_of_rows(plan: Planner, grad: View, x: View, places: View, out_dtype: torch.dtype) -> list[View] | None:
+    """One output, ``[tokens, n]``."""
+    if not (x.numel() and places.numel() and places.is_contiguous()):
+        return None
+    (tokens, each), n = places.shape, x.shape[1]
+    out = plan.empty((tokens, each), out_dtype)
+    tile = cast_tiles.dots_of_rows(each)
+    plan.launch(
+        kernels.dots_of_rows_kernel,
+        tokens,
+        (grad, x, places, out),
+        (n, *grad.strides, *x.strides),
+        {
+            "EACH": each, "ROUNDED": torch.promote_types(x.dtype, out_dtype) == x.dtype,
+            "TILE_M": tile.m, "TILE_N": tile.n,
+        },
+        **tile.options(),
+        **OPTIONS,
+    )  # fmt: skip
+    return [out]
+
+
+def dots_of_rows(grad: Tensor, x: Tensor, places: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Launch the twin of :func:`tritonfp8.reference.dots_of_rows`."""
+    results = planned(plan_dots_of_rows, (grad, x, places), (out_dtype,))
+    if results is not None:
+        return results[0]
+    if not (x.numel() and places.numel()):
+        return reference.dots_of_rows(grad, x, places, out_dtype)
+    return dots_of_rows(grad, x, places.contiguous(), out_dtype)

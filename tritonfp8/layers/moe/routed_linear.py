@@ -128,7 +128,7 @@ def _grads_of_combined(
     # First, as nothing else reads the rows of all experts: the casts find their memory free.
     grad_factors = None
     if of_experts is not None:
-        grad_factors = grad_of_factors(grad_output, of_experts[inverse], top_k_weights)
+        grad_factors = grad_of_factors(grad_output, of_experts, inverse, top_k_weights)
     grad = Rows(grad_output, tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
     pair, pair_t = plan.tokens_of_grad(grad, offsets)
     grad_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets) if plan.needs_grad_input else None

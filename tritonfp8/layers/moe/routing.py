@@ -88,7 +88,7 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_rows:
             factors = top_k_weights.reshape(-1)[order]
             grad_rows = (grad[tokens_of_rows(order, grad.shape[0])] * factors[:, None]).to(ctx.dtype)
-        grad_factors = None if rows is None else grad_of_factors(grad, rows[inverse], top_k_weights)
+        grad_factors = None if rows is None else grad_of_factors(grad, rows, inverse, top_k_weights)
         return grad_rows, grad_factors, None, None, None, None
 
 
@@ -102,18 +102,16 @@ def places_of(inverse: Tensor, tokens: int) -> Tensor:
     return inverse.view(tokens, inverse.shape[0] // max(1, tokens))
 
 
-def grad_of_factors(grad: Tensor, ordered: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The gradient of the weights of each token's experts, summed as autograd sums it.
+def grad_of_factors(grad: Tensor, rows: Tensor, inverse: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The gradient of the weights of each token's experts.
 
     Args:
         grad: of the sums.
-        ordered: the rows that were added, in the order of ``top_k_index.flatten()``.
+        rows: the rows that were added.
+        inverse: of the routing.
         top_k_weights: ``[T, top_k]``.
     """
-    dtype = torch.promote_types(ordered.dtype, top_k_weights.dtype)
-    each = top_k_weights.shape[1]
-    expanded = grad.to(dtype)[:, None].expand(-1, each, -1).reshape(ordered.shape)
-    return (expanded * ordered).sum(1).to(top_k_weights.dtype).view(top_k_weights.shape)
+    return ops.dots_of_rows(grad, rows, places_of(inverse, top_k_weights.shape[0]), top_k_weights.dtype)
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
