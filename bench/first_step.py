@@ -2,12 +2,17 @@
 
 Prints one line of JSON: seconds of the first step including compilation, and how many more launches of this package's
 Triton kernels it had than the second step. More launches mean that the step benchmarked configurations.
+With ``--profile`` it also has the seconds by package, in a step that Python's profiler makes slower.
 """
 
 import argparse
+import contextlib
+import cProfile
 import json
+import pstats
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +24,18 @@ from bench.models import with_head
 from tritonfp8.training import MODELS
 
 VOCABULARY = 256
+PACKAGES = (
+    "torch/_dynamo",
+    "torch/_inductor",
+    "torch/_functorch",
+    "torch",
+    "sympy",
+    "triton",
+    "tritonfp8",
+    "transformers",
+)
+# The longest functions of C are listed by themselves.
+LISTED = 8
 
 
 def parse() -> argparse.Namespace:
@@ -28,6 +45,7 @@ def parse() -> argparse.Namespace:
     for name in ("batch", "sequence"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--profile", action="store_true", help="add the seconds by package")
     return parser.parse_args()
 
 
@@ -44,6 +62,41 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
     if options.recipe != "bf16":
         tritonfp8.convert(model, with_head(options.recipe))
     return model
+
+
+def package_of(path: str) -> str:
+    """The package of :data:`PACKAGES` that a file is of, or ``other``."""
+    if f"/{tritonfp8.__name__}/" in path:
+        return tritonfp8.__name__
+    installed = path.rpartition("site-packages/")[2]
+    return next((name for name in PACKAGES if installed.startswith(f"{name}/")), "other")
+
+
+def by_package(profiler: cProfile.Profile) -> dict[str, float]:
+    """Seconds in the functions of each package, without those that they call; the longest functions of C by name."""
+    found: Counter[str] = Counter()
+    builtins: Counter[str] = Counter()
+    for (path, _, name), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        if path == "~":
+            builtins[name] += own
+        else:
+            found[package_of(path)] += own
+    found.update(dict(builtins.most_common(LISTED)))
+    found["other functions of C"] = builtins.total() - sum(seconds for _, seconds in builtins.most_common(LISTED))
+    return dict(found.most_common())
+
+
+@contextlib.contextmanager
+def profiled(found: dict[str, float], wanted: bool) -> Iterator[None]:
+    """Fill ``found`` with the seconds by package of this block, if wanted."""
+    if not wanted:
+        yield
+        return
+    profiler = cProfile.Profile()
+    # The profiler sees one thread, so backward must run on it.
+    with torch.autograd.set_multithreading_enabled(False), profiler:
+        yield
+    found.update(by_package(profiler))
 
 
 def main() -> None:
@@ -73,8 +126,12 @@ def main() -> None:
         seconds = time.perf_counter() - start
         return seconds, sum(count for name, count in launches.items() if is_own(name))
 
-    (seconds, first), (_, second) = step(), step()
-    print(json.dumps({"step_seconds": seconds, "extra_launches": first - second}))
+    parts: dict[str, float] = {}
+    with profiled(parts, options.profile):
+        seconds, first = step()
+    _, second = step()
+    found = {"step_seconds": seconds, "extra_launches": first - second}
+    print(json.dumps(found | ({"profile": parts} if options.profile else {})))
 
 
 if __name__ == "__main__":

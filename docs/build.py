@@ -1,10 +1,9 @@
 """Make the tables and figures of the pages from code and data: ``python -m docs.build``, in the root of a checkout.
 
 The text between ``<!-- begin NAME ... -->`` and ``<!-- end NAME -->`` is generated: results from the data in
-bench/results (:mod:`docs.results`, :mod:`docs.training_results`, :mod:`docs.decision`), the map of the package from its
-imports (:mod:`docs.house`),
-each recipe's tested features from the collected tests (:mod:`docs.coverage`, :mod:`docs.compatibility`), and the list
-of notebooks from their folder. The figure of collectives comes from a training step (:mod:`docs.traffic`).
+bench/results (:mod:`docs.measured`), the map of the package from its imports (:mod:`docs.house`), each recipe's tested
+features from the collected tests (:mod:`docs.coverage`, :mod:`docs.compatibility`), the list of notebooks from their
+folder. The figure of collectives comes from a training step (:mod:`docs.traffic`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from docs import compatibility, coverage, decision, house, results, traffic, training_results
+from docs import compatibility, coverage, house, measured, traffic
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -73,8 +72,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "house": house.rooms_table,
     "notebooks": notebooks,
     **{f"compatibility {group}": functools.partial(tests_of_features, group) for group in compatibility.GROUPS},
-    **decision.TABLES,
-    **{f"results {name}": make for name, make in {**results.TABLES, **training_results.TABLES}.items()},
+    **measured.TABLES,
 }
 """The function that makes each block, by the block's name."""
 
@@ -137,7 +135,7 @@ def figure(found: dict[str, dict[str, dict[str, traffic.Parts]]], sizes: traffic
 FIGURES: Mapping[str, Callable[[], Any]] = {
     "distributed.svg": lambda: figure(traffic.measured(), traffic.LAYER),
     "house.svg": house.figure,
-    "speed_ups.svg": results.picture,
+    "speed_ups.svg": measured.picture,
 }
 """The function that draws each file in docs/, by file name."""
 

@@ -15,7 +15,7 @@ from bench.contest import gates
 from bench.contest.cases import CALLS, FIRST_STEP, GEMM_CASES, IN_GRAPH, OPS_IN_GRAPHS, Product
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import epilogue_scaled
-from bench.training.direct_calls import OPS_IN_GRAPH, functions_of_graphs, host_seconds
+from bench.training.direct_calls import OPS_IN_GRAPH, graphs_of_ops, host_seconds
 from tritonfp8 import ops
 
 PEER = "torch._scaled_mm"
@@ -67,10 +67,10 @@ def test_call(benchmark, contest, case, shape):
 @measures("launch", (IN_GRAPH,))
 def test_op_in_a_compiled_graph(benchmark, contest, case, shape):
     m, n, k = shape.size
-    graphs = functions_of_graphs(contest.device.device, m, n, k)
+    graphs = graphs_of_ops(contest.device.device, m, n, k)
 
     def contender(name):
-        function, argument = graphs[name]
+        function, argument, _ = graphs[name]
         graph = torch.compile(function, fullgraph=True, backend="eager" if contest.smoke else "inductor")
         return Contender(name, lambda: lambda: graph(argument), own=True)
 
@@ -89,8 +89,11 @@ def run(command, environment):
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def first_step(shape, device, recipe, *, warm_up, smoke):
-    """Row fields of the first step of a new process. Its caches are empty, or filled by ``tritonfp8 warmup``."""
+def first_step(shape, device, recipe, *, warm_up, smoke, profile=False):
+    """Row fields of the first step of a new process. Its caches are empty, or filled by ``tritonfp8 warmup``.
+
+    With ``profile`` there is also a field with the seconds by package.
+    """
     batch, sequence = map(str, shape.size)
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {name: os.path.join(folder, name) for name in CACHES}
@@ -100,7 +103,7 @@ def first_step(shape, device, recipe, *, warm_up, smoke):
             command += ["--workers", "0"] if smoke else []
             run([sys.executable, "-m", "tritonfp8", *command], environment)
         command = ["--model", shape.name, "--recipe", recipe, "--batch", batch, "--sequence", sequence]
-        command += ["--device", device, *(["--eager"] if smoke else [])]
+        command += ["--device", device, *(["--eager"] if smoke else []), *(["--profile"] if profile else [])]
         return json.loads(run([sys.executable, "-m", "bench.first_step", *command], environment))
 
 

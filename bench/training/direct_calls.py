@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -73,8 +73,22 @@ def model_rows(device: Device, shape: shapes.Shape, names: list[str]) -> Iterato
         device.release()
 
 
-def functions_of_graphs(device: torch.device, m: int, n: int, k: int) -> dict[str, tuple[Callable[..., Any], Any]]:
-    """For each op a function that calls it :data:`OPS_IN_GRAPH` times, to be compiled, and its argument."""
+class Graph(NamedTuple):
+    """A graph of calls of one op.
+
+    Attributes:
+        function: makes the calls; to be compiled.
+        argument: of the function.
+        calls: the arguments of each call.
+    """
+
+    function: Callable[..., Any]
+    argument: list[Any]
+    calls: list[tuple[Any, ...]]
+
+
+def graphs_of_ops(device: torch.device, m: int, n: int, k: int) -> dict[str, Graph]:
+    """For each op a graph that calls it :data:`OPS_IN_GRAPH` times."""
     spec = recipes.get("rowwise").output.lhs.args
     xs = [torch.randn(m, k, device=device, dtype=torch.bfloat16) for _ in range(OPS_IN_GRAPH)]
     weight = torch.randn(n, k, device=device, dtype=torch.bfloat16)
@@ -86,14 +100,17 @@ def functions_of_graphs(device: torch.device, m: int, n: int, k: int) -> dict[st
     def gemms(pairs: list[Any]) -> list[Any]:
         return [ops.scaled_matmul(*pair, *spec, *operand, *spec) for pair in pairs]
 
-    return {"quantize": (casts, xs), "scaled_matmul": (gemms, pairs)}
+    return {
+        "quantize": Graph(casts, xs, [(x, *spec) for x in xs]),
+        "scaled_matmul": Graph(gemms, pairs, [(*pair, *spec, *operand, *spec) for pair in pairs]),
+    }
 
 
 def op_rows(device: Device) -> Iterator[dict[str, Any]]:
     """Host time of one op in a graph of :data:`OPS_IN_GRAPH`."""
-    cases = functions_of_graphs(device.device, 128, 768, 768)
-    for (name, (function, argument)), way in itertools.product(cases.items(), (DIRECT, DISPATCHER)):
-        graph = torch.compile(function, fullgraph=True)
+    graphs = graphs_of_ops(device.device, 128, 768, 768)
+    for (name, each), way in itertools.product(graphs.items(), (DIRECT, DISPATCHER)):
+        graph, argument = torch.compile(each.function, fullgraph=True), each.argument
         with torch.no_grad():
             compiled_afresh(way, graph, argument)
             seconds = host_seconds(device, lambda graph=graph, argument=argument: graph(argument), 30)

@@ -8,6 +8,7 @@ import torch
 
 from docs import build, coverage, traffic
 from docs.coverage import Collected, Column
+from docs.measured import decision, results
 from tritonfp8 import recipes
 
 PAGE = (build.DOCS / "distributed.md").read_text()
@@ -49,11 +50,11 @@ def test_a_block_that_was_changed_by_hand_is_made_again():
 
 def test_predicted_tokens_are_those_of_the_filter():
     """The least tokens of the page are the least that `filter="auto"` converts."""
-    cost, least = build.decision.cost, build.decision.first_tokens("rowwise", (4096, 4096))
+    cost, least = decision.cost, decision.first_tokens("rowwise", (4096, 4096))
     why = [cost.why_slower(recipes.get("rowwise"), m, (4096, 4096), torch.device("meta")) for m in (least // 2, least)]
     assert why[0] is not None
     assert why[1] is None
-    assert build.decision.first_tokens("rowwise", (1024, 1024)) is None
+    assert decision.first_tokens("rowwise", (1024, 1024)) is None
 
 
 def test_readme_is_short():
@@ -102,8 +103,8 @@ def test_figure_of_the_house_names_every_room():
 
 def test_figure_of_speeds_has_the_measured_ones():
     text = (build.DOCS / "speed_ups.svg").read_text()
-    for of_shapes in build.results.speed_ups("model", "model").values():
-        assert all(f"{of_shapes[shape]:.2f}" in text for shape in build.results.MODELS.values())
+    for of_shapes in results.speed_ups("model", "model").values():
+        assert all(f"{of_shapes[shape]:.2f}" in text for shape in results.MODELS.values())
 
 
 def counted(mesh, recipe, sizes):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.tables import table
-from docs import results
+from docs.measured import results
 from tritonfp8 import recipes
 from tritonfp8.conversion import cost
 

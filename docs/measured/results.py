@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.contest.bars import BARS
-from bench.contest.cases import IN_GRAPH, MODEL, MODEL_KERNELS
-from bench.contest.judge import Bar
+from bench.contest.cases import IN_GRAPH, MODEL
 from bench.shapes import ALL_MODELS, select
 from bench.tables import over_peer, table, with_peers
 
 Row = Mapping[str, Any]
-DATA = Path(__file__).resolve().parents[1] / "bench" / "results" / "nvidia-h200"
+DATA = Path(__file__).resolve().parents[2] / "bench" / "results" / "nvidia-h200"
 LARGE = ("square", "llama-8b", "llama-70b", "deepseek-v3")
 SMALL_M = ("decode",)
 # Contenders in the tables of layers and models: their order, and their names in a table.
@@ -172,27 +170,6 @@ def tuned() -> str:
         for size, ratio in after[contender].items()
     ]
     return table(("layers of", "recipe", "before", "with the configurations of an H100"), lines)
-
-
-def limits() -> str:
-    """Where a step of each model goes, and how fast it would be if nothing had to be cast."""
-    rows = data("model.json")["rows"]
-    parts = {(row["name"], row["contender"]): row for row in rows if row["case"] == MODEL_KERNELS.name}
-
-    def line(bar: Bar) -> tuple[str, ...]:
-        plain, ours = parts[bar.shape, "bf16"], parts[bar.shape, bar.contender]
-        spent = (plain["gemm_seconds"], plain["other_seconds"])
-        spent = (*spent, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
-        without = plain["seconds"] / (ours["gemm_seconds"] + plain["other_seconds"])
-        found = (plain["seconds"] / ours["seconds"], without, bar.bar)
-        return bar.shape or "", bar.contender.split()[0], *(text(1e3 * each, 1) for each in spent), *map(text, found)
-
-    wanted = [bar for bar in BARS if (bar.case, bar.over, bar.quantity) == (MODEL.name, "bf16", "speed-up")]
-    header = ("layers of", "recipe", "bf16: GEMMs, ms", "others", "recipe: GEMMs, ms", "casts", "others")
-    return table(
-        (*header, "over bf16", "without casts", "bar"),
-        [line(bar) for bar in wanted if (bar.shape, bar.contender) in parts],
-    )
 
 
 def peaks(folder: str = ".") -> dict[tuple[str, tuple[int, ...]], int]:
@@ -368,7 +345,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "headline": headline,
     "host times": host_times,
     "layers": layers,
-    "limits": limits,
     "memory": memory,
     "models": models,
     "models on an H100": lambda: models("../nvidia-h100"),

@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from bench.contest.bars import GROUPED_BARS
-from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
-from bench.contest.judge import Bar, judge
+from bench.contest.judge import judge
 from bench.health import EVERY, cost
 from bench.inference.decode import PLAIN
 from bench.tables import bars_table, table
-from docs.results import DATA, data, text
+from docs.measured.results import DATA, data, text
 
 
 def training(folder: str = "train-160m") -> str:
@@ -29,29 +28,6 @@ def mixtures() -> str:
 def mixture_layers() -> str:
     """The bars of a layer of experts with its router."""
     return _judged("experts.json")
-
-
-def mixtral() -> str:
-    """The bars of a layer of Mixtral, which was measured again."""
-    return _judged("mixtral/experts.json")
-
-
-def mixture_limits() -> str:
-    """Where the time of a layer of experts goes, and how fast it would be if nothing had to be cast."""
-    rows = data("experts.json")["rows"]
-    parts = {(row["set"], row["contender"]): row for row in rows if row["case"] == EXPERTS_KERNELS.name}
-
-    def line(bar: Bar) -> tuple[str, ...]:
-        (shape,) = bar.sets
-        plain, ours = parts[shape, bar.over], parts[shape, bar.contender]
-        kept = plain["cast_seconds"] + plain["other_seconds"]
-        spent = (plain["gemm_seconds"], kept, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
-        found = (plain["seconds"] / ours["seconds"], plain["seconds"] / (ours["gemm_seconds"] + kept), bar.bar)
-        return shape, *(text(1e3 * each, 1) for each in spent), *map(text, found)
-
-    wanted = [bar for bar in GROUPED_BARS if (bar.case, bar.quantity) == (EXPERTS.name, "speed-up")]
-    header = ("layer of", "bf16: GEMMs, ms", "others", "rowwise: GEMMs, ms", "casts, SwiGLU and sums", "others")
-    return table((*header, "over bf16", "without casts", "bar"), map(line, wanted))
 
 
 def _judged(path: str) -> str:
@@ -204,9 +180,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "direct calls": direct_calls,
     "inspection": inspection,
     "mixtures": mixtures,
-    "mixtral": mixtral,
     "mixture layers": mixture_layers,
-    "mixture limits": mixture_limits,
     "mixture training": functools.partial(training, "train-160m-moe"),
     "other text": other_text,
     "schedule": schedule,

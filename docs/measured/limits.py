@@ -1,0 +1,117 @@
+"""The tables of what limits a figure: kernels of a step, power of GEMMs, host time of a call. Data: bench/results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from bench.contest.bars import BARS, GROUPED_BARS
+from bench.contest.cases import FIRST_STEP, IN_GRAPH, MODEL, MODEL_KERNELS, OPS_IN_GRAPHS
+from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
+from bench.contest.judge import Bar
+from bench.limits.host import GRAPH, LAUNCH, MEMORY, REST
+from bench.limits.power import OWN, RANDOM, TORCH, ZERO
+from bench.tables import size_name, table
+from docs.measured.results import data, text
+
+# FP8 FLOPs of a multiprocessor in a cycle: NVIDIA H100 Tensor Core GPU Architecture (2022), 4 tensor cores of 1024
+# multiplications and additions each.
+DENSE_FLOPS = 4 * 1024 * 2
+
+
+def limits() -> str:
+    """Where a step of each model goes, and how fast it would be if nothing had to be cast."""
+    rows = data("model.json")["rows"]
+    parts = {(row["name"], row["contender"]): row for row in rows if row["case"] == MODEL_KERNELS.name}
+
+    def line(bar: Bar) -> tuple[str, ...]:
+        plain, ours = parts[bar.shape, "bf16"], parts[bar.shape, bar.contender]
+        spent = (plain["gemm_seconds"], plain["other_seconds"])
+        spent = (*spent, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
+        without = plain["seconds"] / (ours["gemm_seconds"] + plain["other_seconds"])
+        found = (plain["seconds"] / ours["seconds"], without, bar.bar)
+        return bar.shape or "", bar.contender.split()[0], *(text(1e3 * each, 1) for each in spent), *map(text, found)
+
+    wanted = [bar for bar in BARS if (bar.case, bar.over, bar.quantity) == (MODEL.name, "bf16", "speed-up")]
+    header = ("layers of", "recipe", "bf16: GEMMs, ms", "others", "recipe: GEMMs, ms", "casts", "others")
+    return table(
+        (*header, "over bf16", "without casts", "bar"),
+        [line(bar) for bar in wanted if (bar.shape, bar.contender) in parts],
+    )
+
+
+def mixture_limits() -> str:
+    """Where the time of a layer of experts goes, and how fast it would be if nothing had to be cast."""
+    rows = data("experts.json")["rows"]
+    parts = {(row["set"], row["contender"]): row for row in rows if row["case"] == EXPERTS_KERNELS.name}
+
+    def line(bar: Bar) -> tuple[str, ...]:
+        (shape,) = bar.sets
+        plain, ours = parts[shape, bar.over], parts[shape, bar.contender]
+        kept = plain["cast_seconds"] + plain["other_seconds"]
+        spent = (plain["gemm_seconds"], kept, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
+        found = (plain["seconds"] / ours["seconds"], plain["seconds"] / (ours["gemm_seconds"] + kept), bar.bar)
+        return shape, *(text(1e3 * each, 1) for each in spent), *map(text, found)
+
+    wanted = [bar for bar in GROUPED_BARS if (bar.case, bar.quantity) == (EXPERTS.name, "speed-up")]
+    header = ("layer of", "bf16: GEMMs, ms", "others", "rowwise: GEMMs, ms", "casts, SwiGLU and sums", "others")
+    return table((*header, "over bf16", "without casts", "bar"), map(line, wanted))
+
+
+def power() -> str:
+    """Clock, power and energy of GEMMs on random codes, and the speed of the same GEMM on codes that are all zero."""
+    found = data("power.json")
+    rows = {
+        (tuple(row["shape"]), row["case"], row["accumulation"], row["contender"], row["codes"]): row
+        for row in found["rows"]
+    }
+    lines = []
+    for shape, case, accumulation in dict.fromkeys(key[:3] for key in rows):
+        for contender in (OWN, TORCH):
+            row, zero = (rows[shape, case, accumulation, contender, codes] for codes in (RANDOM, ZERO))
+            rate = row["flops"] / row["seconds"]
+            peak = found["multiprocessors"] * DENSE_FLOPS * row["mhz"] * 1e6
+            figures = (
+                f"{rate / 1e12:.0f}",
+                f"{row['mhz']:.0f}",
+                f"{row['watts']:.0f}",
+                text(1e12 * row["watts"] / rate),
+            )
+            shares = (rate / peak, row["seconds"] / zero["seconds"])
+            lines.append((size_name(shape), f"{case}, {accumulation}", contender, *figures, *map(text, shares)))
+    header = ("M x N x K", "GEMM", "of", "TFLOP/s", "MHz", "W", "J a TFLOP", "of the peak at this clock")
+    return table((*header, "zeros: speed over random codes"), lines)
+
+
+def calls() -> str:
+    """The parts of a call of an op in a compiled graph."""
+    found = {(row["op"], row["part"]): f"{1e6 * row['host_seconds']:.1f} us" for row in data("host.json")["rows"]}
+    parts = ("all", GRAPH, LAUNCH, MEMORY, REST)
+    lines = [(op, *(found.get((op, part), "") for part in parts)) for op in dict.fromkeys(op for op, _ in found)]
+    names = ("the graph's own", "the launch", "memory of the results", "the rest of the call")
+    return table(("op, [128, 768, 768]", "host time", *names), lines)
+
+
+HOSTS = {".": "with the table of calls", "faster-host": "on another host"}
+
+
+def hosts() -> str:
+    """The two bars of host time, on two hosts."""
+    lines = []
+    for folder, host in HOSTS.items():
+        rows = data(f"{folder}/launch.json")["rows"]
+        ops = {row["contender"]: f"{1e6 * row['seconds']:.1f} us" for row in rows if row["case"] == IN_GRAPH.name}
+        steps = {row["contender"]: row["seconds"] for row in rows if row["case"] == FIRST_STEP.name}
+        added = (f"{steps[name] - steps['bf16']:+.1f} s" for name in ("after warm-up", "cold"))
+        lines.append((host, *(ops[op] for op in OPS_IN_GRAPHS), *added))
+    names = (*(f"`{op}` in a graph" for op in OPS_IN_GRAPHS), "first step over bf16: after `warmup`", "without")
+    return table(("launches", *names), lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "calls": calls,
+    "hosts": hosts,
+    "limits": limits,
+    "mixture limits": mixture_limits,
+    "power": power,
+}
+"""The function that makes each table, by the name of its block."""

@@ -1,0 +1,86 @@
+"""Measurements of limits: that each part is what its name says, and that nothing of a measurement stays behind."""
+
+import cProfile
+import json
+import pstats
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import tritonfp8
+from bench import first_step, shapes
+from bench.limits import host, power
+from bench.suites import test_launch
+from tritonfp8.launch import executor
+
+
+def rows_of(program, path):
+    """Rows that a program writes in a smoke test, by the fields that say what they are of."""
+    app = typer.Typer()
+    app.command()(program.main)
+    done = CliRunner().invoke(app, ["--smoke", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    return json.loads(path.read_text())["rows"]
+
+
+def test_each_gemm_runs_on_both_kinds_of_codes(tmp_path):
+    rows = rows_of(power, tmp_path / "power.json")
+    found = {(row["case"], row["accumulation"], row["codes"]) for row in rows if row["contender"] == power.OWN}
+    wanted = [(case, each) for case, accumulations in power.CASES.items() for each in accumulations]
+    assert found == {(*each, codes) for each in wanted for codes in (power.RANDOM, power.ZERO)}
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_only_samples_of_the_run_count():
+    sampler = power.Sampler(torch.device("cpu"))
+    for seconds, line in ((1.0, "345, 80.1, Not Active"), (2.0, "1300, 690.0, Active"), (3.0, "1350, 700.0, Active")):
+        sampler._found.append(power.Sample.of(line)._replace(seconds=seconds))
+    assert sampler.between(1.5, 3.5) == {"mhz": 1325, "watts": 695, "capped": 1}
+    assert sampler.between(0.5, 3.5)["capped"] == pytest.approx(2 / 3)
+    assert sampler.between(4, 5) == {}
+
+
+def test_parts_of_a_call_add_up(tmp_path):
+    found = {}
+    for row in rows_of(host, tmp_path / "host.json"):
+        found.setdefault(row["op"], {})[row["part"]] = row["host_seconds"]
+    assert list(found) == ["quantize", "scaled_matmul", host.TORCH_LAUNCH]
+    for op in ("quantize", "scaled_matmul"):
+        parts = found[op]
+        assert sum(parts[part] for part in (host.GRAPH, host.LAUNCH, host.MEMORY, host.REST)) == pytest.approx(
+            parts["all"]
+        )
+
+
+def test_a_measurement_leaves_no_plans_behind():
+    before = executor.generation[0]
+    with host.new_plans():
+        assert executor.generation[0] == before + 1
+    assert executor.generation[0] == before + 2
+
+
+def test_memory_of_the_same_layout_is_the_same():
+    allocate = host.same_memory(torch.device("cpu"))
+    first, again = (allocate((2, 3), (3, 1), torch.float32) for _ in range(2))
+    assert first is again
+    assert first.stride() == (3, 1)
+    assert allocate((2, 3), (1, 2), torch.float32).stride() == (1, 2)
+
+
+def test_seconds_are_those_of_the_package_that_spends_them():
+    x, spec = torch.randn(256, 512), tritonfp8.recipes.get("rowwise").output.lhs
+    profiler = cProfile.Profile()
+    with profiler:
+        tritonfp8.quantize(x, spec)
+    found = first_step.by_package(profiler)
+    assert found["tritonfp8"] > 0
+    assert sum(found.values()) == pytest.approx(pstats.Stats(profiler).total_tt)
+
+
+def test_a_profiled_first_step_has_the_parts():
+    (shape, *_) = shapes.select("first_step", ["smoke"])
+    found = test_launch.first_step(shape, "cpu", "rowwise", warm_up=False, smoke=True, profile=True)
+    assert found["profile"]["tritonfp8"] > 0
+    assert sum(found["profile"].values()) <= 1.5 * found["step_seconds"]
