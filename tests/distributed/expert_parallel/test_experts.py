@@ -34,6 +34,14 @@ def test_the_bits_of_one_process(ranks, recipe, world):
         assert rows == [{}] * world, tokens
 
 
+@each_recipe
+def test_autocast(ranks, recipe):
+    """Tokens in float32 have the bits of one process, too, and are sent in the dtype of autocast."""
+    rows, sent = outcome(ranks, 4, tokens=(9, 5, 0, 30), recipe=recipe, dtype="float32", autocast=True)
+    assert rows == [{}] * 4
+    assert sent == outcome(ranks, 4, tokens=(9, 5, 0, 30), recipe=recipe, dtype="bfloat16")[1]
+
+
 @pytest.mark.parametrize("experts", [5, 3, 2])
 def test_experts_that_do_not_divide_and_ranks_without_one(ranks, experts):
     """Of four ranks, two have no expert of two."""

@@ -1,4 +1,4 @@
-"""Experts where autocast is on: with tokens in its dtype they are read from where they are, as without autocast."""
+"""Experts where autocast is on: tokens are cast to its dtype, and read from where they are, as without autocast."""
 
 import pytest
 import torch
@@ -54,12 +54,21 @@ def test_tokens_in_its_dtype_are_not_copied(recipe, factors, parameters, copies,
     assert len(copies) == 1
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
-def test_tokens_of_another_dtype_are_cast_at_the_experts(recipe, copies):
-    """Their gradient is summed in float32, so their rows are no rows of tokens in bfloat16."""
-    out, grad, *_ = gradients(made(recipe, False, torch.float32), torch.float32, torch.float32)
-    assert (out.dtype, grad.dtype) == (torch.float32, torch.float32)
-    assert len(copies) == 1
+@pytest.mark.parametrize("recipe", [*QUANTIZED, "bf16"])
+@pytest.mark.parametrize("factors", FACTORS, ids=str)
+def test_tokens_in_float32_are_cast_before_they_are_routed(recipe, factors, copies):
+    """All results have the bits of those from the cast tokens; what autocast is not asked for keeps its dtype."""
+    found = gradients(made(recipe, True, torch.float32), torch.float32, factors)
+    assert not copies
+    assert [x.dtype for x in found[:3]] == [torch.float32, torch.float32, factors]
+    cast = gradients(made(recipe, True, torch.float32), torch.bfloat16, factors)
+    assert_bitwise_equal(found, tuple(x.to(like.dtype) for x, like in zip(cast, found, strict=True)))
+
+
+def test_tokens_in_float64_are_refused_under_autocast():
+    """As by a linear layer, whose input autocast leaves in float64."""
+    with pytest.raises(TypeError, match="float64"):
+        gradients(made("rowwise", False, torch.float32), torch.float64, torch.float32)
 
 
 def test_compiled_in_one_graph(copies):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import mixtures
 import torch
@@ -73,19 +74,22 @@ def against_one_process(
     average=False,
     once=False,
     family=None,
+    autocast=False,
 ):
     """What differs from one process with the tokens of all ranks; the bytes of this rank's all-to-alls."""
     dtype, device = getattr(torch, dtype), mesh.device_type
+    in_bf16 = functools.partial(torch.autocast, device, torch.bfloat16, enabled=autocast)
     whole = experts_of(experts, recipe, dtype, family=family).to(device)
     module = copy.deepcopy(whole)
     batch = [x.to(device) for x in batch_of(sum(tokens), experts, dtype, routing)]
     grad = normal(sum(tokens), HIDDEN, seed=5, dtype=dtype, device=device)
-    expected = run(whole, *batch, grad)
+    with in_bf16():
+        expected = run(whole, *batch, grad)
     names = shard_experts(module, mesh, payload, average_gradients=average)
     assert names == [""]
     mine = slice(sum(tokens[: mesh.get_rank()]), sum(tokens[: mesh.get_rank() + 1]))
     scope = tritonfp8.quantize_weights_once(module) if once else contextlib.nullcontext()
-    with scope, count_collective_bytes() as traffic:
+    with scope, in_bf16(), count_collective_bytes() as traffic:
         found = run(module, *(x[mine] for x in batch), grad[mine])
     expected = {name: x[mine] for name, x in expected.items()}
     for name, parameter in module.named_parameters():

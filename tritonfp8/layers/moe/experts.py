@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
-from tritonfp8.layers.linear import CachedWeight
+from tritonfp8.layers.linear import CachedWeight, autocast_all
 from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
 from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
-from tritonfp8.layers.moe.routing import Routing, combine, gather
+from tritonfp8.layers.moe.routing import Routing, combine, gather, in_dtype
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
 
@@ -134,7 +134,8 @@ class RoutedExperts(ConvertedExperts):
             top_k_weights: ``[T, top_k]``.
 
         Returns:
-            ``[T, hidden]`` in the dtype of ``hidden_states``.
+            ``[T, hidden]`` in the dtype of ``hidden_states``. Where autocast is on, it is computed in autocast's:
+            tokens are cast before they go to their experts, and so is the gradient of the result.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -142,16 +143,22 @@ class RoutedExperts(ConvertedExperts):
         if counting.is_logging:
             counting.calling(self)
         _check_routed(hidden_states, top_k_index, top_k_weights)
+        (hidden,) = autocast_all(hidden_states.device.type, hidden_states)
+        assert hidden is not None
+        return in_dtype(self._of_tokens(hidden, top_k_index, top_k_weights), hidden_states.dtype)
+
+    def _of_tokens(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As :meth:`forward`, of tokens in the dtype of autocast, here or on the ranks that have their experts."""
         if self.dispatch is not None:
-            return self.dispatch.forward(self, hidden_states, top_k_index, top_k_weights)
+            return self.dispatch.forward(self, hidden, top_k_index, top_k_weights)
         weights = self.weights()
         routing = Routing.of(top_k_index, next(iter(weights.values())).shape[0])
         # An observer sees the rows of each expert, which are nowhere together otherwise. Both ways have the same bits.
-        if self.observer is None and can_route(hidden_states, top_k_weights):
-            return self._routed(hidden_states, weights, routing, top_k_weights)
+        if self.observer is None and can_route(hidden, top_k_weights):
+            return self._routed(hidden, weights, routing, top_k_weights)
         biases = [self.bias_of(name) for name in weights]
-        rows = self.compute(gather(hidden_states, routing), routing.offsets, list(weights.values()), biases)
-        return combine(rows, routing, top_k_weights, hidden_states.dtype)
+        rows = self.compute(gather(hidden, routing), routing.offsets, list(weights.values()), biases)
+        return combine(rows, routing, top_k_weights, hidden.dtype)
 
     def _routed(self, hidden: Tensor, weights: Mapping[str, Tensor], routing: Routing, top_k_weights: Tensor) -> Tensor:
         """What :func:`gather`, :meth:`compute` and :func:`combine` return, without copies of the tokens."""

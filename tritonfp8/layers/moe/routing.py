@@ -111,7 +111,8 @@ def grad_of_factors(grad: Tensor, rows: Tensor, inverse: Tensor, top_k_weights: 
         inverse: of the routing.
         top_k_weights: ``[T, top_k]``.
     """
-    return ops.dots_of_rows(grad, rows, places_of(inverse, top_k_weights.shape[0]), top_k_weights.dtype)
+    # A rank may have no tokens, and the number of experts of none of them is no quotient.
+    return ops.dots_of_rows(grad, rows, inverse.view(top_k_weights.shape), top_k_weights.dtype)
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
