@@ -4,10 +4,9 @@ import gc
 import os
 from collections import Counter
 
-# Two BLAS pools of all cores each, in every worker, are slower than one thread a core.
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+# One thread in each worker: BLAS adds in another order on more, so that bits would depend on the number of workers.
+THREADS = 1
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 import collector  # noqa: F401  before what imports many modules
 import hypothesis
