@@ -24,16 +24,8 @@ from bench.models import with_head
 from tritonfp8.training import MODELS
 
 VOCABULARY = 256
-PACKAGES = (
-    "torch/_dynamo",
-    "torch/_inductor",
-    "torch/_functorch",
-    "torch",
-    "sympy",
-    "triton",
-    "tritonfp8",
-    "transformers",
-)
+# Of installed packages. The first that fits counts.
+PACKAGES = ("torch/_dynamo", "torch/_inductor", "torch/_functorch", "torch", "sympy", "triton", "transformers")
 # The longest functions of C are listed by themselves.
 LISTED = 8
 
@@ -65,7 +57,7 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def package_of(path: str) -> str:
-    """The package of :data:`PACKAGES` that a file is of, or ``other``."""
+    """The package that a file is of: this one, one of :data:`PACKAGES`, or ``other``."""
     if f"/{tritonfp8.__name__}/" in path:
         return tritonfp8.__name__
     installed = path.rpartition("site-packages/")[2]
@@ -73,7 +65,7 @@ def package_of(path: str) -> str:
 
 
 def by_package(profiler: cProfile.Profile) -> dict[str, float]:
-    """Seconds in the functions of each package, without those that they call; the longest functions of C by name."""
+    """Seconds in the functions of each package, without their callees; the longest functions of C by name."""
     found: Counter[str] = Counter()
     builtins: Counter[str] = Counter()
     for (path, _, name), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
@@ -81,8 +73,9 @@ def by_package(profiler: cProfile.Profile) -> dict[str, float]:
             builtins[name] += own
         else:
             found[package_of(path)] += own
-    found.update(dict(builtins.most_common(LISTED)))
-    found["other functions of C"] = builtins.total() - sum(seconds for _, seconds in builtins.most_common(LISTED))
+    listed = dict(builtins.most_common(LISTED))
+    found.update(listed)
+    found["other functions of C"] = builtins.total() - sum(listed.values())
     return dict(found.most_common())
 
 

@@ -1,8 +1,8 @@
 """GEMMs at the clocks that the GPU's power allows: ``python -m bench.limits.power``.
 
 Each GEMM runs for a second on random codes, and on codes that are all zero, which switch few transistors and so take
-less power. During the run ``nvidia-smi`` samples the clock of the multiprocessors and the power. A GEMM near the tensor
-cores' peak at its clock gains by nothing but a higher clock. On a CPU, use ``--smoke``: a small shape, without samples.
+less power. During the run ``nvidia-smi`` samples the clock of the multiprocessors and the power. Where power lowers the
+clock, the energy of a TFLOP decides how fast a GEMM is. On a CPU, use ``--smoke``: a small shape, without samples.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    """Samples the GPU while it is open; without ``nvidia-smi`` or a GPU it has no samples."""
+    """Samples the GPU while it is open; on a CPU it has no samples.
+
+    Raises:
+        FileNotFoundError: there is no ``nvidia-smi``, which the samples come from.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._found: list[Sample] = []

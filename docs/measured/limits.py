@@ -91,7 +91,7 @@ def calls() -> str:
     return table(("op, [128, 768, 768]", "host time", *names), lines)
 
 
-HOSTS = {".": "with the table of calls", "faster-host": "on another host"}
+HOSTS = {".": "on the host of these calls", "faster-host": "on another host"}
 
 
 def hosts() -> str:

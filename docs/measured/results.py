@@ -119,9 +119,9 @@ def casts() -> str:
     return table(header, [(case, *(cell(case, width) for width in CAST_WIDTHS)) for case in CASTS])
 
 
-def speed_ups(name: str, case: str) -> dict[str, dict[tuple[int, ...], float]]:
+def speed_ups(name: str, case: str, contenders: Iterable[str] = CONTENDERS) -> dict[str, dict[tuple[int, ...], float]]:
     """Speed over bf16 in one suite, by contender and shape."""
-    found: dict[str, dict[tuple[int, ...], float]] = {contender: {} for contender in CONTENDERS}
+    found: dict[str, dict[tuple[int, ...], float]] = {contender: {} for contender in contenders}
     for row, ratio in ratios(data(f"{name}.json")["rows"]):
         if row["case"] == case and row["contender"] in found:
             found[row["contender"]][tuple(row["shape"])] = ratio
@@ -137,14 +137,15 @@ MODELS = {
 
 def layers() -> str:
     """Speed of linear layers and models over bf16."""
-    of_layers, of_models = speed_ups("linear", "layer"), speed_ups("model", "model")
+    contenders = {**CONTENDERS, "mxfp8 precise": "mxfp8"}
+    of_layers, of_models = (speed_ups(*each, contenders) for each in (("linear", "layer"), ("model", "model")))
     lines = [
         (
             name,
             *(text(of_layers[contender].get(shape)) for shape in LAYER_SHAPES),
             *(text(of_models[contender].get(shape)) for shape in MODELS.values()),
         )
-        for contender, name in CONTENDERS.items()
+        for contender, name in contenders.items()
     ]
     shapes = (" x ".join(map(str, shape)) for shape in LAYER_SHAPES)
     return table(("recipe", *(f"linear {shape}" for shape in shapes), *MODELS), lines)

@@ -111,7 +111,7 @@ def grad_of_factors(grad: Tensor, rows: Tensor, inverse: Tensor, top_k_weights: 
         inverse: of the routing.
         top_k_weights: ``[T, top_k]``.
     """
-    # A rank may have no tokens, and the number of experts of none of them is no quotient.
+    # places_of divides the rows by the tokens, and a rank may have none of either.
     return ops.dots_of_rows(grad, rows, inverse.view(top_k_weights.shape), top_k_weights.dtype)
 
 
