@@ -1,4 +1,10 @@
-"""Casts of matrices to scales of whole columns: both passes in one launch, so that the second reads from the cache."""
+"""Casts of matrices to scales of whole columns that read each element once.
+
+A program has one tile. It keeps the tile in registers until the amaxes of its columns are known, which takes the other
+tiles of these columns. Programs are counted as they begin, and those of a strip of columns begin one after another, so
+they run at the same time; unless the GPU has no room for them, as when others use it. So a program waits for a while
+only. Then it leaves its tile on a list, whose tiles a second launch casts.
+"""
 
 import triton
 import triton.language as tl
@@ -10,57 +16,84 @@ from tritonfp8.kernels.pdl import begin
 
 
 @triton.jit
+def _load(x_ptr, tile, tiles, strips, rows, N, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+          R: tl.constexpr):  # fmt: skip
+    """A tile, its columns, and which strip and place it is of which matrix."""
+    place, strip = tile % tiles, tile // tiles
+    matrix, pid_n = strip // strips, strip % strips
+    cols = pid_n * TILE_N + tl.arange(0, TILE_N)
+    of_rows = spread_rows(place, TILE_M, R)
+    mask = (of_rows < rows)[:, None] & (cols < N)[None, :]
+    pointers = x_ptr + (matrix.to(tl.int64) * rows + of_rows)[:, None] * N + cols.to(tl.int64)[None, :]
+    return load_masked(pointers, mask, EVEN), cols, matrix, pid_n, place
+
+
+@triton.jit
 def quantize_columns_kernel(
-    x_ptr, q_ptr, s_ptr, amax_ptr, progress_ptr, chunks, lag, rows, N,
+    x_ptr, q_ptr, s_ptr, amax_ptr, progress_ptr, left_ptr, tiles, strips, rows, N,
     groups_m, groups_n, stride_qm, stride_qn, stride_qg, stride_sm, stride_sn, stride_sg,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
-    TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STRIPS: tl.constexpr, R: tl.constexpr, DEPENDENT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr, LOOKS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Quantize each matrix ``[rows, N]`` of ``x``, contiguous, by a scale for each of its columns.
 
-        amax_ptr      [matrices, N]  amax bits (int32) per column; zero before
-        progress_ptr  [1 + chunks]   the programs that have begun, then the tiles of each chunk whose amaxes are
-                                     found; zero before
+        amax_ptr      [matrices, N]     amax bits (int32) per column; zero before
+        progress_ptr  [2 + all strips]  the programs that have begun, the tiles that are left, and of each strip the
+                                        tiles whose amaxes are found; zero before
+        left_ptr      [all tiles]       the tiles that are left
 
-    A chunk is STRIPS strips of TILE_N columns of one matrix. In round i programs find the amaxes of chunk i and cast
-    chunk ``i - lag``, which the cache still has. A program takes its work in the order in which programs begin, and no
-    program that finds amaxes waits, so those for which a cast waits have begun and will end.
+    LOOKS: how often a program looks whether its strip has all amaxes.
     """
     begin(DEPENDENT)
-    tiles = tl.cdiv(rows, TILE_M) * STRIPS
-    turn = tl.atomic_add(progress_ptr, 1, sem="relaxed")
-    within = turn % (2 * tiles)
-    casts = within >= tiles
-    chunk = turn // (2 * tiles) - tl.where(casts, lag, 0)
-    if (chunk >= 0) & (chunk < chunks):
-        tile = within % tiles
-        strips = tl.cdiv(N, TILE_N * STRIPS)
-        matrix = chunk // strips
-        place = tile // STRIPS
-        pid_n = chunk % strips * STRIPS + tile % STRIPS
-        cols = pid_n * TILE_N + tl.arange(0, TILE_N)
-        of_rows = spread_rows(place, TILE_M, R)
-        mask = (of_rows < rows)[:, None] & (cols < N)[None, :]
-        x = load_masked(
-            x_ptr + (matrix.to(tl.int64) * rows + of_rows)[:, None] * N + cols.to(tl.int64)[None, :], mask, EVEN
+    tile = tl.atomic_add(progress_ptr, 1, sem="relaxed")
+    x, cols, matrix, pid_n, place = _load(x_ptr, tile, tiles, strips, rows, N, EVEN, TILE_M, TILE_N, R)
+    found = amax_ptr + matrix.to(tl.int64) * N
+    bits = amax_bits(reduce_max(within_threads(magnitudes(x), R), 0), x.dtype)
+    tl.atomic_max(found + cols, bits, mask=cols < N, sem="relaxed")
+    # Every thread's maxima before the count says so.
+    tl.debug_barrier()
+    count = progress_ptr + 2 + tile // tiles
+    done = tl.atomic_add(count, 1, sem="acq_rel") + 1
+    looks = 0
+    while (done < tiles) & (looks < LOOKS):
+        done = tl.atomic_add(count, 0, sem="acquire")
+        looks += 1
+    tl.debug_barrier()
+    if done >= tiles:
+        quantize_tile(
+            x, place, pid_n, place == 0, rows, N,
+            q_ptr + matrix.to(tl.int64) * stride_qg, s_ptr + matrix.to(tl.int64) * stride_sg, found,
+            groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, 0, 1, 1, 0,
+            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 1,
+            DIRECT_CAST, TRANSPOSED, EVEN, R,
+        )  # fmt: skip
+    else:
+        tl.store(left_ptr + tl.atomic_add(progress_ptr + 1, 1, sem="relaxed"), tile)
+
+
+@triton.jit
+def quantize_left_kernel(
+    x_ptr, q_ptr, s_ptr, amax_ptr, progress_ptr, left_ptr, tiles, strips, rows, N,
+    groups_m, groups_n, stride_qm, stride_qn, stride_qg, stride_sm, stride_sn, stride_sg,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr, LOOKS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, R: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Quantize the tiles that :func:`quantize_columns_kernel` left, usually none. Its arguments."""
+    begin(DEPENDENT)
+    left = tl.load(progress_ptr + 1)
+    for i in range(tl.program_id(0), left, tl.num_programs(0)):
+        x, _, matrix, pid_n, place = _load(
+            x_ptr, tl.load(left_ptr + i), tiles, strips, rows, N, EVEN, TILE_M, TILE_N, R
         )
-        found = amax_ptr + matrix.to(tl.int64) * N
-        if casts:
-            while tl.atomic_add(progress_ptr + 1 + chunk, 0, sem="acquire") < tiles:
-                pass
-            tl.debug_barrier()
-            quantize_tile(
-                x, place, pid_n, place == 0, rows, N,
-                q_ptr + matrix.to(tl.int64) * stride_qg, s_ptr + matrix.to(tl.int64) * stride_sg, found,
-                groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, 0, 1, 1, 0,
-                ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 1,
-                DIRECT_CAST, TRANSPOSED, EVEN, R,
-            )  # fmt: skip
-        else:
-            bits = amax_bits(reduce_max(within_threads(magnitudes(x), R), 0), x.dtype)
-            tl.atomic_max(found + cols, bits, mask=cols < N, sem="relaxed")
-            # Every thread's maxima before the count says so.
-            tl.debug_barrier()
-            tl.atomic_add(progress_ptr + 1 + chunk, 1, sem="release")
+        quantize_tile(
+            x, place, pid_n, place == 0, rows, N,
+            q_ptr + matrix.to(tl.int64) * stride_qg, s_ptr + matrix.to(tl.int64) * stride_sg,
+            amax_ptr + matrix.to(tl.int64) * N,
+            groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, 0, 1, 1, 0,
+            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 1,
+            DIRECT_CAST, TRANSPOSED, EVEN, R,
+        )  # fmt: skip

@@ -133,12 +133,10 @@ SHARDS = CastTile(128, 128, 8)
 # Of groups of rows, and the sums of their parts.
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
-# Of matrices to scales of columns, in both passes: strips of a chunk at most, bytes that the cache keeps from one pass
-# to the other, and programs that run at once on a multiprocessor.
+# Of matrices to scales of columns, read once; how often a program looks whether the amaxes of its columns are known. A
+# look takes about a microsecond, and the wait some ten of them.
 COLUMNS = CastTile(128, 128, 4)
-COLUMNS_STRIPS = 4
-COLUMNS_CACHE = 24 * 2**20
-COLUMNS_PER_SM = 4
+COLUMNS_LOOKS = 2000
 # Of the amaxes of groups whose rows are computed in the same pass.
 AMAX_OF_COMPUTED = CastTile(32, 128, 4)
 # Of rows that are picked from codes; scales of a row at a time.
