@@ -14,8 +14,8 @@ TILE = cast_tiles.COLUMNS
 
 
 def run_together(tiles: int, num_sms: int) -> bool:
-    """Whether the tiles of a strip of columns surely run at the same time: one a multiprocessor has room."""
-    return tiles <= num_sms
+    """Whether the tiles of a strip of columns run at the same time on a GPU that does nothing else."""
+    return tiles <= cast_tiles.COLUMNS_PER_SM * num_sms
 
 
 def plan_columns(plan: Planner, of: Groups, side: Side, transposes: bool) -> bool:
