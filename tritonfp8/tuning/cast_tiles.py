@@ -130,16 +130,18 @@ DEQUANTIZE = CastTile(64, 128, 4)
 WIDEN = CastTile(128, 32, 4)
 # Of the casts of many shards in one launch.
 SHARDS = CastTile(128, 128, 8)
-# Of groups of rows, and the sums of their parts.
+# Of groups of rows, and the sums of their parts; to large blocks; of rows times their factors to scales of a dim.
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
+SCALED_GROUPS = CastTile(128, 128, 8)
 # Of matrices to scales of columns, read once; how often a program looks whether the amaxes of its columns are known. A
 # look takes about a microsecond, and the wait some ten of them.
 COLUMNS = CastTile(256, 64, 4)
 COLUMNS_LOOKS = 2000
 # How many of these tiles a multiprocessor has room for, at least.
 COLUMNS_PER_SM = 2
-# Of the amaxes of groups whose rows are computed in the same pass.
+# Of the amaxes of rows and columns of groups, whose rows may be picked; of those that are computed in the same pass.
+AMAX_OF_GROUPS = CastTile(16, 512, 4)
 AMAX_OF_COMPUTED = CastTile(32, 128, 4)
 # Of rows that are picked from codes; scales of a row at a time.
 PICK = CastTile(16, 1024, 4)
@@ -212,9 +214,16 @@ def dots_of_rows(each: int) -> CastTile:
     return CastTile(rows, max(1, DOTS // rows), DOTS_WARPS)
 
 
-def of_groups(blocks: Collection[BlockShape]) -> CastTile:
-    """The tile of a cast of groups to scales of these blocks."""
-    return GROUPS_OF_LARGE_BLOCKS if TENSORWISE in blocks or BLOCK_128X128 in blocks else GROUPS
+def of_groups(blocks: Collection[BlockShape], scaled: bool) -> CastTile:
+    """The tile of a cast of groups to scales of these blocks; ``scaled``: of rows times their factors."""
+    if TENSORWISE in blocks or BLOCK_128X128 in blocks:
+        return GROUPS_OF_LARGE_BLOCKS
+    return SCALED_GROUPS if scaled and set(blocks) <= {ROWWISE, COLUMNWISE} else GROUPS
+
+
+def amax_of_groups(n: int, blocks: Collection[BlockShape]) -> CastTile:
+    """The tile of the pass that finds the amaxes of ``blocks`` of groups of rows ``[*, n]``."""
+    return AMAX_OF_WHOLE.tile if set(blocks) == {TENSORWISE} else AMAX_OF_GROUPS.narrowed(n)
 
 
 def amax_pass(n: int, blocks: Collection[BlockShape]) -> AmaxPass:

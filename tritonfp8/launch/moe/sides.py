@@ -190,7 +190,10 @@ def with_maxima(
     sizes = group_amax_sizes(rows, n, of.groups, blocks)
     amax = plan.empty((sum(sizes.values()),), torch.int32, zeroed=True)
     parts = _parts(amax, sizes)
-    tile = cast_tiles.AMAX_OF_COMPUTED if of.swiglu else cast_tiles.amax_pass(n, set(sizes)).tile
+    if of.swiglu:
+        tile = cast_tiles.AMAX_OF_COMPUTED
+    else:
+        tile = cast_tiles.amax_pass(n, set(sizes)).tile if of.is_matrices else cast_tiles.amax_of_groups(n, set(sizes))
     halves = 1 if of.gate_up is None else 2
     strips = -(-n // halves // tile.n)
     lines = PartialMaxima.allocate(plan, of.x, rows, 0, halves * strips, 0) if ROWWISE in sizes else None
@@ -260,7 +263,7 @@ def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None
     assert first is not None
     assert second is not None
     n = of.width
-    tile = cast_tiles.of_groups({first.block, second.block})
+    tile = cast_tiles.of_groups({first.block, second.block}, of.source == "scaled")
     constants = {
         **kernel_constants(first.spec, first.block),
         "PARTS": int(first.amax is not None),
