@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 
 from bench.contest.bars import BARS, GROUPED_BARS
-from bench.contest.cases import FIRST_STEP, IN_GRAPH, MODEL, MODEL_KERNELS, OPS_IN_GRAPHS
+from bench.contest.cases import COPY, FIRST_STEP, IN_GRAPH, MODEL, MODEL_KERNELS, OPS_IN_GRAPHS
 from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
 from bench.contest.judge import Bar
 from bench.limits.host import GRAPH, LAUNCH, MEMORY, REST
@@ -39,22 +40,47 @@ def limits() -> str:
     )
 
 
+def _least_bytes(tokens: int, top_k: int, experts: int, hidden: int, inside: int) -> int:
+    """What casts, SwiGLU and sums of a layer of experts read and write at least in ``rowwise``, forward and backward.
+
+    Each tensor counts once a pass, also where it is read for its amaxes first, or a row for each of its experts.
+    """
+    high, code = 2, 1
+    rows, weights = tokens * top_k, experts * 3 * inside * hidden
+    # For the output and for the gradient of the input.
+    of_weights = 2 * weights * (high + code)
+    # The input, cast by token, picked by row, and cast to its columns.
+    of_input = tokens * hidden * (2 * high + code) + rows * hidden * 2 * code
+    # SwiGLU, then the casts of its result; likewise backward, from the gradient of its result.
+    of_swiglu = rows * inside * ((2 + 1) * high + (high + 2 * code))
+    of_swiglu += rows * inside * ((1 + 2 + 2) * high + 2 * (high + 2 * code))
+    # Sums of the rows of a token forward and backward, products for the router's gradient, both casts of the gradient.
+    of_output = 3 * (rows + tokens) * hidden * high + tokens * hidden * high + rows * hidden * 2 * code
+    return of_weights + of_input + of_swiglu + of_output
+
+
 def mixture_limits() -> str:
-    """Where the time of a layer of experts goes, and how fast it would be if nothing had to be cast."""
+    """Where the time of a layer of experts goes, and how fast it would be if its casts were as fast as a copy."""
     rows = data("experts.json")["rows"]
+    shapes = {row["set"]: row["shape"] for row in rows if row["case"] == EXPERTS.name}
+    speed = statistics.median(
+        row["bytes"] / row["seconds"] for row in data("quantize.json")["rows"] if row["contender"] == COPY
+    )
     parts = {(row["set"], row["contender"]): row for row in rows if row["case"] == EXPERTS_KERNELS.name}
 
     def line(bar: Bar) -> tuple[str, ...]:
         (shape,) = bar.sets
         plain, ours = parts[shape, bar.over], parts[shape, bar.contender]
         kept = plain["cast_seconds"] + plain["other_seconds"]
+        copied = _least_bytes(*shapes[shape]) / speed
         spent = (plain["gemm_seconds"], kept, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
-        found = (plain["seconds"] / ours["seconds"], plain["seconds"] / (ours["gemm_seconds"] + kept), bar.bar)
-        return shape, *(text(1e3 * each, 1) for each in spent), *map(text, found)
+        fastest = ours["gemm_seconds"] + copied + ours["other_seconds"]
+        over = (text(plain["seconds"] / ours["seconds"]), text(1e3 * copied, 1), text(plain["seconds"] / fastest))
+        return shape, *(text(1e3 * each, 1) for each in spent), *over, text(bar.bar)
 
     wanted = [bar for bar in GROUPED_BARS if (bar.case, bar.quantity) == (EXPERTS.name, "speed-up")]
     header = ("layer of", "bf16: GEMMs, ms", "others", "rowwise: GEMMs, ms", "casts, SwiGLU and sums", "others")
-    return table((*header, "over bf16", "without casts", "bar"), map(line, wanted))
+    return table((*header, "over bf16", "casts as fast as a copy, ms", "over bf16 then", "bar"), map(line, wanted))
 
 
 def power() -> str:
@@ -107,11 +133,27 @@ def hosts() -> str:
     return table(("launches", *names), lines)
 
 
+def start() -> str:
+    """What the first step of a process spends its time in, of the parts that take a second in any start."""
+    found: dict[str, dict[str, float]] = {}
+    for row in data("start.json")["rows"]:
+        found.setdefault(row["part"], {})[row["start"]] = row["seconds"]
+    whole = found.pop("all")
+    listed = {part: of for part, of in found.items() if max(of.values()) >= 1 or part == OWN}
+    rest = {name: seconds - sum(of.get(name, 0.0) for of in listed.values()) for name, seconds in whole.items()}
+    lines = [
+        (f"`{part.strip('<>')}`" if "<" in part else part, *(text(of.get(name, 0.0), 1) for name in whole))
+        for part, of in {"all": whole, **listed, "the rest": rest}.items()
+    ]
+    return table(("seconds in", *whole), lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "calls": calls,
     "hosts": hosts,
     "limits": limits,
     "mixture limits": mixture_limits,
     "power": power,
+    "start": start,
 }
 """The function that makes each table, by the name of its block."""
