@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO in Hugging Face's Trainer, with Float8Callback, on two processes of gloo."""
 
 import deepspeed_cases
+import mixtures
 import pytest
 from process_group import RankError
 
@@ -28,6 +29,16 @@ def test_every_weight_moves_and_the_losses_are_those_of_ddp(ranks, stage, recipe
         assert row["converted"] == 14
         assert row["stuck"] == []
         assert any("21 of 21 trainable weights moved, 0 failures" in each for each in row["messages"])
+        assert row["losses"] == reference["losses"]
+
+
+@pytest.mark.parametrize("family", mixtures.FAMILIES)
+def test_experts_have_the_losses_of_ddp(ranks, family, tmp_path):
+    options = {"folder": tmp_path, "family": family, "max_grad_norm": UNCLIPPED}
+    expected, found = (ranks.run(2, deepspeed_cases.train, stage=stage, **options) for stage in (None, 2))
+    for row, reference in zip(found, expected, strict=True):
+        assert row["experts"] == reference["experts"] > 0
+        assert row["stuck"] == []
         assert row["losses"] == reference["losses"]
 
 

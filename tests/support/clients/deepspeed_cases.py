@@ -4,14 +4,16 @@ import functools
 import logging
 import os
 
+import mixtures
 import torch
 from callback_cases import llama
 from trainer_cases import act_as_launched
 from transformers import Trainer, TrainingArguments
 
 from bench.distributed.trainer import VOCABULARY, Tokens, reset
-from tritonfp8.integrations.transformers import Float8Callback
+from tritonfp8.integrations.transformers import Float8Callback, Float8Config
 from tritonfp8.layers.linear import is_converted
+from tritonfp8.layers.moe import is_converted_experts
 
 
 def _train_on_cpus():
@@ -100,22 +102,23 @@ def _settings(folder, stage, bfloat16, norm, changes):
 
 def train(
     mesh, folder, stage=None, bfloat16=False, frozen=None, poison=None, norm=True, resume=None, recipe="rowwise",
-    **changes
+    family=None, **changes
 ):  # fmt: skip
     """Train four steps by a Trainer with the callback: with DeepSpeed ZeRO of a stage, or by DDP.
 
     ``frozen``: a parameter that every step gives back its old value. ``poison``: one that becomes NaN. ``norm``:
-    whether DeepSpeed computes the norm of the gradients. ``resume``: folder of a checkpoint. ``changes``: other
-    arguments of the Trainer.
+    whether DeepSpeed computes the norm of the gradients. ``resume``: folder of a checkpoint. ``family``: of a mixture
+    of experts, which are converted, too; without it a Llama trains. ``changes``: other arguments of the Trainer.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     act_as_launched()
     _train_on_cpus()
-    model = llama(VOCABULARY)
+    model = llama(VOCABULARY) if family is None else mixtures.model_of(family, vocab_size=VOCABULARY)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if poison:
         model.get_parameter(poison).data.fill_(float("nan"))
-    callback = Restore(model.get_parameter(frozen)) if frozen else Float8Callback(recipe)
+    config = Float8Config(recipe, experts=family is not None)
+    callback = Restore(model.get_parameter(frozen)) if frozen else Float8Callback(config)
     records, logger = Records(), logging.getLogger("tritonfp8")
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
@@ -127,6 +130,7 @@ def train(
         return {
             "wrapped": type(run.model_wrapped).__name__,
             "converted": sum(is_converted(module) for module in model.modules()),
+            "experts": sum(is_converted_experts(module) for module in model.modules()),
             "stuck": [name for name, old in before.items() if torch.equal(now[name], old.to(now[name].dtype))],
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
             "weights": [p.sum(dtype=torch.float64).item() for p in now.values()],

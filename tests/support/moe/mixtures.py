@@ -27,9 +27,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def model_of(family, dtype=torch.float32):
+def model_of(family, dtype=torch.float32, **sizes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **COMMON, **FAMILIES[family])
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
