@@ -11,6 +11,7 @@ from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
 from bench.contest.judge import Bar
 from bench.limits.host import GRAPH, LAUNCH, MEMORY, REST
 from bench.limits.power import OWN, RANDOM, TORCH, ZERO
+from bench.models import BIASED, CONFIGS
 from bench.tables import size_name, table
 from docs.measured.results import data, text
 
@@ -19,43 +20,71 @@ from docs.measured.results import data, text
 DENSE_FLOPS = 4 * 1024 * 2
 
 
+OVER = ("over bf16", "casts as fast as a copy, ms", "over bf16 then", "bar")
+# Bytes of an element.
+HIGH, CODE = 2, 1
+
+
+def _copy_speed() -> float:
+    """Bytes a second that a copy reads and writes."""
+    copies = [row for row in data("quantize.json")["rows"] if row["contender"] == COPY]
+    return statistics.median(row["bytes"] / row["seconds"] for row in copies)
+
+
+def least_bytes(
+    name: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, batch: int, sequence: int
+) -> int:
+    """What the casts of a model of ``bench.models`` read and write at least, forward and backward.
+
+    Inputs and gradients of outputs are read once and cast in both orientations; weights are read for each of two casts.
+    """
+    head = CONFIGS.get(name, {}).get("head_dim", hidden // heads)
+    q, kv, branches = heads * head, kv_heads * head, 1 if name in BIASED else 2
+    inputs = 2 * hidden + q + ffn
+    gradients = q + 2 * kv + 2 * hidden + branches * ffn
+    weights = hidden * (2 * q + 2 * kv + (branches + 1) * ffn)
+    tokens = batch * sequence
+    return layers * (tokens * (inputs + gradients) * (HIGH + 2 * CODE) + weights * 2 * (HIGH + CODE))
+
+
 def limits() -> str:
-    """Where a step of each model goes, and how fast it would be if nothing had to be cast."""
+    """Where a step of each model goes, and how fast it would be if its casts were as fast as a copy."""
     rows = data("model.json")["rows"]
+    speed = _copy_speed()
     parts = {(row["name"], row["contender"]): row for row in rows if row["case"] == MODEL_KERNELS.name}
 
     def line(bar: Bar) -> tuple[str, ...]:
         plain, ours = parts[bar.shape, "bf16"], parts[bar.shape, bar.contender]
         spent = (plain["gemm_seconds"], plain["other_seconds"])
         spent = (*spent, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
-        without = plain["seconds"] / (ours["gemm_seconds"] + plain["other_seconds"])
-        found = (plain["seconds"] / ours["seconds"], without, bar.bar)
-        return bar.shape or "", bar.contender.split()[0], *(text(1e3 * each, 1) for each in spent), *map(text, found)
+        copied = least_bytes(plain["name"], *plain["shape"]) / speed
+        fastest = ours["gemm_seconds"] + copied + plain["other_seconds"]
+        over = (text(plain["seconds"] / ours["seconds"]), text(1e3 * copied, 1), text(plain["seconds"] / fastest))
+        return bar.shape or "", bar.contender.split()[0], *(text(1e3 * each, 1) for each in spent), *over, text(bar.bar)
 
     wanted = [bar for bar in BARS if (bar.case, bar.over, bar.quantity) == (MODEL.name, "bf16", "speed-up")]
     header = ("layers of", "recipe", "bf16: GEMMs, ms", "others", "recipe: GEMMs, ms", "casts", "others")
     return table(
-        (*header, "over bf16", "without casts", "bar"),
+        (*header, *OVER),
         [line(bar) for bar in wanted if (bar.shape, bar.contender) in parts],
     )
 
 
-def _least_bytes(tokens: int, top_k: int, experts: int, hidden: int, inside: int) -> int:
+def least_bytes_of_experts(tokens: int, top_k: int, experts: int, hidden: int, inside: int) -> int:
     """What casts, SwiGLU and sums of a layer of experts read and write at least in ``rowwise``, forward and backward.
 
     Each tensor counts once a pass, also where it is read for its amaxes first, or a row for each of its experts.
     """
-    high, code = 2, 1
     rows, weights = tokens * top_k, experts * 3 * inside * hidden
     # For the output and for the gradient of the input.
-    of_weights = 2 * weights * (high + code)
+    of_weights = 2 * weights * (HIGH + CODE)
     # The input, cast by token, picked by row, and cast to its columns.
-    of_input = tokens * hidden * (2 * high + code) + rows * hidden * 2 * code
+    of_input = tokens * hidden * 2 * (HIGH + CODE) + rows * hidden * 2 * CODE
     # SwiGLU, then the casts of its result; likewise backward, from the gradient of its result.
-    of_swiglu = rows * inside * ((2 + 1) * high + (high + 2 * code))
-    of_swiglu += rows * inside * ((1 + 2 + 2) * high + 2 * (high + 2 * code))
+    of_swiglu = rows * inside * ((2 + 1) * HIGH + (HIGH + 2 * CODE))
+    of_swiglu += rows * inside * ((1 + 2 + 2) * HIGH + 2 * (HIGH + 2 * CODE))
     # Sums of the rows of a token forward and backward, products for the router's gradient, both casts of the gradient.
-    of_output = 3 * (rows + tokens) * hidden * high + tokens * hidden * high + rows * hidden * 2 * code
+    of_output = 3 * (rows + tokens) * hidden * HIGH + tokens * hidden * HIGH + rows * hidden * 2 * CODE
     return of_weights + of_input + of_swiglu + of_output
 
 
@@ -63,16 +92,14 @@ def mixture_limits() -> str:
     """Where the time of a layer of experts goes, and how fast it would be if its casts were as fast as a copy."""
     rows = data("experts.json")["rows"]
     shapes = {row["set"]: row["shape"] for row in rows if row["case"] == EXPERTS.name}
-    speed = statistics.median(
-        row["bytes"] / row["seconds"] for row in data("quantize.json")["rows"] if row["contender"] == COPY
-    )
+    speed = _copy_speed()
     parts = {(row["set"], row["contender"]): row for row in rows if row["case"] == EXPERTS_KERNELS.name}
 
     def line(bar: Bar) -> tuple[str, ...]:
         (shape,) = bar.sets
         plain, ours = parts[shape, bar.over], parts[shape, bar.contender]
         kept = plain["cast_seconds"] + plain["other_seconds"]
-        copied = _least_bytes(*shapes[shape]) / speed
+        copied = least_bytes_of_experts(*shapes[shape]) / speed
         spent = (plain["gemm_seconds"], kept, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
         fastest = ours["gemm_seconds"] + copied + ours["other_seconds"]
         over = (text(plain["seconds"] / ours["seconds"]), text(1e3 * copied, 1), text(plain["seconds"] / fastest))
@@ -80,7 +107,7 @@ def mixture_limits() -> str:
 
     wanted = [bar for bar in GROUPED_BARS if (bar.case, bar.quantity) == (EXPERTS.name, "speed-up")]
     header = ("layer of", "bf16: GEMMs, ms", "others", "rowwise: GEMMs, ms", "casts, SwiGLU and sums", "others")
-    return table((*header, "over bf16", "casts as fast as a copy, ms", "over bf16 then", "bar"), map(line, wanted))
+    return table((*header, *OVER), map(line, wanted))
 
 
 def power() -> str:

@@ -10,9 +10,10 @@ import typer
 from typer.testing import CliRunner
 
 import tritonfp8
-from bench import first_step, shapes
+from bench import first_step, models, shapes
 from bench.limits import host, power
 from bench.suites import test_launch
+from docs.measured import limits
 from tritonfp8.compat import torch_private, triton_private
 from tritonfp8.launch import executor
 
@@ -94,3 +95,39 @@ def test_a_profiled_first_step_has_the_parts():
     found = test_launch.first_step(shape, "cpu", "rowwise", warm_up=False, smoke=True, profile=True)
     assert found["profile"]["tritonfp8"] > 0
     assert sum(found["profile"].values()) == pytest.approx(found["step_seconds"], rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("tiny", 2), ("gemma layers", 4), ("tiny with biases", 4)])
+def test_least_bytes_are_those_of_the_linear_layers(name, kv_heads):
+    size = (2, 64, 96, 4, kv_heads, 2, 8)
+    model = models.build(shapes.Shape("tiny", name, size), torch.device("cpu"))
+    inputs, outputs, weights = {}, [], []
+
+    def note(layer, args, out):
+        inputs[id(args[0])] = args[0]
+        outputs.append(out.numel())
+        weights.append(layer.weight.numel())
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(note)
+    model(torch.zeros(2, 8, 64, dtype=torch.bfloat16))
+    tokens = sum(x.numel() for x in inputs.values()) + sum(outputs)
+    assert limits.least_bytes(name, *size) == tokens * (2 + 1 + 1) + sum(weights) * 2 * (2 + 1)
+
+
+def test_least_bytes_of_experts_are_those_of_their_tensors():
+    tokens, top_k, experts, hidden, inside = size = (8, 2, 4, 64, 32)
+    rows = tokens * top_k
+    x, y, picked = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (tokens, tokens, rows))
+    gate_up, made = torch.empty(rows, 2 * inside, dtype=torch.bfloat16), torch.empty(rows, inside, dtype=torch.bfloat16)
+    weights = 3 * experts * hidden * inside
+    passes = [
+        # What a pass reads, then the codes that it reads and writes, then what else it writes.
+        ([x], x.numel(), []), ([], x.numel() + picked.numel(), []), ([gate_up], 0, [made]),
+        ([made], 2 * made.numel(), []), ([picked], 0, [y]),
+        ([x], picked.numel(), []), ([y], 2 * picked.numel(), []), ([picked, y], 0, []), ([picked], 0, [y]),
+        ([made, gate_up], 0, [gate_up]), ([gate_up], 2 * gate_up.numel(), []),
+    ]  # fmt: skip
+    expected = sum(sum(t.nbytes for t in read + written) + codes for read, codes, written in passes)
+    assert limits.least_bytes_of_experts(*size) == expected + weights * 2 * (2 + 1)
