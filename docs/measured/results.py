@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contest.cases import IN_GRAPH, MODEL
+from bench.contest.grouped import EXPERTS
 from bench.shapes import ALL_MODELS, select
 from bench.tables import over_peer, table, with_peers
 
@@ -133,6 +134,7 @@ MODELS = {
     "four Llama 8B layers": (4, 4096, 14336, 32, 8, 4, 4096),
     "four layers of hidden size 2048": (4, 2048, 8192, 32, 8, 2, 4096),
 }
+MIXTURES = {"mixtral": "Mixtral", "qwen3-30b": "Qwen3-30B-A3B", "deepseek-v3": "DeepSeek-V3"}
 
 
 def layers() -> str:
@@ -292,6 +294,11 @@ def headline() -> str:
         recipes = ("rowwise", "tensorwise", "blockwise")
         return what, cells("", " precise", recipes), cells("torchao ", "", recipes), _command(f"{name}.json")
 
+    experts = [row for row in data("experts.json")["rows"] if row["case"] == EXPERTS.name]
+    seconds = {(row["set"], row["contender"]): row["seconds"] for row in experts}
+    of_mixtures = ", ".join(
+        f"{name} {text(seconds[shape, 'torch bf16'] / seconds[shape, 'rowwise'])}" for shape, name in MIXTURES.items()
+    )
     gather = data("distributed-1b-x2/distributed.json")
     sent = {row["contender"]: row["bytes"]["all_gather"] for row in gather["rows"]}
     share = sent["rowwise, FP8 all-gather"] / sent["bf16"]
@@ -306,6 +313,7 @@ def headline() -> str:
         ),
         over_bf16("linear", "layer", LAYER_SHAPES[0], "speed of a linear layer 16384 x 4096 x 14336 over bf16"),
         over_bf16("linear", "layer", LAYER_SHAPES[3], "the same, 16384 x 2048 x 2048"),
+        ("speed of a layer of experts over torch's in bf16, rowwise", of_mixtures, "", _command("experts.json")),
         (
             "bytes of FSDP2's all-gathers over bf16's, losses equal to the bit",
             f"rowwise {text(share, 3)}",
