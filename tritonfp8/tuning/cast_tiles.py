@@ -134,14 +134,15 @@ SHARDS = CastTile(128, 128, 8)
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
 SCALED_GROUPS = CastTile(128, 128, 8)
-# Of matrices to scales of columns, read once; how often a program looks whether the amaxes of its columns are known. A
-# look takes about a microsecond, and the wait some ten of them.
+# Of matrices to scales of columns, read once; how often a program looks whether the amaxes of its columns are known
+# before it leaves its tile.
 COLUMNS = CastTile(256, 64, 4)
 COLUMNS_LOOKS = 2000
 # How many of these tiles a multiprocessor has room for, at least.
 COLUMNS_PER_SM = 2
-# Of the amaxes of rows and columns of groups, whose rows may be picked; of those that are computed in the same pass.
+# Of the amaxes of rows and columns of groups, whose rows may be picked.
 AMAX_OF_GROUPS = CastTile(16, 512, 4)
+# Of the amaxes of groups whose rows are computed in the same pass.
 AMAX_OF_COMPUTED = CastTile(32, 128, 4)
 # Of rows that are picked from codes; scales of a row at a time.
 PICK = CastTile(16, 1024, 4)
