@@ -64,6 +64,14 @@ def reduce_max(values, AXIS: tl.constexpr, KEEP_DIMS: tl.constexpr = False):
 
 
 @triton.jit
+def within_threads(values, R: tl.constexpr):
+    """Maxima over the R rows of a tile that a thread has: threads then exchange R times fewer values."""
+    L: tl.constexpr = values.shape[0] // R
+    N: tl.constexpr = values.shape[1]
+    return reduce_max(tl.reshape(values, (R, L, N)), 0) if R > 1 else values
+
+
+@triton.jit
 def _encode_pow2(bits, QMAX: tl.constexpr):
     """:func:`encode_fp32` with POW2 from exponents alone: the same bits without a division.
 

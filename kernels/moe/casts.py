@@ -12,16 +12,8 @@ from tritonfp8.kernels.moe.rows import (
     swiglu,
 )
 from tritonfp8.kernels.moe.schedule import FIELDS, bounds_of
-from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
+from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max, within_threads
 from tritonfp8.kernels.pdl import begin
-
-
-@triton.jit
-def within_threads(values, R: tl.constexpr):
-    """Maxima over the R rows of a tile that a thread has: threads then exchange R times fewer values."""
-    L: tl.constexpr = values.shape[0] // R
-    N: tl.constexpr = values.shape[1]
-    return reduce_max(tl.reshape(values, (R, L, N)), 0) if R > 1 else values
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from compile_target import compile_launch, note_launches
 
 from tritonfp8 import reference
+from tritonfp8.kernels.cast.columns import quantize_columns_kernel, quantize_left_kernel
 from tritonfp8.kernels.cast.quantize import (
     column_sums_kernel,
     maxima_kernel,
@@ -17,7 +18,7 @@ from tritonfp8.kernels.cast.quantize import (
 )
 from tritonfp8.launch import cast as launch
 from tritonfp8.launch import executor, partial_maxima
-from tritonfp8.launch.casts import column_sums, known_amax
+from tritonfp8.launch.casts import column_sums, known_amax, transposed
 from tritonfp8.launch.matmul import widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 
@@ -78,7 +79,7 @@ def matrix(*shape, dtype=torch.bfloat16):
 def test_casts_compile_for_every_target(launches, spec, side, cc):
     for launched in launches(cc, cast(matrix(4096, 4096), spec, side)):
         report = launched.compile(cc)
-        quantizes = launched.kernel is quantize_kernel
+        quantizes = launched.kernel in (quantize_kernel, quantize_columns_kernel, quantize_left_kernel)
         assert ("cvt.rn.satfinite.e4m3x2" in report.ptx) == (quantizes and side != "transposed")
         assert ("cvt.rn.satfinite.e5m2x2" in report.ptx) == (quantizes and side != "normal")
         if cc == 90:
@@ -152,7 +153,7 @@ def test_transposed_tiles_move_as_vectors(launches, spec, side, dtype):
 @pytest.mark.parametrize("cc", [89, 90, 100])
 def test_transposes_move_as_vectors(launches, cc):
     qdata = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
-    (launched,) = launches(cc, lambda: launch.transpose(qdata))
+    (launched,) = launches(cc, lambda: transposed.transpose(qdata))
     report = launched.compile(cc)
     assert report.spill_bytes == 0, report.log
     assert min(shared_bytes_at_once(report.ptx), default=16) >= 4

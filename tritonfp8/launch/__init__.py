@@ -9,18 +9,18 @@ from tritonfp8.launch.cast import (
     plan_dequantize,
     plan_quantize,
     plan_quantize_both,
-    plan_transpose,
     quantize,
     quantize_both,
-    transpose,
 )
 from tritonfp8.launch.casts import (
     MOST_WEIGHTS,
     plan_quantize_both_sum,
     plan_quantize_with_amax,
+    plan_transpose,
     quantize_both_sum,
     quantize_weights,
     quantize_with_amax,
+    transpose,
 )
 from tritonfp8.launch.executor import generation, repeat_of
 from tritonfp8.launch.figures import operand_figures, plan_operand_figures

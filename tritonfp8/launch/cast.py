@@ -19,6 +19,7 @@ from torch import Tensor
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels.cast import quantize as quantize_kernels
+from tritonfp8.launch.columns import Columns, plan_columns, run_together
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.matmul import product_kind, scaled_matmul
 from tritonfp8.launch.partial_maxima import PartialMaxima, row_chunks
@@ -26,7 +27,7 @@ from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, CastTile, cast_tiles
 
-__all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul", "transpose"]
+__all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul"]
 
 META = torch.device("meta")
 # A spec, its block in the coordinates of x, how many partial maxima of the amax the kernel reduces in one step.
@@ -234,6 +235,20 @@ def reads_along_columns(x: View) -> bool:
     return x.strides[1] != 1 and x.strides[0] == 1
 
 
+def _plan_columns(plan: Planner, x: View, side: _Side | None, side_t: _Side | None) -> bool:
+    """Fill one side from ``x [m, n]`` if its scales are of whole columns and one read of ``x`` pays; else False."""
+    one = side or side_t
+    if one is None or (side and side_t) or one.block != COLUMNWISE or one.amax is not None or not x.is_contiguous():
+        return False
+    m, n = x.shape
+    if m * n < cast_tiles.COLUMNS_LEAST or not run_together(m, plan.device.num_sms):
+        return False
+    qdata, scale, _ = one.pointers()
+    strides = ((*one.qdata.strides, 0), scale, (*one.scale.strides, 0))
+    plan_columns(plan, Columns(x, 1, qdata, *strides, one.scale.shape, one.spec, side_t is not None))
+    return True
+
+
 def plan_sides(
     plan: Planner, x: View, side: _Side | None, side_t: _Side | None, with_sums: bool = False
 ) -> View | None:
@@ -241,6 +256,8 @@ def plan_sides(
     if reads_along_columns(x):
         x, side, side_t = x.t(), side_t and side_t.t(), side and side.t()
     m, n = x.shape
+    if not with_sums and _plan_columns(plan, x, side, side_t):
+        return None
     tile = cast_tiles.choose(m, n, side and side.block, side_t and transposed(side_t.block))
     side, side_t = _with_amax(plan, x, tile, (side, side_t))
     first, second = side or side_t, side_t or side
@@ -368,31 +385,3 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
     if not _is_folded(qdata.shape, spec_of(spec).block):
         return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
     return dequantize(qdata.contiguous(), scale.contiguous(), spec, dtype)
-
-
-def plan_transpose(plan: Planner, qdata: View) -> list[View]:
-    """One output, ``[n, m]``."""
-    m, n = qdata.shape
-    out = plan.empty((n, m), qdata.dtype)
-    if not qdata.numel():
-        return [out]
-    tile = cast_tiles.TRANSPOSE
-    plan.launch(
-        quantize_kernels.transpose_kernel,
-        tile.programs(m, n),
-        (qdata.retyped(torch.uint8), out.retyped(torch.uint8)),
-        (m, n, *qdata.strides),
-        {
-            "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m, "TILE_N": tile.n,
-            "R": tile.rows_a_thread(VECTOR_BYTES), "GROUP": tile.group,
-        },
-        **tile.options(),
-    )  # fmt: skip
-    return [out]
-
-
-def transpose(qdata: Tensor) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.transpose`."""
-    results = planned(plan_transpose, (qdata,), ())
-    assert results is not None
-    return results[0]

@@ -140,6 +140,8 @@ COLUMNS = CastTile(256, 64, 4)
 COLUMNS_LOOKS = 2000
 # How many of these tiles a multiprocessor has room for, at least.
 COLUMNS_PER_SM = 2
+# Elements of a matrix that is cast so: one launch more takes as long as a second read of a smaller one.
+COLUMNS_LEAST = 2**22
 # Of the amaxes of rows and columns of groups, whose rows may be picked.
 AMAX_OF_GROUPS = CastTile(16, 512, 4)
 # Of the amaxes of groups whose rows are computed in the same pass.

@@ -9,12 +9,12 @@ from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.cast import plan_quantize
+from tritonfp8.launch.columns import plan_columns, run_together
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.moe.columns import plan_columns
 from tritonfp8.launch.moe.schedule import bounds_size
 from tritonfp8.launch.moe.sides import META, TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
 from tritonfp8.launch.plan import Planner, View
-from tritonfp8.specs import QuantSpec, check_group_spec, empty_grouped_scale, spec_of, transposed
+from tritonfp8.specs import COLUMNWISE, QuantSpec, check_group_spec, empty_grouped_scale, spec_of, transposed
 from tritonfp8.tuning import cast_tiles
 
 
@@ -247,7 +247,9 @@ def plan_quantize_matrices(plan: Planner, x: View, spec: str, transpose: bool) -
         assert whole is not None
         return [whole[0].strided(qdata.shape, qdata.strides), whole[1].strided(scale.shape, scale.strides)]
     stays = transpose == swaps
-    if not plan_columns(plan, of, side, not stays):
+    if side.block == COLUMNWISE and run_together(of.rows, plan.device.num_sms):
+        plan_columns(plan, side.of_columns(of.x, of.groups, not stays))
+    else:
         plan_sides(plan, of, side if stays else None, None if stays else side)
     return [qdata, scale]
 

@@ -10,6 +10,7 @@ import torch
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels.moe import casts as kernels
+from tritonfp8.launch.columns import Columns
 from tritonfp8.launch.moe.rows import add_swiglu
 from tritonfp8.launch.moe.schedule import plan_row_tiles
 from tritonfp8.launch.partial_maxima import PartialMaxima
@@ -134,6 +135,12 @@ class Side(NamedTuple):
         exponent_only = SCALE_FORMATS[self.spec.scale_format].exponent_only
         scale = self.scale.retyped(torch.uint8) if exponent_only else self.scale
         return [self.qdata, scale, scale if self.amax is None else self.amax]
+
+    def of_columns(self, x: View, matrices: int, transposes: bool) -> Columns:
+        """This result of matrices, by scales of whole columns."""
+        qdata, scale, _ = self.pointers()
+        sizes = (self.q_strides, scale, self.scale_strides, self.scale_sizes)
+        return Columns(x, matrices, qdata, *sizes, self.spec, transposes)
 
     def swapped(self) -> Side:
         """The same result in the coordinates of the transpose of each matrix."""

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile, spread_rows
-from tritonfp8.kernels.moe.casts import within_threads
-from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
+from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max, within_threads
 from tritonfp8.kernels.pdl import begin
 
 
