@@ -17,7 +17,7 @@ from tritonfp8.kernels.pdl import begin
 @triton.jit
 def _load(x_ptr, tile, tiles, strips, rows, N, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
           R: tl.constexpr):  # fmt: skip
-    """A tile, its columns, and which strip and place it is of which matrix."""
+    """A tile, its columns, its matrix, its strip of columns in the matrix, and its place in the strip."""
     place, strip = tile % tiles, tile // tiles
     matrix, pid_n = strip // strips, strip % strips
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
