@@ -16,11 +16,13 @@ from tritonfp8.kernels.cast.quantize import (
     partial_amax_kernel,
     quantize_kernel,
 )
+from tritonfp8.kernels.cast.rows import quantize_rows_kernel
 from tritonfp8.launch import cast as launch
 from tritonfp8.launch import executor, partial_maxima
 from tritonfp8.launch.casts import column_sums, known_amax, transposed
 from tritonfp8.launch.matmul import widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+from tritonfp8.tuning import cast_tiles
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def cast(x, spec, side):
         "normal": lambda: launch.quantize(x, *spec.args),
         "transposed": lambda: launch.quantize(x, *spec_t.args, True),
         "both": lambda: launch.quantize_both(x, *spec.args, *spec_t.args),
-        "amax": lambda: known_amax.quantize_with_amax(x, *spec.args),
+        "amax": lambda: known_amax.quantize_with_amax(x, *spec.args, *spec.args),
         "sums": lambda: column_sums.quantize_both_sum(x, *spec.args, *spec_t.args),
     }[side]
 
@@ -96,11 +98,23 @@ def test_casts_with_sums_compile_for_every_target(launches, spec, cc):
 
 
 @pytest.mark.parametrize("cc", [90, 89, 100])
-def test_casts_with_the_amax_compile_for_every_target(launches, cc):
-    found = launches(cc, cast(matrix(4096, 4096), CASTS[0], "amax"))
-    assert [launched.kernel for launched in found] == [partial_amax_kernel, maxima_kernel, quantize_kernel]
+@pytest.mark.parametrize(
+    ("spec", "kernels"),
+    [(CASTS[0], [partial_amax_kernel, maxima_kernel, quantize_kernel]), (CASTS[1], [quantize_rows_kernel])],
+)
+def test_casts_with_the_amax_compile_for_every_target(launches, spec, kernels, cc):
+    found = launches(cc, cast(matrix(4096, 4096), spec, "amax"))
+    assert [launched.kernel for launched in found] == kernels
     for launched in found:
         assert not launched.compile(cc).spill_bytes or cc != 90
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", sorted(cast_tiles.ROWS_WITH_COLUMNS))
+def test_rows_with_the_amaxes_of_columns_compile_without_spills(launches, columns, dtype):
+    for width in (columns, columns - 8):
+        for launched in launches(90, cast(matrix(4096, width, dtype=dtype), CASTS[1], "amax")):
+            assert not launched.compile(90).spill_bytes
 
 
 # Of the 16-bit dtypes one is as wide as the other, and one orientation takes less than both.

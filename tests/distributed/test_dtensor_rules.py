@@ -18,7 +18,8 @@ def named(func, args):
 
 LOCAL = {
     "adamw", "adamw_amax", "operand_figures", "quantize_both_sum", "quantize_groups", "quantize_groups_both",
-    "quantize_matrices", "quantize_with_amax", "scaled_grouped_matmul", "grouped_matmul", "grouped_sum", "swiglu",
+    "quantize_matrices", "quantize_matrices_with_amax", "quantize_with_amax",
+    "scaled_grouped_matmul", "grouped_matmul", "grouped_sum", "swiglu",
     "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows",
 }  # fmt: skip
 """Callers give them the shards of DTensors, and reduce the results where that is needed."""

@@ -42,7 +42,8 @@ def samples(device):
         yield ops.quantize_both_sum, (x, *spec.args, *SPEC_OF_BLOCK[0].args)
         for dtype in (torch.float32, torch.bfloat16):
             yield ops.dequantize, (*reference.quantize(x, *spec.args), *spec.args, dtype)
-    yield ops.quantize_with_amax, (x, *SPEC_OF_BLOCK[0].args)
+    for spec in (SPEC_OF_BLOCK[0], ROW):
+        yield ops.quantize_with_amax, (x, *spec.args, *spec.args)
     yield ops.quantize_weights, (x, [x[:40].contiguous()], *ROW.args)
     for part in (x, x.t(), x[:0], x[::2, 1:]):
         # No NaN: opcheck's comparison treats NaN as a difference.
@@ -142,6 +143,9 @@ def grouped_samples():
         yield ops.quantize_groups_both, (grad, offsets, *lhs.args, *rhs.args, None, None, False, amax)
         for transpose in (False, True):
             yield ops.quantize_matrices, (weight, *rhs.args, transpose)
+        *_, amax = reference.quantize_matrices_with_amax(weight, *rhs.args, *rhs.args)
+        yield ops.quantize_matrices, (weight, *rhs.args, True, amax)
+        yield ops.quantize_matrices_with_amax, (weight, *rhs.args, *rhs.args)
         rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args
         matrices = *reference.quantize_matrices(weight, *rhs.args), *rhs.args
         yield ops.scaled_grouped_matmul, (*rows, *matrices, offsets, bias, torch.float32)

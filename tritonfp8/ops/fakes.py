@@ -41,8 +41,9 @@ def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor
     return *quantize_both(x, spec, spec_t), x.new_empty((x.shape[1],))
 
 
-def quantize_with_amax(x: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
-    return *quantize(x, spec), x.new_empty((1, 1), dtype=torch.float32)
+def quantize_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+    amax = x.new_empty(scale_shape(x.shape[::-1], spec_of(spec_t).block), dtype=torch.float32)
+    return *quantize(x, spec), amax
 
 
 def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:
@@ -143,9 +144,17 @@ def dots_of_rows(grad: Tensor, x: Tensor, places: Tensor, out_dtype: torch.dtype
     return x.new_empty(places.shape, dtype=out_dtype)
 
 
-def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_matrices(
+    x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], x.shape[2], x.shape[1]) if transpose else x.shape
     return _groups(shape, spec, "matrices", x.shape[0], x.device)
+
+
+def quantize_matrices_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+    groups, n, k = x.shape
+    amax = x.new_empty((groups, *scale_shape((k, n), spec_of(spec_t).block)), dtype=torch.float32)
+    return *quantize_matrices(x, spec), amax
 
 
 def _grouped_product(a: Tensor, b: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

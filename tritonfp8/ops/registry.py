@@ -106,7 +106,7 @@ _CASTS = {
     "quantize_both_sum": _twin(
         "quantize_both_sum", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
-    "quantize_with_amax": _twin("quantize_with_amax", "(Tensor x, str spec) -> (Tensor, Tensor, Tensor)"),
+    "quantize_with_amax": _twin("quantize_with_amax", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"),
     "dequantize": Op(
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         fakes.dequantize,
@@ -196,7 +196,12 @@ _GROUPED = {
         "quantize_groups_both",
         f"({_OF}, str spec_t, {_ROWS}, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
     ),
-    "quantize_matrices": _twin("quantize_matrices", "(Tensor x, str spec, bool transpose=False) -> (Tensor, Tensor)"),
+    "quantize_matrices": _twin(
+        "quantize_matrices", "(Tensor x, str spec, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)"
+    ),
+    "quantize_matrices_with_amax": _twin(
+        "quantize_matrices_with_amax", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"
+    ),
     "scaled_grouped_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
         "Tensor? bias=None, ScalarType? out_dtype=None, str accumulation='precise', bool batch_invariant=False, "
@@ -359,6 +364,7 @@ matmul = torch.ops.tritonfp8.matmul.default
 quantize_groups = torch.ops.tritonfp8.quantize_groups.default
 quantize_groups_both = torch.ops.tritonfp8.quantize_groups_both.default
 quantize_matrices = torch.ops.tritonfp8.quantize_matrices.default
+quantize_matrices_with_amax = torch.ops.tritonfp8.quantize_matrices_with_amax.default
 scaled_grouped_matmul = torch.ops.tritonfp8.scaled_grouped_matmul.default
 grouped_matmul = torch.ops.tritonfp8.grouped_matmul.default
 grouped_sum = torch.ops.tritonfp8.grouped_sum.default

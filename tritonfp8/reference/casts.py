@@ -146,10 +146,13 @@ def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor
     return *quantize_both(x, spec, spec_t), x.sum(0)
 
 
-def quantize_with_amax(x: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
-    """``(*quantize(x, spec), amax)`` by a spec with one scale for ``x [M, N]``; ``amax`` is float32 ``[1, 1]``."""
-    found = amax(x, spec_of(spec).block)
-    return *quantize(x, spec, False, found), found
+def quantize_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``(*quantize(x, spec), amax)`` of ``x [M, N]``.
+
+    ``amax`` is float32, of the blocks of ``x.T`` by ``spec_t``: ``quantize(x, spec_t, True, amax)`` is the cast of the
+    transpose.
+    """
+    return *quantize(x, spec), amax(x.t(), spec_of(spec_t).block)
 
 
 def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Tensor]:

@@ -28,6 +28,7 @@ from tritonfp8.specs import (
     group_amax_sizes,
     group_column,
     grouped_columns,
+    scale_shape,
     spec_of,
     transposed,
 )
@@ -220,13 +221,16 @@ def quantize_groups_both(
     return *quantize_groups(found, offsets, spec), *quantize_groups(found, offsets, spec_t, True)
 
 
-def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_matrices(
+    x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize each matrix of ``x``, or its transpose.
 
     Args:
         x: ``[groups, N, K]``, any floating dtype and layout.
         spec: the text of a :class:`~tritonfp8.QuantSpec`.
         transpose: quantize the transpose of each matrix.
+        amax: float32, ``[groups, ...]``: of each matrix as :func:`~tritonfp8.reference.quantize` takes it.
 
     Returns:
         ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"matrices"``.
@@ -237,9 +241,21 @@ def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Te
     qdata = _empty_codes(tuple(shape), s, x.device)
     scale = empty_grouped_scale(shape, s, "matrices", groups, x.device)
     for i in range(groups):
-        codes, scale[i] = casts.quantize(x[i], spec, transpose)
+        codes, scale[i] = casts.quantize(x[i], spec, transpose, None if amax is None else amax[i])
         _write(qdata[i], codes)
     return qdata, scale
+
+
+def quantize_matrices_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``(*quantize_matrices(x, spec), amax)``.
+
+    ``amax`` is float32, ``[groups, ...]``, of the blocks of the transpose of each matrix by ``spec_t``:
+    ``quantize_matrices(x, spec_t, True, amax)`` is the cast of the transposes.
+    """
+    block = spec_of(spec_t).block
+    found = [casts.amax(matrix.t(), block) for matrix in x]
+    shape = (0, *scale_shape((x.shape[2], x.shape[1]), block))
+    return *quantize_matrices(x, spec), torch.stack(found) if found else torch.empty(shape, device=x.device)
 
 
 def scaled_grouped_matmul(

@@ -14,6 +14,7 @@ from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, COLUMNWISE, 
 
 VECTOR_BYTES = 16
 WARP_SIZE = 32
+MAX_WARPS = 32
 MIN_COLUMNS = 128
 
 BlockShape = tuple[int, int]
@@ -115,6 +116,11 @@ ROW_TILES = {
     16384: CastTile(1, 16384, 8),
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
+# Of whole rows, where the amaxes of columns are found in the same pass: a program keeps those of its rows.
+ROWS_WITH_COLUMNS = ROW_TILES
+# Warps of these programs that a multiprocessor has room for, and how many loads a program has under way.
+ROWS_WARPS = 32
+ROWS_STAGES = 1
 # Of partial maxima of rows, or of rows and columns; of columns alone; of the whole tensor.
 AMAX_OF_LINES = AmaxPass(CastTile(16, 512, 4), 8)
 AMAX_OF_SHORT_ROWS = AmaxPass(CastTile(32, 512, 8), 2)
@@ -197,6 +203,16 @@ def has_own_reduce(parts: int, block: BlockShape, normal: bool, transposes: bool
 def row_tile(n: int) -> CastTile:
     """A tile of whole rows of ``n`` elements, at most :data:`MAX_ROW_IN_TILE`."""
     return next(tile for longest, tile in ROW_TILES.items() if n <= longest)
+
+
+def rows_with_columns(n: int, itemsize: int) -> CastTile | None:
+    """The tile of whole rows of ``n`` elements whose columns are found, too; None for longer or wider ones."""
+    tile = next((tile for longest, tile in ROWS_WITH_COLUMNS.items() if n <= longest), None)
+    if tile is None or itemsize == 2:
+        return tile
+    if tile.m > 1:
+        return tile._replace(m=tile.m // 2)
+    return tile._replace(warps=2 * tile.warps) if itemsize == 4 and 2 * tile.warps <= MAX_WARPS else None
 
 
 def rows_of_a_part(m: int) -> int:

@@ -10,6 +10,8 @@ from tuned import H200
 
 from tritonfp8 import specs
 from tritonfp8.launch import moe, partial_maxima
+from tritonfp8.layers.linear import found_together
+from tritonfp8.ops import fakes
 from tritonfp8.recipes import get
 from tritonfp8.tuning import grouped_tiles, matmul_space
 from tritonfp8.tuning.matmul_space import shared_bytes
@@ -65,6 +67,12 @@ def casts(recipe, dtype):
     rows, columns = gemms.output.lhs.args[0], gemms.grad_weight.rhs.args[0]
     swapped = empty(GROUPS, K, N, dtype=dtype).transpose(1, 2)
     inner, grad = empty(TOKENS, 2 * K, dtype=dtype), empty(TOKENS, K, dtype=dtype)
+    of_weight = gemms.output.rhs.args[0], gemms.grad_input.rhs.args[0]
+    amax = fakes.quantize_matrices_with_amax(weight, *of_weight)[2]
+    of_amaxes = {
+        "matrices with amaxes": lambda: moe.quantize_matrices_with_amax(weight, *of_weight),
+        "matrices by amaxes": lambda: moe.quantize_matrices(weight, of_weight[1], True, amax),
+    }
     factors, places = empty(TOKENS, dtype=dtype), empty(TOKENS, dtype=torch.int64)
 
     def both_of_gradient():
@@ -77,6 +85,7 @@ def casts(recipe, dtype):
         "both": lambda: moe.quantize_groups_both(x, OFFSETS, rows, columns),
         "matrices": lambda: moe.quantize_matrices(weight, gemms.output.rhs.args[0]),
         "matrices transposed": lambda: moe.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
+        **(of_amaxes if found_together(gemms.output.rhs, gemms.grad_input.rhs) else {}),
         "matrices of another layout": lambda: moe.quantize_matrices(swapped, gemms.output.rhs.args[0]),
         "both of a routed gradient": lambda: moe.quantize_groups_both(x, OFFSETS, rows, columns, places, factors),
         "both of SwiGLU": lambda: moe.quantize_groups_both(inner, OFFSETS, rows, columns, None, None, True),

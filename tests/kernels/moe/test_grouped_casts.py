@@ -118,6 +118,43 @@ def test_matrices(device, spec, transpose, shape, layout):
     assert [y.stride() for y in found] == [y.stride() for y in expected]
 
 
+@on_devices(
+    [
+        (COLUMN_SPECS[0], (3, 40, 72), "contiguous"),
+        (COLUMN_SPECS[1], (2, 136, 160), "contiguous"),
+        (COLUMN_SPECS[1], (5, 130, 41), "contiguous"),
+        (COLUMN_SPECS[1], (2, 40, 64), "transposed"),
+        (COLUMN_SPECS[2], (2, 40, 64), "contiguous"),
+    ],
+    spec=COLUMN_SPECS,
+    shape=((3, 40, 72), (2, 256, 384), (2, 130, 41)),
+    layout=tuple(LAYOUTS),
+)
+def test_matrices_whose_transposes_are_cast_later(device, spec, shape, layout):
+    """The amaxes are those of the reference, and the cast by them is the cast without."""
+    x = LAYOUTS[layout](normal(*shape, dtype=torch.bfloat16))
+    x[1, 3, 5], x[0, :, 7] = torch.nan, 0.0
+    *expected, amax = reference.quantize_matrices_with_amax(x, *spec.args, *spec.args)
+    *found, found_amax = moe.quantize_matrices_with_amax(x.to(device), *spec.args, *spec.args)
+    assert_same(tuple(found), tuple(expected))
+    assert torch.equal(found_amax.cpu().nan_to_num(-1.0), amax.nan_to_num(-1.0))
+    later = moe.quantize_matrices(x.to(device), *spec.args, True, found_amax)
+    assert_same(later, reference.quantize_matrices(x, *spec.args, True))
+
+
+@each_device
+@pytest.mark.parametrize("spec", COLUMN_SPECS, ids=str)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_an_amax_of_a_caller_replaces_that_of_the_block(device, spec, transpose):
+    """Also one with a sign, which does not count."""
+    x = normal(2, 136, 160, dtype=torch.bfloat16)
+    of = x.transpose(1, 2) if transpose else x
+    amax = torch.stack([reference.amax(matrix, spec.block) for matrix in of]).mul_(-3)
+    amax[1].flatten()[0] = -torch.inf
+    found = moe.quantize_matrices(x.to(device), *spec.args, transpose, amax.to(device))
+    assert_same(found, reference.quantize_matrices(x, *spec.args, transpose, amax))
+
+
 @each_device
 def test_matrices_without_elements(device):
     spec = COLUMN_SPECS[1]

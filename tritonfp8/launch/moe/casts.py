@@ -9,12 +9,22 @@ from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.cast import plan_quantize
+from tritonfp8.launch.casts import can_plan_rows, plan_rows
 from tritonfp8.launch.columns import plan_columns, run_together
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.moe.schedule import bounds_size
 from tritonfp8.launch.moe.sides import META, TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
 from tritonfp8.launch.plan import Planner, View
-from tritonfp8.specs import COLUMNWISE, QuantSpec, check_group_spec, empty_grouped_scale, spec_of, transposed
+from tritonfp8.specs import (
+    COLUMNWISE,
+    ROWWISE,
+    TENSORWISE,
+    QuantSpec,
+    check_group_spec,
+    empty_grouped_scale,
+    spec_of,
+    transposed,
+)
 from tritonfp8.tuning import cast_tiles
 
 
@@ -227,7 +237,7 @@ def _matrices(x: View) -> tuple[Groups, bool] | None:
     return None
 
 
-def plan_quantize_matrices(plan: Planner, x: View, spec: str, transpose: bool) -> list[View] | None:
+def plan_quantize_matrices(plan: Planner, x: View, amax: View | None, spec: str, transpose: bool) -> list[View] | None:
     """Outputs: qdata, scale."""
     matrices = _matrices(x)
     if matrices is None:
@@ -237,6 +247,13 @@ def plan_quantize_matrices(plan: Planner, x: View, spec: str, transpose: bool) -
     side, qdata, scale = side_of_matrices(plan, x.shape, found, transpose)
     if swaps:
         side = side.swapped()
+    stays = transpose == swaps
+    if amax is not None:
+        if -1 not in side.block or not amax.is_contiguous():
+            return None
+        of = of._replace(amax=amax.strided((amax.numel(),), (1,)).retyped(torch.int32))
+        plan_sides(plan, of, side if stays else None, None if stays else side)
+        return [qdata, scale]
     if (
         not transpose
         and not swaps
@@ -246,7 +263,6 @@ def plan_quantize_matrices(plan: Planner, x: View, spec: str, transpose: bool) -
         whole = plan_quantize(plan, of.x, None, spec, False)
         assert whole is not None
         return [whole[0].strided(qdata.shape, qdata.strides), whole[1].strided(scale.shape, scale.strides)]
-    stays = transpose == swaps
     if side.block == COLUMNWISE and run_together(of.rows, plan.device.num_sms):
         plan_columns(plan, side.of_columns(of.x, of.groups, not stays))
     else:
@@ -254,16 +270,44 @@ def plan_quantize_matrices(plan: Planner, x: View, spec: str, transpose: bool) -
     return [qdata, scale]
 
 
-def quantize_matrices(x: Tensor, spec: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_matrices(
+    x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Launch the twin of :func:`tritonfp8.reference.quantize_matrices`."""
-    results = planned(plan_quantize_matrices, (x,), (spec, transpose))
+    results = planned(plan_quantize_matrices, (x, amax), (spec, transpose))
     if results is not None:
         return results[0], results[1]
-    return (
-        reference.quantize_matrices(x, spec, transpose)
-        if not x.numel()
-        else quantize_matrices(x.contiguous(), spec, transpose)
-    )
+    if not x.numel() or (amax is not None and -1 not in spec_of(spec).block):
+        return reference.quantize_matrices(x, spec, transpose, amax)
+    return quantize_matrices(x.contiguous(), spec, transpose, None if amax is None else amax.contiguous())
+
+
+def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
+    """Outputs: qdata, scale, and the amaxes, float32."""
+    if not x.numel() or not x.is_contiguous():
+        return None
+    groups, n, k = x.shape
+    found = spec_of(spec)
+    block, block_t = found.block, transposed(spec_of(spec_t).block)
+    of = Groups(x.strided((groups * n, k), (k, 1)), groups, n, None)
+    side, qdata, scale = side_of_matrices(plan, x.shape, found, False)
+    if (block, block_t) == (ROWWISE, COLUMNWISE) and can_plan_rows(of.x):
+        rows = qdata.strided(of.x.shape, (k, 1)), scale.strided((groups * n, 1), (1, 1))
+        return [qdata, scale, plan_rows(plan, of.x, groups, found, *rows).strided((groups, k, 1), (k, 1, 1))]
+    if (block, block_t) != (TENSORWISE, TENSORWISE):
+        return None
+    of = with_maxima(plan, of, of.table(plan), [TENSORWISE])
+    assert of.amax is not None
+    plan_sides(plan, of, side, None)
+    return [qdata, scale, of.amax.strided((groups, 1, 1), (1, 1, 1)).retyped(torch.float32)]
+
+
+def quantize_matrices_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the twin of :func:`tritonfp8.reference.quantize_matrices_with_amax`; a NaN may have any payload."""
+    results = planned(plan_quantize_matrices_with_amax, (x,), (spec, spec_t))
+    if results is None:
+        return reference.quantize_matrices_with_amax(x, spec, spec_t)
+    return results[0], results[1], results[2]
 
 
 def plan_grouped_sum(plan: Planner, x: View, offsets: View) -> list[View] | None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.kernels.cast import quantize
 from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.columns import Columns
 from tritonfp8.launch.moe.rows import add_swiglu
@@ -237,8 +238,10 @@ def with_maxima(
 
 def _parts(amax: View, sizes: Mapping[BlockShape, int]) -> dict[BlockShape, View]:
     starts = itertools.accumulate(sizes.values(), initial=0)
+    # An amax that a caller gave ends without the padding.
     return {
-        block: amax.strided((size,), (1,), start) for (block, size), start in zip(sizes.items(), starts, strict=False)
+        block: amax.strided((min(size, amax.numel() - start),), (1,), start)
+        for (block, size), start in zip(sizes.items(), starts, strict=False)
     }
 
 
@@ -265,6 +268,7 @@ def _with_amax(
 def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None) -> None:
     """Fill one or two sides from the rows of ``of``."""
     table = of.table(plan)
+    parts = 1 if of.amax is None else int(quantize.GIVEN.value)
     of, (side, side_t) = _with_amax(plan, of, table, (side, side_t))
     first, second = side or side_t, side_t or side
     assert first is not None
@@ -273,9 +277,9 @@ def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None
     tile = cast_tiles.of_groups({first.block, second.block}, of.source == "scaled")
     constants = {
         **kernel_constants(first.spec, first.block),
-        "PARTS": int(first.amax is not None),
+        "PARTS": 0 if first.amax is None else parts,
         **kernel_constants(second.spec, second.block, "_T"),
-        "PARTS_T": int(second.amax is not None),
+        "PARTS_T": 0 if second.amax is None else parts,
         "NORMAL": side is not None,
         "TRANSPOSED": side_t is not None,
         "DIRECT_CAST": plan.device.has_direct_cast,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.checks import check_floating, require_flag, shown
+from tritonfp8.ops.passes import may_batch
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs import TENSORWISE, QuantSpec
+from tritonfp8.specs import ROWWISE, TENSORWISE, QuantSpec
 
 Pair = tuple[Tensor | None, Tensor | None]
 NO_PAIR: Pair = (None, None)
@@ -34,16 +36,18 @@ def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) ->
     )
 
 
-def has_one_amax(spec: QuantSpec | None, spec_t: QuantSpec | None) -> bool:
-    """Whether the largest magnitude of a whole matrix decides the scales of both of its orientations."""
-    return spec is not None and spec_t is not None and spec.block == spec_t.block == TENSORWISE
+def found_together(spec: QuantSpec | None, spec_t: QuantSpec | None) -> bool:
+    """Whether the pass that casts a matrix by ``spec`` finds the amaxes of its transpose by ``spec_t``, too."""
+    if spec is None or spec_t is None:
+        return False
+    return spec.block == spec_t.block and spec.block in (TENSORWISE, ROWWISE)
 
 
 def quantize_now(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
     """``(qdata, scale)`` of ``x``; and the amax of ``x.T`` for :func:`quantize_later`, if it is known then."""
-    if spec is None or not has_one_amax(spec, spec_t):
+    if spec is None or spec_t is None or not found_together(spec, spec_t):
         return quantize_for(x, spec, None)[0], None
-    qdata, scale, amax = ops.quantize_with_amax(x, *spec.args)
+    qdata, scale, amax = ops.quantize_with_amax(x, *spec.args, *spec_t.args)
     return (qdata, scale), amax
 
 
@@ -96,7 +100,9 @@ class OperandProvider:
             ``(qdata, scale)``; and the amaxes of ``weight.T``, which backward passes to :meth:`weight_t`. They are
             None where backward finds them.
         """
-        return quantize_now(weight.detach(), spec, spec_t)
+        # In a graph the casts of small weights to their transposes become one op, which finds the amaxes.
+        alone = not torch.compiler.is_compiling() or not may_batch(weight) or (spec and spec.block) == TENSORWISE
+        return quantize_now(weight.detach(), spec, spec_t if alone else None)
 
     def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
         """The weight ``[N, K]`` as :meth:`weight` and :meth:`weight_t` return it, for more than one pass."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonfp8 import counting, ops
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_all
+from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_all, found_together
 from tritonfp8.layers.moe.checks import check_cached, check_grouped_linear, check_recipe
 from tritonfp8.layers.recompute import decided
 from tritonfp8.layers.unsupported import refuse_transform
@@ -115,8 +115,32 @@ class MatricesReader:
         """``(qdata, scale)`` as a GEMM reads them; ``grad_output`` is None in forward."""
         return ops.quantize_matrices(weight, *spec.args, transposed)
 
+    def now(self, weight: Any, spec: QuantSpec, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """The weights for ``output``; and the amaxes of their transposes for :meth:`later`, if they are known then."""
+        return self.operand(weight, spec, False), None
 
-_PLAIN = MatricesReader()
+    def later(self, weight: Any, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
+        """The transposed weights for ``grad_input``, by the amaxes that :meth:`now` returned."""
+        return self.operand(weight, spec_t, True, grad_output)
+
+
+@dataclass(frozen=True)
+class _PlainReader(MatricesReader):
+    """Casts weights of plain tensors."""
+
+    def now(self, weight: Any, spec: QuantSpec, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """As of :class:`MatricesReader`."""
+        if spec_t is None or not found_together(spec, spec_t) or not weight.is_contiguous():
+            return self.operand(weight, spec, False), None
+        qdata, scale, amax = ops.quantize_matrices_with_amax(weight, *spec.args, *spec_t.args)
+        return (qdata, scale), amax
+
+    def later(self, weight: Any, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
+        """As of :class:`MatricesReader`."""
+        return ops.quantize_matrices(weight, *spec_t.args, True, *(() if amax_t is None else (amax_t,)))
+
+
+_PLAIN = _PlainReader()
 _readers: dict[type, MatricesReader] = {}
 
 
@@ -156,25 +180,37 @@ class GroupedPlan(NamedTuple):
 
     def output(
         self, rows: Rows, lhs: Pair, weight: Tensor, cached: Sequence[Any], offsets: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """The forward GEMM, of rows whose codes are ``lhs``."""
-        self.announce("output")
-        gemm = self.recipe.output
-        if gemm.rhs is None:
-            return ops.grouped_matmul(rows.tensor(), weight, offsets, bias)
-        rhs = (cached[0], cached[1]) if self.is_cached else self.reader.operand(weight, gemm.rhs, False)
-        return _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
+    ) -> tuple[Tensor, list[Any]]:
+        """The forward GEMM, of rows whose codes are ``lhs``.
 
-    def grad_input(
-        self, grad: Rows, lhs: Pair, weight: Tensor | None, cached: Sequence[Any], offsets: Tensor
-    ) -> Tensor:
-        """The gradient of the rows; the weight is None where its codes are cached."""
+        Returns:
+            The rows; and what :meth:`grad_input` reads of the weight: the weight or None, the amaxes of its transposes
+            or None, the codes that the caller keeps.
+        """
+        self.announce("output")
+        gemm, amax_t = self.recipe.output, None
+        if gemm.rhs is None:
+            out = ops.grouped_matmul(rows.tensor(), weight, offsets, bias)
+        else:
+            rhs: Pair = (cached[0], cached[1]) if self.is_cached else NO_PAIR
+            if not self.is_cached:
+                spec_t = self.recipe.grad_input.rhs if self.needs_grad_input else None
+                rhs, amax_t = self.reader.now(weight, gemm.rhs, spec_t)
+            out = _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
+        if not self.needs_grad_input:
+            return out, [None, None]
+        keeps = not self.is_cached or cached[2] is None
+        return out, [weight if keeps else None, amax_t, *cached[2:]]
+
+    def grad_input(self, grad: Rows, lhs: Pair, kept: Sequence[Any], offsets: Tensor) -> Tensor:
+        """The gradient of the rows; ``kept`` as :meth:`output` returned it."""
         self.announce("grad_input")
         gemm = self.recipe.grad_input
+        weight, amax_t, *codes = kept
         if gemm.rhs is None:
             assert weight is not None
             return ops.grouped_matmul(grad.tensor(), weight.transpose(1, 2), offsets)
-        rhs = (cached[0], cached[1]) if cached else self.reader.operand(weight, gemm.rhs, True, grad.x)
+        rhs = (codes[0], codes[1]) if codes else self.reader.later(weight, gemm.rhs, amax_t, grad.x)
         return _multiply(gemm, lhs, rhs, offsets, None, grad.x.dtype)
 
     def grad_weight(
@@ -220,14 +256,9 @@ class _GroupedLinear(torch.autograd.Function):
         kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
         rows = Rows(input)
         pair, kept = tokens_of(rows, offsets, plan.recipe.output.lhs, kept_spec)
-        out = plan.output(rows, pair, weight, cached, offsets, bias)
-        ctx.save_for_backward(
-            offsets,
-            weight if plan.needs_grad_input and (not plan.is_cached or cached[2] is None) else None,
-            input if plan.needs_grad_weight and kept[0] is None else None,
-            *kept,
-            *(cached[2:] if plan.needs_grad_input else ()),
-        )
+        out, of_weight = plan.output(rows, pair, weight, cached, offsets, bias)
+        keeps_input = plan.needs_grad_weight and kept[0] is None
+        ctx.save_for_backward(offsets, input if keeps_input else None, *kept, *of_weight)
         ctx.plan, ctx.dtype = plan, weight.dtype
         return ops.sealed(out, input, weight, bias)
 
@@ -239,10 +270,10 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan: GroupedPlan = ctx.plan
-        offsets, weight, input, kept_qdata, kept_scale, *cached = ctx.saved_tensors
+        offsets, input, kept_qdata, kept_scale, *of_weight = ctx.saved_tensors
         grad = Rows(grad_output)
         pair, pair_t = plan.tokens_of_grad(grad, offsets)
-        grad_input = plan.grad_input(grad, pair, weight, cached, offsets) if plan.needs_grad_input else None
+        grad_input = plan.grad_input(grad, pair, of_weight, offsets) if plan.needs_grad_input else None
         grad_weight = None
         if plan.needs_grad_weight:
             rows = None if input is None else Rows(input)

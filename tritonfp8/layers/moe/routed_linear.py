@@ -37,16 +37,10 @@ class Layer(NamedTuple):
     quantized_weight: GroupedOperands | None = None
 
 
-def _kept_weight(plan: GroupedPlan, weight: Tensor, cached: Sequence[Any]) -> list[Any]:
-    """What backward needs to multiply by a weight: the weight or None, then its codes if they are cached."""
-    if not plan.needs_grad_input:
-        return [None]
-    return [weight if not plan.is_cached or cached[2] is None else None, *cached[2:]]
-
-
 def _gathered(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, plan: GroupedPlan, cached: Sequence[Any]
-) -> Tensor:
+) -> tuple[Tensor, list[Any]]:
+    """The rows of all experts, and what backward reads of the weight (:meth:`GroupedPlan.output`)."""
     rows = Rows(hidden, tokens_of_rows(routing.order, hidden.shape[0]))
     pair, _ = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, None)
     return plan.output(rows, pair, weight, cached, routing.offsets, bias)
@@ -64,13 +58,13 @@ def _grads_of_gathered(
 ) -> Grads:
     """Gradients from that of the output, whose codes are ``codes``.
 
-    ``kept`` as of :func:`_kept_weight`, ``dtype`` of the weight.
+    ``kept`` as of :meth:`GroupedPlan.output`, ``dtype`` of the weight.
     """
     offsets, order, inverse = routing
     pair, pair_t = codes
     grad_hidden = grad_weight = None
     if plan.needs_grad_input:
-        of_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets)
+        of_rows = plan.grad_input(grad, pair, kept, offsets)
         grad_hidden = ops.sum_of_rows(of_rows, places_of(inverse, tokens))
     if plan.needs_grad_weight:
         assert hidden is not None
@@ -88,13 +82,15 @@ def _combined(
     routing: Routing,
     plan: GroupedPlan,
     cached: Sequence[Any],
-) -> tuple[Tensor, Tensor, Pair]:
-    """The sums, the rows that were added, and the codes of ``rows`` for ``grad_weight``."""
+) -> tuple[Tensor, Tensor, Pair, list[Any]]:
+    """The sums, the rows that were added, the codes of ``rows`` for ``grad_weight``, and what backward reads of the
+    weight (:meth:`GroupedPlan.output`).
+    """
     kept_spec = plan.recipe.grad_weight.rhs if plan.needs_grad_weight else None
     pair, kept = tokens_of(rows, routing.offsets, plan.recipe.output.lhs, kept_spec)
-    of_experts = plan.output(rows, pair, weight, cached, routing.offsets, bias)
+    of_experts, of_weight = plan.output(rows, pair, weight, cached, routing.offsets, bias)
     out = ops.sum_of_rows(of_experts, places_of(routing.inverse, top_k_weights.shape[0]), top_k_weights)
-    return in_dtype(out, rows.x.dtype), of_experts, kept
+    return in_dtype(out, rows.x.dtype), of_experts, kept, of_weight
 
 
 class _OfCombined(NamedTuple):
@@ -131,7 +127,7 @@ def _grads_of_combined(
         grad_factors = grad_of_factors(grad_output, of_experts, inverse, top_k_weights)
     grad = Rows(grad_output, tokens_of_rows(order, grad_output.shape[0]), top_k_weights.reshape(-1)[order])
     pair, pair_t = plan.tokens_of_grad(grad, offsets)
-    grad_rows = plan.grad_input(grad, pair, kept[0], kept[1:], offsets) if plan.needs_grad_input else None
+    grad_rows = plan.grad_input(grad, pair, kept, offsets) if plan.needs_grad_input else None
 
     def of_weight() -> tuple[Tensor | None, Tensor | None]:
         grad_weight = None
@@ -162,8 +158,8 @@ class _GatheredLinear(torch.autograd.Function):
         plan: GroupedPlan, *cached: Any,
     ) -> Tensor:  # fmt: skip
         routing = Routing(offsets, order, inverse)
-        out = _gathered(hidden, weight, bias, routing, plan, cached)
-        ctx.save_for_backward(*routing, hidden if plan.needs_grad_weight else None, *_kept_weight(plan, weight, cached))
+        out, of_weight = _gathered(hidden, weight, bias, routing, plan, cached)
+        ctx.save_for_backward(*routing, hidden if plan.needs_grad_weight else None, *of_weight)
         ctx.plan, ctx.dtype, ctx.tokens = plan, weight.dtype, hidden.shape[0]
         return ops.sealed(out, hidden, weight, bias)
 
@@ -190,14 +186,16 @@ class _CombinedLinear(torch.autograd.Function):
         order: Tensor, inverse: Tensor, plan: GroupedPlan, needs_factors: bool, *cached: Any,
     ) -> Tensor:  # fmt: skip
         routing = Routing(offsets, order, inverse)
-        out, of_experts, columns = _combined(Rows(inside), weight, bias, top_k_weights, routing, plan, cached)
+        out, of_experts, columns, of_weight = _combined(
+            Rows(inside), weight, bias, top_k_weights, routing, plan, cached
+        )
         ctx.save_for_backward(
             *routing,
             top_k_weights,
             of_experts if needs_factors else None,
             inside if plan.needs_grad_weight and columns[0] is None else None,
             *columns,
-            *_kept_weight(plan, weight, cached),
+            *of_weight,
         )
         ctx.plan, ctx.dtype = plan, weight.dtype
         return ops.sealed(out, inside, weight, bias, top_k_weights)
@@ -230,11 +228,10 @@ class _RoutedSwiglu(torch.autograd.Function):
         routing = Routing(offsets, order, inverse)
         first, second = plans
         of_up, of_down = cached[: len(cached) // 2], cached[len(cached) // 2 :]
-        inner = _gathered(hidden, up, up_bias, routing, first, of_up)
-        out, of_experts, columns = _combined(
+        inner, kept_up = _gathered(hidden, up, up_bias, routing, first, of_up)
+        out, of_experts, columns, kept_down = _combined(
             Rows(inner, swiglu=True), down, down_bias, top_k_weights, routing, second, of_down
         )
-        kept_up = _kept_weight(first, up, of_up)
         ctx.save_for_backward(
             *routing,
             top_k_weights,
@@ -243,7 +240,7 @@ class _RoutedSwiglu(torch.autograd.Function):
             of_experts if needs_factors else None,
             *columns,
             *kept_up,
-            *_kept_weight(second, down, of_down),
+            *kept_down,
         )
         ctx.plans, ctx.of_up, ctx.tokens = plans, len(kept_up), hidden.shape[0]
         ctx.up_dtype, ctx.down_dtype, ctx.cached = up.dtype, down.dtype, len(cached)

@@ -5,11 +5,11 @@ Exports :func:`rewrite`, which runs all of them.
 
 from typing import Any
 
-from tritonfp8.ops.passes.batched_weights import batch_weights
+from tritonfp8.ops.passes.batched_weights import batch_weights, may_batch
 from tritonfp8.ops.passes.cast_order import order_casts
 from tritonfp8.ops.passes.merged_casts import merge_casts, read_sources
 
-__all__ = ["batch_weights", "merge_casts", "order_casts", "read_sources", "rewrite"]
+__all__ = ["batch_weights", "may_batch", "merge_casts", "order_casts", "read_sources", "rewrite"]
 
 
 def rewrite(graph: Any) -> int:

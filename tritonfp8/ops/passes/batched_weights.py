@@ -19,6 +19,11 @@ MOST_ELEMENTS = 2**25
 MOST_ELEMENTS_OF_A_WEIGHT = 2**24
 
 
+def may_batch(weight: torch.Tensor) -> bool:
+    """Whether the cast of a weight to its transpose, without an amax, may be one of a batch."""
+    return 0 < weight.numel() <= MOST_ELEMENTS_OF_A_WEIGHT
+
+
 def _key(node: Any) -> tuple[Any, ...] | None:
     """What the casts of a batch have in common; None for a cast that belongs to no batch."""
     x, spec = source(node.args[0]), node.args[1]
@@ -27,7 +32,7 @@ def _key(node: Any) -> tuple[Any, ...] | None:
     fake = x.meta["val"]
     if spec_of(spec).block != ROWWISE or not all(isinstance(size, int) for size in (*fake.shape, *fake.stride())):
         return None
-    if not fake.is_contiguous() or not 0 < fake.numel() <= MOST_ELEMENTS_OF_A_WEIGHT:
+    if not fake.is_contiguous() or not may_batch(fake):
         return None
     return spec, fake.dtype, fake.device
 

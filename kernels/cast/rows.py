@@ -1,0 +1,47 @@
+"""The cast of matrices to scales of whole rows that also finds the amaxes of columns, for a cast to these later."""
+
+import triton
+import triton.language as tl
+
+from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile
+from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
+from tritonfp8.kernels.pdl import begin
+from tritonfp8.kernels.triton_names import DISABLE_LICM
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr, q_ptr, s_ptr, amax_ptr, rows, N, tiles, chunks, stride_xm, stride_qm, stride_sm,
+    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
+    DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Quantize matrices of ``rows`` rows each, one below the other, whose rows fit in a tile.
+
+        amax_ptr  [matrices, N]  amax bits (int32) per column; zero before
+
+    A program takes one of the ``chunks`` of a matrix: ``tiles`` tiles, one below the other. It raises the amaxes by
+    atomics: the maximum of integers is the same in every order.
+    """
+    begin(DEPENDENT)
+    matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    above = matrix.to(tl.int64) * rows
+    cols = tl.arange(0, TILE_N)
+    # Zeros of the dtype of the magnitudes.
+    highest = tl.zeros((TILE_M, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
+    last = tl.minimum((chunk + 1) * tiles, tl.cdiv(rows, TILE_M))
+    for tile in tl.range(chunk * tiles, last, num_stages=STAGES, disable_licm=DISABLE_LICM):
+        within = tile * TILE_M + tl.arange(0, TILE_M)
+        mask = (within < rows)[:, None] & (cols < N)[None, :]
+        pointers = x_ptr + (above + within)[:, None] * stride_xm + cols[None, :]
+        x = load_masked(pointers, mask, EVEN)
+        highest = tl.maximum(highest, magnitudes(x))
+        quantize_tile(
+            x, tile, 0, tile == 0, rows, N, q_ptr + above * stride_qm, s_ptr + above * stride_sm, s_ptr,
+            rows, 1, stride_qm, 1, stride_sm, 1, 0, 0, 1, 0,
+            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 0,
+            DIRECT_CAST, False, EVEN, 1,
+        )  # fmt: skip
+    bits = amax_bits(reduce_max(highest, 0), x_ptr.dtype.element_ty)
+    tl.atomic_max(amax_ptr + matrix.to(tl.int64) * N + cols, bits, mask=cols < N, sem="relaxed")
