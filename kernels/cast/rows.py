@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile
-from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max
+from tritonfp8.kernels.numerics import magnitudes, reduce_max
 from tritonfp8.kernels.pdl import begin
 from tritonfp8.kernels.triton_names import DISABLE_LICM
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr, q_ptr, s_ptr, amax_ptr, rows, N, tiles, chunks, stride_xm, stride_qm, stride_sm,
+    x_ptr, q_ptr, s_ptr, col_ptr, rows, N, tiles, chunks, stride_part, stride_xm, stride_qm, stride_sm,
     ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr,
     DIRECT_CAST: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
@@ -19,10 +19,10 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """Quantize matrices of ``rows`` rows each, one below the other, whose rows fit in a tile.
 
-        amax_ptr  [matrices, N]  amax bits (int32) per column; zero before
+        col_ptr  [chunks, matrices, N]  magnitudes per column, over the rows of a program
 
-    A program takes one of the ``chunks`` of a matrix: ``tiles`` tiles, one below the other. It raises the amaxes by
-    atomics: the maximum of integers is the same in every order.
+    A program takes one of the ``chunks`` of a matrix: ``tiles`` tiles, one below the other. Each writes its own partial
+    maxima, because programs end at the same time, and atomics on the same columns then wait for one another.
     """
     begin(DEPENDENT)
     matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -43,5 +43,5 @@ def quantize_rows_kernel(
             ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 0,
             DIRECT_CAST, False, EVEN, 1,
         )  # fmt: skip
-    bits = amax_bits(reduce_max(highest, 0), x_ptr.dtype.element_ty)
-    tl.atomic_max(amax_ptr + matrix.to(tl.int64) * N + cols, bits, mask=cols < N, sem="relaxed")
+    found = col_ptr + chunk.to(tl.int64) * stride_part + matrix.to(tl.int64) * N
+    tl.store(found + cols, reduce_max(highest, 0), mask=cols < N)

@@ -100,7 +100,10 @@ def test_casts_with_sums_compile_for_every_target(launches, spec, cc):
 @pytest.mark.parametrize("cc", [90, 89, 100])
 @pytest.mark.parametrize(
     ("spec", "kernels"),
-    [(CASTS[0], [partial_amax_kernel, maxima_kernel, quantize_kernel]), (CASTS[1], [quantize_rows_kernel])],
+    [
+        (CASTS[0], [partial_amax_kernel, maxima_kernel, quantize_kernel]),
+        (CASTS[1], [quantize_rows_kernel, maxima_kernel]),
+    ],
 )
 def test_casts_with_the_amax_compile_for_every_target(launches, spec, kernels, cc):
     found = launches(cc, cast(matrix(4096, 4096), spec, "amax"))

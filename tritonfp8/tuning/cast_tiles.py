@@ -117,10 +117,10 @@ ROW_TILES = {
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
 # Of whole rows, where the amaxes of columns are found in the same pass: a program keeps those of its rows.
-ROWS_WITH_COLUMNS = ROW_TILES
-# Warps of these programs that a multiprocessor has room for, and how many loads a program has under way.
-ROWS_WARPS = 32
-ROWS_STAGES = 1
+ROWS_WITH_COLUMNS = {**ROW_TILES, 16384: CastTile(1, 16384, 16, registers=80)}
+# Warps of these programs on a multiprocessor, and the stages of their loads. Few programs have few partial maxima.
+ROWS_WARPS = 16
+ROWS_STAGES = 3
 # Of partial maxima of rows, or of rows and columns; of columns alone; of the whole tensor.
 AMAX_OF_LINES = AmaxPass(CastTile(16, 512, 4), 8)
 AMAX_OF_SHORT_ROWS = AmaxPass(CastTile(32, 512, 8), 2)
@@ -146,8 +146,8 @@ COLUMNS = CastTile(256, 64, 4)
 COLUMNS_LOOKS = 2000
 # How many of these tiles a multiprocessor has room for, at least.
 COLUMNS_PER_SM = 2
-# Elements of a matrix that is cast so: one launch more takes as long as a second read of a smaller one.
-COLUMNS_LEAST = 2**22
+# Elements of a single matrix that is cast so: one launch more takes as long as a second read of a smaller one.
+COLUMNS_LEAST = 2**25
 # Of the amaxes of rows and columns of groups, whose rows may be picked.
 AMAX_OF_GROUPS = CastTile(16, 512, 4)
 # Of the amaxes of groups whose rows are computed in the same pass.
@@ -212,7 +212,7 @@ def rows_with_columns(n: int, itemsize: int) -> CastTile | None:
         return tile
     if tile.m > 1:
         return tile._replace(m=tile.m // 2)
-    return tile._replace(warps=2 * tile.warps) if itemsize == 4 and 2 * tile.warps <= MAX_WARPS else None
+    return tile._replace(warps=2 * tile.warps, registers=0) if itemsize == 4 and 2 * tile.warps <= MAX_WARPS else None
 
 
 def rows_of_a_part(m: int) -> int:

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from tritonfp8.kernels.cast.rows import quantize_rows_kernel
+from tritonfp8.launch.partial_maxima import PartialMaxima
 from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.specs import ROWWISE, QuantSpec
 from tritonfp8.tuning import cast_tiles
@@ -31,16 +32,16 @@ def plan_rows(plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: Vie
     rows = x.shape[0] // matrices
     tile = cast_tiles.rows_with_columns(n, x.itemsize)
     assert tile is not None
-    amax = plan.empty((matrices, n), torch.float32, zeroed=True)
     # As many programs as run at once, so that each finds the amaxes of as many rows as it can.
     programs = max(1, plan.device.num_sms * cast_tiles.ROWS_WARPS // tile.warps // matrices)
     tiles = triton.cdiv(triton.cdiv(rows, tile.m), programs)
     chunks = triton.cdiv(rows, tiles * tile.m)
+    maxima = PartialMaxima.allocate(plan, x, 0, matrices * n, 0, chunks)
     plan.launch(
         quantize_rows_kernel,
         matrices * chunks,
-        (x, qdata, scale, amax.retyped(torch.int32)),
-        (rows, n, tiles, chunks, x.strides[0], qdata.strides[0], scale.strides[0]),
+        (x, qdata, scale, maxima.buffer),
+        (rows, n, tiles, chunks, maxima.lines, x.strides[0], qdata.strides[0], scale.strides[0]),
         {
             **kernel_constants(spec, ROWWISE),
             "DIRECT_CAST": plan.device.has_direct_cast,
@@ -51,4 +52,6 @@ def plan_rows(plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: Vie
         },
         **tile.options(),
     )
-    return amax
+    amax = plan.empty((1, matrices * n), torch.float32)
+    maxima.reduce(plan, amax)
+    return amax.strided((matrices, n), (n, 1))
