@@ -26,7 +26,7 @@ def quantize_rows_kernel(
     """
     begin(DEPENDENT)
     matrix, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    above = matrix.to(tl.int64) * rows
+    above = matrix * rows
     cols = tl.arange(0, TILE_N)
     # Zeros of the dtype of the magnitudes.
     highest = tl.zeros((TILE_M, TILE_N), magnitudes(tl.zeros((1,), x_ptr.dtype.element_ty)).dtype)
@@ -34,11 +34,12 @@ def quantize_rows_kernel(
     for tile in tl.range(chunk * tiles, last, num_stages=STAGES, disable_licm=DISABLE_LICM):
         within = tile * TILE_M + tl.arange(0, TILE_M)
         mask = (within < rows)[:, None] & (cols < N)[None, :]
-        pointers = x_ptr + (above + within)[:, None] * stride_xm + cols[None, :]
+        pointers = x_ptr + (above + within).to(tl.int64)[:, None] * stride_xm + cols[None, :]
         x = load_masked(pointers, mask, EVEN)
         highest = tl.maximum(highest, magnitudes(x))
         quantize_tile(
-            x, tile, 0, tile == 0, rows, N, q_ptr + above * stride_qm, s_ptr + above * stride_sm, s_ptr,
+            x, tile, 0, tile == 0, rows, N,
+            q_ptr + above.to(tl.int64) * stride_qm, s_ptr + above.to(tl.int64) * stride_sm, s_ptr,
             rows, 1, stride_qm, 1, stride_sm, 1, 0, 0, 1, 0,
             ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 0,
             DIRECT_CAST, False, EVEN, 1,

@@ -117,7 +117,7 @@ ROW_TILES = {
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
 # Of whole rows, where the amaxes of columns are found in the same pass: a program keeps those of its rows.
-ROWS_WITH_COLUMNS = {**ROW_TILES, 16384: CastTile(1, 16384, 16, registers=80)}
+ROWS_WITH_COLUMNS = {**ROW_TILES, 16384: CastTile(1, 16384, 16, registers=128)}
 # Warps of these programs on a multiprocessor, and the stages of their loads. Few programs have few partial maxima.
 ROWS_WARPS = 16
 ROWS_STAGES = 3

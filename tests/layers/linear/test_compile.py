@@ -128,7 +128,8 @@ def contents(results):
         x = x.clone(memory_format=torch.contiguous_format)
         return x.shape, x.view(torch.uint8).numpy().tobytes()
 
-    pairs = (result[start : start + 2] for result in results for start in range(0, len(result), 2))
+    # An amax, the third of three results, is no cast.
+    pairs = (result[start : start + 2] for result in results for start in range(0, len(result) - 1, 2))
     return {tuple(map(content, pair)) for pair in pairs}
 
 
