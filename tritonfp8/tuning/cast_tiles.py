@@ -14,7 +14,6 @@ from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, COLUMNWISE, 
 
 VECTOR_BYTES = 16
 WARP_SIZE = 32
-MAX_WARPS = 32
 MIN_COLUMNS = 128
 
 BlockShape = tuple[int, int]
@@ -206,13 +205,14 @@ def row_tile(n: int) -> CastTile:
 
 
 def rows_with_columns(n: int, itemsize: int) -> CastTile | None:
-    """The tile of whole rows of ``n`` elements whose columns are found, too; None for longer or wider ones."""
+    """The tile of whole rows of ``n`` elements whose columns are found, too; None for rows that fit in none."""
     tile = next((tile for longest, tile in ROWS_WITH_COLUMNS.items() if n <= longest), None)
     if tile is None or itemsize == 2:
         return tile
     if tile.m > 1:
         return tile._replace(m=tile.m // 2)
-    return tile._replace(warps=2 * tile.warps, registers=0) if itemsize == 4 and 2 * tile.warps <= MAX_WARPS else None
+    # 32 warps have 64 registers a thread, in which the longest rows of float32 do not fit.
+    return tile._replace(warps=2 * tile.warps) if itemsize == 4 and tile.warps <= 8 else None
 
 
 def rows_of_a_part(m: int) -> int:
