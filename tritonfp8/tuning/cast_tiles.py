@@ -138,7 +138,8 @@ SHARDS = CastTile(128, 128, 8)
 # Of groups of rows, and the sums of their parts; to large blocks; of rows times their factors to scales of a dim.
 GROUPS = CastTile(128, 128, 4)
 GROUPS_OF_LARGE_BLOCKS = CastTile(128, 128, 8)
-SCALED_GROUPS = CastTile(128, 128, 8)
+# Tiles of scaled rows run down the columns: all groups at once read the same columns, which the cache has.
+SCALED_GROUPS = CastTile(128, 128, 8, group=4096)
 # Of matrices to scales of columns, read once; how often a program looks whether the amaxes of its columns are known
 # before it leaves its tile.
 COLUMNS = CastTile(256, 64, 4)
@@ -149,10 +150,11 @@ COLUMNS_PER_SM = 2
 COLUMNS_LEAST = 2**25
 # Of the amaxes of rows and columns of groups, whose rows may be picked.
 AMAX_OF_GROUPS = CastTile(16, 512, 4)
-# Of the amaxes of groups whose rows are computed in the same pass.
-AMAX_OF_COMPUTED = CastTile(32, 128, 4)
+# Of the amaxes of groups whose rows are SwiGLU of others, computed in the same pass, or its gradient.
+AMAX_OF_SWIGLU = CastTile(64, 128, 4)
+AMAX_OF_ITS_GRADIENT = CastTile(16, 256, 4)
 # Of rows that are picked from codes; scales of a row at a time.
-PICK = CastTile(16, 1024, 4)
+PICK = CastTile(8, 512, 1)
 PICK_SCALES = 32
 # Of rows of no group.
 REST = CastTile(128, 128, 8)

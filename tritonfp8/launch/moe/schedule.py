@@ -11,9 +11,9 @@ from tritonfp8.kernels.moe import schedule as kernels
 from tritonfp8.launch.plan import Planner, View
 
 FIELDS = int(kernels.FIELDS.value)
-# Elements of the comparison of entries with groups, all in registers.
-ELEMENTS = 8192
-WARPS = 8
+# Elements of the comparison of entries with groups, all in registers. One warp needs no barriers between its steps.
+ELEMENTS = 1024
+WARPS = 1
 
 
 class Table(NamedTuple):

@@ -199,7 +199,7 @@ def with_maxima(
     amax = plan.empty((sum(sizes.values()),), torch.int32, zeroed=True)
     parts = _parts(amax, sizes)
     if of.swiglu:
-        tile = cast_tiles.AMAX_OF_COMPUTED
+        tile = cast_tiles.AMAX_OF_SWIGLU if of.gate_up is None else cast_tiles.AMAX_OF_ITS_GRADIENT
     else:
         tile = cast_tiles.amax_pass(n, set(sizes)).tile if of.is_matrices else cast_tiles.amax_of_groups(n, set(sizes))
     halves = 1 if of.gate_up is None else 2
