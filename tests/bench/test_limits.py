@@ -113,7 +113,9 @@ def test_least_bytes_are_those_of_the_linear_layers(name, kv_heads):
             module.register_forward_hook(note)
     model(torch.zeros(2, 8, 64, dtype=torch.bfloat16))
     tokens = sum(x.numel() for x in inputs.values()) + sum(outputs)
-    assert limits.least_bytes(name, *size) == tokens * (2 + 1 + 1) + sum(weights) * 2 * (2 + 1)
+    for recipe, reads, weight_reads in (("blockwise", 1, 2), ("rowwise", 2, 2), ("tensorwise", 2, 3)):
+        expected = tokens * (2 * reads + 1 + 1) + sum(weights) * (2 * weight_reads + 1 + 1)
+        assert limits.least_bytes(recipe, name, *size) == expected
 
 
 def test_least_bytes_of_experts_are_those_of_their_tensors():
