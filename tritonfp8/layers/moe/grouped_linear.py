@@ -312,7 +312,7 @@ def grouped_linear(
     makes of this group alone, and, on a CPU, its outputs and gradients the bits. On a GPU kernels of their own multiply
     groups; they sum K in the same order for groups of every size. Saved for backward: the transposed input of each
     group in 8 bits, K (T + 128 E) bytes and scales at most, or the input itself if the recipe computes ``grad_weight``
-    in high precision; the weight.
+    in high precision; the weight, and the amaxes that its cast found for backward (rowwise 4 E K bytes).
 
     Raises:
         TypeError: dtypes that differ or that no layer computes in, offsets of another dtype than int32, or a tensor
