@@ -193,4 +193,18 @@ FAULTS = (
         "the ends of a tile cost nothing, so that small K are multiplied as large ones",
         ("tests/tuning/test_choose.py",),
     ),
+    (
+        "tritonfp8/launch/moe/sides.py",
+        "    parts = 1 if of.amax is None else int(quantize.GIVEN.value)\n",
+        "    parts = 1\n",
+        "the sign of an amax that a caller gives for a matrix counts",
+        ("tests/kernels/moe/test_grouped_casts.py", "-k", "caller"),
+    ),
+    (
+        "tritonfp8/layers/moe/grouped_linear.py",
+        "self.reader.later(weight, gemm.rhs, amax_t, grad.x)",
+        "self.reader.later(weight, gemm.rhs, None if amax_t is None else amax_t[:1].expand_as(amax_t), grad.x)",
+        "all experts are scaled for backward by the amaxes of the first one",
+        ("tests/layers/moe/test_grouped_linear.py",),
+    ),
 )

@@ -76,6 +76,13 @@ FAULTS = (
         ("tests/kernels/cast/test_known_amax.py",),
     ),
     (
+        "kernels/cast/rows.py",
+        "        highest = tl.maximum(highest, magnitudes(x))\n",
+        "        highest = magnitudes(x)\n",
+        "the amaxes of columns that the cast of rows finds are those of the last rows",
+        ("tests/kernels/cast/test_known_amax.py",),
+    ),
+    (
         "tritonfp8/layers/linear/dispatch.py",
         "return len(sources) == 1 and bool(seen)",
         "return bool(seen)",
