@@ -21,8 +21,11 @@ def ends(*sizes):
 
 
 def leaves(tokens, groups, n=24, k=40, bias=True, dtype=torch.float32):
+    """Weights of different magnitudes, so that the scales of one matrix do not fit another."""
     shapes = [(tokens, k), (groups, n, k), *([(groups, n)] if bias else [])]
-    return [normal(*shape, seed=i, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)]
+    found = [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    found[1] *= 3.0 ** torch.arange(groups)[:, None, None]
+    return [x.requires_grad_() for x in found]
 
 
 def grouped(tensors, offsets, recipe):
