@@ -69,6 +69,13 @@ def test_a_group_has_the_bits_of_linear(sizes, after, recipe, dtype, bias):
 
 
 @each_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_recipe_has_the_bits_of_linear(recipe, dtype):
+    tensors, offsets = leaves(138, 4, dtype=dtype), ends(5, 0, 129, 4)
+    assert_bitwise_equal(gradients(grouped, tensors, offsets, recipe), gradients(loop, tensors, offsets, recipe))
+
+
+@each_recipe
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (0, 8, 0)], ids=str)
 def test_nothing_of_an_empty_group_or_of_rows_after_all_is_read(recipe, sizes):
     input, weight, bias = leaves(11, 3)
