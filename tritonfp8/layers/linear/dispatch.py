@@ -263,8 +263,7 @@ def linear(
     Nothing of the input is saved if the weight needs no gradient. Nor is it under ``torch.compile``, if backward has
     the original or can recompute it cheaply, such as the output of a norm; except for a single layer (no
     ``shared_input``) with K > N whose input is made of more than one tensor, such as SwiGLU's. The weight is saved for
-    ``grad_input``, as ``F.linear`` does: under autocast that is a copy of 2 N K bytes; and with it the amaxes that its
-    cast found for backward (rowwise 4 K bytes, tensorwise 4).
+    ``grad_input``, as by ``F.linear`` (under autocast a copy of 2 N K bytes), and its amaxes (rowwise 4 K bytes).
 
     ``torch.func.grad`` gives the bits of autograd, ``vmap`` those of a loop. Both save the input in high precision.
 
