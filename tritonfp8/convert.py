@@ -20,10 +20,12 @@ from tritonfp8.conversion import (
     Filter,
     Recipes,
     Selected,
+    converted_despite_float32,
     converted_experts,
     converted_layers,
     coverage,
     keep_layers,
+    kept_in_float32,
     select,
     share_inputs,
     teach_counters,
@@ -45,6 +47,10 @@ from tritonfp8.recipes import Recipe, get
 __all__ = ["ConversionReport", "convert", "quantized_init", "revert", "swap_recipe"]
 
 _Layer = Float8Linear | Float8Conv1D
+
+
+def _follows_recipe(module: nn.Module) -> bool:
+    return isinstance(module, Float8Linear | Float8Conv1D | ConvertedExperts)
 
 
 def _fusing() -> Any:
@@ -80,9 +86,9 @@ def convert(
     Every ``nn.Parameter`` (but for stored weights) and every key of the state_dict stays, as do hooks. The model may be
     on the meta device. Nothing is changed if an error is raised. Layers that are converted keep their recipe.
 
-    These layers stay in high precision, unless a pattern of ``recipe`` or ``filter`` has their name (``"*lm_head"`` but
-    not ``"*"``) or ``filter`` is a function: output heads (``lm_head``, ``output``, a weight that an embedding shares),
-    routers of experts, adapters (``lora_A``), and layers of fewer than 16 in or out features (only by a function).
+    These stay in high precision, unless a pattern has their name (``"*lm_head"`` but not ``"*"``) or ``filter`` is a
+    function: output heads, routers, adapters (``lora_A``), what a model of transformers or diffusers keeps in float32
+    (``_keep_in_fp32_modules``), and layers of fewer than 16 in or out features (only by a function).
 
     Args:
         model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, the ``Linear`` of torchtitan and the
@@ -231,7 +237,8 @@ def quantized_init(
     Args:
         recipe: a name or a :class:`~tritonfp8.Recipe`, of all layers.
         filter: ``filter(layer, name) -> bool``; by default the choice of :func:`convert`. Both know the name of a layer
-            in its parent only: layers called ``output`` or ``score`` count as heads, and stay in high precision.
+            in its parent only: ``output`` and ``score`` count as heads. At the end of the block layers that a model
+            keeps in float32 are reverted.
         experts: also store the weights of experts, as of :func:`convert`.
 
     Raises:
@@ -241,9 +248,11 @@ def quantized_init(
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a layer and its name, or None; got {type(filter).__name__}")
     require_flag("experts", experts)
-    chosen, made = get(recipe), dict[nn.Module, dict[str, nn.Module]]()
+    chosen, made, keeping = get(recipe), dict[nn.Module, dict[str, nn.Module]](), set[nn.Module]()
 
     def on_child(parent: nn.Module, name: str, child: Any) -> None:
+        if filter is None and kept_in_float32(parent):
+            keeping.add(parent)
         are_experts = experts and child is not None and class_of_experts(child) is not None
         if child is None or not (are_experts or computes_linear(type(child))):
             return
@@ -260,7 +269,11 @@ def quantized_init(
         yield
     finally:
         handle.remove()
-    if not made:
+    for layer in {layer for model in keeping for layer in converted_despite_float32(model)}:
+        revert(layer)
+        layer.requires_grad_()
+    made = {parent: {name: x for name, x in each.items() if _follows_recipe(x)} for parent, each in made.items()}
+    if not any(made.values()):
         raise ValueError("no layer was made inside quantized_init whose weight could be stored: make the model inside")
     for parent, layers in made.items():
         linears = [layer for layer in layers.values() if class_of_experts(layer) is None]

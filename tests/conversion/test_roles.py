@@ -1,4 +1,4 @@
-"""Output heads, routers and adapters stay in high precision until a pattern names them; look-alikes are converted."""
+"""Heads, routers, adapters and what a model keeps in float32 stay so until a pattern names them; look-alikes do not."""
 
 import peft
 import pytest
@@ -23,6 +23,13 @@ def roles(model, recipe="rowwise", **options):
     """The layers that stay in high precision for their role, with the first words of the reason."""
     skipped = convert(model, recipe, **options).skipped
     return {name: reason.split(",")[0].split(" (")[0] for name, reason in skipped.items()}
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, tie_word_embeddings=False
+    )
+    return transformers.T5ForConditionalGeneration(config)
 
 
 HEAD, ROUTER, ADAPTER = "an output head", "a router", "an adapter"
@@ -134,6 +141,53 @@ class TestAdapters:
             "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
         ]
         assert "base_model.model.lm_head.modules_to_save.default" in report.skipped
+
+
+class Keeps(nn.Module):
+    """Lists what it keeps in float32, as models of transformers and diffusers do."""
+
+    def __init__(self, **layers):
+        super().__init__()
+        self._keep_in_fp32_modules = ["wo", "indexer.weights_proj"]
+        self._keep_in_fp32_modules_strict = {"classifier.weight", "former", "k_norm"}
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+KEPT = "a layer that its model lists in _keep_in_fp32_modules"
+
+
+class TestKeptInFloat32:
+    def test_of_transformers(self):
+        model = t5()
+        kept = [name for name, reason in roles(model).items() if reason == KEPT]
+        assert kept == [name for name, _ in model.named_modules() if name.endswith(".wo")]
+        assert len(kept) == 2
+
+    def test_whole_parts_of_names(self):
+        """``wo`` is no part of ``two`` or ``word``, and ``weights_proj`` is none without its indexer."""
+        model = Keeps(
+            two=modules(word=(32, 32), weights_proj=(32, 32), classifiers=(32, 32)),
+            indexer=modules(weights_proj=(32, 32), wq=(32, 32)),
+            choice=modules(classifier=(32, 32)),
+            former=modules(layer=(32, 32)),
+        )
+        strict = f"{KEPT}_strict"
+        found = {"indexer.weights_proj": KEPT, "choice.classifier": strict, "former.layer": strict}
+        assert roles(model) == found
+
+    def test_inside_wrappers(self):
+        inner = Keeps(wo=nn.Linear(32, 32), layer=nn.Linear(32, 32))
+        model = modules(wo=(32, 32), student=torch.compile(inner))
+        assert roles(model) == {"student._orig_mod.wo": KEPT}
+        config = peft.LoraConfig(r=16, target_modules=["wo"])
+        model = peft.get_peft_model(Keeps(wo=nn.Linear(32, 32), layer=nn.Linear(32, 32)), config)
+        assert roles(model)["base_model.model.wo.base_layer"] == KEPT
+
+    def test_a_pattern_that_names_the_entry(self):
+        model = Keeps(wo=nn.Linear(32, 32), former=modules(layer=(32, 32)), layer=nn.Linear(32, 32))
+        assert roles(model, {"*wo": "blockwise", "*": "rowwise"}) == {"former.layer": f"{KEPT}_strict"}
+        assert roles(model, filter=["former.*"]).get("former.layer") is None
 
 
 class TestNamed:

@@ -1,7 +1,10 @@
-"""Layers that stay in high precision by default: output heads, routers of experts, and adapters.
+"""Layers that stay in high precision by default: output heads, routers of experts, adapters, and what a model keeps in
+float32.
 
 A head's logits decide the loss, and a router's the experts: both are sensitive to rounding and cheap. An adapter has a
 few features, and FP8 would make it slower. They are recognized by name and place, as nothing in a layer tells its role.
+Models of transformers and diffusers list the names of what they load in float32, such as the layer by which the
+attention of DeepSeek-V3.2 chooses its tokens; quantizers of transformers leave these layers as they are, too.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ WRAPPERS = {
 }  # fmt: skip
 # peft appends the name of an adapter to this.
 COPIES = "modules_to_save"
+# The lists of transformers and diffusers: parts of the names of parameters.
+KEPT_IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 class Role(NamedTuple):
@@ -54,6 +59,7 @@ class Roles:
             for name, module in self.modules.items()
             if isinstance(module, nn.Embedding)
         }
+        self.kept = {name: kept for name, module in self.modules.items() if (kept := kept_in_float32(module))}
 
     def of(self, name: str, layer: nn.Module, in_features: int, out_features: int) -> Role | None:
         """The role of the layer ``name``, or None for an ordinary layer."""
@@ -69,6 +75,18 @@ class Roles:
             return Role(HEAD, path[-1])
         if self._is_router(path, name, in_features, out_features):
             return Role("a router", path[-1] if path[-1] in ROUTERS else path[-2])
+        return self.kept_by_a_model(name)
+
+    def kept_by_a_model(self, name: str) -> Role | None:
+        """The role of a layer that a module around it keeps in float32, or None."""
+        for prefix, kept in self.kept.items():
+            if not prefix or name.startswith(f"{prefix}."):
+                weight = ".".join([*_unwrapped(name.removeprefix(prefix)), "weight"])
+                for attribute, key in kept:
+                    # Whole parts: "wo" is no part of "word".
+                    if re.search(rf"(^|\.){re.escape(key)}(\.|$)", weight):
+                        part = key.removesuffix(".weight").rpartition(".")[2]
+                        return Role(f"a layer that its model lists in {attribute}", part)
         return None
 
     def _parent(self, path: list[str], name: str) -> nn.Module:
@@ -96,6 +114,12 @@ class Roles:
         linears = [layer for layer in siblings.values() if isinstance(layer, nn.Linear)]
         alike = sum((layer.in_features, layer.out_features) == (in_features, out_features) for layer in linears)
         return alike < 2 and out_features * ROUTER_RATIO <= in_features
+
+
+def kept_in_float32(module: nn.Module) -> list[tuple[str, str]]:
+    """What a module lists to be kept in float32: the list, and an entry."""
+    # A model of transformers joins the lists of its parts in a set.
+    return [(each, key) for each in KEPT_IN_FLOAT32 for key in sorted(getattr(module, each, None) or ())]
 
 
 def _unwrapped(name: str) -> list[str]:

@@ -142,6 +142,30 @@ def test_a_filter_decides_by_the_name_in_the_parent():
     assert (type(block.up), type(block.down)) == (nn.Linear, Float8Linear)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_model_keeps_in_float32_is_not_stored(device):
+    """The layers know their model only at the end of the block."""
+
+    def model(device):
+        sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+        with torch.device(device):
+            config = transformers.T5Config(tie_word_embeddings=False, **sizes)
+            return transformers.T5ForConditionalGeneration(config)
+
+    with tritonfp8.quantized_init("rowwise"):
+        found = model(device)
+    expected = model("cpu")
+    tritonfp8.convert(expected, "rowwise", mode="inference")
+    layers = [{n: (type(m), m.weight.dtype) for n, m in each.named_modules() if "Linear" in type(m).__name__}
+              for each in (found, expected)]  # fmt: skip
+    assert layers[0] == layers[1]
+    kept = [name for name, (cls, _) in layers[0].items() if cls is nn.Linear]
+    assert [name.rpartition(".")[2] for name in kept] == ["wo", "wo", "lm_head"]
+    assert all(found.get_submodule(name).weight.requires_grad for name in kept)
+    with tritonfp8.quantized_init("rowwise", filter=lambda layer, name: True):
+        assert type(model(device).encoder.block[0].layer[1].DenseReluDense.wo) is Float8Linear
+
+
 def test_errors_name_what_is_wrong():
     with (
         pytest.raises(ValueError, match="no layer was made inside quantized_init"),
