@@ -5,16 +5,17 @@ import re
 import pytest
 import torch
 from packaging.requirements import Requirement
+from torch.utils._pytree import tree_leaves
 from tuned import H200, entry, key
 from typer.testing import CliRunner
 
 import tritonfp8
-from tritonfp8 import hardware, recipes
+from tritonfp8 import hardware, launch, ops, recipes
 from tritonfp8.cli import app
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import BLOCKS
 from tritonfp8.tuning import store
-from tritonfp8.workflow import doctor
+from tritonfp8.workflow import doctor, op_tests
 
 CPU = torch.device("cpu")
 
@@ -75,6 +76,36 @@ def test_self_tests_cover_every_block_and_orientation_and_pass():
             f"dequantize {block.name}",
             f"scaled_matmul {block.name} x {block.name}",
         } <= names
+
+
+def test_self_tests_cover_every_op_that_launches_kernels():
+    names = {check.name.split(" ")[0] for check in doctor.self_tests(CPU)}
+    assert {name for name, op in ops.OPS.items() if op.launch is not None} <= names
+
+
+@pytest.mark.parametrize("name", sorted({call.name for call in op_tests.calls()}))
+def test_a_wrong_element_fails_the_self_test_of_its_op(monkeypatch, name):
+    right = getattr(ops, name)
+
+    def wrong(*args):
+        found = right(*args)
+        # What the op returns, or else the first argument, which it writes to.
+        spoiled = next(leaf for leaf in tree_leaves((found, args)) if isinstance(leaf, torch.Tensor))
+        # The exponent of the last element.
+        spoiled.view(torch.uint8).flatten()[-1] ^= 0x40
+        return found
+
+    monkeypatch.setattr(ops, name, wrong)
+    assert [check.name for check in doctor.self_tests(CPU) if not check.ok] == [name]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches kernels on the CPU, in the interpreter")
+@pytest.mark.parametrize("name", sorted({call.name for call in op_tests.calls()}))
+def test_interpreted_kernels_pass_the_self_test_of_their_op(monkeypatch, name):
+    """On a CPU the ops run the reference, so nothing else here would notice a call that no kernel passes."""
+    calls = [call for call in op_tests.calls() if call.name == name]
+    monkeypatch.setattr(ops, name, getattr(launch, name))
+    assert f"the reference in {len(calls)} calls" in op_tests.agrees(calls, CPU)
 
 
 def wrong_byte(q):

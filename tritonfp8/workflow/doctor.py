@@ -30,6 +30,7 @@ from tritonfp8.quantized import Quantized
 from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, canonical_nan, sqnr
 from tritonfp8.tuning import store
+from tritonfp8.workflow import op_tests
 
 PACKAGES = ("torch", "triton", "torchao", "transformers", "matplotlib", "numpy")
 SELF_TEST_SHAPE = (200, 333)
@@ -134,6 +135,8 @@ def self_tests(device: torch.device) -> Iterator[Check]:
         if BLOCKS[a].family == BLOCKS[b].family:
             name = f"scaled_matmul {BLOCKS[a].name} x {BLOCKS[b].name}"
             yield _check(name, _matmul_agrees, _operand_spec(a), _operand_spec(b), device)
+    for name, calls in itertools.groupby(op_tests.calls(), lambda call: call.name):
+        yield _check(name, op_tests.agrees, calls, device)
 
 
 def _check(name: str, test: Callable[..., str], *args: object) -> Check:

@@ -1,0 +1,226 @@
+"""Self-tests of the ops that ``tritonfp8 doctor`` compares beside casts and GEMMs of single matrices.
+
+Each call has sizes that no tile divides, so that the plain kernels run, or that the kernels of Hopper take.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tritonfp8 import ops, reference
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+
+ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
+VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
+SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
+MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
+TENSOR = QuantSpec("e4m3", TENSORWISE, "fp32", "pow2")
+# Specs of the left and the right operand of a GEMM of groups.
+PAIRS = ((ROW, ROW), (TENSOR, TENSOR), (VECTOR, SQUARE), (VECTOR, VECTOR), (MX, MX))
+# Groups of 40, 0 and 144 tokens, and 16 tokens of no group.
+ENDS, TOKENS = (40, 40, 184), 200
+# N and K: of the plain kernels, and of those for Hopper.
+SIZES = ((24, 70), (192, 256))
+# The largest magnitude of each block of the operands of SwiGLU. A sigmoid of it rounds to one in 16 bits, so scales do
+# not depend on the last bit of an exponential.
+LARGEST = 8.0
+# rtol and atol by bytes of an element: of a code or a 16-bit value that rounding moves to a neighbour, of float32.
+NEAR = {1: (0.13, 2.0**-9), 2: (2.0**-7, 2.0**-9), 4: (1e-4, 1e-5)}
+# Their sums, exponentials and roots differ in the last bits by device.
+_INEXACT = {
+    "dots_of_rows", "operand_figures", "quantize_both_sum", "rms_norm_backward", "rms_norm_quantize",
+    "silu_mul_backward_quantize", "silu_mul_quantize", "swiglu", "swiglu_backward", "swiglu_backward_amax",
+}  # fmt: skip
+_GEMMS = {"grouped_matmul", "scaled_grouped_matmul"}
+
+
+class Call(NamedTuple):
+    """A call of an op.
+
+    Attributes:
+        name: of the op.
+        args: on the CPU.
+        on_host: the places of arguments that stay there.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    on_host: tuple[int, ...] = ()
+
+
+def calls() -> Iterator[Call]:
+    """The calls, those of an op adjacent."""
+    found = itertools.chain(_casts(), _of_shards(), _of_groups(), _of_matrices(), _of_rows(), _fused(), _steps())
+    return iter(sorted(found, key=lambda call: call.name))
+
+
+def agrees(group: Iterable[Call], device: torch.device) -> str:
+    """Compare the results of calls of one op on ``device`` with those of the reference on the CPU.
+
+    Returns:
+        What they agree in.
+
+    Raises:
+        AssertionError: they do not agree.
+    """
+    count, name = 0, ""
+    for call in group:
+        name, count = call.name, count + 1
+        found = _run(getattr(ops, name), call, device)
+        expected = _run(getattr(reference, name), call, torch.device("cpu"))
+        if name in _GEMMS:
+            for x, y in zip(found, expected, strict=True):
+                assert_matmul_close(x.flatten(0, -2), y.float().flatten(0, -2), x.dtype)
+        elif name in _INEXACT:
+            for x, y in zip(found, expected, strict=True):
+                _assert_near(x, y)
+        else:
+            assert_bitwise_equal(found, expected)
+    what = "within the tolerances of" if name in _GEMMS | _INEXACT else "bitwise equal to"
+    return f"{what} the reference in {count} calls"
+
+
+def _run(function: Any, call: Call, device: torch.device) -> list[Tensor]:
+    """What a call returns, and for an op that writes to its arguments, these; on the CPU."""
+    args = [
+        arg if i in call.on_host else pytree.tree_map_only(Tensor, lambda x: x.to(device, copy=True), arg)
+        for i, arg in enumerate(call.args)
+    ]
+    results = function(*args)
+    writes = "!)" in ops.OPS[call.name].schema
+    found = pytree.tree_leaves((results, args) if writes else results)
+    return [each.cpu() for each in found if isinstance(each, Tensor)]
+
+
+def _assert_near(found: Tensor, expected: Tensor) -> None:
+    if found.dtype == torch.int32:
+        # Bits of amaxes.
+        found, expected = found.view(torch.float32), expected.view(torch.float32)
+    rtol, atol = NEAR[min(found.itemsize, 4)]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _dominated(m: int, n: int, seed: int) -> Tensor:
+    """A matrix ``[m, n]`` with the same largest magnitude in each block of each spec."""
+    x = _normal(m, n, seed=seed)
+    x[::8] = LARGEST
+    x[:, ::8] = LARGEST
+    return x
+
+
+def _casts() -> Iterator[Call]:
+    x = _normal(TOKENS, 336)
+    for spec in (ROW, TENSOR, VECTOR, SQUARE, MX):
+        yield Call("amax", (x, list(spec.block)))
+        yield Call("quantize_both_sum", (x, *spec.args, *spec.args))
+    for spec in (ROW, TENSOR):
+        yield Call("quantize_with_amax", (x, *spec.args, *spec.args))
+    yield Call("quantize_weights", (x, [x[:40].contiguous()], *ROW.args))
+    yield Call("transpose", (reference.quantize(x, *ROW.args)[0],))
+    qdata, scale = reference.quantize(x[None], *MX.args)
+    result, flat = reference.dequantize(qdata, scale, *MX.args, torch.float32), scale.float().flatten(1)
+    args = (x[None], x.float().abs().amax()[None], x.numel(), 448.0, result, qdata, flat.amin(1), flat.amax(1))
+    yield Call("operand_figures", args)
+
+
+def _of_shards() -> Iterator[Call]:
+    """Of a weight ``[200, 70]`` whose second shard begins at row 130."""
+    x = _normal(TOKENS, 70, dtype=torch.float32)
+    shards, grids = [x[:130], x[130:]], ((0, 1), (TOKENS, 70))
+    places = [[ops.GridPlace(first, cols, start, 0) for first, cols in grids] for start in (0, 130)]
+    to_read, blocks = ops.places_to_read(places), [*ROW.block, *ROW.block[::-1]]
+    amaxes = torch.zeros(TOKENS + 70)
+    yield Call("amax_of_shards", (amaxes, shards, to_read, blocks), on_host=(2,))
+    found = amaxes.clone()
+    reference.amax_of_shards(found, shards, to_read, blocks)
+    for i, transpose in enumerate((False, True)):
+        starts = (0, 130) if transpose else (0, 130 * 70)
+        rows = TOKENS if transpose else 70
+        to = ops.places_to_write([(start, rows, of[i]) for start, of in zip(starts, places, strict=True)])
+        out = torch.zeros(TOKENS * 70, dtype=torch.uint8)
+        yield Call("quantize_shards", (out, shards, to, found, *ROW.args, transpose, torch.bfloat16), on_host=(2,))
+
+
+def _of_groups() -> Iterator[Call]:
+    offsets = torch.tensor(ENDS, dtype=torch.int32)
+    x = _normal(TOKENS, 70)
+    yield Call("grouped_sum", (x, offsets))
+    for lhs, rhs in PAIRS:
+        for transpose, spec in ((False, lhs), (True, rhs)):
+            yield Call("quantize_groups", (x, offsets, *spec.args, transpose))
+        yield Call("quantize_groups_both", (x, offsets, *lhs.args, *rhs.args))
+    for (n, k), (lhs, rhs) in itertools.product(SIZES, PAIRS):
+        x, grad, weight = _normal(TOKENS, k), _normal(TOKENS, n, seed=1), _normal(3, n, k, seed=2)
+        rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args
+        matrices = *reference.quantize_matrices(weight, *rhs.args), *rhs.args
+        yield Call("scaled_grouped_matmul", (*rows, *matrices, offsets, None, torch.float32))
+        columns = [
+            part
+            for each, spec in ((grad, lhs), (x, rhs))
+            for part in (*reference.quantize_groups(each, offsets, *spec.args, True), *spec.args)
+        ]
+        options = (None, torch.float32, "precise", False, TOKENS)
+        yield Call("scaled_grouped_matmul", (*columns, offsets, *options))
+        if lhs is ROW:
+            yield Call("grouped_matmul", (x, weight, offsets, _normal(3, n, seed=3)))
+            yield Call("grouped_matmul", (grad.t(), x.t(), offsets))
+
+
+def _of_matrices() -> Iterator[Call]:
+    weight = _normal(3, 24, 70)
+    for spec in (ROW, TENSOR, VECTOR, SQUARE, MX):
+        for transpose in (False, True):
+            yield Call("quantize_matrices", (weight, *spec.args, transpose))
+        if spec in (ROW, TENSOR):
+            yield Call("quantize_matrices_with_amax", (weight, *spec.args, *spec.args))
+
+
+def _of_rows() -> Iterator[Call]:
+    """SwiGLU, and the sums of each token's experts."""
+    offsets = torch.tensor(ENDS, dtype=torch.int32)
+    for n in (72, 192):
+        gate_up, grad = _dominated(TOKENS, 2 * n, 0), _dominated(TOKENS, n, 1)
+        yield Call("swiglu", (gate_up,))
+        yield Call("swiglu_backward", (grad, gate_up))
+        yield Call("swiglu_backward_amax", (grad, gate_up, offsets, *ROW.args, *ROW.args))
+    places = torch.arange(TOKENS).view(-1, 4).flip(1)
+    x, grad = _normal(TOKENS, 70), _normal(TOKENS // 4, 70, seed=1)
+    yield Call("sum_of_rows", (x, places, _normal(TOKENS // 4, 4, seed=2, dtype=torch.float32)))
+    yield Call("dots_of_rows", (grad, x, places, torch.float32))
+
+
+def _fused() -> Iterator[Call]:
+    x, up, grad = (_dominated(TOKENS, 192, seed) for seed in range(3))
+    weight = _normal(192, seed=3)
+    rstd = reference.rms_norm(x, weight, 1e-6, "output")[1]
+    yield Call("rms_norm_backward", (grad, x, weight, rstd, "output", None, True))
+    for spec in (ROW, VECTOR, MX):
+        specs = *spec.args, *spec.args, "both", True
+        yield Call("rms_norm_quantize", (x, weight, 1e-6, "output", *specs))
+        yield Call("silu_mul_quantize", (x, up, *specs))
+        yield Call("silu_mul_backward_quantize", (grad, x, up, *specs))
+
+
+def _steps() -> Iterator[Call]:
+    """Steps of a stored weight by AdamW, with moments in float32 and in 8 bits."""
+    numbers = torch.tensor([0.999, 0.1, 0.99, 0.01, 0.04, 5.8, 1e-8])
+    keys = reference.rounding_keys(7, torch.tensor([3.0]), torch.tensor([5]))[0]
+    grad = _normal(40, 150, seed=2, dtype=torch.float32)
+    for spec, dtype in itertools.product((ROW, TENSOR, SQUARE, MX), (torch.float32, torch.float8_e4m3fn)):
+        qdata, scale = reference.quantize(_normal(40, 150, dtype=torch.float32), *spec.args)
+        moments = [torch.full((40, 150), 0.5).to(dtype) for _ in range(2)]
+        scales = [torch.full((40, 2), 120, dtype=torch.uint8) if dtype.itemsize == 1 else None for _ in moments]
+        head, layout = (qdata, scale, *moments, grad, numbers), (*spec.args, list(spec.block), [0, 0])
+        yield Call("adamw_amax", (*head, *layout, *scales))
+        yield Call("adamw", (*head, keys, *layout, True, *scales))
