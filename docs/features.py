@@ -355,6 +355,11 @@ CLIENTS = (
         ("tests/clients/test_trl.py::test_supervised_fine_tuning_moves_every_weight",),
         known="It is a Trainer with another loss.",
     ),
+    Column(
+        "TRL, DPOTrainer and GRPOTrainer",
+        ("tests/clients/test_trl.py::test_a_policy_and_its_reference",),
+        known="Their reference model stays in high precision until you convert it.",
+    ),
     Column("LoRA of peft on a converted base", ("tests/clients/test_peft.py::test_adapters_train_and_the_base_stays",)),
     Column(
         "Lightning's Trainer",
