@@ -301,9 +301,11 @@ def _print_recipes(console: Console, device: torch.device) -> bool:
 def _print_self_tests(console: Console, device: torch.device) -> bool:
     table = Table("self-test", "", "figure", title=f"self-tests on {device.type}", title_justify="left")
     good = True
-    with console.status("self-tests"):
+    with console.status("self-tests") as status:
         for check in self_tests(device):
             good &= check.ok
+            # The first run compiles the kernels, which takes minutes.
+            status.update(f"self-tests, after {escape(check.name)}")
             table.add_row(check.name, "[green]ok" if check.ok else "[red]FAILED", escape(check.detail))
     console.print(table)
     return good
