@@ -91,7 +91,7 @@ def convert(
     (``_keep_in_fp32_modules``), and layers of fewer than 16 in or out features (only by a function).
 
     Args:
-        model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, the ``Linear`` of torchtitan and the
+        model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, those of torchtitan and Falcon, and the
             ``Conv1D`` of transformers are converted. Other subclasses of ``nn.Linear`` never are: their forward may
             differ, or be bypassed. Nor are layers whose forward was replaced, unless by the hooks of accelerate.
         recipe: a name, the path of a TOML file (:func:`tritonfp8.recipes.load`), a :class:`~tritonfp8.Recipe`, or a

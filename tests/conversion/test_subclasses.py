@@ -1,15 +1,16 @@
-"""convert takes the linear layer of torchtitan, by its module and name, because its forward is that of nn.Linear."""
+"""convert takes the linear layers of torchtitan and Falcon, by module and name: they compute what nn.Linear does."""
 
 import copy
 
 import pytest
 import torch
+import transformers
 from cases import normal
 from mixtures import model_of
 from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
-from tritonfp8 import convert, revert
+from tritonfp8 import convert, revert, swap_recipe, verify
 from tritonfp8.layers.linear import Float8Linear, computes_linear
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -60,6 +61,25 @@ def test_revert_gives_the_class_back():
     assert revert(model) == ["0"]
     assert type(model[0]) is Linear
     assert "recipe" not in model[0].__dict__
+
+
+def test_falcon_is_converted_and_trains():
+    """Its linear layer writes ``input @ weight.T + bias`` in its own forward."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "bias": True}
+    torch.manual_seed(0)
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    ids = torch.arange(24).view(2, 12)
+    plain = model(ids, labels=ids).loss
+    convert(model, "bf16")
+    torch.testing.assert_close(model(ids, labels=ids).loss, plain)
+    swap_recipe(model, "rowwise")
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.any() for p in model.parameters())
+    assert verify(model, ids, labels=ids).fp8_share > 0.8
+    assert len(revert(model)) == 4
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert_bitwise_equal(model(ids, labels=ids).loss, plain)
 
 
 def test_revert_refuses_a_forward_that_was_wrapped():

@@ -116,14 +116,16 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
 
 
-# Subclasses of nn.Linear that only add methods, by module and name, so that their libraries need not be imported.
+# Subclasses of nn.Linear by module and name, so that their libraries need not be imported: they only add methods, or
+# write the forward in other operations.
 _SAME_FORWARD = {("torchtitan.models.common.linear", "Linear")}
+_SAME_RESULT = {("transformers.models.falcon.modeling_falcon", "FalconLinear")}
 _joined_linear: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Float8Linear}
 
 
 def computes_linear(cls: type[nn.Module]) -> TypeGuard[type[nn.Linear]]:
-    """Whether layers of this class compute what ``nn.Linear`` does: ``nn.Linear`` and ``Linear`` of torchtitan."""
-    if cls is nn.Linear:
+    """Whether layers of this class compute what ``nn.Linear`` does, as those of torchtitan and Falcon do."""
+    if cls is nn.Linear or (cls.__module__, cls.__name__) in _SAME_RESULT:
         return True
     return (cls.__module__, cls.__name__) in _SAME_FORWARD and getattr(cls, "forward", None) is nn.Linear.forward
 
