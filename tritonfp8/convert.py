@@ -49,10 +49,6 @@ __all__ = ["ConversionReport", "convert", "quantized_init", "revert", "swap_reci
 _Layer = Float8Linear | Float8Conv1D
 
 
-def _follows_recipe(module: nn.Module) -> bool:
-    return isinstance(module, Float8Linear | Float8Conv1D | ConvertedExperts)
-
-
 def _fusing() -> Any:
     """The folder of fused layers, imported on first use: models without fused layers do not need it."""
     from tritonfp8.layers import fused
@@ -237,8 +233,7 @@ def quantized_init(
     Args:
         recipe: a name or a :class:`~tritonfp8.Recipe`, of all layers.
         filter: ``filter(layer, name) -> bool``; by default the choice of :func:`convert`. Both know the name of a layer
-            in its parent only: ``output`` and ``score`` count as heads. At the end of the block layers that a model
-            keeps in float32 are reverted.
+            in its parent only: ``output`` and ``score`` are heads. What a model keeps in float32 is reverted last.
         experts: also store the weights of experts, as of :func:`convert`.
 
     Raises:
@@ -269,10 +264,11 @@ def quantized_init(
         yield
     finally:
         handle.remove()
-    for layer in {layer for model in keeping for layer in converted_despite_float32(model)}:
+    kept = {layer for model in keeping for layer in converted_despite_float32(model)}
+    for layer in kept:
         revert(layer)
         layer.requires_grad_()
-    made = {parent: {name: x for name, x in each.items() if _follows_recipe(x)} for parent, each in made.items()}
+    made = {parent: {name: x for name, x in each.items() if x not in kept} for parent, each in made.items()}
     if not any(made.values()):
         raise ValueError("no layer was made inside quantized_init whose weight could be stored: make the model inside")
     for parent, layers in made.items():
