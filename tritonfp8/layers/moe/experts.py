@@ -277,13 +277,8 @@ class Float8Experts(RoutedExperts):
         return f"{sizes}, {super().extra_repr()}"
 
 
-# The classes of transformers and of torch for it, and torch's function.
-_SILU = ("SiLUActivation", "SiLU", "silu")
-
-
-def _name_of(activation: Any) -> str:
-    name: str = getattr(activation, "__name__", type(activation).__name__)
-    return name
+# The classes of transformers and of torch for it.
+_SILU = ("SiLUActivation", "SiLU")
 
 
 class TransformersExperts(RoutedExperts):
@@ -302,7 +297,9 @@ class TransformersExperts(RoutedExperts):
     def is_swiglu(self) -> bool:
         """As of :class:`RoutedExperts`: the gate of transformers itself, with SiLU."""
         default = getattr(self._apply_gate, "__name__", "") == "_default_apply_gate"
-        return bool(self.has_gate and default and _name_of(self.act_fn) in _SILU)
+        if not self.has_gate or not default:
+            return False
+        return self.act_fn is nn.functional.silu or type(self.act_fn).__name__ in _SILU
 
     def activation(self, rows: Tensor) -> Tensor:
         """The gate of the model, with its clamps and its order of features; or its activation alone."""
