@@ -5,11 +5,14 @@ from cases import SPEC_OF_BLOCK, banded, normal
 
 from tritonfp8 import ops, reference
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+from tritonfp8.workflow import op_tests
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 SQUARE = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2")
 MX = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "pow2")
+# Ops whose calls are those of the doctor.
+OF_THE_DOCTOR = ("adamw", "adamw_amax", "amax_of_shards", "operand_figures", "quantize_shards")
 MATMUL_PAIRS = [(ROW, ROW), (QuantSpec("e5m2"), QuantSpec("e4m3")), (VECTOR, SQUARE), (VECTOR, VECTOR), (MX, MX)]
 
 
@@ -48,8 +51,6 @@ def samples(device):
     for part in (x, x.t(), x[:0], x[::2, 1:]):
         # No NaN: opcheck's comparison treats NaN as a difference.
         yield ops.transpose, (part.clamp(-448, 448).to(torch.float8_e4m3fn),)
-    yield from shard_samples(device)
-    yield from adamw_samples(device)
     yield ops.quantize, (x[:0], *ROW.args)
     yield ops.quantize, (x[0], *ROW.args)
     for pair in MATMUL_PAIRS:
@@ -58,58 +59,13 @@ def samples(device):
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, k=0)
     yield ops.scaled_matmul, (*matmul_args((VECTOR, SQUARE), device), True)
     yield from fused_samples(device)
-    yield from figure_samples(device)
+    for call in op_tests.calls():
+        if call.name in OF_THE_DOCTOR:
+            yield getattr(ops, call.name), call.args
     yield from grouped_samples()
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x, *(banded(24, k, dtype=torch.bfloat16).to(device).squeeze(1) for k in (70, 1)))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
-
-
-def shard_samples(device):
-    """Shards of one weight ``[330, 70]``: of 256 rows, 74 rows and none; in one orientation or two."""
-    x = banded(330, 70, dtype=torch.float32).to(device)
-    shards = [x[:256], x[256:], x[330:]]
-    starts = (0, 256, 330)
-    for spec, spec_t in ((ROW, ROW), (QuantSpec("e5m2"), None), (SQUARE, None)):
-        blocks, grids, count = [*spec.block], [(0, -(-70 // spec.block[1]) if spec.block[1] > 0 else 1)], 330
-        if spec_t is not None:
-            blocks += spec_t.block[::-1]
-            grids.append((330, 70))
-        places = [[ops.GridPlace(first, cols, start, 0) for first, cols in grids] for start in starts]
-        yield ops.amax_of_shards, (
-            torch.zeros(count + 70, device=device), shards, ops.places_to_read(places), blocks,
-        )  # fmt: skip
-        amaxes = torch.zeros(count + 70, device=device)
-        reference.amax_of_shards(amaxes, shards, ops.places_to_read(places), blocks)
-        for i, transpose in enumerate((False, True)[: len(grids)]):
-            rows = [256, 330, 330] if transpose else [70] * 3
-            offsets = (0, 70 * 330, 70 * 400) if transpose else (0, 70 * 256, 70 * 330)
-            to = ops.places_to_write([(o, r, of[i]) for o, r, of in zip(offsets, rows, places, strict=True)])
-            out = torch.zeros(70 * 800, dtype=torch.uint8, device=device)
-            yield ops.quantize_shards, (out, shards, to, amaxes, *(spec_t or spec).args, transpose, torch.bfloat16)
-
-
-def adamw_samples(device):
-    """Steps of a weight ``[40, 150]``, whole and as a shard, with moments in float32 and in 8 bits."""
-    numbers = torch.tensor([0.999, 0.1, 0.99, 0.01, 0.04, 5.8, 1e-8], device=device)
-    keys = reference.rounding_keys(7, torch.tensor([3.0]), torch.tensor([5]))[0].to(device)
-    grad = normal(40, 150, seed=2, device=device)
-    for spec, place in (
-        (ROW, (0, 0)),
-        (SQUARE, (70, 0)),
-        (MX, (0, 0)),
-        (QuantSpec("e4m3", (-1, -1), "fp32", "pow2"), (0, 0)),
-    ):
-        qdata, scale = reference.quantize(normal(40, 150).to(device), *spec.args)
-        for dtype in (torch.float32, torch.float8_e4m3fn):
-            # As bytes: opcheck compares what is written, which it cannot in 8-bit floats.
-            moments = [torch.full((40, 150), 0.5, device=device).to(dtype) for _ in range(2)]
-            scales = [torch.full((40, 2), 120, dtype=torch.uint8, device=device) for _ in moments]
-            scales = scales if dtype.itemsize == 1 else [None, None]
-            head = (qdata.clone(), scale.clone(), *moments, grad, numbers)
-            layout = (*spec.args, list(spec.block), list(place))
-            yield ops.adamw_amax, (*head, *layout, *scales)
-            yield ops.adamw, (*head, keys, *layout, True, *scales)
 
 
 def fused_samples(device):
@@ -165,16 +121,6 @@ def grouped_samples():
     yield ops.sum_of_rows, (x.bfloat16(), places, normal(tokens // 4, 4, seed=5))
     of_sums = normal(tokens // 4, x.shape[1], seed=6).mul(4).round()
     yield ops.dots_of_rows, (of_sums, x.mul(4).round(), places, torch.float32)
-
-
-def figure_samples(device):
-    """Operands that are quantized by scales which may clip. Without scales, figures are NaN, which equal nothing."""
-    x = banded(130, 70, dtype=torch.bfloat16).to(device).view(2, 65, 70)
-    whole = x.float().abs().amax((1, 2))
-    spec = QuantSpec("e4m3", BLOCK_1X32, "e8m0", "floor")
-    qdata, scale = reference.quantize(x, *spec.args)
-    result, flat = reference.dequantize(qdata, scale, *spec.args, torch.float32), scale.float().flatten(1)
-    yield ops.operand_figures, (x, whole, 10_000, 448.0, result, qdata, flat.amin(1), flat.amax(1))
 
 
 SAMPLES = list(samples("cpu"))

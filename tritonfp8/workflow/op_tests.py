@@ -128,28 +128,34 @@ def _casts() -> Iterator[Call]:
         yield Call("quantize_with_amax", (x, *spec.args, *spec.args))
     yield Call("quantize_weights", (x, [x[:40].contiguous()], *ROW.args))
     yield Call("transpose", (reference.quantize(x, *ROW.args)[0],))
-    qdata, scale = reference.quantize(x[None], *MX.args)
-    result, flat = reference.dequantize(qdata, scale, *MX.args, torch.float32), scale.float().flatten(1)
-    args = (x[None], x.float().abs().amax()[None], x.numel(), 448.0, result, qdata, flat.amin(1), flat.amax(1))
-    yield Call("operand_figures", args)
+    # Of two operands that are quantized by scales which may clip. Without scales, figures are NaN, which equal nothing.
+    x, spec = _normal(2, 65, 70), QuantSpec("e4m3", BLOCK_1X32, "e8m0", "floor")
+    qdata, scale = reference.quantize(x, *spec.args)
+    result, flat = reference.dequantize(qdata, scale, *spec.args, torch.float32), scale.float().flatten(1)
+    whole = x.float().abs().amax((1, 2))
+    yield Call("operand_figures", (x, whole, 10_000, 448.0, result, qdata, flat.amin(1), flat.amax(1)))
 
 
 def _of_shards() -> Iterator[Call]:
-    """Of a weight ``[200, 70]`` whose second shard begins at row 130."""
-    x = _normal(TOKENS, 70, dtype=torch.float32)
-    shards, grids = [x[:130], x[130:]], ((0, 1), (TOKENS, 70))
-    places = [[ops.GridPlace(first, cols, start, 0) for first, cols in grids] for start in (0, 130)]
-    to_read, blocks = ops.places_to_read(places), [*ROW.block, *ROW.block[::-1]]
-    amaxes = torch.zeros(TOKENS + 70)
-    yield Call("amax_of_shards", (amaxes, shards, to_read, blocks), on_host=(2,))
-    found = amaxes.clone()
-    reference.amax_of_shards(found, shards, to_read, blocks)
-    for i, transpose in enumerate((False, True)):
-        starts = (0, 130) if transpose else (0, 130 * 70)
-        rows = TOKENS if transpose else 70
-        to = ops.places_to_write([(start, rows, of[i]) for start, of in zip(starts, places, strict=True)])
-        out = torch.zeros(TOKENS * 70, dtype=torch.uint8)
-        yield Call("quantize_shards", (out, shards, to, found, *ROW.args, transpose, torch.bfloat16), on_host=(2,))
+    """Of one weight ``[330, 70]``: shards of 256 rows, 74 rows and none; in one orientation or two."""
+    x = _normal(330, 70, dtype=torch.float32)
+    shards, starts = [x[:256], x[256:], x[330:]], (0, 256, 330)
+    for spec, spec_t in ((ROW, ROW), (QuantSpec("e5m2"), None), (SQUARE, None)):
+        blocks, grids = [*spec.block], [(0, -(-70 // spec.block[1]) if spec.block[1] > 0 else 1)]
+        if spec_t is not None:
+            blocks += spec_t.block[::-1]
+            grids.append((330, 70))
+        places = [[ops.GridPlace(first, cols, start, 0) for first, cols in grids] for start in starts]
+        amaxes, to_read = torch.zeros(330 + 70), ops.places_to_read(places)
+        yield Call("amax_of_shards", (amaxes, shards, to_read, blocks), on_host=(2,))
+        found = amaxes.clone()
+        reference.amax_of_shards(found, shards, to_read, blocks)
+        for i, transpose in enumerate((False, True)[: len(grids)]):
+            rows = [256, 330, 330] if transpose else [70] * 3
+            offsets = (0, 70 * 330, 70 * 400) if transpose else (0, 70 * 256, 70 * 330)
+            to = ops.places_to_write([(o, r, of[i]) for o, r, of in zip(offsets, rows, places, strict=True)])
+            args = (torch.zeros(70 * 800, dtype=torch.uint8), shards, to, found, *(spec_t or spec).args)
+            yield Call("quantize_shards", (*args, transpose, torch.bfloat16), on_host=(2,))
 
 
 def _of_groups() -> Iterator[Call]:
@@ -213,7 +219,7 @@ def _fused() -> Iterator[Call]:
 
 
 def _steps() -> Iterator[Call]:
-    """Steps of a stored weight by AdamW, with moments in float32 and in 8 bits."""
+    """Steps of a stored weight by AdamW, whole and as a shard, with moments in float32 and in 8 bits."""
     numbers = torch.tensor([0.999, 0.1, 0.99, 0.01, 0.04, 5.8, 1e-8])
     keys = reference.rounding_keys(7, torch.tensor([3.0]), torch.tensor([5]))[0]
     grad = _normal(40, 150, seed=2, dtype=torch.float32)
@@ -221,6 +227,7 @@ def _steps() -> Iterator[Call]:
         qdata, scale = reference.quantize(_normal(40, 150, dtype=torch.float32), *spec.args)
         moments = [torch.full((40, 150), 0.5).to(dtype) for _ in range(2)]
         scales = [torch.full((40, 2), 120, dtype=torch.uint8) if dtype.itemsize == 1 else None for _ in moments]
-        head, layout = (qdata, scale, *moments, grad, numbers), (*spec.args, list(spec.block), [0, 0])
+        place = [70 if spec is SQUARE else 0, 0]
+        head, layout = (qdata, scale, *moments, grad, numbers), (*spec.args, list(spec.block), place)
         yield Call("adamw_amax", (*head, *layout, *scales))
         yield Call("adamw", (*head, keys, *layout, True, *scales))
