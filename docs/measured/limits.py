@@ -40,7 +40,7 @@ def least_bytes(
 
     Inputs and gradients of outputs are cast in both orientations. They are read once, or twice by a recipe whose scales
     span a dim: no code of the second orientation is known before all of the matrix was read. Weights are read for each
-    of two casts, and once more for one scale of the whole matrix.
+    of two casts, and once more if the matrix has one scale.
     """
     spec = get(recipe).grad_input.lhs
     assert spec is not None

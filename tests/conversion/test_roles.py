@@ -165,7 +165,7 @@ class TestKeptInFloat32:
         assert len(kept) == 2
 
     def test_whole_parts_of_names(self):
-        """``wo`` is no part of ``two`` or ``word``, and ``weights_proj`` is none without its indexer."""
+        """``two`` and ``word`` have no part ``wo``, and ``weights_proj`` counts in its indexer alone."""
         model = Keeps(
             two=modules(word=(32, 32), weights_proj=(32, 32), classifiers=(32, 32)),
             indexer=modules(weights_proj=(32, 32), wq=(32, 32)),
