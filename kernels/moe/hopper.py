@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_wait
 
 from tritonfp8.kernels.matmul.hopper import (
+    GROUP_WARPS,
     SCALE_VECTOR,
     WARP_SIZE,
     WAVE_ROWS,
@@ -28,11 +29,13 @@ from tritonfp8.kernels.moe.schedule import FIELDS as TABLE_FIELDS
 from tritonfp8.kernels.triton_names import tma_store
 
 FIELDS: gl.constexpr = gl.constexpr(TABLE_FIELDS.value)
+# By which the producer tells the consumers a tile: the fields of its entry in the table and its first column take five.
+TILE_WORDS: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
 def _piece(piece, sizes, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
-    """Row of the table, and first row and column of the tile: those of ``a``, or of the tiles of the table times 1."""
+    """Row of the table, and first row and column of the tile; the row only where the table has none, of columns."""
     _, _, tiles_m, tiles_n, _, _ = sizes
     if COLUMNS:
         per_group = tiles_m * tiles_n
@@ -44,47 +47,69 @@ def _piece(piece, sizes, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: 
 
 
 @gluon.jit
-def _entry(table_ptr, index, pieces_left):
-    """Group, row, end and start of a row of the table; the first row where no piece is left."""
-    at = table_ptr + gl.where(pieces_left, index, 0) * FIELDS
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+def _write_tile(buf, group, row, end, start, col):
+    """Tell the consumers a tile."""
+    word = gl.arange(0, TILE_WORDS, gl.BlockedLayout([1], [WARP_SIZE], [1], [0]))
+    of_rows = gl.where(word == 0, group, gl.where(word == 1, row, end))
+    buf.store(gl.where(word < 3, of_rows, gl.where(word == 3, start, col)))
 
 
 @gluon.jit
-def _steps(entry, sizes, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, ALIGNMENT: gl.constexpr):
-    """First and last step of K."""
-    group, _, end, start = entry
+def _read_word(buf, WORD: gl.constexpr):
+    return gl.max(buf.slice(WORD, 1).load(gl.BlockedLayout([1], [WARP_SIZE], [GROUP_WARPS], [0])), 0)
+
+
+@gluon.jit
+def _read_tile(buf):
+    """What ``_write_tile`` wrote: group, first row, end and start of the group, first column."""
+    return _read_word(buf, 0), _read_word(buf, 1), _read_word(buf, 2), _read_word(buf, 3), _read_word(buf, 4)
+
+
+@gluon.jit
+def _steps(group, end, start, sizes, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, ALIGNMENT: gl.constexpr):
+    """First and last step of K. Rows of no group have none, so that their sums are zero, whatever the rows are."""
     steps = sizes[4]
     if COLUMNS:
         first = (start // ALIGNMENT + group) * (ALIGNMENT // BLOCK_K)
         return first, first + gl.cdiv(end - start, BLOCK_K)
     else:
-        return 0, steps
+        return 0, gl.where(group < sizes[5], steps, 0)
 
 
 @gluon.jit
 def _load(
-    a_desc, b_desc, a_scale, b_scale, table_ptr, shared, sizes, strides, pieces,
+    a_desc, b_desc, a_scale, b_scale, table_ptr, shared, tile_bufs, sizes, strides, pieces,
     COLUMNS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, ALIGNMENT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: load all steps of this program's tiles."""
+    """The producer warp: find this program's tiles, tell the consumers, and load all steps.
+
+    It is ahead of the consumers, so the tensor cores need not wait for divisions and reads of the table. The first
+    stage of a tile says which it is; a tile without steps takes a stage for that alone.
+    """
+    full = shared[5]
     empty = shared[6]
     N = sizes[1]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
         index, row, col = _piece(piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
-        entry = _entry(table_ptr, index, True)
-        first, last = _steps(entry, sizes, COLUMNS, BLOCK_K, ALIGNMENT)
+        at = table_ptr + index * FIELDS
+        group, table_row, end, start = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+        first, last = _steps(group, end, start, sizes, COLUMNS, BLOCK_K, ALIGNMENT)
+        first_col = col
         if not COLUMNS:
-            # Beyond the last matrix, for rows of no group, TMA reads zeros.
-            row = entry[1]
-            col += entry[0] * N
+            row = table_row
+            first_col += group * N
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        _write_tile(tile_bufs.index(stage), group, row, end, start, col)
+        if first == last:
+            mbarrier.arrive(full.index(stage), count=1)
+            stage, phase = next_stage(stage, phase, STAGES)
         for step in range(first, last):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             fill_stage(
-                a_desc, b_desc, a_scale, b_scale, shared, strides, row, col, step, stage,
+                a_desc, b_desc, a_scale, b_scale, shared, strides, row, first_col, step, stage,
                 A_ROWS, B_ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             stage, phase = next_stage(stage, phase, STAGES)
@@ -92,7 +117,7 @@ def _load(
 
 @gluon.jit
 def _finish(
-    acc, out_desc, out_ptr, out_buf, a_scale, b_scale, bias, is_group, out_row, skipped, limit, col, N,
+    acc, out_desc, out_ptr, out_buf, a_scale, b_scale, bias, out_row, skipped, limit, col, N,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Scales -> bias -> output dtype -> shared memory -> rows ``[skipped, limit)`` of ``out`` from ``out_row`` on."""
@@ -104,8 +129,6 @@ def _finish(
         acc *= gl.convert_layout(b_scale, gl.SliceLayout(0, layout))[None, :]
     if HAS_BIAS:
         acc += gl.convert_layout(bias.to(gl.float32), gl.SliceLayout(0, layout))[None, :]
-    # Whatever was read for them, rows of no group are zero.
-    acc = gl.where(is_group, acc, 0.0)
     tma.store_wait(0)
     out_buf.store(acc.to(out_desc.dtype))
     if (limit >= ROWS) & (skipped <= 0):
@@ -125,8 +148,7 @@ def _finish(
 
 @gluon.jit
 def _store(
-    acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, is_group,
-    out_row, skipped, limit, col, N,
+    acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, out_row, skipped, limit, col, N,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of one wave. HALVES handles half of the columns at a time."""
@@ -135,23 +157,23 @@ def _store(
         half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
         left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
         _finish(
-            gl.convert_layout(left, half), out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, is_group,
+            gl.convert_layout(left, half), out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0,
             out_row, skipped, limit, col, N, SCALED, HAS_BIAS, half,
         )  # fmt: skip
         _finish(
-            gl.convert_layout(right, half), out_desc, out_ptr, out_buf, a_scale, b_scale1, bias1, is_group,
+            gl.convert_layout(right, half), out_desc, out_ptr, out_buf, a_scale, b_scale1, bias1,
             out_row, skipped, limit, col + HALF, N, SCALED, HAS_BIAS, half,
         )  # fmt: skip
     else:
         _finish(
-            acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, is_group, out_row, skipped, limit, col, N,
+            acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, out_row, skipped, limit, col, N,
             SCALED, HAS_BIAS, layout,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces,
+    out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces,
     GROUP: gl.constexpr, WAVES: gl.constexpr, COLUMNS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, PROMOTE: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr,
     HALVES: gl.constexpr, OVERLAP: gl.constexpr, ALIGNMENT: gl.constexpr,
@@ -166,34 +188,37 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, STEP])
     SCALED: gl.constexpr = A_ROWS == 0
     PART: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
+    full = shared[5]
+    empty = shared[6]
     turn = shared[7]
     out_buf = shared[4].index(GROUP)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     tile_phase = gl.to_tensor(0)
-    first_piece = gl.program_id(0)
-    index, _, _ = _piece(first_piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
-    group, table_row, end, start = _entry(table_ptr, index, first_piece < pieces)
-    for piece in range(first_piece, pieces, gl.num_programs(0)):
-        entry = (group, table_row, end, start)
-        first, last = _steps(entry, sizes, COLUMNS, BLOCK_K, ALIGNMENT)
-        _, row, col = _piece(piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
-        is_group = group < groups
+    for _ in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        mbarrier.wait(full.index(stage), phase)
+        group, row, end, start, col = _read_tile(tile_bufs.index(stage))
+        first, last = _steps(group, end, start, sizes, COLUMNS, BLOCK_K, ALIGNMENT)
+        if first == last:
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = next_stage(stage, phase, STAGES)
         if COLUMNS:
             is_group = end > start
             row_start = 0
             row_end = M
             out_row = group * M + row
         else:
-            row = table_row
+            is_group = group < groups
             row_start = start
             row_end = end
             out_row = row
-        # Its own scales, and those of its matrix, of which rows of no group have none.
         shift = GROUP * WAVES * WAVE_ROWS
         row += shift
         out_row += shift
-        col_end = gl.where(is_group, N, 0)
+        # A tile of no group, or of one without tokens, has no scales, and all its sums are zero.
+        matrix = gl.where(is_group, group, 0)
+        scaled_rows = gl.where(is_group, row_end, 0)
+        scaled_cols = gl.where(is_group, N, 0)
         a_scale0 = None
         a_scale1 = None
         b_scale0 = None
@@ -202,25 +227,21 @@ def _multiply(
         bias1 = None
         # Load before the main loop, to hide the latency.
         if SCALED:
-            a_first = a_scale_ptr + gl.where(is_group, group, 0) * stride_ag
-            b_first = b_scale_ptr + gl.where(is_group, group, 0) * stride_bg
-            a_scale0 = read_rows(a_first, row, row_end, stride_am, layout)
-            b_scale0 = read_columns(b_first, col, col_end, stride_bn, PART)
+            a_first = a_scale_ptr + matrix * stride_ag
+            b_first = b_scale_ptr + matrix * stride_bg
+            a_scale0 = read_rows(a_first, row, scaled_rows, stride_am, layout)
+            b_scale0 = read_columns(b_first, col, scaled_cols, stride_bn, PART)
             if WAVES == 2:
-                a_scale1 = read_rows(a_first, row + WAVE_ROWS, row_end, stride_am, layout)
+                a_scale1 = read_rows(a_first, row + WAVE_ROWS, scaled_rows, stride_am, layout)
             if HALVES:
-                b_scale1 = read_columns(b_first, col + PART, col_end, stride_bn, PART)
+                b_scale1 = read_columns(b_first, col + PART, scaled_cols, stride_bn, PART)
         if HAS_BIAS:
-            b_bias = bias_ptr + gl.where(is_group, group, 0) * N
-            bias0 = read_columns(b_bias, col, col_end, 1, PART)
+            b_bias = bias_ptr + matrix * N
+            bias0 = read_columns(b_bias, col, scaled_cols, 1, PART)
             if HALVES:
-                bias1 = read_columns(b_bias, col + PART, col_end, 1, PART)
-        # The next tile's, so that nobody waits for it.
-        next_piece = piece + gl.num_programs(0)
-        index, _, _ = _piece(next_piece, sizes, COLUMNS, BLOCK_M, BLOCK_N, GROUP_M)
-        next_group, next_row, next_end, next_start = _entry(table_ptr, index, next_piece < pieces)
+                bias1 = read_columns(b_bias, col + PART, scaled_cols, 1, PART)
         if B_ROWS > 1:
-            block_scales = (a_scale_ptr, b_scale_ptr + gl.where(is_group, group, 0) * stride_bg, bias_ptr, bias_ptr)
+            block_scales = (a_scale_ptr, b_scale_ptr + matrix * stride_bg, bias_ptr, bias_ptr)
         else:
             block_scales = (a_scale_ptr, b_scale_ptr, bias_ptr, bias_ptr)
         if PROMOTE and OVERLAP > 1:
@@ -231,8 +252,8 @@ def _multiply(
         elif PROMOTE:
             if STAGGER and GROUP == 1:
                 # Start half a step after the other group, so that the two do not promote at the same time.
-                mbarrier.wait(turn, tile_phase, pred=sizes[4] >= STAGES)
-                tile_phase = tile_phase ^ 1
+                mbarrier.wait(turn, tile_phase, pred=last - first >= STAGES)
+                tile_phase = tile_phase ^ gl.where(last > first, 1, 0)
             acc0, acc1, stage, phase = sum_promoted(
                 shared, block_scales, strides, row, col, first, last, stage, phase,
                 GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
@@ -242,19 +263,15 @@ def _multiply(
                 shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout
             )
         _store(
-            acc0, out_desc, out_ptr, out_buf, a_scale0, b_scale0, b_scale1, bias0, bias1, is_group,
+            acc0, out_desc, out_ptr, out_buf, a_scale0, b_scale0, b_scale1, bias0, bias1,
             out_row, row_start - row, row_end - row, col, N, SCALED, HAS_BIAS, HALVES, layout,
         )  # fmt: skip
         if WAVES == 2:
             _store(
-                acc1, out_desc, out_ptr, out_buf, a_scale1, b_scale0, b_scale1, bias0, bias1, is_group,
+                acc1, out_desc, out_ptr, out_buf, a_scale1, b_scale0, b_scale1, bias0, bias1,
                 out_row + WAVE_ROWS, row_start - row - WAVE_ROWS, row_end - row - WAVE_ROWS, col, N,
                 SCALED, HAS_BIAS, HALVES, layout,
             )  # fmt: skip
-        group = next_group
-        table_row = next_row
-        end = next_end
-        start = next_start
     tma.store_wait(0)
 
 
@@ -289,6 +306,7 @@ def hopper_grouped_kernel(
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, WAVE_ROWS, OUT_COLS], out_desc.layout)
+    tile_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, TILE_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -319,11 +337,11 @@ def hopper_grouped_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces, gl.constexpr(0),
+                (_multiply, (out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces, gl.constexpr(0),
                              WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
                              ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-                (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, sizes, strides, pieces, COLUMNS, A_ROWS,
-                         B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, tile_bufs, sizes, strides, pieces,
+                         COLUMNS, A_ROWS, B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
             ],
             [1],
             [24],
@@ -331,14 +349,14 @@ def hopper_grouped_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces, gl.constexpr(0),
+                (_multiply, (out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces, gl.constexpr(0),
                              WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
                              ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-                (_multiply, (out_desc, out_ptr, table_ptr, shared, pointers, sizes, strides, pieces, gl.constexpr(1),
+                (_multiply, (out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces, gl.constexpr(1),
                              WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
                              ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
-                (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, sizes, strides, pieces, COLUMNS, A_ROWS,
-                         B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, tile_bufs, sizes, strides, pieces,
+                         COLUMNS, A_ROWS, B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
             ],
             [4, 1],
             [240, 24],

@@ -40,7 +40,7 @@ SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
         MatmulConfig(64, 128, 128, 4, 8, specialized=True),
     ),
     ("epilogue", "precise"): (
-        MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=2),
+        MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4),
         _LARGEST,
         MatmulConfig(64, 128, 128, 4, 8, specialized=True, overlap=4),
     ),
@@ -59,7 +59,7 @@ WIDE = (
 )
 SMALLEST_ROWS = 64
 # Up to so many tokens a group, the smallest tiles of tokens: the weights' bytes decide, and more programs read them.
-FEW_TOKENS = 64
+FEW_TOKENS = 32
 
 
 class GroupedGemm(NamedTuple):
