@@ -25,9 +25,9 @@ def mixtures() -> str:
     return _judged("grouped.json")
 
 
-def mixture_layers() -> str:
+def mixture_layers(path: str = "experts.json") -> str:
     """The bars of a layer of experts with its router."""
-    return _judged("experts.json")
+    return _judged(path)
 
 
 def _judged(path: str) -> str:
@@ -181,6 +181,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "inspection": inspection,
     "mixtures": mixtures,
     "mixture layers": mixture_layers,
+    "mixture layers on an H100": functools.partial(mixture_layers, "../nvidia-h100/experts.json"),
     "mixture training": functools.partial(training, "train-160m-moe"),
     "other text": other_text,
     "schedule": schedule,
