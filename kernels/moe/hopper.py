@@ -1,8 +1,8 @@
 """The warp-specialized GEMM for Hopper (:mod:`tritonfp8.kernels.matmul.hopper`) over groups of rows or of columns.
 
 The groups differ in three things only: where the operands of a tile begin, how many steps of K it has, and how many of
-its rows are stored. So the producer and the sums of the dense kernel are used as they are. A tile that reaches beyond
-its group loads rows of the groups beside it, which it does not store: TMA stores whole tiles, other tiles are stored by
+its rows are stored. So the loads and the sums of the dense kernel are used as they are. A tile that reaches beyond its
+group loads rows of the groups beside it, which it does not store: TMA stores whole tiles, other tiles are stored by
 threads.
 """
 
