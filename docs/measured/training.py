@@ -20,17 +20,8 @@ def training(folder: str = "train-160m") -> str:
     return "\n".join(line for line in lines if line.startswith("|")) + "\n"
 
 
-def mixtures() -> str:
-    """The bars of grouped GEMMs and casts that were measured."""
-    return _judged("grouped.json")
-
-
-def mixture_layers(path: str = "experts.json") -> str:
-    """The bars of a layer of experts with its router."""
-    return _judged(path)
-
-
-def _judged(path: str) -> str:
+def mixtures(path: str) -> str:
+    """The bars of experts that a file of data has rows for."""
     rows = data(path)["rows"]
     return bars_table(verdict for verdict in judge(rows, GROUPED_BARS) if verdict.measured is not None)
 
@@ -179,9 +170,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "direct call times": direct_call_times,
     "direct calls": direct_calls,
     "inspection": inspection,
-    "mixtures": mixtures,
-    "mixture layers": mixture_layers,
-    "mixture layers on an H100": functools.partial(mixture_layers, "../nvidia-h100/experts.json"),
+    "mixtures": functools.partial(mixtures, "grouped.json"),
+    "mixture layers": functools.partial(mixtures, "experts.json"),
+    "mixture layers on an H100": functools.partial(mixtures, "../nvidia-h100/experts.json"),
     "mixture training": functools.partial(training, "train-160m-moe"),
     "other text": other_text,
     "schedule": schedule,
