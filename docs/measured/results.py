@@ -313,7 +313,12 @@ def headline() -> str:
         ),
         over_bf16("linear", "layer", LAYER_SHAPES[0], "speed of a linear layer 16384 x 4096 x 14336 over bf16"),
         over_bf16("linear", "layer", LAYER_SHAPES[3], "the same, 16384 x 2048 x 2048"),
-        ("speed of a layer of experts over torch's in bf16, rowwise", of_mixtures, "", _command("experts.json")),
+        (
+            "speed of a layer of experts over torch's in bf16, rowwise, before grouped GEMMs last changed",
+            of_mixtures,
+            "",
+            _command("experts.json"),
+        ),
         (
             "bytes of FSDP2's all-gathers over bf16's, losses equal to the bit",
             f"rowwise {text(share, 3)}",

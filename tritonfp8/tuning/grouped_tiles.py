@@ -30,8 +30,7 @@ UNSCALED: Mapping[int, MatmulConfig] = {
     4: MatmulConfig(64, 64, 32, 4, 3, blocks_per_sm=2),
 }
 
-# Of the warp-specialized kernel, by family and accumulation; usually the fastest first. With scales of columns the
-# largest tile spills two registers on Triton 3.6, and is faster all the same.
+# Of the warp-specialized kernel, by family and accumulation; usually the fastest first.
 _LARGEST = MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True)
 SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
     ("epilogue", "fast"): (
