@@ -258,7 +258,10 @@ def sum_promoted(
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Sum steps ``[first, last)`` for this group's rows of a tile; each step is promoted to float32."""
+    """Sum steps ``[first, last)`` for this group's rows of a tile; each step is promoted to float32.
+
+    The wait for the data of a step comes before the end of the last one's MMA, so that the tensor cores idle for less.
+    """
     a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, empty, turn = shared
     a_scale_ptr, b_scale_ptr, _, _ = pointers
     _, _, stride_am, stride_ak, stride_bn, stride_bk = strides
@@ -268,8 +271,8 @@ def sum_promoted(
     zero = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
     acc0 = zero
     acc1 = zero
+    mbarrier.wait(full.index(stage), phase, pred=last > first)
     for step in range(first, last):
-        mbarrier.wait(full.index(stage), phase)
         a_buf = a_bufs.index(stage)
         b_buf = b_bufs.index(stage)
         a_scales = a_scale_bufs.index(stage)
@@ -281,8 +284,8 @@ def sum_promoted(
         b_scale = _read_scale(
             b_scale_ptr, b_scale_bufs.index(stage), col, step, stride_bn, stride_bk, 0, BLOCK_N, B_ROWS, col_layout
         )
-        product = warpgroup_mma_wait(0, deps=[token])
         if WAVES == 2:
+            product = warpgroup_mma_wait(0, deps=[token])
             if STAGGER and GROUP == 0:  # noqa: SIM102 - one is known when compiling
                 if step == first:
                     mbarrier.arrive(turn, count=1)
@@ -296,29 +299,30 @@ def sum_promoted(
                 token = _start(a_buf, b_buf, zero, False, FIRST + 1)
             if A_ROWS == 1:
                 a_scale = a_scales.slice((FIRST + 1) * WAVE_ROWS, WAVE_ROWS).load(row_layout)
-            product = warpgroup_mma_wait(0, deps=[token])
-            mbarrier.arrive(empty.index(stage), count=1)
+        used = stage
+        stage, phase = next_stage(stage, phase, STAGES)
+        mbarrier.wait(full.index(stage), phase, pred=step + 1 < last)
+        product = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(used), count=1)
+        if WAVES == 2:
             acc1 = _promote(acc1, product, a_scale, b_scale, A_ROWS, B_ROWS)
         else:
-            mbarrier.arrive(empty.index(stage), count=1)
             if STAGGER and GROUP == 0:  # noqa: SIM102 - one is known when compiling
                 if step == first:
                     mbarrier.arrive(turn, count=1)
             acc0 = _promote(acc0, product, a_scale, b_scale, A_ROWS, B_ROWS)
-        stage, phase = next_stage(stage, phase, STAGES)
     return acc0, acc1, stage, phase
 
 
 @gluon.jit
 def _start_step(
-    shared, pointers, strides, row, col, step, stage, phase, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
+    shared, pointers, strides, row, col, step, stage, GROUP: gl.constexpr, A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Start the only wave of a step, and load its scales."""
-    a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, _, _ = shared
+    """Start the only wave of a step whose data is there, and load its scales."""
+    a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, _, _, _ = shared
     a_scale_ptr, b_scale_ptr, _, _ = pointers
     _, _, stride_am, stride_ak, stride_bn, stride_bk = strides
-    mbarrier.wait(full.index(stage), phase)
     zero = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
     token = _start(a_bufs.index(stage), b_bufs.index(stage), zero, False, GROUP)
     a_scale = _read_scale(
@@ -341,39 +345,46 @@ def sum_overlapped(
 
     No wgmma may be in flight across an iteration: ptxas would then wait for each one.
     """
+    full = shared[5]
     empty = shared[6]
     acc = gl.zeros((WAVE_ROWS, BLOCK_N), gl.float32, layout)
     turns = (last - first) // OVERLAP
+    mbarrier.wait(full.index(stage), phase, pred=last > first)
     for turn in range(turns):
         step = first + turn * OVERLAP
         token, a_scale, b_scale = _start_step(
-            shared, pointers, strides, row, col, step, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+            shared, pointers, strides, row, col, step, stage, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
         )
         for i in gl.static_range(1, OVERLAP):
-            previous = stage
+            used = stage
             stage, phase = next_stage(stage, phase, STAGES)
+            mbarrier.wait(full.index(stage), phase)
             token_next, a_next, b_next = _start_step(
-                shared, pointers, strides, row, col, step + i, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+                shared, pointers, strides, row, col, step + i, stage, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
             )
             product = warpgroup_mma_wait(1, deps=[token])
-            mbarrier.arrive(empty.index(previous), count=1)
+            mbarrier.arrive(empty.index(used), count=1)
             # The wait stops the compiler from moving the promotion behind the next start.
             acc = warpgroup_mma_wait(1, deps=[_promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)])
             token = token_next
             a_scale = a_next
             b_scale = b_next
-        product = warpgroup_mma_wait(0, deps=[token])
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        used = stage
         stage, phase = next_stage(stage, phase, STAGES)
+        mbarrier.wait(full.index(stage), phase, pred=step + OVERLAP < last)
+        product = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(used), count=1)
+        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
     for step in range(first + turns * OVERLAP, last):
         token, a_scale, b_scale = _start_step(
-            shared, pointers, strides, row, col, step, stage, phase, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
+            shared, pointers, strides, row, col, step, stage, GROUP, A_ROWS, B_ROWS, BLOCK_N, layout
         )
-        product = warpgroup_mma_wait(0, deps=[token])
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
+        used = stage
         stage, phase = next_stage(stage, phase, STAGES)
+        mbarrier.wait(full.index(stage), phase, pred=step + 1 < last)
+        product = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(used), count=1)
+        acc = _promote(acc, product, a_scale, b_scale, A_ROWS, B_ROWS)
     return acc, stage, phase
 
 

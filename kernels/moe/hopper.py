@@ -139,11 +139,12 @@ def _finish(
         ACROSS: gl.constexpr = COLS // VECTOR if COLS // VECTOR < WARP_SIZE else WARP_SIZE
         plain: gl.constexpr = gl.BlockedLayout([1, VECTOR], [WARP_SIZE // ACROSS, ACROSS], [4, 1], [1, 0])
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, plain))
-        cols = col + gl.arange(0, COLS, gl.SliceLayout(0, plain))
-        pointers = out_ptr + (out_row + rows).to(gl.int64)[:, None] * N + cols[None, :]
-        gl.store(
-            pointers, out_buf.load(plain), mask=((rows >= skipped) & (rows < limit))[:, None] & (cols < N)[None, :]
-        )
+        # TMA stores here, too, so N is a multiple of 16 bytes: threads can store as much at once.
+        cols = gl.multiple_of(col + gl.arange(0, COLS, gl.SliceLayout(0, plain)), VECTOR)
+        firsts = gl.multiple_of((out_row + rows).to(gl.int64) * N, VECTOR)
+        mask = ((rows >= skipped) & (rows < limit))[:, None] & (cols < N)[None, :]
+        pointers = out_ptr + firsts[:, None] + cols[None, :]
+        gl.store(pointers, out_buf.load(plain), mask=gl.max_constancy(mask, [1, VECTOR]))
 
 
 @gluon.jit

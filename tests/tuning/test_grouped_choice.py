@@ -57,6 +57,12 @@ def test_few_tokens_a_group_take_small_tiles(changes):
     assert (few, more) == (64, 128)
 
 
+@pytest.mark.parametrize("gemm", [OUTPUT, GRAD_WEIGHT, BLOCKWISE], ids=str)
+def test_many_tokens_a_group_take_the_largest_tiles(gemm):
+    fewer, many = (choose(gemm._replace(tokens=gemm.groups * tokens)).block_m for tokens in (4095, 4096))
+    assert (fewer, many) == (128, 256)
+
+
 def test_a_device_without_shared_memory_is_told():
     with pytest.raises(RuntimeError, match="has 1000 bytes of shared memory a block"):
         choose(OUTPUT, dataclasses.replace(H200, max_shared_bytes=1000))

@@ -31,7 +31,7 @@ UNSCALED: Mapping[int, MatmulConfig] = {
 }
 
 # Of the warp-specialized kernel, by family and accumulation; usually the fastest first.
-_LARGEST = MatmulConfig(256, 128, 128, 4, 4, halves=True, group_m=16, specialized=True, stagger=True, tight=True)
+_LARGEST = MatmulConfig(256, 128, 128, 4, 4, halves=True, specialized=True, stagger=True, tight=True)
 SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
     ("epilogue", "fast"): (
         MatmulConfig(128, 256, 128, 4, 4, halves=True, group_m=16, specialized=True),
@@ -59,6 +59,9 @@ WIDE = (
 SMALLEST_ROWS = 64
 # Up to so many tokens a group, the smallest tiles of tokens: the weights' bytes decide, and more programs read them.
 FEW_TOKENS = 32
+# From so many on, the largest tiles: they read less for each FLOP, and waste little on a group's last tile.
+MANY_TOKENS = 4096
+LARGEST_ROWS = 256
 
 
 class GroupedGemm(NamedTuple):
@@ -130,12 +133,19 @@ def candidates(gemm: GroupedGemm, device: Abilities, specialized: bool) -> list[
             f"{gemm.family} configuration of groups"
         )
 
-    return _by_rows(found, not gemm.sums_tokens and gemm.tokens <= gemm.groups * FEW_TOKENS)
+    return _by_tokens(found, gemm.tokens, gemm.groups, gemm.sums_tokens)
 
 
-def _by_rows(found: Iterable[MatmulConfig], are_few: bool) -> list[MatmulConfig]:
-    """Those for few tokens a group first, or last. The sort is stable: others keep their order."""
-    return sorted(found, key=lambda config: are_few != (config.block_m <= SMALLEST_ROWS))
+def _by_tokens(found: Iterable[MatmulConfig], tokens: int, groups: int, sums_tokens: bool) -> list[MatmulConfig]:
+    """The most promising for so many tokens first. The sort is stable: others keep their order."""
+    are_few = not sums_tokens and tokens <= groups * FEW_TOKENS
+    are_many = tokens >= groups * MANY_TOKENS
+
+    def place(config: MatmulConfig) -> tuple[bool, bool]:
+        is_small, is_large = config.block_m <= SMALLEST_ROWS, config.block_m >= LARGEST_ROWS
+        return are_few != is_small, are_many and not is_large
+
+    return sorted(found, key=place)
 
 
 def wide(tokens: int, groups: int, sums_tokens: bool, out_itemsize: int, device: Abilities) -> MatmulConfig | None:
@@ -144,7 +154,7 @@ def wide(tokens: int, groups: int, sums_tokens: bool, out_itemsize: int, device:
     The arguments are as the attributes of :class:`GroupedGemm`.
     """
     found = [config for config in WIDE if _bytes_of_wide(config, out_itemsize) <= device.max_shared_bytes]
-    return next(iter(_by_rows(found, not sums_tokens and tokens <= groups * FEW_TOKENS)), None)
+    return next(iter(_by_tokens(found, tokens, groups, sums_tokens)), None)
 
 
 def _bytes_of_wide(config: MatmulConfig, out_itemsize: int) -> int:

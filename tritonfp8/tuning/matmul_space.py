@@ -146,6 +146,8 @@ SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
             MatmulConfig(128, 128, 128, 4, 5, 1.45, specialized=True),
             MatmulConfig(128, 256, 128, 8, 4, 1.44, halves=True),
             MatmulConfig(128, 256, 128, 8, 3, 1.42, halves=True),
+            # As the first, but for its order of tiles: see those of "precise".
+            MatmulConfig(128, 256, 128, 4, 4, 1.42, halves=True, specialized=True, bare=True),
             MatmulConfig(128, 128, 128, 8, 4, 1.20),
             MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),
             *FEW_ROWS_HOPPER,
@@ -159,8 +161,11 @@ SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
             # More steps in a row, and larger tiles, take less power for each step: they gain where K is large.
             MatmulConfig(128, 128, 128, 4, 5, 1.453, group_m=16, specialized=True, overlap=4, idle_steps=0.9),
             replace(LARGEST_PROMOTED, rate=1.557, idle_steps=6.0),
-            # On an H100 this is the fastest for some sizes. Only tuned tables choose it.
+            # On an H100 these are the fastest for some sizes. Only tuned tables choose them. Where K is large, the
+            # operands of fewer rows of tiles stay in the L2 cache from one column of tiles to the next.
             MatmulConfig(128, 128, 128, 4, 5, 1.37, group_m=16, specialized=True, overlap=16),
+            MatmulConfig(128, 128, 128, 4, 5, 1.37, specialized=True, overlap=4),
+            replace(LARGEST_PROMOTED, rate=1.37, group_m=8),
             MatmulConfig(256, 64, 128, 4, 5, 1.20, specialized=True, stagger=True),
             MatmulConfig(256, 128, 128, 8, 3, 1.11, halves=True),
             MatmulConfig(128, 128, 128, 8, 4, 0.97),
