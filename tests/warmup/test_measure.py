@@ -122,19 +122,21 @@ class TestTune:
         assert asked == ["a", "b", "c"]
 
     def test_the_last_runs_of_each_round_count(self, monkeypatch):
-        """A run of 10 ms needs 20 of them until 0.2 s are over."""
-        runs = []
+        """A run of 10 ms needs 20 of them until 0.2 s are over. Every other round runs in reverse."""
+        runs, order = [], []
 
         def gpu_seconds(functions, before):
             runs.append(len(functions))
+            order.append(functions[0])
             return [1.0] * (len(functions) - measure.SETTLED_RUNS) + [0.01 * functions[0]] * measure.SETTLED_RUNS
 
         monkeypatch.setattr(
             measure.timers, "gpu_seconds", lambda *args: [0.01] * 2 if len(args[0]) == 2 else gpu_seconds(*args)
         )
         monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(1))
-        assert measure.settled_seconds([2, 3]) == pytest.approx([0.02, 0.03])
-        assert runs == [20 + measure.SETTLED_RUNS] * 2 * measure.SETTLED_ROUNDS
+        assert measure.settled_seconds([2, 3, 4]) == pytest.approx([0.02, 0.03, 0.04])
+        assert runs == [20 + measure.SETTLED_RUNS] * 3 * measure.SETTLED_ROUNDS
+        assert order == [2, 3, 4, 4, 3, 2] * (measure.SETTLED_ROUNDS // 2)
 
     def test_each_product_is_saved_before_the_next(self):
         calls, found = layer_products(*SHAPES)

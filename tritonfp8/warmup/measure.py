@@ -31,7 +31,7 @@ ROUNDS = 25
 FLUSH_BYTES, FLUSHES = 2**28, 8
 # Large GEMMs reach the GPU's power limit, and its clocks follow the load of the last tenths of a second. So functions
 # that are nearly the fastest run for so long before their time counts: one that takes less power gains.
-SETTLING_SECONDS, SETTLED_RUNS, SETTLED_ROUNDS = 0.2, 10, 3
+SETTLING_SECONDS, SETTLED_RUNS, SETTLED_ROUNDS = 0.2, 10, 4
 NEARLY = 1.2
 # Before a shorter function, the flush takes longer than the function, and no clocks fall.
 SHORT_SECONDS = 1e-4
@@ -101,14 +101,19 @@ def cuda_seconds(functions: Sequence[Callable[[], object]], rounds: int = ROUNDS
 
 
 def settled_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
-    """Median seconds of each function, run in a row for so long that the clocks settle, in several rounds."""
+    """Median seconds of each function, run in a row for so long that the clocks settle, in several rounds.
+
+    Every other round runs in reverse: a function begins at the clocks that the one before it has left.
+    """
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     seconds: list[list[float]] = [[] for _ in functions]
+    order = list(range(len(functions)))
     for _ in range(SETTLED_ROUNDS):
-        for function, found in zip(functions, seconds, strict=True):
-            once = timers.gpu_seconds([function] * 2, flushed.zero_)[-1]
+        for i in order:
+            once = timers.gpu_seconds([functions[i]] * 2, flushed.zero_)[-1]
             runs = int(SETTLING_SECONDS / once) + SETTLED_RUNS
-            found += timers.gpu_seconds([function] * runs, flushed.zero_)[-SETTLED_RUNS:]
+            seconds[i] += timers.gpu_seconds([functions[i]] * runs, flushed.zero_)[-SETTLED_RUNS:]
+        order.reverse()
     return list(map(statistics.median, seconds))
 
 
