@@ -57,6 +57,8 @@ def specialized(found):
     assert "wgmma.mma_async.sync" in report.ptx
     assert "cp.async.bulk.tensor.2d" in report.ptx
     assert "serialized" not in report.log, report.log
+    # The rows of a tile that its group does not fill.
+    assert set(re.findall(r"st\.global[.:\w]*", report.ptx)) == {"st.global.v4.b32"}
     return report
 
 
