@@ -8,13 +8,13 @@ import compile_target
 import pytest
 import triton
 import triton.language as tl
-from compile_target import compile_kernel, descriptor, read_report, triton_since
+from compile_target import compile_kernel, descriptor, read_report
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from tritonfp8 import kernels
-from tritonfp8.compat import triton_private
+from tritonfp8.compat import triton_private, triton_since
 from tritonfp8.kernels.pdl import begin
 from tritonfp8.kernels.triton_names import tma_load
 

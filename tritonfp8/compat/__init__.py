@@ -6,7 +6,7 @@ versions and names.
 
 from tritonfp8.compat import inductor_private, torch_private, triton_private
 from tritonfp8.compat.transformers_names import CheckpointNames
-from tritonfp8.compat.versions import TRITON_OF_TORCH
+from tritonfp8.compat.versions import TRITON_OF_TORCH, triton_since
 
 __all__ = [
     "CheckpointNames",
@@ -14,4 +14,5 @@ __all__ = [
     "inductor_private",
     "torch_private",
     "triton_private",
+    "triton_since",
 ]

@@ -59,6 +59,13 @@ def check(torch: str, triton: str | None) -> None:
         )
 
 
+def triton_since(version: str) -> bool:
+    """Whether the installed triton is of this version or a later one."""
+    import triton
+
+    return Version(triton.__version__) >= Version(version)
+
+
 def _check_installed() -> None:
     import torch
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tritonfp8.compat import triton_since
 from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 
 BARRIER_BYTES = 1024
@@ -139,6 +140,9 @@ FEW_ROWS_MX = (
     *_few_rows((1, 2, 4), (32, 6, 0.16), (64, 5, 0.30), block_n=64, blocks_per_sm=2),
 )
 
+# Steps in a row for which triton 3.9 finds registers.
+OVERLAP_SINCE_3_9 = 4
+
 SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
     "epilogue": {
         "fast": (
@@ -222,6 +226,11 @@ def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
     return operands + widened + out // (2 if config.halves else 1) + vectors + BARRIER_BYTES
 
 
+def has_registers(config: MatmulConfig) -> bool:
+    """Whether the installed triton finds registers for so many steps in a row. Without them, each step spills."""
+    return config.overlap <= OVERLAP_SINCE_3_9 or not triton_since("3.9")
+
+
 def supports(
     config: MatmulConfig,
     family: str,
@@ -248,7 +257,7 @@ def supports(
     native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
     # Partial sums have no epilogue.
     holds = (bare or not config.bare or config.split_k > 1) and (config.column_scales or not column_scales)
-    return fits and native and holds and (specialized or not config.specialized)
+    return fits and native and holds and (specialized or not config.specialized) and has_registers(config)
 
 
 def is_widened(m: int, native_mx: bool, batch_invariant: bool = False) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import triton
 from compile_store import stored
-from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -54,11 +53,6 @@ class CompiledReport:
     spill_bytes: int
     shared_bytes: int
     log: str
-
-
-def triton_since(version):
-    """Whether triton is of this version or a later one."""
-    return Version(triton.__version__) >= Version(version)
 
 
 def descriptor(element, block, layout=None):
