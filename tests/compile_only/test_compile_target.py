@@ -245,10 +245,10 @@ def keys(order, settle):
 
 
 def test_keys_do_not_depend_on_what_a_process_launched_before():
-    """Triton's cache on disk finds a kernel by its key. Without help, the order of first launches would decide."""
+    """Triton's cache on disk finds a kernel by its key. Before 3.8, the order of first launches decides."""
     orders = (sorted, lambda found: sorted(found, reverse=True))
     alone, other = (keys(order, lambda function: function.cache_key) for order in orders)
-    assert alone != other
+    assert (alone == other) == triton_since("3.8")
     first, second = (keys(order, triton_private.settle_key) for order in orders)
     assert len(first) > 100
     assert first == second
