@@ -140,7 +140,7 @@ FEW_ROWS_MX = (
     *_few_rows((1, 2, 4), (32, 6, 0.16), (64, 5, 0.30), block_n=64, blocks_per_sm=2),
 )
 
-# Steps in a row for which triton 3.9 finds registers.
+# As many steps in a row as triton 3.9 has registers for.
 OVERLAP_SINCE_3_9 = 4
 
 SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {

@@ -107,13 +107,13 @@ def settled_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
     """
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     seconds: list[list[float]] = [[] for _ in functions]
-    order = list(range(len(functions)))
+    turns = list(zip(functions, seconds, strict=True))
     for _ in range(SETTLED_ROUNDS):
-        for i in order:
-            once = timers.gpu_seconds([functions[i]] * 2, flushed.zero_)[-1]
+        for function, found in turns:
+            once = timers.gpu_seconds([function] * 2, flushed.zero_)[-1]
             runs = int(SETTLING_SECONDS / once) + SETTLED_RUNS
-            seconds[i] += timers.gpu_seconds([functions[i]] * runs, flushed.zero_)[-SETTLED_RUNS:]
-        order.reverse()
+            found += timers.gpu_seconds([function] * runs, flushed.zero_)[-SETTLED_RUNS:]
+        turns.reverse()
     return list(map(statistics.median, seconds))
 
 
