@@ -15,15 +15,17 @@ from tritonfp8.kernels.matmul.hopper import (
     GROUP_WARPS,
     SCALE_VECTOR,
     WARP_SIZE,
+    read_columns,
+    read_rows,
+    tile_origin,
+)
+from tritonfp8.kernels.matmul.pipeline import (
     WAVE_ROWS,
     fill_stage,
     next_stage,
-    read_columns,
-    read_rows,
     sum_fast,
     sum_overlapped,
     sum_promoted,
-    tile_origin,
 )
 from tritonfp8.kernels.moe.schedule import FIELDS as TABLE_FIELDS
 from tritonfp8.kernels.triton_names import tma_store
@@ -116,6 +118,16 @@ def _load(
 
 
 @gluon.jit
+def _read_parts(pointer, col, end, stride, PART: gl.constexpr, HALVES: gl.constexpr):
+    """Load an epilogue vector for the columns of a wave, twice the same or, with HALVES, one for each half."""
+    left = read_columns(pointer, col, end, stride, PART)
+    right = left
+    if HALVES:
+        right = read_columns(pointer, col + PART, end, stride, PART)
+    return left, right
+
+
+@gluon.jit
 def _finish(
     acc, out_desc, out_ptr, out_buf, a_scale, b_scale, bias, out_row, skipped, limit, col, N,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, layout: gl.constexpr,
@@ -149,7 +161,7 @@ def _finish(
 
 @gluon.jit
 def _store(
-    acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, b_scale1, bias0, bias1, out_row, skipped, limit, col, N,
+    acc, out_desc, out_ptr, out_buf, a_scale, b_scales, biases, out_row, skipped, limit, col, N,
     SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Epilogue of one wave. HALVES handles half of the columns at a time."""
@@ -158,16 +170,16 @@ def _store(
         half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
         left, right = gl.split(acc.reshape((WAVE_ROWS, 2, HALF)).permute((0, 2, 1)))
         _finish(
-            gl.convert_layout(left, half), out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0,
+            gl.convert_layout(left, half), out_desc, out_ptr, out_buf, a_scale, b_scales[0], biases[0],
             out_row, skipped, limit, col, N, SCALED, HAS_BIAS, half,
         )  # fmt: skip
         _finish(
-            gl.convert_layout(right, half), out_desc, out_ptr, out_buf, a_scale, b_scale1, bias1,
+            gl.convert_layout(right, half), out_desc, out_ptr, out_buf, a_scale, b_scales[1], biases[1],
             out_row, skipped, limit, col + HALF, N, SCALED, HAS_BIAS, half,
         )  # fmt: skip
     else:
         _finish(
-            acc, out_desc, out_ptr, out_buf, a_scale, b_scale0, bias0, out_row, skipped, limit, col, N,
+            acc, out_desc, out_ptr, out_buf, a_scale, b_scales[0], biases[0], out_row, skipped, limit, col, N,
             SCALED, HAS_BIAS, layout,
         )  # fmt: skip
 
@@ -175,20 +187,22 @@ def _store(
 @gluon.jit
 def _multiply(
     out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces,
-    GROUP: gl.constexpr, WAVES: gl.constexpr, COLUMNS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PROMOTE: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr,
-    HALVES: gl.constexpr, OVERLAP: gl.constexpr, ALIGNMENT: gl.constexpr,
+    GROUP: gl.constexpr, WAVES: gl.constexpr, SIDE_BY_SIDE: gl.constexpr, COLUMNS: gl.constexpr,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, HAS_BIAS: gl.constexpr, PROMOTE: gl.constexpr,
+    STAGGER: gl.constexpr, TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr, ALIGNMENT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A consumer warp group: WAVES waves of 64 rows, from row ``GROUP * WAVES * 64`` on, of each of its tiles."""
+    """A consumer warp group: WAVES waves of 64 rows of each of its tiles, side by side or one below the other."""
     a_scale_ptr, b_scale_ptr, bias_ptr = pointers
     M, N, _, _, _, groups = sizes
     stride_ag, stride_bg, stride_am, _, stride_bn, _ = strides
     # An instruction takes 32 bytes of K.
     STEP: gl.constexpr = 256 // shared[0].dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, STEP])
+    GROUP_ROWS: gl.constexpr = WAVE_ROWS if SIDE_BY_SIDE else WAVES * WAVE_ROWS
+    WIDTH: gl.constexpr = BLOCK_N // 2 if SIDE_BY_SIDE else BLOCK_N
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, STEP])
     SCALED: gl.constexpr = A_ROWS == 0
-    PART: gl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
+    PART: gl.constexpr = WIDTH // 2 if HALVES else WIDTH
     full = shared[5]
     empty = shared[6]
     turn = shared[7]
@@ -213,34 +227,33 @@ def _multiply(
             row_start = start
             row_end = end
             out_row = row
-        shift = GROUP * WAVES * WAVE_ROWS
-        row += shift
-        out_row += shift
+        row += GROUP * GROUP_ROWS
+        out_row += GROUP * GROUP_ROWS
         # A tile of no group, or of one without tokens, has no scales, and all its sums are zero.
         matrix = gl.where(is_group, group, 0)
         scaled_rows = gl.where(is_group, row_end, 0)
         scaled_cols = gl.where(is_group, N, 0)
         a_scale0 = None
         a_scale1 = None
-        b_scale0 = None
-        b_scale1 = None
-        bias0 = None
-        bias1 = None
+        b_scales0 = (None, None)
+        b_scales1 = (None, None)
+        biases0 = (None, None)
+        biases1 = (None, None)
         # Load before the main loop, to hide the latency.
         if SCALED:
             a_first = a_scale_ptr + matrix * stride_ag
             b_first = b_scale_ptr + matrix * stride_bg
             a_scale0 = read_rows(a_first, row, scaled_rows, stride_am, layout)
-            b_scale0 = read_columns(b_first, col, scaled_cols, stride_bn, PART)
-            if WAVES == 2:
+            b_scales0 = _read_parts(b_first, col, scaled_cols, stride_bn, PART, HALVES)
+            if SIDE_BY_SIDE:
+                b_scales1 = _read_parts(b_first, col + WIDTH, scaled_cols, stride_bn, PART, HALVES)
+            elif WAVES == 2:
                 a_scale1 = read_rows(a_first, row + WAVE_ROWS, scaled_rows, stride_am, layout)
-            if HALVES:
-                b_scale1 = read_columns(b_first, col + PART, scaled_cols, stride_bn, PART)
         if HAS_BIAS:
             b_bias = bias_ptr + matrix * N
-            bias0 = read_columns(b_bias, col, scaled_cols, 1, PART)
-            if HALVES:
-                bias1 = read_columns(b_bias, col + PART, scaled_cols, 1, PART)
+            biases0 = _read_parts(b_bias, col, scaled_cols, 1, PART, HALVES)
+            if SIDE_BY_SIDE:
+                biases1 = _read_parts(b_bias, col + WIDTH, scaled_cols, 1, PART, HALVES)
         if B_ROWS > 1:
             block_scales = (a_scale_ptr, b_scale_ptr + matrix * stride_bg, bias_ptr, bias_ptr)
         else:
@@ -257,19 +270,24 @@ def _multiply(
                 tile_phase = tile_phase ^ gl.where(last > first, 1, 0)
             acc0, acc1, stage, phase = sum_promoted(
                 shared, block_scales, strides, row, col, first, last, stage, phase,
-                GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
+                GROUP, WAVES, A_ROWS, B_ROWS, WIDTH, STAGES, STAGGER, TIGHT, layout,
             )  # fmt: skip
         else:
             acc0, acc1, stage, phase = sum_fast(
                 shared, first, last, stage, phase, GROUP, WAVES, BLOCK_N, STAGES, layout
             )
         _store(
-            acc0, out_desc, out_ptr, out_buf, a_scale0, b_scale0, b_scale1, bias0, bias1,
+            acc0, out_desc, out_ptr, out_buf, a_scale0, b_scales0, biases0,
             out_row, row_start - row, row_end - row, col, N, SCALED, HAS_BIAS, HALVES, layout,
         )  # fmt: skip
-        if WAVES == 2:
+        if SIDE_BY_SIDE:
             _store(
-                acc1, out_desc, out_ptr, out_buf, a_scale1, b_scale0, b_scale1, bias0, bias1,
+                acc1, out_desc, out_ptr, out_buf, a_scale0, b_scales1, biases1,
+                out_row, row_start - row, row_end - row, col + WIDTH, N, SCALED, HAS_BIAS, HALVES, layout,
+            )  # fmt: skip
+        elif WAVES == 2:
+            _store(
+                acc1, out_desc, out_ptr, out_buf, a_scale1, b_scales0, biases0,
                 out_row + WAVE_ROWS, row_start - row - WAVE_ROWS, row_end - row - WAVE_ROWS, col, N,
                 SCALED, HAS_BIAS, HALVES, layout,
             )  # fmt: skip
@@ -289,19 +307,20 @@ def hopper_grouped_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, STAGGER: gl.constexpr,
-    TIGHT: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr, ALIGNMENT: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    TIGHT: gl.constexpr, SIDE_BY_SIDE: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr,
+    ALIGNMENT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """A GEMM for each group: see ``grouped_matmul_kernel``.
 
     ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of matrices, the matrices of all groups one below the
-    other, with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N, BLOCK_K]`` and ``[64, BLOCK_N]``. Scales are as those of
-    ``hopper_matmul_kernel``; ``stride_ag`` and ``stride_bg`` lead from those of a group to the next group's. Where
-    A_ROWS and B_ROWS are -1, the operands are bf16 or fp16 and have no scales.
+    other, with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N, BLOCK_K]`` and what is stored at a time: 64 rows and the
+    columns of a wave, or half of them if HALVES. A wave has all columns of the tile, or half if SIDE_BY_SIDE. Scales
+    are as those of ``hopper_matmul_kernel``; ``stride_ag`` and ``stride_bg`` lead from those of a group to the next
+    group's. Where A_ROWS and B_ROWS are -1, the operands are bf16 or fp16 and have no scales.
     """
     GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
-    WAVES: gl.constexpr = BLOCK_M // (GROUPS * WAVE_ROWS)
-    OUT_COLS: gl.constexpr = BLOCK_N // (2 if HALVES else 1)
+    WAVES: gl.constexpr = 2 if SIDE_BY_SIDE else BLOCK_M // (GROUPS * WAVE_ROWS)
+    OUT_COLS: gl.constexpr = BLOCK_N // (2 if SIDE_BY_SIDE else 1) // (2 if HALVES else 1)
     A_SCALES: gl.constexpr = BLOCK_M if BLOCK_M > SCALE_VECTOR else SCALE_VECTOR
     B_SCALES: gl.constexpr = BLOCK_N if BLOCK_N > SCALE_VECTOR else SCALE_VECTOR
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
@@ -339,8 +358,8 @@ def hopper_grouped_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces, gl.constexpr(0),
-                             WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
-                             ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                             WAVES, SIDE_BY_SIDE, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT,
+                             HALVES, OVERLAP, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
                 (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, tile_bufs, sizes, strides, pieces,
                          COLUMNS, A_ROWS, B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
             ],
@@ -351,11 +370,11 @@ def hopper_grouped_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces, gl.constexpr(0),
-                             WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
-                             ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                             WAVES, SIDE_BY_SIDE, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT,
+                             HALVES, OVERLAP, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
                 (_multiply, (out_desc, out_ptr, shared, tile_bufs, pointers, sizes, strides, pieces, gl.constexpr(1),
-                             WAVES, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT, HALVES, OVERLAP,
-                             ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
+                             WAVES, SIDE_BY_SIDE, COLUMNS, A_ROWS, B_ROWS, HAS_BIAS, PROMOTE, STAGGER, TIGHT,
+                             HALVES, OVERLAP, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
                 (_load, (a_desc, b_desc, a_scale, b_scale, table_ptr, shared, tile_bufs, sizes, strides, pieces,
                          COLUMNS, A_ROWS, B_ROWS, ALIGNMENT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)),
             ],

@@ -57,10 +57,25 @@ def test_few_tokens_a_group_take_small_tiles(changes):
     assert (few, more) == (64, 128)
 
 
-@pytest.mark.parametrize("gemm", [OUTPUT, GRAD_WEIGHT, BLOCKWISE], ids=str)
-def test_many_tokens_a_group_take_the_largest_tiles(gemm):
-    fewer, many = (choose(gemm._replace(tokens=gemm.groups * tokens)).block_m for tokens in (4095, 4096))
-    assert (fewer, many) == (128, 256)
+@pytest.mark.parametrize("gemm", [OUTPUT, BLOCKWISE, OUTPUT._replace(accumulation="fast")], ids=str)
+def test_more_tokens_a_group_take_wide_tiles(gemm):
+    fewer, more = (choose(gemm._replace(tokens=gemm.groups * tokens)) for tokens in (255, 256))
+    assert [(config.block_m, config.block_n) for config in (fewer, more)] == [(128, 128), (128, 256)]
+
+
+def test_sums_of_a_medium_length_take_narrow_tiles():
+    chosen = (choose(GRAD_WEIGHT._replace(tokens=GRAD_WEIGHT.groups * tokens)) for tokens in (511, 512, 2047, 2048))
+    assert [config.block_n for config in chosen] == [256, 128, 128, 256]
+
+
+def test_scales_of_every_column_take_tall_tiles():
+    assert choose(BLOCKWISE._replace(rows=(1, 1), sums_tokens=True)).block_m == 256
+
+
+def test_outputs_of_four_bytes_are_stored_in_halves():
+    narrow, wide = (choose(OUTPUT._replace(out_itemsize=itemsize)) for itemsize in (2, 4))
+    assert (narrow.halves, wide.halves) == (False, True)
+    assert wide == dataclasses.replace(narrow, halves=True)
 
 
 def test_a_device_without_shared_memory_is_told():

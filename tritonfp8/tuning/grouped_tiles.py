@@ -31,7 +31,9 @@ UNSCALED: Mapping[int, MatmulConfig] = {
 }
 
 # Of the warp-specialized kernel, by family and accumulation; usually the fastest first.
-_LARGEST = MatmulConfig(256, 128, 128, 4, 4, halves=True, specialized=True, stagger=True, tight=True)
+_PAIR = MatmulConfig(128, 256, 128, 4, 4, specialized=True, stagger=True, tight=True, side_by_side=True)
+# Half of a wave is stored at a time: for scales along K and outputs of four bytes there is no more shared memory.
+_PAIR_IN_HALVES = dataclasses.replace(_PAIR, halves=True)
 SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
     ("epilogue", "fast"): (
         MatmulConfig(128, 256, 128, 4, 4, halves=True, group_m=16, specialized=True),
@@ -39,13 +41,16 @@ SPECIALIZED: Mapping[tuple[str, str], tuple[MatmulConfig, ...]] = {
         MatmulConfig(64, 128, 128, 4, 8, specialized=True),
     ),
     ("epilogue", "precise"): (
+        _PAIR,
+        _PAIR_IN_HALVES,
         MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4),
-        _LARGEST,
         MatmulConfig(64, 128, 128, 4, 8, specialized=True, overlap=4),
     ),
     ("blockwise", "precise"): (
+        # Only for sums over tokens, whose columns all have a scale: both MMAs of a warp group use the same ones.
+        MatmulConfig(256, 128, 128, 4, 4, halves=True, specialized=True, stagger=True, tight=True),
+        _PAIR_IN_HALVES,
         MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4, column_scales=False),
-        _LARGEST,
         MatmulConfig(128, 128, 128, 4, 4, specialized=True),
         MatmulConfig(64, 128, 128, 4, 8, specialized=True, overlap=4, column_scales=False),
     ),
@@ -57,11 +62,16 @@ WIDE = (
     MatmulConfig(64, 128, 64, 4, 8, specialized=True),
 )
 SMALLEST_ROWS = 64
+TALL_ROWS = 256
 # Up to so many tokens a group, the smallest tiles of tokens: the weights' bytes decide, and more programs read them.
 FEW_TOKENS = 32
-# From so many on, the largest tiles: they read less for each FLOP, and waste little on a group's last tile.
-MANY_TOKENS = 4096
-LARGEST_ROWS = 256
+# From so many on, wide tiles: they read less for each FLOP. Fewer leave most of a group's last tile empty, and of two
+# such tiles there are more programs.
+WIDE_TOKENS = 256
+WIDE_COLUMNS = 256
+# Sums over so many tokens of a group are promoted by narrow tiles: their beginning and end take less time. Shorter sums
+# are limited by writing the result, longer ones by reading the operands.
+NARROW_SUMS = (512, 2048)
 
 
 class GroupedGemm(NamedTuple):
@@ -139,11 +149,15 @@ def candidates(gemm: GroupedGemm, device: Abilities, specialized: bool) -> list[
 def _by_tokens(found: Iterable[MatmulConfig], tokens: int, groups: int, sums_tokens: bool) -> list[MatmulConfig]:
     """The most promising for so many tokens first. The sort is stable: others keep their order."""
     are_few = not sums_tokens and tokens <= groups * FEW_TOKENS
-    are_many = tokens >= groups * MANY_TOKENS
+    narrow_sums = range(*(groups * limit for limit in NARROW_SUMS))
 
     def place(config: MatmulConfig) -> tuple[bool, bool]:
-        is_small, is_large = config.block_m <= SMALLEST_ROWS, config.block_m >= LARGEST_ROWS
-        return are_few != is_small, are_many and not is_large
+        if sums_tokens:
+            later = config.side_by_side and tokens in narrow_sums
+        else:
+            too_few = config.block_n >= WIDE_COLUMNS and tokens < groups * WIDE_TOKENS
+            later = too_few or config.block_m >= TALL_ROWS
+        return are_few != (config.block_m <= SMALLEST_ROWS), later
 
     return sorted(found, key=place)
 

@@ -57,7 +57,7 @@ class MatmulConfig:
     activation or residual besides the accumulator, ``column_scales`` that they hold scales of every column along K.
     ``stagger`` keeps the groups half a step apart; ``tight`` lets them promote before they start the next MMA, in
     fewer registers; ``overlap`` lets them start it before, that many steps in a row, if a group has only one MMA
-    a step.
+    a step. ``side_by_side`` gives a group the left and the right half of its rows of the tile, one MMA each.
     """
 
     block_m: int
@@ -77,6 +77,7 @@ class MatmulConfig:
     max_m: int | None = None
     stagger: bool = False
     tight: bool = False
+    side_by_side: bool = False
     overlap: int = 1
     column_scales: bool = True
     idle_steps: float = 0.0
@@ -101,10 +102,14 @@ class MatmulConfig:
             )
             if value != usual
         ]
-        parts += [
-            flag for flag in ("halves", "flatten", "specialized", "swap", "stagger", "tight") if getattr(self, flag)
-        ]
+        flags = ("halves", "flatten", "specialized", "swap", "stagger", "tight", "side_by_side")
+        parts += [flag.replace("_", "") for flag in flags if getattr(self, flag)]
         return "-".join(parts)
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns of the tile that a block, or a group of warps of the specialized kernel, stores at a time."""
+        return self.block_n // (2 if self.side_by_side else 1) // (2 if self.halves else 1)
 
 
 def _few_rows(
@@ -223,7 +228,7 @@ def shared_bytes(config: MatmulConfig, family: str, out_itemsize: int) -> int:
         # Each group's scales or bias of the columns, on their way between layouts.
         vectors = groups * SCALE_BYTES * columns
     out *= PARTIAL_BYTES if config.split_k > 1 else out_itemsize
-    return operands + widened + out // (2 if config.halves else 1) + vectors + BARRIER_BYTES
+    return operands + widened + out // (config.block_n // config.stored_columns) + vectors + BARRIER_BYTES
 
 
 def has_registers(config: MatmulConfig) -> bool:

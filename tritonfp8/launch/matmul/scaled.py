@@ -101,7 +101,7 @@ def _plan_tiles(
     operands: list[Pointer] = [p.a, p.b]
     if tma:
         operands = [TensorMap(x, (rows, config.block_k)) for x, rows in ((p.a, config.block_m), (p.b, config.block_n))]
-    columns = config.block_n // 2 if config.halves else config.block_n
+    columns = config.stored_columns
     out = TensorMap(p.out.strided((m, n), (n, 1)), (config.block_m, columns)) if tma_out else p.out
     constants: dict[str, object]
     if family == "epilogue":
@@ -170,7 +170,7 @@ def _plan_specialized(
     a = (p.a, config.block_m, a_scale, a_strides, a_rows, m)
     b = (p.b, config.block_n, b_scale, b_strides, b_rows, n)
     residual_strides = p.residual_strides()
-    out_block = SPECIALIZED_WAVE_ROWS, config.block_n // (2 if config.halves else 1)
+    out_block = SPECIALIZED_WAVE_ROWS, config.stored_columns
     if config.swap:
         a, b, residual_strides = b, a, residual_strides[::-1]
         out_block = config.block_m, SPECIALIZED_WAVE_ROWS

@@ -129,7 +129,7 @@ def _plan_specialized(plan: Planner, p: Operands, config: MatmulConfig) -> None:
         (
             TensorMap(p.a, (config.block_m, config.block_k), SWIZZLE),
             TensorMap(matrices(p.b), (config.block_n, config.block_k), SWIZZLE),
-            TensorMap(out, (SPECIALIZED_WAVE_ROWS, config.block_n // (2 if config.halves else 1)), SWIZZLE),
+            TensorMap(out, (SPECIALIZED_WAVE_ROWS, config.stored_columns), SWIZZLE),
             out, *scales, p.bias, table.buffer,
         ),
         (table.entries, groups, m, n, k, *strides),
@@ -146,6 +146,7 @@ def _plan_specialized(plan: Planner, p: Operands, config: MatmulConfig) -> None:
             "PROMOTE": p.family is not None and (p.accumulation == "precise" or p.family == "blockwise"),
             "STAGGER": config.stagger and not p.is_columns,
             "TIGHT": config.tight,
+            "SIDE_BY_SIDE": config.side_by_side,
             "HALVES": config.halves,
             "OVERLAP": config.overlap,
             "ALIGNMENT": GROUP_ALIGNMENT,
