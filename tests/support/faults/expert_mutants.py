@@ -12,6 +12,13 @@ _GEMMS = ("tests/kernels/moe/test_grouped_matmul.py",)
 
 FAULTS = (
     (
+        "tritonfp8/tuning/grouped_tiles.py",
+        "odd_column_blocks=b_rows > 1 and ",
+        "odd_column_blocks=False and ",
+        "the right half of a wide tile reads a scale beyond the last one",
+        ("tests/tuning/test_grouped_choice.py",),
+    ),
+    (
         "kernels/moe/schedule.py",
         "starts // TILE + index, last)",
         "starts // TILE, last)",
