@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from bench.contest.bars import BARS, GROUPED_BARS
 from bench.contest.cases import COPY, FIRST_STEP, IN_GRAPH, MODEL, MODEL_KERNELS, OPS_IN_GRAPHS
@@ -23,6 +23,7 @@ DENSE_FLOPS = 4 * 1024 * 2
 
 
 OVER = ("over bf16", "casts as fast as a copy, ms", "over bf16 then", "bar")
+Line = tuple[str, ...]
 # Bytes of an element.
 HIGH, CODE = 2, 1
 
@@ -97,26 +98,40 @@ def least_bytes_of_experts(tokens: int, top_k: int, experts: int, hidden: int, i
     return of_weights + of_input + of_swiglu + of_output
 
 
-def mixture_limits() -> str:
-    """Where the time of a layer of experts goes, and how fast it would be if its casts were as fast as a copy."""
-    rows = data("experts.json")["rows"]
+SPENT = ("layer of", "bf16: GEMMs, ms", "others", "rowwise: GEMMs, ms", "casts, SwiGLU and sums", "others", "over bf16")
+
+
+def _mixture(path: str, add: Callable[[Sequence[int], Mapping[str, float], float], Line]) -> list[Line]:
+    """Where the time of each layer of experts goes, and what ``add`` finds by its sizes, our times and bf16's."""
+    rows = data(path)["rows"]
     shapes = {row["set"]: row["shape"] for row in rows if row["case"] == EXPERTS.name}
-    speed = _copy_speed()
     parts = {(row["set"], row["contender"]): row for row in rows if row["case"] == EXPERTS_KERNELS.name}
 
-    def line(bar: Bar) -> tuple[str, ...]:
+    def line(bar: Bar) -> Line:
         (shape,) = bar.sets
         plain, ours = parts[shape, bar.over], parts[shape, bar.contender]
         kept = plain["cast_seconds"] + plain["other_seconds"]
-        copied = least_bytes_of_experts(*shapes[shape]) / speed
         spent = (plain["gemm_seconds"], kept, *(ours[f"{part}_seconds"] for part in ("gemm", "cast", "other")))
-        fastest = ours["gemm_seconds"] + copied + ours["other_seconds"]
-        over = (text(plain["seconds"] / ours["seconds"]), text(1e3 * copied, 1), text(plain["seconds"] / fastest))
+        over = (text(plain["seconds"] / ours["seconds"]), *add(shapes[shape], ours, plain["seconds"]))
         return shape, *(text(1e3 * each, 1) for each in spent), *over, text(bar.bar)
 
-    wanted = [bar for bar in GROUPED_BARS if (bar.case, bar.quantity) == (EXPERTS.name, "speed-up")]
-    header = ("layer of", "bf16: GEMMs, ms", "others", "rowwise: GEMMs, ms", "casts, SwiGLU and sums", "others")
-    return table((*header, *OVER), map(line, wanted))
+    return [line(bar) for bar in GROUPED_BARS if (bar.case, bar.quantity) == (EXPERTS.name, "speed-up")]
+
+
+def mixture_limits() -> str:
+    """Where the time of a layer of experts goes, and how fast it would be if its casts were as fast as a copy."""
+    speed = _copy_speed()
+
+    def fastest(shape: Sequence[int], ours: Mapping[str, float], plain: float) -> Line:
+        copied = least_bytes_of_experts(*shape) / speed
+        return text(1e3 * copied, 1), text(plain / (ours["gemm_seconds"] + copied + ours["other_seconds"]))
+
+    return table((*SPENT, *OVER[1:]), _mixture("experts.json", fastest))
+
+
+def mixture_kernels() -> str:
+    """Where the time of a layer of experts goes on an H100."""
+    return table((*SPENT, "bar"), _mixture("../nvidia-h100/experts.json", lambda *_: ()))
 
 
 def power() -> str:
@@ -193,6 +208,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "hosts": hosts,
     "limits": limits,
     "mixture limits": mixture_limits,
+    "mixture kernels on an H100": mixture_kernels,
     "power": power,
     "start": start,
 }
