@@ -313,10 +313,10 @@ def hopper_grouped_kernel(
     """A GEMM for each group: see ``grouped_matmul_kernel``.
 
     ``a_desc``, ``b_desc`` and ``out_desc`` are TMA descriptors of matrices, the matrices of all groups one below the
-    other, with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N, BLOCK_K]`` and what is stored at a time: 64 rows and the
-    columns of a wave, or half of them if HALVES. A wave has all columns of the tile, or half if SIDE_BY_SIDE. Scales
-    are as those of ``hopper_matmul_kernel``; ``stride_ag`` and ``stride_bg`` lead from those of a group to the next
-    group's. Where A_ROWS and B_ROWS are -1, the operands are bf16 or fp16 and have no scales.
+    other, with blocks ``[BLOCK_M, BLOCK_K]``, ``[BLOCK_N, BLOCK_K]`` and ``[64, columns]``. A warp group stores so many
+    columns at once: those of a wave, or half of them if HALVES. A wave has all columns of the tile, or half of them if
+    SIDE_BY_SIDE. Scales are as those of ``hopper_matmul_kernel``; ``stride_ag`` and ``stride_bg`` lead from those of a
+    group to the next group's. Where A_ROWS and B_ROWS are -1, the operands are bf16 or fp16 and have no scales.
     """
     GROUPS: gl.constexpr = 1 if BLOCK_M == WAVE_ROWS else 2
     WAVES: gl.constexpr = 2 if SIDE_BY_SIDE else BLOCK_M // (GROUPS * WAVE_ROWS)
