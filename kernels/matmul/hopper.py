@@ -239,7 +239,7 @@ def _multiply(
                 mbarrier.wait(turn, tile_phase, pred=steps >= STAGES)
                 tile_phase = tile_phase ^ 1
             acc0, acc1, stage, phase = sum_promoted(
-                shared, pointers, strides, row, col, first, last, stage, phase,
+                shared, pointers, strides, gl.minimum(row, M - 1), col, col, first, last, stage, phase,
                 GROUP, WAVES, A_ROWS, B_ROWS, BLOCK_N, STAGES, STAGGER, TIGHT, layout,
             )  # fmt: skip
         else:

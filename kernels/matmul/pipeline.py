@@ -107,14 +107,15 @@ def _end_step(shared, token, stage, phase, has_next, STAGES: gl.constexpr):
 
 @gluon.jit
 def sum_promoted(
-    shared, pointers, strides, row, col, first, last, stage, phase,
+    shared, pointers, strides, row, col, second_col, first, last, stage, phase,
     GROUP: gl.constexpr, WAVES: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGGER: gl.constexpr, TIGHT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Sum steps ``[first, last)`` for this group's rows of a tile; each step is promoted to float32.
 
     BLOCK_N are the columns of a wave. Where a stage holds more of them, the second wave has the same rows and the
-    columns beside; otherwise it has the rows below.
+    columns beside; otherwise it has the rows below. ``row``, ``col`` and, of the columns beside, ``second_col`` say
+    which scales of blocks to read, so they must lie inside the matrices.
     """
     a_bufs, b_bufs, a_scale_bufs, b_scale_bufs, _, full, _, turn = shared
     a_scale_ptr, b_scale_ptr, _, _ = pointers
@@ -155,8 +156,7 @@ def sum_promoted(
                 token = _start(a_buf, b_buf, zero, False, SECOND, SECOND_COLUMNS)
             if SIDE_BY_SIDE:
                 b_scale = _read_scale(
-                    b_scale_ptr, b_scales, col + BLOCK_N, step, stride_bn, stride_bk, BLOCK_N, BLOCK_N, B_ROWS,
-                    col_layout,
+                    b_scale_ptr, b_scales, second_col, step, stride_bn, stride_bk, BLOCK_N, BLOCK_N, B_ROWS, col_layout
                 )  # fmt: skip
             elif A_ROWS == 1:
                 a_scale = a_scales.slice(SECOND * WAVE_ROWS, WAVE_ROWS).load(row_layout)

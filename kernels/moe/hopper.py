@@ -269,8 +269,8 @@ def _multiply(
                 mbarrier.wait(turn, tile_phase, pred=last - first >= STAGES)
                 tile_phase = tile_phase ^ gl.where(last > first, 1, 0)
             acc0, acc1, stage, phase = sum_promoted(
-                shared, block_scales, strides, row, col, first, last, stage, phase,
-                GROUP, WAVES, A_ROWS, B_ROWS, WIDTH, STAGES, STAGGER, TIGHT, layout,
+                shared, block_scales, strides, gl.minimum(row, M - 1), col, gl.minimum(col + WIDTH, N - 1), first, last,
+                stage, phase, GROUP, WAVES, A_ROWS, B_ROWS, WIDTH, STAGES, STAGGER, TIGHT, layout,
             )  # fmt: skip
         else:
             acc0, acc1, stage, phase = sum_fast(

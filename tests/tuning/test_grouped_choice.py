@@ -72,22 +72,6 @@ def test_scales_of_every_column_take_tall_tiles():
     assert choose(BLOCKWISE._replace(rows=(1, 1), sums_tokens=True)).block_m == 256
 
 
-@pytest.mark.parametrize(
-    ("columns", "is_wide"), [(2880, False), (2944, False), (2952, True), (3072, True), (128, False)]
-)
-def test_a_scale_beyond_the_last_column_is_not_read(columns, is_wide):
-    assert (choose(BLOCKWISE._replace(sizes=(columns, 2048))).block_n == 256) == is_wide
-    assert choose(OUTPUT._replace(sizes=(columns, 2048))).block_n == 256
-    grad_weight = BLOCKWISE._replace(sums_tokens=True, sizes=(2048, columns))
-    pairs = [config for config in grouped_tiles.candidates(grad_weight, H200, True) if config.side_by_side]
-    assert bool(pairs) == is_wide
-
-
-def test_a_scale_beyond_the_last_row_is_not_read():
-    gemm = BLOCKWISE._replace(rows=(128, 1), sums_tokens=True)
-    assert all(config.block_m < 256 for config in grouped_tiles.candidates(gemm, H200, True) if config.specialized)
-
-
 def test_outputs_of_four_bytes_are_stored_in_halves():
     narrow, wide = (choose(OUTPUT._replace(out_itemsize=itemsize)) for itemsize in (2, 4))
     assert (narrow.halves, wide.halves) == (False, True)

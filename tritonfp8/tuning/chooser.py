@@ -80,7 +80,6 @@ def candidates(product: Kind, m: int, n: int, k: int, device: Abilities) -> list
             device.max_shared_bytes,
             native_mx=device.has_native_mx,
             column_scales=product.b_rows == 1,
-            row_blocks=product.a_rows > 1,
         )
     ]
     if not runnable:

@@ -111,8 +111,6 @@ def space(family: str, accumulation: str) -> tuple[MatmulConfig, ...]:
 
 def serves(config: MatmulConfig, gemm: GroupedGemm, device: Abilities, specialized: bool) -> bool:
     """Whether a configuration serves a GEMM; ``specialized`` as for :func:`candidates`."""
-    columns = gemm.sizes[1 if gemm.sums_tokens else 0]
-    a_rows, b_rows = gemm.rows
     return supports(
         config,
         gemm.family,
@@ -121,9 +119,7 @@ def serves(config: MatmulConfig, gemm: GroupedGemm, device: Abilities, specializ
         specialized,
         device.max_shared_bytes,
         native_mx=device.has_native_mx,
-        column_scales=b_rows == 1,
-        row_blocks=a_rows > 1,
-        odd_column_blocks=b_rows > 1 and -(-columns // b_rows) % 2 == 1,
+        column_scales=gemm.rows[1] == 1,
     )
 
 

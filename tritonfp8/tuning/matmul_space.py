@@ -245,8 +245,6 @@ def supports(
     max_shared_bytes: int,
     native_mx: bool = False,
     column_scales: bool = False,
-    row_blocks: bool = False,
-    odd_column_blocks: bool = False,
 ) -> bool:
     """Whether ``config`` serves a GEMM.
 
@@ -259,18 +257,12 @@ def supports(
         max_shared_bytes: what the device gives a block.
         native_mx: the device has an MX instruction. It takes 128 rows; of a smaller tile Triton would make bf16.
         column_scales: every column of the output has a scale of its own for every step of K.
-        row_blocks: 128 rows of the left operand share a scale. The second group of a tall tile would read that of its
-            first row, which may be beyond the last.
-        odd_column_blocks: 128 columns share a scale, and the number of such blocks is odd. The right half of the last
-            tile would begin beyond the last one.
     """
     fits = shared_bytes(config, family, out_itemsize) <= max_shared_bytes
     native = not native_mx or family != "mx" or config.block_m >= NATIVE_MX_ROWS
     # Partial sums have no epilogue.
     holds = (bare or not config.bare or config.split_k > 1) and (config.column_scales or not column_scales)
-    tall = config.specialized and config.block_m > 2 * SPECIALIZED_WAVE_ROWS
-    inside = not (row_blocks and tall) and not (odd_column_blocks and config.side_by_side)
-    return fits and native and holds and inside and (specialized or not config.specialized) and has_registers(config)
+    return fits and native and holds and (specialized or not config.specialized) and has_registers(config)
 
 
 def is_widened(m: int, native_mx: bool, batch_invariant: bool = False) -> bool:

@@ -179,7 +179,8 @@ def test_portable_gemms(compiled, recipe, columns, cc):
         check(compiled(cc, gemm(recipe, columns, bias=not columns, config=config)), cc)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+# On Hopper torch sums bf16 over tokens; see by_torch.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("columns", [False, True])
 def test_gemms_of_high_precision(compiled, columns, dtype):
     a, b = empty(TOKENS, K, dtype=dtype), empty(GROUPS, N, K, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Wrong offsets lead to no access outside of a tensor, by compute-sanitizer."""
+"""Nothing outside of a tensor is read or written, by compute-sanitizer."""
 
 import os
 import shutil
@@ -35,6 +35,13 @@ def test_hostile_offsets_stay_inside():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
     assert f"ran {len(hostile_offsets.OFFSETS) * len(recipes.names())}" in done.stdout
+
+
+def test_scales_beyond_the_last_block_are_not_read():
+    done = watched("blocks")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
+    assert "ran blocks" in done.stdout
 
 
 def test_an_access_outside_would_be_found():

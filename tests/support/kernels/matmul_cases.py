@@ -138,7 +138,4 @@ class Product:
 def runs(config, pair, device, tma=True, out_dtype=torch.float32, bare=True):
     abilities = hardware.abilities(device)
     specialized = tma and abilities.has_warpgroup_mma
-    return supports(
-        config, family(pair), out_dtype.itemsize, bare, specialized, abilities.max_shared_bytes,
-        row_blocks=pair[0].block[0] > 1,
-    )  # fmt: skip
+    return supports(config, family(pair), out_dtype.itemsize, bare, specialized, abilities.max_shared_bytes)

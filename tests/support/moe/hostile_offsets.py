@@ -1,6 +1,7 @@
-"""Run the kernels of groups on wrong offsets, in a process that ``compute-sanitizer`` watches.
+"""Run kernels where they could read outside of a tensor, in a process that ``compute-sanitizer`` watches.
 
-hostile_offsets.py hostile    every kernel that reads offsets
+hostile_offsets.py hostile    every kernel that reads offsets, on wrong ones
+hostile_offsets.py blocks     GEMMs whose last tiles begin beyond the last 128x128 scale
 hostile_offsets.py beyond     a kernel that writes beyond its tensor, which must be noticed
 """
 
@@ -12,6 +13,9 @@ import triton.language as tl
 
 from tritonfp8 import ops, recipes
 from tritonfp8.functional import grouped_linear
+from tritonfp8.launch import cast
+from tritonfp8.specs import BLOCK_128X128, QuantSpec
+from tritonfp8.tuning import chooser
 
 # Not increasing, below zero, beyond the tokens, and the ends of int32.
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -48,6 +52,22 @@ def hostile():
     print("ran", len(OFFSETS) * len(recipes.names()))
 
 
+def blocks():
+    """The second warp group of a tall tile has no rows, the right half of a wide one has no columns."""
+    spec = QuantSpec("e4m3", BLOCK_128X128, "fp32", "pow2").args
+    a, b = (ops.quantize(torch.randn(rows, 512, device="cuda"), *spec) for rows in (128, 256))
+    tall = [config for config in chooser.space("blockwise", "precise") if config.specialized and config.block_m == 256]
+    assert tall
+    for config in tall:
+        cast.scaled_matmul(*a, *spec, *b, *spec, config=config)
+    # So many tokens an expert that the tiles are wide.
+    offsets = torch.tensor((400, 1000), dtype=torch.int32, device="cuda")
+    x = torch.randn(1000, 512, device="cuda", dtype=torch.bfloat16)
+    grouped_linear(x, x.new_ones(2, 272, 512), offsets, recipe="blockwise")
+    torch.cuda.synchronize()
+    print("ran blocks")
+
+
 @triton.jit
 def write_beyond_kernel(out_ptr, place):
     tl.store(out_ptr + place, 1.0)
@@ -59,4 +79,4 @@ def beyond():
 
 
 if __name__ == "__main__":
-    {"hostile": hostile, "beyond": beyond}[sys.argv[1]]()
+    {"hostile": hostile, "blocks": blocks, "beyond": beyond}[sys.argv[1]]()
