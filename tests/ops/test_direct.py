@@ -1,12 +1,14 @@
 """Code that Inductor writes calls the functions of the ops, without torch's dispatcher."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import cpu_and_cuda
 from op_samples import SAMPLES
+from torch._dynamo.utils import counters
 from torch._inductor.codegen import custom_extern_kernel_codegen
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
@@ -159,6 +161,38 @@ def test_the_code_imports_what_it_calls():
     names = {}
     exec(line, names)
     assert names["tritonfp8_calls"] is direct.CALLS
+
+
+def test_the_hash_of_the_code_changes_with_a_module_of_any_folder(tmp_path):
+    """Torch would go on with a graph that it kept on disk from before a change in a folder that is not read."""
+    shutil.copytree(direct.PACKAGE, tmp_path / "tritonfp8", ignore=shutil.ignore_patterns("__pycache__"))
+    files = sorted((tmp_path / "tritonfp8").rglob("*.py"))
+    before = direct.digest(files)
+    assert before == direct.CODE
+    for folder in {path.parent for path in files}:
+        changed = next(path for path in files if path.parent == folder)
+        text = changed.read_text()
+        changed.write_text(text + "\n")
+        assert direct.digest(files) != before, changed
+        changed.write_text(text)
+    assert direct.digest(files) == before
+
+
+def test_graphs_on_disk_are_of_this_code_only(tmp_path, monkeypatch):
+    """Code of another version of the package may call functions that it no longer has."""
+
+    def hits():
+        torch.compiler.reset()
+        counters.clear()
+        torch.compile(lambda x: ops.quantize(x, SPEC), fullgraph=True)(operands()[0])
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        assert [hits(), hits()] == [0, 1]
+        monkeypatch.setattr(direct, "CODE", "of another version")
+        assert [hits(), hits()] == [0, 1]
+        assert torch.compiler.config.cache_key_tag.startswith("mine ")
 
 
 @pytest.mark.parametrize("name", ["CustomCodegen", "CUSTOM_EXTERN_KERNEL_CODEGEN"])

@@ -5,21 +5,38 @@ it and 21.0 without, on the host of an H200 (2026-11). So Inductor is asked to w
 sites, where the layouts of the tensors are fixed (:mod:`tritonfp8.ops.call_site`).
 
 A profiler and a dispatch mode, such as torch's FLOP counter, see ops. While there is one, the functions call their ops.
+
+Torch keeps compiled graphs on disk, with the code that calls these functions. Their keys do not depend on this package,
+so :data:`CODE` is added to them: after an update of the package graphs are compiled again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tritonfp8.compat import inductor_private, torch_private
 from tritonfp8.ops import passes
 from tritonfp8.ops.call_site import Plannable, call_site
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def digest(files: Iterable[Path]) -> str:
+    """A hash of the contents of ``files``."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+
+
+CODE = digest(PACKAGE.rglob("*.py"))
+"""A hash of every module of the package, in all folders."""
 
 CALLS = SimpleNamespace()
 """The functions by the names of their ops. Compiled graphs on disk import it, so it must keep its place and name."""
@@ -103,15 +120,24 @@ def _returns_one(op: Any) -> bool:
     return [str(result.type) for result in op._schema.returns] == ["Tensor"]
 
 
-def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``fake``, which also tells Inductor of the functions and of :mod:`tritonfp8.ops.passes`, once.
+def _sign_graphs() -> None:
+    """Make :data:`CODE` a part of the keys of graphs on disk. A tag that the user gave them stays."""
+    config: Any = torch.compiler.config
+    if CODE not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {CODE}".strip()
 
-    A graph with one of our ops is traced through the fake of that op. So this runs before Inductor writes code for it.
+
+def offered(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``fake``, which also signs graphs, and tells Inductor of the functions and of :mod:`tritonfp8.ops.passes`, once.
+
+    A graph with one of our ops is traced through the fake of that op. So this runs before torch looks for the graph on
+    disk, and before Inductor writes code for it.
     """
 
     @functools.wraps(fake)
     def run(*args: Any, **options: Any) -> Any:
         global _is_offered
+        _sign_graphs()
         if not _is_offered and inductor_private.is_loaded():
             _is_offered = True
             inductor_private.call_directly(_calls, _IMPORT)

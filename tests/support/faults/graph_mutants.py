@@ -6,6 +6,13 @@ _WEIGHTS = ("tests/kernels/cast/test_weights.py",)
 
 FAULTS = (
     (
+        "tritonfp8/ops/direct.py",
+        "        _sign_graphs()\n",
+        "",
+        "graphs on disk are those of another version of the package",
+        ("tests/ops/test_direct.py",),
+    ),
+    (
         "kernels/cast/quantize.py",
         "tl.store(sums_ptr + pid_m.to(tl.int64) * N + cols,",
         "tl.store(sums_ptr + cols,",
