@@ -5,8 +5,9 @@ import torch
 
 import tritonfp8
 from bench.contest import gates
+from bench.contest.cases import LAYER_RECIPES
 from bench.contest.compare import Contender, measures
-from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS, RECIPES
+from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
 from bench.contest.peers import compiled
 from bench.models import LoopedExperts, TorchExperts, mixture
 
@@ -73,7 +74,7 @@ def contenders_on(contest, shape):
 
         return Contender(name, make, check, own=own, peer=None if name == TORCH else TORCH, fields=work)
 
-    contenders = [contender(name, tritonfp8.Float8Experts, name, own=True) for name in (*RECIPES, BF16)]
+    contenders = [contender(name, tritonfp8.Float8Experts, name, own=True) for name in (*LAYER_RECIPES, BF16)]
     return [*contenders, contender(TORCH, TorchExperts, BF16, own=False)]
 
 

@@ -7,11 +7,12 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from bench.contest.bars import GROUPED_BARS
+from bench.contest.grouped import EXPERTS
 from bench.contest.judge import judge
 from bench.health import EVERY, cost
 from bench.inference.decode import PLAIN
 from bench.tables import bars_table, table
-from docs.measured.results import DATA, data, text
+from docs.measured.results import DATA, MIXTURES, data, text
 
 
 def training(folder: str = "train-160m") -> str:
@@ -24,6 +25,21 @@ def mixtures(path: str) -> str:
     """The bars of experts that a file of data has rows for."""
     rows = data(path)["rows"]
     return bars_table(verdict for verdict in judge(rows, GROUPED_BARS) if verdict.measured is not None)
+
+
+def mixture_recipes() -> str:
+    """Speed and memory of layers of experts over torch's bf16 on an H100, by recipe."""
+    rows = data("../nvidia-h100/experts.json")["rows"]
+    found = {(row["set"], row["contender"]): row for row in rows if row["case"] == EXPERTS.name}
+
+    def cell(shape: str, contender: str) -> str:
+        row, peer = found[shape, contender], found[shape, "torch bf16"]
+        speed, memory = peer["seconds"] / row["seconds"], row["peak_bytes"] / peer["peak_bytes"]
+        return f"{text(speed)}, memory {text(memory)}"
+
+    contenders = dict.fromkeys(row["contender"] for row in found.values() if row["own"])
+    lines = [(contender, *(cell(shape, contender) for shape in MIXTURES)) for contender in contenders]
+    return table(("experts by", *MIXTURES.values()), lines)
 
 
 def schedule() -> str:
@@ -173,6 +189,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "mixtures": functools.partial(mixtures, "grouped.json"),
     "mixture layers": functools.partial(mixtures, "experts.json"),
     "mixture layers on an H100": functools.partial(mixtures, "../nvidia-h100/experts.json"),
+    "mixture recipes on an H100": mixture_recipes,
     "mixture training": functools.partial(training, "train-160m-moe"),
     "other text": other_text,
     "schedule": schedule,

@@ -206,7 +206,7 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
     assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
     assert {r["case"] for r in rows["grouped"]} == {case.name for case in (*grouped.PRODUCTS, *grouped.CASTS)}
-    assert {r["contender"] for r in rows["experts"]} == {*grouped.RECIPES, "bf16", "torch bf16"}
+    assert {r["contender"] for r in rows["experts"]} == {*cases.LAYER_RECIPES, "bf16", "torch bf16"}
     # Of every op, that is; a whole model holds attention, and the first step is a time.
     repeated = {suite: {r.get("same_bits_runs") for r in found if r["own"]} for suite, found in rows.items()}
     ops = {suite: {3} for suite in ("quantize", "scaled_matmul", "linear", "grouped", "experts")}

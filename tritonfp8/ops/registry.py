@@ -219,7 +219,6 @@ _GROUPED = {
         fakes.grouped_matmul,
         reference.grouped_matmul,
         launch.grouped_matmul,
-        launch.plan_grouped_matmul,
         kind=matmul_kind,
     ),
     "grouped_sum": _twin("grouped_sum", "(Tensor x, Tensor offsets) -> Tensor"),

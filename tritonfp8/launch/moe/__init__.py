@@ -20,7 +20,6 @@ from tritonfp8.launch.moe.casts import (
 from tritonfp8.launch.moe.matmul import (
     grouped_matmul,
     grouped_product_kind,
-    plan_grouped_matmul,
     plan_scaled_grouped_matmul,
     scaled_grouped_matmul,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "grouped_matmul",
     "grouped_product_kind",
     "grouped_sum",
-    "plan_grouped_matmul",
     "plan_quantize_groups",
     "plan_quantize_groups_both",
     "plan_quantize_matrices",

@@ -21,6 +21,7 @@ from tritonfp8.launch.matmul import (
     readable_along_k,
     too_many_scales,
 )
+from tritonfp8.launch.moe.by_torch import can_sum, sum_tokens
 from tritonfp8.launch.moe.operands import (
     Operands,
     has_copy_engine,
@@ -311,6 +312,8 @@ def plan_grouped_matmul(plan: Planner, a: View, b: View, offsets: View, bias: Vi
 
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Launch the twin of :func:`tritonfp8.reference.grouped_matmul`."""
+    if b.ndim == 2 and can_sum(a, b):
+        return sum_tokens(a, b, offsets)
     results = planned(plan_grouped_matmul, (a, b, offsets, bias), ())
     if results is not None:
         return results[0]
