@@ -180,7 +180,7 @@ def test_every_op_whose_launch_only_runs_a_plan_has_a_planner():
         "scaled_matmul", "operand_figures",
         "rms_norm_quantize", "rms_norm_backward", "silu_mul_quantize", "silu_mul_backward_quantize",
         "quantize_groups", "quantize_groups_both", "quantize_matrices", "quantize_matrices_with_amax",
-        "scaled_grouped_matmul", "grouped_matmul",
+        "scaled_grouped_matmul",
         "swiglu", "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows",
     }  # fmt: skip
 
