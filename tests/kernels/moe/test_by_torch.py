@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import CUDA, normal
+from grouped_runs import HOSTILE
 from routings import ends, routing_cases
 from tuned import ADA, H200
 
@@ -12,7 +13,6 @@ from tritonfp8.launch.moe import by_torch
 from tritonfp8.testing import assert_bitwise_equal
 
 cpu_and_cuda = pytest.mark.parametrize("device", ["cpu", CUDA])
-HOSTILE = [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0), (0, 50, 100)]
 
 
 def operands(tokens=100, m=48, n=64, dtype=torch.bfloat16):

@@ -28,7 +28,8 @@ def can_sum(a: Tensor, b: Tensor) -> bool:
 def sum_tokens(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """``a[:, start:end] @ b[:, start:end].T`` of each group, ``[groups, M, N]``, as the reference's ``grouped_matmul``.
 
-    Torch's kernel trusts the offsets, so wrong ones become those that our kernels read in their place.
+    Torch's kernel trusts the offsets, so wrong ones are replaced, as in our kernels: an end before that of the group
+    before counts as that end, one beyond the tokens as the number of tokens.
     """
     ends = offsets.clamp(0, a.shape[1]).cummax(0).values
     return F.grouped_mm(a, b.t(), offs=ends)
