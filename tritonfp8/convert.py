@@ -383,14 +383,13 @@ def revert(model: nn.Module) -> list[str]:
     classes = {module: _class_before(module) for module in layers.values()}
     of_experts = {module: experts_before(module) for module in experts.values()}
     with all_or_nothing(model), _released([*layers.values(), *experts.values()]):
+        for converted in (*layers.values(), *experts.values()):
+            converted.drop_hooks()
         for module, cls in classes.items():
             change_class(module, cls)
             module.__dict__.pop("recipe", None)
         for each, cls_before in of_experts.items():
             revert_experts(each, cls_before)
-        for converted in (*layers.values(), *experts.values()):
-            for name in ("on_revert", "on_reset", "on_assign"):
-                converted.__dict__.pop(name, None)
         unshare_inputs(model)
         forget_names(model, [*layers.values(), *experts.values()])
         return [*layers, *experts, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]

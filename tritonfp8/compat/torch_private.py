@@ -136,6 +136,12 @@ raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _pub
 """The current stream of a CUDA device as an integer; torch built without CUDA lacks the name, and has no streams."""
 
 
+TensorType = torch._C._TensorMeta
+"""The class of the class ``torch.Tensor``."""
+
+can_set_data: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
+"""Whether ``x.data = y`` may take the memory of ``y``, as ``Module.to`` does: not from or to the meta device."""
+
 without_torch_function: Any = _C._disabled_torch_function_impl
 """The ``__torch_function__`` of a tensor type that implements ops, and leaves functions to torch."""
 

@@ -6,11 +6,13 @@ by tensor type, and the names of converted layers.
 
 from tritonfp8.layers.converted import forget_names, record_names, recorded_modules
 from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase
+from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.recompute import carry, decided, swapping
 from tritonfp8.layers.tensor_types import PLAIN, handler_of, register_linear
 
 __all__ = [
     "PLAIN",
+    "ParameterHooks",
     "all_or_nothing",
     "carry",
     "change_class",

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import tritonfp8
-from tritonfp8.layers.stored import stored_part
+from tritonfp8.layers.stored import direct, stored_part
 
 
 def plain_model(device="cpu"):
@@ -41,6 +41,13 @@ def train(model, optimizer, steps, device="cpu", autocast=False):
 
 def codes(model):
     return [part._qdata.view(torch.uint8).clone() for p in model.parameters() if (part := stored_part(p)) is not None]
+
+
+def counts_of_writes(monkeypatch):
+    """Counts of direct steps and writes, of zero; for a fixture."""
+    found = direct._Counts()
+    monkeypatch.setattr(direct, "_counts", found)
+    return found
 
 
 def values(model):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NoReturn, TypeGuard
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from tritonfp8.layers.linear.input_cache import SharedInput
 from tritonfp8.layers.linear.operands import Operands
 from tritonfp8.layers.linear.quantized_input import QuantizedInput, check_whole, is_distributed, quantized_linear
 from tritonfp8.layers.linear.weight_cache import CachedWeight
+from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
 
@@ -30,7 +30,7 @@ def require_module(model: object) -> None:
     require_type("model", model, nn.Module, "an nn.Module")
 
 
-class Float8Linear(nn.Linear):
+class Float8Linear(ParameterHooks, nn.Linear):
     """``nn.Linear`` whose three GEMMs follow a recipe: same parameters, same state_dict keys, same initialization.
 
     Args:
@@ -49,12 +49,6 @@ class Float8Linear(nn.Linear):
     cached_weight: CachedWeight | None = None
     # Whether a fused norm makes the input, or a fused MLP reads the weight.
     is_fused: bool = False
-    # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
-    on_revert: Callable[[Any], object] | None = None
-    # Takes a Parameter that is assigned as the weight, and returns the one to keep.
-    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
-    # A context around reset_parameters, if the weight cannot be initialized as it is.
-    on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
     # The class that a converted layer had.
     linear: type[nn.Linear] = nn.Linear
 
@@ -83,8 +77,6 @@ class Float8Linear(nn.Linear):
         # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
-        if param is not None and self.on_assign is not None:
-            param = self.on_assign(self, name, param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -168,7 +160,7 @@ def check_not_torchao(what: str, x: object) -> None:
         )
 
 
-class Float8Conv1D(nn.Module):
+class Float8Conv1D(ParameterHooks):
     """The part of a converted ``Conv1D`` of transformers that computes: a linear layer of weight ``[K, N]``.
 
     :func:`conv1d_class` joins it with the class of the layer. The weight stays the same Parameter with the same key.
@@ -179,7 +171,6 @@ class Float8Conv1D(nn.Module):
     bias: Tensor
     shared_input: SharedInput | None = None
     cached_weight: CachedWeight | None = None
-    on_revert: Callable[[Any], object] | None = None
     # The class that the layer had.
     conv1d: type[nn.Module]
 

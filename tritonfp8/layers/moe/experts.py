@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeGuard
 
@@ -22,6 +22,7 @@ from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
 from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
 from tritonfp8.layers.moe.routing import Routing, combine, gather, in_dtype
+from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
 
@@ -40,7 +41,7 @@ class ExpertsObserver(Protocol):
         """``out`` came of the layer, which reads its gradient."""
 
 
-class ConvertedExperts(nn.Module):
+class ConvertedExperts(ParameterHooks):
     """What all modules of experts that follow a recipe have."""
 
     recipe: Recipe
@@ -50,16 +51,6 @@ class ConvertedExperts(nn.Module):
     experts: type[nn.Module] | None = None
     # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
     casts_to: torch.dtype | None = None
-    # What a change of the weights calls, as of a Float8Linear.
-    on_revert: Callable[[Any], object] | None = None
-    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
-    on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``; in the place of a stored weight the values are stored."""
-        if param is not None and self.on_assign is not None:
-            param = self.on_assign(self, name, param)
-        super().register_parameter(name, param)
 
     def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """``of`` the weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""

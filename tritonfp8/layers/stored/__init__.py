@@ -6,8 +6,8 @@
     matrices     StoredMatrices: the weights of experts, [E, N, K]
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
-    copies       what pickle sends
-    direct       optimizers that write to the values
+    base         what all tensors of codes have: gradients of reads, and what other programs do with a Parameter
+    direct       operations of others on the values
     update       what an optimizer reads and writes
     storable     which layers can have stored weights
     replace      the change of a model's layers
@@ -21,6 +21,7 @@ from tritonfp8.layers.stored.matrices import MatricesShard, StoredMatrices
 from tritonfp8.layers.stored.replace import (
     check_swap,
     is_stored,
+    restore_plain,
     store_weights,
     weight_bytes,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "read_operand",
     "recipe_of_storage",
     "register_stored_sharding",
+    "restore_plain",
     "scales_of",
     "starts_of",
     "store",

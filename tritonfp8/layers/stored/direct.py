@@ -1,34 +1,54 @@
-"""Optimizers that write to the values of stored weights. Each operation rounds to nearest, and loses small changes."""
+"""Operations of others on the values of stored weights: they read values, and what they write is rounded into codes."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
-from tritonfp8.compat import torch_private
+from tritonfp8 import ops
+from tritonfp8.layers.stored.base import CodesTensor
 
-_READERS = {torch.ops.aten.add.Tensor, torch_private.foreach_add}
-"""Operations that read a weight and write nothing: weight decay adds it to a gradient."""
+aten = torch.ops.aten
+OVERWRITES = {
+    aten.bernoulli_.float,
+    aten.cauchy_.default,
+    aten.copy_.default,
+    aten.exponential_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.normal_.default,
+    aten.random_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+}
+"""Operations that read nothing of what they write: all values are new, so each is rounded to the nearest code."""
 # A step of trunc_normal_ up to torch 2.11: a value that was rounded to 1 in the step before would become infinite.
-_UNFIT = torch.ops.aten.erfinv_.default
+_UNFIT = aten.erfinv_.default
+# Their classes read the memory of a parameter, or compile the step.
+_FOREIGN = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 
 
 @dataclass(frozen=True)
 class DirectSteps:
-    """Steps of optimizers that write to the values of stored weights.
+    """Writes to the values of stored weights that did not come from an optimizer of this package.
 
     Attributes:
-        steps: how many there were.
+        steps: the steps of other optimizers.
         unchanged: how many of them changed no code.
         share: of the codes that the last step changed, at most. A code counts each time that an operation changes it.
+        writes: the operations outside of a step: copies, initializations, averages, and all others.
+        unchanged_writes: how many of them changed no code.
 
     Of sharded weights each rank counts its own codes; a rank that has none counts no step.
     """
@@ -36,69 +56,98 @@ class DirectSteps:
     steps: int = 0
     unchanged: int = 0
     share: float = 0.0
+    writes: int = 0
+    unchanged_writes: int = 0
 
 
-class _Steps:
+class _Counts:
     """Counts of this process."""
 
     def __init__(self) -> None:
-        self.found = DirectSteps()
+        self.steps, self.unchanged, self.share, self.writes = 0, 0, 0.0, 0
+        self.is_stepping = False
         self.changed: list[Tensor] = []
         self.sizes: dict[int, int] = {}
+        # By device, where they are added: a write does not wait for the device.
+        self.unchanged_writes: dict[torch.device, Tensor] = {}
 
     def note(self, weight: Tensor, changed: Tensor) -> None:
-        self.changed.append(changed)
-        self.sizes[id(weight)] = weight.numel()
+        """Count a write that changed so many codes."""
+        if self.is_stepping:
+            self.changed.append(changed)
+            self.sizes[id(weight)] = weight.numel()
+            return
+        self.writes += 1
+        before = self.unchanged_writes.get(changed.device)
+        self.unchanged_writes[changed.device] = (changed == 0) + (0 if before is None else before)
 
     def begin(self) -> None:
-        """Called before a step of any optimizer: what was written before, by an initialization, is no part of it."""
-        self.changed, self.sizes = [], {}
+        """Called before a step of any optimizer."""
+        self.is_stepping, self.changed, self.sizes = True, [], {}
 
     def end(self, optimizer: Any) -> None:
         """Called after a step of any optimizer. The host waits for the device."""
+        self.is_stepping = False
         if not self.changed:
             return
         changed, total = sum(int(x) for x in self.changed), sum(self.sizes.values())
         self.changed, self.sizes = [], {}
         if not total:
             return
-        before, share = self.found, min(1.0, changed / max(total, 1))
-        self.found = DirectSteps(before.steps + 1, before.unchanged + (changed == 0), share)
-        if before.steps == 0:
+        self.steps, self.unchanged, self.share = (
+            self.steps + 1,
+            self.unchanged + (changed == 0),
+            min(1.0, changed / total),
+        )
+        if self.steps == 1:
             warnings.warn(
                 f"{type(optimizer).__name__} writes to weights that are stored in 8 bits, and each change is rounded "
-                f"to nearest: at most {self.found.share:.2%} of their codes changed in this step. Use "
+                f"to nearest: at most {self.share:.2%} of their codes changed in this step. Use "
                 f"tritonfp8.optim.AdamW, or tritonfp8.optim.with_masters({type(optimizer).__name__}). "
                 "tritonfp8.optim.direct_steps() counts the steps that change nothing",
                 stacklevel=2,
             )
 
 
-_steps = _Steps()
+_counts = _Counts()
 # The DTensor whose part on this rank a tensor is, for the parts that an optimizer steps: an operation on a part alone
 # does not know with which ranks it shares scales.
 _owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-_writers: list[Callable[[Sequence[Tensor], Sequence[Tensor]], None]] = []
+_writers: list[Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]] = []
 
 
-def register_writer(write: Callable[[Sequence[Tensor], Sequence[Tensor]], None]) -> None:
-    """Let :func:`write_directly` store values by ``write(weights, values of this rank's parts)``."""
+def register_writer(write: Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]) -> None:
+    """Let :func:`on_values` store values by ``write(weights, values of this rank's parts, at_random)``."""
     _writers[:] = [write]
 
 
 def _begin(optimizer: Any, *args: object) -> None:
-    _steps.begin()
+    _counts.begin()
     _owners.clear()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            part = getattr(param, "_local_tensor", None)
-            if hasattr(part, "spec"):
+            part = getattr(param, "_local_tensor", param)
+            if not isinstance(part, CodesTensor):
+                continue
+            _refuse_foreign(optimizer, param)
+            if part is not param:
                 _owners[id(part)] = param
+
+
+def _refuse_foreign(optimizer: Any, param: Tensor) -> None:
+    package = _FOREIGN.get(type(optimizer).__module__.partition(".")[0])
+    if package is not None:
+        _counts.is_stepping = False
+        raise TypeError(
+            f"{type(optimizer).__name__} of {package} cannot step a weight {tuple(param.shape)} that is stored in 8 "
+            "bits: use tritonfp8.optim.AdamW (moments='fp8' keeps its state in 8 bits), or "
+            "tritonfp8.optim.with_masters with an optimizer of torch; or give it the other parameters only"
+        )
 
 
 def _end(optimizer: Any, *args: object) -> None:
     _owners.clear()
-    _steps.end(optimizer)
+    _counts.end(optimizer)
 
 
 register_optimizer_step_pre_hook(_begin)
@@ -106,42 +155,134 @@ register_optimizer_step_post_hook(_end)
 
 
 def direct_steps() -> DirectSteps:
-    """The steps of this process in which an optimizer wrote to the values of stored weights."""
-    return _steps.found
+    """The writes of this process to the values of stored weights. The host waits for the device."""
+    c = _counts
+    idle = sum(int(x) for x in c.unchanged_writes.values())
+    return DirectSteps(c.steps, c.unchanged, c.share, c.writes, idle)
 
 
-def _written(func: Any, args: Any, options: Any) -> list[Any]:
-    schema = func._schema.arguments
-    flags = {argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in schema}
-    given = {argument.name: x for argument, x in zip(schema, args, strict=False)} | options
-    found = [given[name] for name, is_written in flags.items() if is_written and name in given]
-    return [x for each in found for x in (each if isinstance(each, list | tuple) else [each])]
+@contextmanager
+def counted(weight: Any) -> Iterator[None]:
+    """Count the block, which replaces all values of a weight, as one write."""
+    if weight.is_meta or torch.compiler.is_compiling():
+        yield
+        return
+    before = [x.clone() for x in weight._inner().values()]
+    yield
+    pairs = zip(weight._inner().values(), before, strict=True)
+    _counts.note(weight, torch.stack([_differ(x, old) for x, old in pairs]).sum())
 
 
-def is_direct(kind: type[Tensor], func: Any, args: Any, options: Any) -> bool:
-    """Whether ``func`` writes to trained weights of this type, or reads one to decay it."""
-    if func is _UNFIT:
-        return False
-    written = [x for x in _written(func, args, options) if isinstance(x, kind)]
-    return func in _READERS or (len(written) > 0 and all(_owners.get(id(x), x).requires_grad for x in written))
+def _differ(x: Tensor, y: Tensor) -> Tensor:
+    """How many elements differ; NaN are equal."""
+    as_bytes = (each.contiguous().view(torch.uint8) for each in (x, y))
+    return torch.ne(*as_bytes).sum()
 
 
-def write_directly(kind: type[Any], func: Any, args: Any, options: Any) -> Any:
-    """Call ``func`` on the values of stored weights, and round the values that it writes."""
-    values: dict[int, Tensor] = {}
+def _alias_infos(func: Any) -> tuple[list[Any], list[Any]]:
+    """The schema's arguments that are written, and its results that are views."""
+    arguments = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    views = [r for r in func._schema.returns if r.alias_info is not None and not r.alias_info.is_write]
+    return arguments, views
 
-    def read(x: Any) -> Tensor:
-        return values.setdefault(id(x), x.dequantize())
 
-    weights = {id(x): x for x in _written(func, args, options) if isinstance(x, kind)}
-    before = {key: read(x).clone() for key, x in weights.items()}
-    out = func(*tree_map_only(kind, read, args), **tree_map_only(kind, read, options))
-    if weights:
+def _written(func: Any, args: Any, options: Any) -> list[Tensor]:
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | options
+    return [x for a in _alias_infos(func)[0] for x in tree_leaves(given.get(a.name)) if isinstance(x, Tensor)]
+
+
+def _base(x: Any) -> Any:
+    """The stored weight that a view is of; a stored weight itself."""
+    return getattr(x, "_base_weight", x)
+
+
+def _check(func: Any, weights: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Raise NotImplementedError for what is neither a read nor a write that keeps what it writes."""
+    first = next(x for x in leaves if isinstance(x, CodesTensor))
+    if func is _UNFIT or _alias_infos(func)[1]:
+        raise first._refusal(str(func))
+    for weight in weights:
+        if weight.is_part and id(weight) not in _owners:
+            raise NotImplementedError(
+                f"{func} does not write to a weight that is stored in 8 bits and sharded ({type(weight).__name__}): "
+                "its scales are those of the whole weight. Write by load_state_dict of the model, or initialize by "
+                "reset_parameters of the layer; train it by tritonfp8.optim.AdamW or tritonfp8.optim.with_masters; for "
+                "an average use tritonfp8.optim.float32_copy"
+            )
+
+
+class _Values:
+    """The values that an operation gets in place of the tensors of codes.
+
+    Args:
+        wide: compute in float32 where tensors are bfloat16: a small change is lost in that, before it is rounded to a
+            code.
+    """
+
+    def __init__(self, wide: bool) -> None:
+        self.wide = wide
+        self.wholes: dict[int, Tensor] = {}
+        self.found: dict[int, Tensor] = {}
+        self.widened: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self.found:
+            self.found[id(x)] = self._read(x)
+        return self.found[id(x)]
+
+    def whole(self, weight: Any) -> Tensor:
+        if id(weight) not in self.wholes:
+            self.wholes[id(weight)] = weight.plain_values(torch.float32 if self.wide else None)
+        return self.wholes[id(weight)]
+
+    def _read(self, x: Any) -> Tensor:
+        if isinstance(x, CodesTensor):
+            whole = self.whole(_base(x))
+            return x._step(whole) if hasattr(x, "_step") else whole
+        if self.wide and x.dtype == torch.bfloat16:
+            self.widened.append((x, x.float()))
+            return self.widened[-1][1]
+        return x
+
+
+def on_values(func: Any, args: Any, options: Any) -> Any:
+    """Call ``func`` on the values of stored weights and of views of them; what it writes is rounded into the codes.
+
+    Raises:
+        NotImplementedError: it returns views, or writes to a part of a weight whose scales other ranks share.
+    """
+    if func is ops.without_backward:
+        # It ties a result to what it was computed from, and reads nothing of that.
+        plain = [x for x in args if x is not None and not isinstance(x, CodesTensor)]
+        return func(*plain) if len(plain) > 1 else plain[0].clone()
+    leaves, written = tree_leaves((args, options)), _written(func, args, options)
+    targets = [x for x in written if isinstance(x, CodesTensor)]
+    weights = list({id(_base(x)): _base(x) for x in targets}.values())
+    _check(func, weights, leaves)
+    narrow = any(weight.dtype == torch.bfloat16 for weight in weights)
+    values = _Values(narrow and all(x.dtype == _base(x).dtype for x in targets))
+    before = {id(weight): values.whole(weight).clone() for weight in weights}
+    out = func(*tree_map(values.of, args), **tree_map(values.of, options))
+    if not weights:
+        return out
+    for x, wide in values.widened:
+        if any(x is each for each in written):
+            x.copy_(wide)
+    _store(func, weights, values, before)
+    # torch.nn.init.eye_ writes by out=, and has no tensor as its first argument.
+    return targets[0] if isinstance(out, Tensor) else out
+
+
+def _store(func: Any, weights: Sequence[Any], values: _Values, before: dict[int, Tensor]) -> None:
+    if func in OVERWRITES and not _counts.is_stepping:
+        for weight in weights:
+            weight._fill(values.whole(weight))
+    else:
         # Together: ranks that share scales reduce those of all weights at once.
-        _writers[0]([_owners.get(key, weight) for key, weight in weights.items()], [values[key] for key in weights])
-    for key, weight in weights.items():
-        _steps.note(weight, (weight.dequantize() != before[key]).sum())
-    if isinstance(out, Tensor) and weights:
-        # torch.nn.init.eye_ writes by out=, and has no tensor as its first argument.
-        return next(iter(weights.values()))
-    return out
+        owners = [_owners.get(id(weight), weight) for weight in weights]
+        _writers[0](owners, [values.whole(weight) for weight in weights], not _counts.is_stepping)
+    for weight in weights:
+        _counts.note(weight, (weight.plain_values(before[id(weight)].dtype) != before[id(weight)]).sum())

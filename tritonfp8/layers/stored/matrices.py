@@ -36,7 +36,7 @@ class StoredMatrices(StoredWeight):
 
     _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize_matrices)
 
-    def _values(self) -> Tensor:
+    def _of_codes(self, dtype: torch.dtype) -> Tensor:
         experts, n, k = self._qdata.shape
         rows, scale, spec = self.spec.block[0], self._scale, row_spec(self.spec)
         # As one matrix, whose rows have the scales of their blocks: one launch in place of one for each expert.
@@ -45,7 +45,7 @@ class StoredMatrices(StoredWeight):
         of_rows = scale.reshape(experts * n, scale.shape[2])
         if BLOCKS[spec.block].rows_contiguous:
             of_rows = empty_scale((experts * n, k), spec.block, spec.scale_format, scale.device).copy_(of_rows)
-        flat = ops.dequantize(self._qdata.view(experts * n, k), of_rows, *spec.args, self.dtype)
+        flat = ops.dequantize(self._qdata.view(experts * n, k), of_rows, *spec.args, dtype)
         return flat.view(experts, n, k)
 
     def as_bytes(self) -> tuple[Tensor, Tensor]:
@@ -78,6 +78,7 @@ class MatricesShard(StoredMatrices):
     total: int | None = None
     # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
     is_checked = False
+    is_part = True
 
     def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> MatricesShard:
         found = MatricesShard(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)

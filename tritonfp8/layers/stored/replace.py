@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import Float8Conv1D, is_distributed
+from tritonfp8.layers.stored.base import CodesTensor
 from tritonfp8.layers.stored.matrices import StoredMatrices
 from tritonfp8.layers.stored.sharding import plain_weight, reshard, sharding, spec_of_weight, stored_part
 from tritonfp8.layers.stored.storable import names_of_weights, recipe_of_storage
@@ -56,6 +58,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
                 "these are rounded: load the model again"
             ) from error
         layer.on_revert, layer.on_reset, layer.on_assign = _give_back, _in_high_precision, _taken
+        layer.on_move = _moving
         layer.register_state_dict_post_hook(_write_values)
         layer.register_load_state_dict_pre_hook(_read_values)
         done.append(layer)
@@ -94,6 +97,37 @@ def _taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
     if stored_part(parameter) is not None:
         return parameter
     return nn.Parameter(_stored(layer, name, parameter.detach(), part.spec), before.requires_grad)
+
+
+@contextmanager
+def _moving(layer: Any, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let ``fn`` of ``Module._apply`` change the stored weights, as torch changes plain ones.
+
+    torch would swap a tensor subclass with its copy. That fails while a graph holds the weight, and the modules before
+    this one have been changed by then.
+    """
+    stored = {name: p for name in stored_names(layer) if not is_distributed(p := layer._parameters[name])}
+    with torch.no_grad():
+        changed = {name: fn(p) for name, p in stored.items()}
+        grads = {name: fn(p.grad) for name, p in stored.items() if p.grad is not None}
+    layer._parameters.update(dict.fromkeys(stored))
+    try:
+        yield
+    finally:
+        layer._parameters.update(stored)
+    for name, before in stored.items():
+        now = changed[name]
+        if now is before:
+            continue
+        if not isinstance(now, CodesTensor):
+            # Module.to_empty: memory without values.
+            now = before.of_values(now)
+        if torch_private.can_set_data(before, now):
+            before.grad = None
+            before.become(now)
+        else:
+            layer._parameters[name] = before = nn.Parameter(now, before.requires_grad)
+        before.grad = grads.get(name)
 
 
 @contextmanager
@@ -159,6 +193,12 @@ def _give_back(layer: Any) -> Any:
             _refill(getattr(layer, name), hooks[name])
 
     return undo
+
+
+def restore_plain(layer: Any) -> None:
+    """Give a layer with stored weights plain ones of their values; its recipe stays."""
+    _give_back(layer)
+    layer.drop_hooks()
 
 
 def _refill(found: dict[int, Any], content: Mapping[int, Any]) -> None:

@@ -15,26 +15,42 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.formats import FORMATS
-from tritonfp8.layers.stored.copies import reduced
-from tritonfp8.layers.stored.direct import is_direct, write_directly
+from tritonfp8.layers.stored.base import CodesTensor
+from tritonfp8.layers.stored.direct import on_values
 from tritonfp8.layers.stored.exponents import ONE, exponents_of, scale_of, scales_of
 from tritonfp8.specs import QuantSpec, scale_shape, spec_of
 
 aten = torch.ops.aten
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, checked.
+
+    Raises:
+        ValueError: not every value is exact in it. A cast of the model raises nothing: it keeps the codes, and a cast
+            to a dtype of :data:`DTYPES` brings the values back.
+    """
+    if dtype not in DTYPES:
+        require(
+            "the dtype of a weight that is stored in 8 bits (cast the model by bfloat16() or float())", dtype, DTYPES
+        )
+    return dtype
+
+
 _Meta = tuple[QuantSpec, torch.dtype, int, int | None]
 
 
-class StoredRows(Tensor):
+class StoredRows(CodesTensor):
     """Rows ``[n, K]`` of a weight that is stored in 8 bits: the shard of a rank, or what ranks gathered.
 
     A scale that serves several rows is repeated for each of them, as its exponent in one byte. So rows can be cut
     anywhere: FSDP2 shards and gathers codes and exponents as bytes, uneven and empty shards too, and no rank needs the
     scales of another one. The GEMMs read scales in the shape of the spec, picked from the exponents.
 
-    It supports what FSDP2, tensor parallelism and checkpoints do with a shard, and the GEMMs outside of a layer, which
-    use the values. Any other operation raises NotImplementedError.
+    It supports what FSDP2, tensor parallelism and checkpoints do with a shard. Other operations read its values. Only
+    an optimizer may write to them: it knows which ranks share a scale. Any other write raises NotImplementedError.
 
     Args:
         qdata: 8-bit floats ``[n, K]``.
@@ -52,8 +68,7 @@ class StoredRows(Tensor):
     total: int | None
     # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
     is_checked = False
-    __torch_function__ = torch_private.without_torch_function
-    __reduce_ex__ = reduced
+    is_part = True
 
     @staticmethod
     def __new__(
@@ -66,7 +81,6 @@ class StoredRows(Tensor):
         total: int | None = None,
     ) -> StoredRows:
         """A tensor of this type, without data of its own."""
-        require("the dtype of a stored weight", dtype, DTYPES)
         return Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
 
     def __init__(
@@ -104,14 +118,15 @@ class StoredRows(Tensor):
         """Address of the codes; see :class:`~tritonfp8.layers.stored.StoredWeight`."""
         return torch_private.address_of(self._qdata, inspect.currentframe())
 
-    def dequantize(self) -> Tensor:
-        """The values ``[n, K]``, a plain tensor in the dtype of the weight; exact."""
+    def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values ``[n, K]``, a plain tensor without a gradient; exact."""
+        dtype = exact_dtype(dtype or self.dtype)
         if self.cols == self.spec.block[1]:
             spec = row_spec(self.spec)
             scale = scale_of(self._exponents, self._qdata.shape, spec)
-            return ops.dequantize(self._qdata, scale, *spec.args, self.dtype)
+            return ops.dequantize(self._qdata, scale, *spec.args, dtype)
         scale = scales_of(self._exponents).repeat_interleave(self.cols, 1)[:, : self.shape[1]]
-        return (self._qdata.float() * scale).to(self.dtype)
+        return (self._qdata.float() * scale).to(dtype)
 
     def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
         """``(qdata, scale)`` of these rows, or of their transpose, quantized by ``spec``."""
@@ -120,7 +135,7 @@ class StoredRows(Tensor):
             return (self._qdata.t().contiguous(), scale.t().contiguous()) if transposed else (self._qdata, scale)
         if not transposed:
             raise_other_spec(self.spec, spec)
-        qdata, scale = ops.quantize(self.dequantize(), *spec.args, True)
+        qdata, scale = ops.quantize(self.plain_values(), *spec.args, True)
         return qdata, scale
 
     def _grid(self) -> Tensor:
@@ -234,17 +249,9 @@ class StoredRows(Tensor):
         first = args[0] if args else None
         if func in _SENT:
             return _send(func, args, options)
-        if (found := read_values(cls, VALUES, func, args, options)) is not OTHER:
-            return found
         if isinstance(first, StoredRows) and func in _OPERATIONS:
             return _OPERATIONS[func](first, *args[1:], **options)
-        if is_direct(cls, func, args, options):
-            return write_directly(cls, func, args, options)
-        raise NotImplementedError(
-            f"{func} does not work on a weight that is stored in 8 bits and sharded. Read its values from the "
-            "state_dict of the model, which has plain values; initialize it by reset_parameters of its layer; train it "
-            "by tritonfp8.optim.AdamW or tritonfp8.optim.with_masters"
-        )
+        return on_values(func, args, options)
 
 
 def raise_other_spec(stored: QuantSpec, wanted: QuantSpec) -> None:
@@ -269,35 +276,6 @@ def rows_of(qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -
         exponents = exponents.repeat_interleave(rows, 0)[: qdata.shape[0]]
     assert qdata.dtype == FORMATS[spec.format].dtype
     return StoredRows(qdata, exponents, spec, dtype, spec.block[1])
-
-
-# Read by others: a loss in chunks, a tied embedding, statistics.
-VALUES = {
-    aten.addmm.default,
-    aten.embedding.default,
-    aten.equal.default,
-    aten.isfinite.default,
-    aten.linalg_vector_norm.default,
-    aten.linear.default,
-    aten.mm.default,
-    aten.t.default,
-    aten.transpose.int,
-}
-OTHER = object()
-"""What :func:`read_values` returns for an operation that is none of these."""
-
-
-def read_values(kind: type[Tensor], readers: set[Any], func: Any, args: Any, options: Any) -> Any:
-    """The result of ``func`` if it only reads stored tensors, which are of the type ``kind``, as ``readers`` do."""
-    if func in readers:
-        return func(*(x.dequantize() if isinstance(x, kind) else x for x in args), **options)
-    if func is aten.copy_.default and not isinstance(args[0], kind):
-        return func(args[0], args[1].dequantize(), *args[2:], **options)
-    if func is ops.without_backward:
-        # It ties a result to what it was computed from. A frozen weight gets no gradient anyway.
-        plain = [x for x in args if x is not None and not isinstance(x, kind)]
-        return func(*plain) if len(plain) > 1 else plain[0].clone()
-    return OTHER
 
 
 def _viewed(rows: StoredRows, size: Any, *others: Any) -> StoredRows:
@@ -368,6 +346,8 @@ _OPERATIONS: dict[Any, Any] = {
     aten.new_zeros.default: _new_zeros,
     aten.ones_like.default: lambda rows, **options: _full_like(rows, 1, **options),
     aten.slice.Tensor: _slice,
+    aten.t.default: lambda rows: rows.plain_values().t(),
+    aten.transpose.int: lambda rows, *dims: rows.plain_values().transpose(*dims),
     aten.split.Tensor: lambda rows, size, dim=0: rows._split(size, dim),
     aten.view.default: _viewed,
     aten.view_as.default: lambda rows, other: _viewed(rows, other.shape),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def part_to_update(weight: Tensor) -> StoredPart | None:
 def _turned(x: Tensor, weight: Tensor) -> Tensor:
     """From the dims of a weight to those of its codes, or back."""
     part = stored_part(weight)
-    return x.t() if isinstance(part, StoredWeight) and part.is_transposed else x
+    return x.mT if isinstance(part, StoredWeight) and part.is_transposed else x
 
 
 def gradient_of(weight: Tensor, grad: Tensor | None = None) -> Tensor:
@@ -89,35 +89,75 @@ def write_values(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         weights: stored ones. Ranks that share one call this together.
         values: float32, as the weights are sharded.
     """
-    _write(weights, [gradient_of(weight, x) for weight, x in zip(weights, values, strict=True)])
+    _write(weights, [gradient_of(weight, x) for weight, x in zip(weights, values, strict=True)], False)
 
 
-def write_parts(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """As :func:`write_values`, of the values of this rank's parts."""
-    _write(weights, [_turned(x, weight) for weight, x in zip(weights, values, strict=True)])
+def write_parts(weights: Sequence[Tensor], values: Sequence[Tensor], at_random: bool) -> None:
+    """Store the values of this rank's parts, rounded to nearest, or up or down at random.
+
+    The random bits depend on the codes before and on the number of earlier calls for the weight: replicas that make the
+    same calls get the same codes, and a change that is lost in one call is not lost in each.
+    """
+    _write(weights, [_turned(x, weight) for weight, x in zip(weights, values, strict=True)], at_random)
 
 
-def _write(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    jobs = []
+# An attribute of the codes of a weight, which all its aliases share: the number of writes that were rounded at random.
+_CALLS = "_tritonfp8_writes"
+
+
+def _keys(part: StoredPart, place: int) -> Tensor:
+    """The keys of the random bits of one write."""
+    codes: Any = part.weight._qdata
+    calls = getattr(codes, _CALLS, 0)
+    setattr(codes, _CALLS, calls + 1)
+    content = part.qdata.view(torch.uint8).sum(dtype=torch.int64)[None] + place
+    keys = ops.rounding_keys(0, torch.full_like(content, calls, dtype=torch.float64), content)[0]
+    return torch.cat([keys, keys.new_zeros(2)])
+
+
+def _write(weights: Sequence[Tensor], values: Sequence[Tensor], at_random: bool) -> None:
+    jobs, owners = [], []
     for weight, x in zip(weights, values, strict=True):
-        part = part_to_update(weight)
-        assert part is not None
-        x = x.float().contiguous()
-        zeros = torch.zeros_like(x)
-        # A step of AdamW from nothing: the weight times 0, minus the value as first moment over 1, times -1.
-        numbers = torch.zeros(8, device=x.device)
-        numbers[4], numbers[6] = -1, 1
-        jobs.append((part, (part.qdata, part.scale, x.clone(), zeros, zeros, numbers)))
+        whole = part_to_update(weight)
+        assert whole is not None
+        for part, of_part in _matrices(whole, x):
+            jobs.append((part, _as_step(part, of_part)))
+            owners.append(weight)
 
     def layout(part: StoredPart) -> tuple[str, list[int], list[int]]:
         return part.spec.args[0], list(part.scale_block), list(part.place)
 
-    amaxes = whole_amaxes(weights, lambda i: ops.adamw_amax(*jobs[i][1], *layout(jobs[i][0])))
-    for (part, tensors), amax in zip(jobs, amaxes, strict=True):
+    amaxes = whole_amaxes(owners, lambda i: ops.adamw_amax(*jobs[i][1], *layout(jobs[i][0])))
+    for i, ((part, tensors), amax) in enumerate(zip(jobs, amaxes, strict=True)):
         if part.qdata.numel():
-            keys = torch.zeros(4, dtype=torch.int32, device=part.qdata.device)
-            ops.adamw(*tensors, keys, *layout(part), False, None, None, amax)
+            keys = _keys(part, i) if at_random else torch.zeros(4, dtype=torch.int32, device=part.qdata.device)
+            is_negative_zero = (tensors[2] == 0) & tensors[2].signbit() if at_random else None
+            ops.adamw(*tensors, keys, *layout(part), at_random, None, None, amax)
+            if is_negative_zero is not None:
+                # The step subtracts, and nothing minus a zero is a positive zero.
+                part.qdata.view(torch.uint8)[is_negative_zero] |= 0x80
         part.changed()
+
+
+def _matrices(part: StoredPart, x: Tensor) -> Iterator[tuple[StoredPart, Tensor]]:
+    """A matrix and its values; of experts each matrix and its values."""
+    if part.qdata.ndim == 2:
+        yield part, x
+        return
+    for qdata, scale, values in zip(part.qdata, part.scale, x, strict=True):
+        yield part._replace(qdata=qdata, scale=scale), values
+
+
+def _as_step(part: StoredPart, x: Tensor) -> tuple[Tensor, ...]:
+    """Arguments of a step of AdamW whose result is ``x``.
+
+    It starts from nothing: the weight times 0, minus the value as first moment over 1, times -1.
+    """
+    x = x.float().contiguous()
+    zeros = torch.zeros_like(x)
+    numbers = torch.zeros(8, device=x.device)
+    numbers[4], numbers[6] = -1, 1
+    return part.qdata, part.scale, x.clone(), zeros, zeros, numbers
 
 
 register_writer(write_parts)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from tritonfp8.compat import torch_private
+from tritonfp8.layers.stored.base import CodesTensor
+from tritonfp8.layers.stored.direct import on_values
 
 Step = Callable[[Tensor], Tensor]
 
@@ -23,19 +23,11 @@ def _aliases(func: Any) -> bool:
     return alias is not None and not alias.is_write
 
 
-def _is_written(func: Any, args: Any, options: Any, x: Tensor) -> bool:
-    schema = func._schema.arguments
-    written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema}
-    given = {a.name: value for a, value in zip(schema, args, strict=False)} | options
-    found = [given[name] for name, is_written in written.items() if is_written and name in given]
-    return any(each is x for value in found for each in (value if isinstance(value, list | tuple) else [value]))
-
-
-class ValuesView(Tensor):
+class ValuesView(CodesTensor):
     """What ``weight.view(-1)``, ``weight[:n]`` and other views of a stored weight return.
 
     It has no values of its own. Each operation computes them from the codes, as long as it runs. An operation that
-    writes to it rounds all values of the weight again, so nothing that is written is lost.
+    writes to it rounds the values of the weight again, as one that writes to the weight does.
 
     Args:
         base: the stored weight, whole.
@@ -45,7 +37,6 @@ class ValuesView(Tensor):
 
     _base_weight: Any
     _step: Step
-    __torch_function__ = torch_private.without_torch_function
 
     @staticmethod
     def __new__(cls, base: Tensor, step: Step, values: Tensor) -> ValuesView:
@@ -60,6 +51,18 @@ class ValuesView(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ValuesView({tuple(self.shape)}, {self.dtype}, of {self._base_weight!r})"
 
+    def _inner(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._base_weight._inner()
+        return found
+
+    def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values: a plain tensor without a gradient, exact."""
+        return self._step(self._base_weight.plain_values(dtype))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A copy of a view is a plain tensor, as torch copies it.
+        return self.detach().clone().__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -68,24 +71,7 @@ class ValuesView(Tensor):
         first = args[0] if args else None
         if isinstance(first, ValuesView) and _aliases(func):
             return view_of(first._base_weight, func, args[1:], options, first._step)
-        wholes: dict[int, Tensor] = {}
-
-        def values(view: ValuesView) -> Tensor:
-            base = view._base_weight
-            return view._step(wholes.setdefault(id(base), base.dequantize()))
-
-        found: dict[int, Tensor] = {}
-
-        def read(view: ValuesView) -> Tensor:
-            return found.setdefault(id(view), values(view))
-
-        views: dict[int, ValuesView] = {}
-        tree_map_only(ValuesView, lambda view: views.setdefault(id(view), view), (args, options))
-        out = func(*tree_map_only(ValuesView, read, args), **tree_map_only(ValuesView, read, options))
-        written = [view for view in views.values() if _is_written(func, args, options, view)]
-        for view in written:
-            view._base_weight._fill(wholes[id(view._base_weight)])
-        return written[0] if written and isinstance(out, Tensor) else out
+        return on_values(func, args, options)
 
 
 def view_of(base: Any, func: Any, args: Any, options: Any, before: Step = lambda values: values) -> Tensor | None:
@@ -101,5 +87,5 @@ def view_of(base: Any, func: Any, args: Any, options: Any, before: Step = lambda
         return found
 
     if torch.compiler.is_compiling():
-        return step(base.dequantize())
-    return ValuesView(base, step, step(base.dequantize()))
+        return step(base.plain_values())
+    return ValuesView(base, step, step(base.plain_values()))

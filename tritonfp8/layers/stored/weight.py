@@ -14,9 +14,9 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
-from tritonfp8.layers.stored.copies import reduced
-from tritonfp8.layers.stored.direct import is_direct, write_directly
-from tritonfp8.layers.stored.rows import DTYPES, OTHER, VALUES, StoredRows, raise_other_spec, read_values, rows_of
+from tritonfp8.layers.stored.base import CodesTensor
+from tritonfp8.layers.stored.direct import OVERWRITES, counted, on_values
+from tritonfp8.layers.stored.rows import DTYPES, StoredRows, exact_dtype, raise_other_spec, rows_of
 from tritonfp8.layers.stored.views import view_of
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
@@ -24,18 +24,18 @@ from tritonfp8.specs import QuantSpec, spec_of
 aten = torch.ops.aten
 
 
-class StoredWeight(Tensor):
+class StoredWeight(CodesTensor):
     """A weight ``[N, K]`` that has codes and scales, and no copy in high precision.
 
     Its dtype is the one that the layer computes in. Its values are ``code * scale``: scales are powers of two, so the
     values are exact in bfloat16 and float32. One copy serves all: ``output`` reads the codes as they are. For
     ``grad_input`` the transposed operand is quantized from the values, in the pass that reads it.
 
-    These operations use the values, in a tensor that is freed afterwards: GEMMs outside of the layer, ``F.embedding``,
-    :meth:`dequantize`, and views such as ``view(-1)``, whose writes are rounded into the codes. A copy into it
-    (``load_state_dict``) quantizes the source. ``clone``, ``detach`` and ``to`` give another stored weight. If it
-    requires a gradient, an operation of an optimizer that writes to it rounds the new values. Any other operation
-    raises NotImplementedError.
+    Operations that read it use its values, in a tensor that is freed afterwards, and carry gradients to it. ``clone``,
+    ``detach`` and ``to`` give another stored weight; views such as ``view(-1)`` read and write through. A write that
+    replaces values (a copy, ``load_state_dict``, ``fill_``) rounds to nearest. Any other write (``lerp_``, ``mul_``)
+    rounds up or down at random, so that the expected change is the exact one; in the step of an optimizer of torch, to
+    nearest. What would return views of several parts raises NotImplementedError.
 
     Args:
         qdata: 8-bit ``[N, K]``, contiguous.
@@ -51,15 +51,12 @@ class StoredWeight(Tensor):
     is_transposed: bool
     # Quantizes values, or their transpose: ``(qdata, scale)``.
     _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
-    __torch_function__ = torch_private.without_torch_function
-    __reduce_ex__ = reduced
 
     @staticmethod
     def __new__(
         cls, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
     ) -> StoredWeight:
         """A tensor of this type, without data of its own."""
-        require("the dtype of a stored weight", dtype, DTYPES)
         shape = qdata.mT.shape if is_transposed else qdata.shape
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
 
@@ -93,7 +90,7 @@ class StoredWeight(Tensor):
         # torch would take the memory of the other tensor, which this one does not read.
         if values.shape != self.shape:
             raise ValueError(f"the data of a stored weight {tuple(self.shape)} must keep its shape; got {values.shape}")
-        with torch.no_grad():
+        with torch.no_grad(), counted(self):
             self._fill(values)
 
     @property
@@ -110,14 +107,18 @@ class StoredWeight(Tensor):
         """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
         return torch_private.address_of(self._qdata, inspect.currentframe())
 
-    def dequantize(self) -> Tensor:
-        """The values in the shape and dtype of the weight: a plain tensor, exact."""
-        values = self._values()
-        return values.mT if self.is_transposed else values
+    def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in the shape of the weight: a plain tensor without a gradient, exact."""
+        found = self._of_codes(exact_dtype(dtype or self.dtype))
+        return found.mT if self.is_transposed else found
 
-    def _values(self) -> Tensor:
+    def _of_codes(self, dtype: torch.dtype) -> Tensor:
         """The values in the order of the codes."""
-        return ops.dequantize(self._qdata, self._scale, *self.spec.args, self.dtype)
+        return ops.dequantize(self._qdata, self._scale, *self.spec.args, dtype)
+
+    def of_values(self, values: Tensor) -> Self:
+        """As of :class:`CodesTensor`."""
+        return self.of(values.to(self.dtype), self.spec, self.is_transposed)
 
     @classmethod
     def of(cls, weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Self:
@@ -150,7 +151,7 @@ class StoredWeight(Tensor):
         if isinstance(source, StoredWeight) and (source.spec, source.is_transposed) == (self.spec, self.is_transposed):
             found = source._both()
         else:
-            values = source.dequantize() if isinstance(source, StoredWeight) else source
+            values = source.plain_values() if isinstance(source, StoredWeight) else source
             values = values.to(self.device).expand(self.shape)
             found = self._cast(values.mT if self.is_transposed else values, *self.spec.args)
         self._qdata.copy_(found[0])
@@ -165,7 +166,7 @@ class StoredWeight(Tensor):
             return (self._qdata.mT.contiguous(), self._scale.mT.contiguous()) if transposed else self._both()
         if not transposed:
             raise_other_spec(self.spec, spec)
-        qdata, scale = self._cast(self.dequantize(), *spec.args, True)
+        qdata, scale = self._cast(self.plain_values(), *spec.args, True)
         return qdata, scale
 
     def _both(self) -> tuple[Tensor, Tensor]:
@@ -190,8 +191,6 @@ class StoredWeight(Tensor):
     ) -> Any:
         options = kwargs or {}
         first = args[0] if args else None
-        if (found := read_values(StoredWeight, _VALUES, func, args, options)) is not OTHER:
-            return found
         if isinstance(first, StoredWeight):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
@@ -203,14 +202,16 @@ class StoredWeight(Tensor):
             if func is aten._to_copy.default:
                 return first._to(**options)
             if func is aten.copy_.default:
-                return first._fill(args[1])
+                with counted(first):
+                    return first._fill(args[1])
             if func is aten.empty_like.default and first.is_meta:
                 # Module.to_empty: other callers want memory of their own.
                 qdata, scale = (torch.zeros_like(x, device=options.get("device")) for x in first._both())
                 return first._with(qdata, scale)
-            if func in _INITIALIZATIONS:
+            if func in OVERWRITES:
                 values = torch.empty(first.shape, dtype=first.dtype, device=first.device)
-                return first._fill(func(values, *args[1:], **options))
+                with counted(first):
+                    return first._fill(func(values, *args[1:], **options))
             if func in _FACTORIES:
                 given = {name: options[name] for name in ("dtype", "device") if options.get(name) is not None}
                 return _FACTORIES[func](
@@ -227,26 +228,9 @@ class StoredWeight(Tensor):
         if func is aten.eye.m_out and isinstance(out := options["out"], StoredWeight):
             # torch.nn.init.eye_ writes by out=.
             return out._fill(func(*args, out=torch.empty(out.shape, dtype=out.dtype, device=out.device)))
-        if is_direct(cls, func, args, options):
-            return write_directly(cls, func, args, options)
-        # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
-        raise NotImplementedError(
-            f"{func} does not work on a weight that is stored in 8 bits. Read its values by weight.dequantize(), or "
-            "use tritonfp8.revert(model), which gives the layers plain weights again"
-        )
+        return on_values(func, args, options)
 
 
-# torch.nn.init.trunc_normal_ compares, and replaces the values that lie outside.
-_COMPARISONS = {aten.gt.Scalar, aten.lt.Scalar, aten.where.self}
-_VALUES = VALUES - {aten.t.default, aten.transpose.int} | _COMPARISONS | {aten.bmm.default}
-# Each overwrites all values. A function that needs several operations would round between them.
-_INITIALIZATIONS = {
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.zero_.default,
-}
 _SHARDING = {aten.new_empty.default, aten.new_zeros.default, aten.split.Tensor}
 _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.empty_like.default: torch.empty,

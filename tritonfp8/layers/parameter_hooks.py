@@ -1,0 +1,37 @@
+"""What others change about the parameters of a converted layer: stored weights, and the 8-bit gather of FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+
+class ParameterHooks(nn.Module):
+    """The base of all converted layers, whose weights may be stored in 8 bits."""
+
+    # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
+    on_revert: Callable[[Any], object] | None = None
+    # Takes a Parameter that is assigned, and returns the one to keep.
+    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
+    # A context around reset_parameters, if a weight cannot be initialized as it is.
+    on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
+    # A context in which Module.to and its kind change the other parameters; it changes the stored ones itself.
+    on_move: Callable[[Any, Callable[[Tensor], Tensor]], AbstractContextManager[None]] | None = None
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``; in the place of a stored weight the values are stored."""
+        if param is not None and self.on_assign is not None:
+            param = self.on_assign(self, name, param)
+        super().register_parameter(name, param)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        with nullcontext() if self.on_move is None else self.on_move(self, fn):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def drop_hooks(self) -> None:
+        """Leave the parameters of this layer to torch."""
+        for name in ("on_revert", "on_assign", "on_reset", "on_move"):
+            self.__dict__.pop(name, None)

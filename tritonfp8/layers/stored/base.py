@@ -1,0 +1,157 @@
+"""The base of all tensors of codes: they have no memory of their own, and other programs meet them as Parameters."""
+
+from __future__ import annotations
+
+import inspect
+from types import FrameType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tritonfp8.compat import torch_private
+
+
+class _Made(torch_private.TensorType):
+    """Lets other programs make a Parameter of the type of one that they have: ``type(p)(x, requires_grad=...)``."""
+
+    def __call__(cls, *args: Any, requires_grad: bool | None = None, **options: Any) -> Any:
+        if requires_grad is None and len(args) != 1:
+            return super().__call__(*args, **options)
+        return _parameter_of(cls, args[0], requires_grad is not False, inspect.currentframe())
+
+
+def _parameter_of(cls: Any, x: Any, requires_grad: bool, call: FrameType | None) -> nn.Parameter:
+    if isinstance(x, CodesTensor):
+        return nn.Parameter(x, requires_grad)
+    before = None if call is None or call.f_back is None else _replaced(cls, x, call.f_back)
+    if before is None:
+        raise TypeError(
+            f"a {cls.__name__} is made of codes, and {type(x).__name__} has none: a weight that is stored in 8 bits "
+            "takes values by copy_, by load_state_dict, or by an assignment to its layer (layer.weight = "
+            "nn.Parameter(values))"
+        )
+    return nn.Parameter(before.of_values(x), requires_grad)
+
+
+def _replaced(cls: type, x: Any, caller: FrameType) -> Any:
+    """The stored weight whose place ``x`` is about to take, among the variables of the code that makes the Parameter.
+
+    accelerate has the module and the name of the parameter, and the parameter itself.
+    """
+    found = list(caller.f_locals.values())
+    names = [each for each in found if isinstance(each, str)]
+    owned = [each._parameters.get(name) for each in found if isinstance(each, nn.Module) for name in names]
+    alike: list[Any] = [each for each in [*owned, *found] if type(each) is cls]
+    return next((each for each in alike if each.shape == getattr(x, "shape", None)), None)
+
+
+class _Read(torch.autograd.Function):
+    """The values of a weight; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        found: Tensor = weight.plain_values()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class CodesTensor(Tensor, metaclass=_Made):
+    """A tensor whose values are computed from codes at each use.
+
+    torch takes the memory of other tensors for granted in the methods below, and some would end the process. A derived
+    class has ``__tensor_flatten__`` and ``__tensor_unflatten__``, and those of its inner tensors in the first place.
+    """
+
+    __torch_function__ = torch_private.without_torch_function
+    # Whether other ranks may have a part of its blocks.
+    is_part = False
+
+    def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, a plain tensor without a gradient."""
+        raise NotImplementedError
+
+    def dequantize(self) -> Tensor:
+        """The values in the shape and dtype of the weight: a plain tensor, exact. Its gradient is the weight's."""
+        if self.requires_grad and torch.is_grad_enabled():
+            found: Tensor = _Read.apply(self)  # type: ignore[no-untyped-call]
+            return found
+        return self.plain_values()
+
+    def of_values(self, values: Tensor) -> Self:
+        """Another tensor of this kind, of the codes of ``values``, which have the shape of this one.
+
+        Raises:
+            NotImplementedError: the scales are not known from these values alone.
+        """
+        raise self._refusal("to take values of another tensor")
+
+    def _inner(self) -> dict[str, Tensor]:
+        """The tensors that have memory, by the names of attributes."""
+        return {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+
+    def _refusal(self, what: str) -> NotImplementedError:
+        # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
+        return NotImplementedError(
+            f"{what} does not work on a weight that is stored in 8 bits ({type(self).__name__}). Read its values by "
+            "weight.dequantize(), a plain tensor; write values by weight.copy_(values); or use "
+            "tritonfp8.revert(model), which gives the layers plain weights again"
+        )
+
+    def become(self, other: Tensor) -> None:
+        """Take codes, dtype and device of another tensor of the same type; whoever has this tensor sees them."""
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.__dict__.update(vars(other))
+
+    def share_memory_(self) -> Self:
+        """As of any tensor: codes and scales move to memory that processes share."""
+        for x in self._inner().values():
+            x.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """As of any tensor."""
+        return all(x.is_shared() for x in self._inner().values())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: a write to the array would be lost.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise self._refusal("numpy()")
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise self._refusal("numpy()")
+
+    def apply_(self, function: Any) -> Any:
+        """Refused: torch would write to memory that this tensor lacks.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise self._refusal("apply_")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # pickle does not know memory of 8-bit floats, so they are sent as bytes.
+        context, inner = self.__tensor_flatten__()[1], self._inner()  # type: ignore[attr-defined]
+        sent = {name: (t.view(torch.uint8) if t.itemsize == 1 else t, t.dtype) for name, t in inner.items()}
+        others = {name: value for name, value in self.__dict__.items() if name not in inner}
+        return _unpickled, (type(self), sent, context, self.requires_grad, isinstance(self, nn.Parameter), others)
+
+
+def _unpickled(
+    cls: Any,
+    sent: dict[str, tuple[Tensor, torch.dtype]],
+    context: Any,
+    requires_grad: bool,
+    is_parameter: bool,
+    others: dict[str, Any],
+) -> Tensor:
+    x = cls.__tensor_unflatten__({name: t.view(dtype) for name, (t, dtype) in sent.items()}, context, None, None)
+    found: Tensor = nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
+    found.__dict__.update(others)
+    return found
