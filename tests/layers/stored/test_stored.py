@@ -155,7 +155,7 @@ def test_a_cast_changes_the_dtype_to_compute_in_and_no_code():
     assert_bitwise_equal([model[0].weight._qdata], [before])
     assert model(data(torch.float32)).dtype == torch.float32
     model.half()
-    with pytest.raises(ValueError, match=r"the dtype of a weight that is stored in 8 bits .* must be one of torch.bfl"):
+    with pytest.raises(ValueError, match=r"the dtype of a weight that is stored in 8 bits .* must be one of torch.bf"):
         model.state_dict()
     assert_bitwise_equal([model.float()[0].weight._qdata], [before])
     assert model.to("meta")[0].weight.device.type == "meta"

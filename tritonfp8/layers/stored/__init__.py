@@ -15,6 +15,7 @@
 Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``revert`` call.
 """
 
+from tritonfp8.layers.stored.base import DTYPES, CodesTensor
 from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
 from tritonfp8.layers.stored.exponents import exponents_of, scales_of
 from tritonfp8.layers.stored.matrices import MatricesShard, StoredMatrices
@@ -25,7 +26,7 @@ from tritonfp8.layers.stored.replace import (
     store_weights,
     weight_bytes,
 )
-from tritonfp8.layers.stored.rows import DTYPES, StoredRows
+from tritonfp8.layers.stored.rows import StoredRows
 from tritonfp8.layers.stored.sharding import (
     StoredSharding,
     copy_whole,
@@ -48,6 +49,7 @@ from tritonfp8.layers.stored.weight import StoredWeight, read_operand, store
 
 __all__ = [
     "DTYPES",
+    "CodesTensor",
     "DirectSteps",
     "MatricesShard",
     "StoredMatrices",

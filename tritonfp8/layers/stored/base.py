@@ -9,7 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
+
+DTYPES = (torch.bfloat16, torch.float32)
+"""The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
 
 
 class _Made(torch_private.TensorType):
@@ -71,7 +75,21 @@ class CodesTensor(Tensor, metaclass=_Made):
     is_part = False
 
     def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, a plain tensor without a gradient."""
+        """The values in the shape of the weight: a plain tensor without a gradient, exact.
+
+        Raises:
+            ValueError: not every value is exact in this dtype. A cast of a model raises nothing: it keeps the codes.
+        """
+        dtype = dtype or self.dtype
+        if dtype == torch.float64:
+            return self._plain(torch.float32).double()
+        require(
+            "the dtype of a weight that is stored in 8 bits (cast the model by bfloat16() or float())", dtype, DTYPES
+        )
+        return self._plain(dtype)
+
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        """The values in one of :data:`DTYPES`."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.formats import FORMATS
 from tritonfp8.layers.stored.base import CodesTensor
@@ -21,24 +20,6 @@ from tritonfp8.layers.stored.exponents import ONE, exponents_of, scale_of, scale
 from tritonfp8.specs import QuantSpec, scale_shape, spec_of
 
 aten = torch.ops.aten
-DTYPES = (torch.bfloat16, torch.float32)
-"""The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, checked.
-
-    Raises:
-        ValueError: not every value is exact in it. A cast of the model raises nothing: it keeps the codes, and a cast
-            to a dtype of :data:`DTYPES` brings the values back.
-    """
-    if dtype not in DTYPES:
-        require(
-            "the dtype of a weight that is stored in 8 bits (cast the model by bfloat16() or float())", dtype, DTYPES
-        )
-    return dtype
-
-
 _Meta = tuple[QuantSpec, torch.dtype, int, int | None]
 
 
@@ -118,9 +99,7 @@ class StoredRows(CodesTensor):
         """Address of the codes; see :class:`~tritonfp8.layers.stored.StoredWeight`."""
         return torch_private.address_of(self._qdata, inspect.currentframe())
 
-    def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values ``[n, K]``, a plain tensor without a gradient; exact."""
-        dtype = exact_dtype(dtype or self.dtype)
+    def _plain(self, dtype: torch.dtype) -> Tensor:
         if self.cols == self.spec.block[1]:
             spec = row_spec(self.spec)
             scale = scale_of(self._exponents, self._qdata.shape, spec)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from tritonfp8.layers.linear import is_conv1d, is_distributed
 from tritonfp8.layers.moe import RoutedExperts, class_of_experts
-from tritonfp8.layers.stored.rows import DTYPES
+from tritonfp8.layers.stored.base import DTYPES
 from tritonfp8.layers.stored.sharding import reshard
 from tritonfp8.recipes import Gemm, Recipe
 

@@ -55,8 +55,7 @@ class ValuesView(CodesTensor):
         found: dict[str, Tensor] = self._base_weight._inner()
         return found
 
-    def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values: a plain tensor without a gradient, exact."""
+    def _plain(self, dtype: torch.dtype) -> Tensor:
         return self._step(self._base_weight.plain_values(dtype))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

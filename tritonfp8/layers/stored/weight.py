@@ -14,9 +14,9 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
-from tritonfp8.layers.stored.base import CodesTensor
+from tritonfp8.layers.stored.base import DTYPES, CodesTensor
 from tritonfp8.layers.stored.direct import OVERWRITES, counted, on_values
-from tritonfp8.layers.stored.rows import DTYPES, StoredRows, exact_dtype, raise_other_spec, rows_of
+from tritonfp8.layers.stored.rows import StoredRows, raise_other_spec, rows_of
 from tritonfp8.layers.stored.views import view_of
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
@@ -107,9 +107,8 @@ class StoredWeight(CodesTensor):
         """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
         return torch_private.address_of(self._qdata, inspect.currentframe())
 
-    def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values in the shape of the weight: a plain tensor without a gradient, exact."""
-        found = self._of_codes(exact_dtype(dtype or self.dtype))
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        found = self._of_codes(dtype)
         return found.mT if self.is_transposed else found
 
     def _of_codes(self, dtype: torch.dtype) -> Tensor:
