@@ -108,7 +108,7 @@ def test_errors_say_what_to_do(ranks):
     assert told.keys() == other.keys()
     for what, words in {
         "once": ("ValueError", "blocks do not nest"),
-        "float": ("TypeError", "values of a weight that FSDP gathered in 8 bits"),
+        "float": ("NotImplementedError", "values of a weight that FSDP gathered in 8 bits"),
         "decay": ("TypeError", "model.reshard()"),
         "autocast": ("TypeError", "around the call of the model"),
         "columns": ("ValueError", "dim 0"),

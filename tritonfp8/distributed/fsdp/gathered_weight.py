@@ -16,6 +16,7 @@ from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, read_rank_segments
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
 from tritonfp8.layers.linear import LOCAL, OperandsOfOthers, Pair, register_weight_type
+from tritonfp8.layers.stored import CodesTensor
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
 
@@ -65,13 +66,13 @@ class HighPrecisionValues:
         self._kept = None
 
 
-class GatheredWeight(Tensor):
+class GatheredWeight(CodesTensor):
     """A weight ``[N, K]`` that holds the 8-bit bytes of all ranks, for the GEMMs of one recipe.
 
     Its dtype is the one in which FSDP hands it to the layer, and so is that of its gradient. It has no values in high
-    precision: an op that needs them raises TypeError. It takes one cast: to the dtype that its values were rounded to
-    before they were quantized, which is the cast that autocast makes. Two kinds of ops gather the values: a copy
-    without a gradient (``p.detach().clone()``, as an EMA makes), and a GEMM outside of the layer
+    precision: an op that needs them raises NotImplementedError. It takes one cast: to the dtype that its values were
+    rounded to before they were quantized, which is the cast that autocast makes. Two kinds of ops gather the values: a
+    copy without a gradient (``p.detach().clone()``, as an EMA makes), and a GEMM outside of the layer
     (``F.linear(x, head.weight)``, as in a loss in chunks).
 
     With tensor parallelism it is this rank's part of the weight. ``F.pad`` may put zeros before it.
@@ -86,7 +87,6 @@ class GatheredWeight(Tensor):
     _rounded: torch.dtype | None
     # Set on the weights that FSDP gets; weights that a graph makes have None.
     high_precision: HighPrecisionValues | None = None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -245,8 +245,12 @@ class GatheredWeight(Tensor):
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
             if func is ops.weight_operand:
                 return weight._operand(spec_of(args[1]), args[2], True, *args[3:])
-        raise TypeError(
-            f"{func} needs the values of a weight that FSDP gathered in 8 bits, and only the operands of one recipe's "
+        raise cls._refusal(str(func))
+
+    @classmethod
+    def _refusal(cls, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{what} needs the values of a weight that FSDP gathered in 8 bits, and only the operands of one recipe's "
             "GEMMs are there. Outside the layer work on the sharded parameters (model.reshard()). If autocast begins "
             "inside the model's forward, put it around the call of the model, or give fully_shard a policy "
             "(MixedPrecisionPolicy) whose param_dtype is the dtype of autocast. Or leave the layer out of "

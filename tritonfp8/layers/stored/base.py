@@ -22,7 +22,10 @@ class _Made(torch_private.TensorType):
     def __call__(cls, *args: Any, requires_grad: bool | None = None, **options: Any) -> Any:
         if requires_grad is None and len(args) != 1:
             return super().__call__(*args, **options)
-        return _parameter_of(cls, args[0], requires_grad is not False, inspect.currentframe())
+        found = _parameter_of(cls, args[0], requires_grad is not False, inspect.currentframe())
+        # init_empty_weights passes all attributes of the other one, its inner tensors among them.
+        vars(found).update({name: value for name, value in options.items() if name not in vars(found)})
+        return found
 
 
 def _parameter_of(cls: Any, x: Any, requires_grad: bool, call: FrameType | None) -> nn.Parameter:
@@ -64,10 +67,10 @@ class _Read(torch.autograd.Function):
 
 
 class CodesTensor(Tensor, metaclass=_Made):
-    """A tensor whose values are computed from codes at each use.
+    """A tensor whose values are computed from codes at each use, and which has no memory of its own.
 
-    torch takes the memory of other tensors for granted in the methods below, and some would end the process. A derived
-    class has ``__tensor_flatten__`` and ``__tensor_unflatten__``, and those of its inner tensors in the first place.
+    torch writes to the memory of any tensor in some of the methods below, which would end the process. A derived class
+    has ``__tensor_flatten__`` and ``__tensor_unflatten__``.
     """
 
     __torch_function__ = torch_private.without_torch_function
@@ -90,7 +93,11 @@ class CodesTensor(Tensor, metaclass=_Made):
 
     def _plain(self, dtype: torch.dtype) -> Tensor:
         """The values in one of :data:`DTYPES`."""
-        raise NotImplementedError
+        raise self._refusal("dequantize()")
+
+    def tolist(self) -> Any:
+        """The values, as of any tensor."""
+        return self.plain_values().tolist()
 
     def dequantize(self) -> Tensor:
         """The values in the shape and dtype of the weight: a plain tensor, exact. Its gradient is the weight's."""
@@ -111,10 +118,11 @@ class CodesTensor(Tensor, metaclass=_Made):
         """The tensors that have memory, by the names of attributes."""
         return {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
 
-    def _refusal(self, what: str) -> NotImplementedError:
+    @classmethod
+    def _refusal(cls, what: str) -> NotImplementedError:
         # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
         return NotImplementedError(
-            f"{what} does not work on a weight that is stored in 8 bits ({type(self).__name__}). Read its values by "
+            f"{what} does not work on a weight that is stored in 8 bits ({cls.__name__}). Read its values by "
             "weight.dequantize(), a plain tensor; write values by weight.copy_(values); or use "
             "tritonfp8.revert(model), which gives the layers plain weights again"
         )

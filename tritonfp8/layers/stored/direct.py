@@ -200,7 +200,8 @@ def _base(x: Any) -> Any:
 def _check(func: Any, weights: Sequence[Any], leaves: Sequence[Any]) -> None:
     """Raise NotImplementedError for what is neither a read nor a write that keeps what it writes."""
     first = next(x for x in leaves if isinstance(x, CodesTensor))
-    if func is _UNFIT or _alias_infos(func)[1]:
+    # A change of the shape or the memory would change the values that are about to be freed.
+    if func is _UNFIT or _alias_infos(func)[1] or torch.Tag.inplace_view in func.tags:
         raise first._refusal(str(func))
     for weight in weights:
         if weight.is_part and id(weight) not in _owners:
@@ -254,6 +255,8 @@ def on_values(func: Any, args: Any, options: Any) -> Any:
     Raises:
         NotImplementedError: it returns views, or writes to a part of a weight whose scales other ranks share.
     """
+    if func is aten.detach_.default:
+        return args[0]
     if func is ops.without_backward:
         # It ties a result to what it was computed from, and reads nothing of that.
         plain = [x for x in args if x is not None and not isinstance(x, CodesTensor)]

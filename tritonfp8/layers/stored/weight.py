@@ -145,12 +145,14 @@ class StoredWeight(CodesTensor):
         qdata, scale = (x.to(device=device, **allowed) for x in self._both())
         return self._with(qdata, scale, dtype)
 
-    def _fill(self, source: Tensor) -> Self:
-        """Take the values of ``source``, of the same shape: its codes, or the result of quantizing it."""
+    def _fill(self, source: Any) -> Self:
+        """Take the values of ``source``, of this shape or a number: its codes, or the result of quantizing it."""
         if isinstance(source, StoredWeight) and (source.spec, source.is_transposed) == (self.spec, self.is_transposed):
             found = source._both()
         else:
             values = source.plain_values() if isinstance(source, StoredWeight) else source
+            if not isinstance(values, Tensor):
+                values = torch.tensor(values, dtype=self.dtype)
             values = values.to(self.device).expand(self.shape)
             found = self._cast(values.mT if self.is_transposed else values, *self.spec.args)
         self._qdata.copy_(found[0])

@@ -17,25 +17,25 @@ from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_
 from tritonfp8.distributed.torch_private import disable_dynamo
 from tritonfp8.layers.linear import Pair
 from tritonfp8.layers.moe import MatricesReader, register_matrices
+from tritonfp8.layers.stored import CodesTensor
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, spec_of
 
 aten = torch.ops.aten
 
 
-class GatheredExperts(Tensor):
+class GatheredExperts(CodesTensor):
     """A weight ``[E, N, K]`` that holds the 8-bit bytes of all ranks, for the GEMMs of one recipe.
 
     Its dtype is the one in which FSDP hands it to the module, and so is that of its gradient. It has no values in high
-    precision: an op that needs them raises TypeError. It may be transposed, and takes the cast that autocast makes: to
-    the dtype that its values were rounded to before they were quantized.
+    precision: an op that needs them raises NotImplementedError. It may be transposed, and takes the cast that autocast
+    makes: to the dtype that its values were rounded to before they were quantized.
     """
 
     _codes: Tensor
     _codes_t: Tensor | None
     _scales: Tensor
     _tag: Tensor | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -153,8 +153,12 @@ class GatheredExperts(Tensor):
                 return _FACTORIES[func](weight.shape, **{"dtype": weight.dtype, "device": weight.device, **given})
             if func is ops.matrices_operand:
                 return weight.operand(spec_of(args[1]), args[2], True, *args[3:])
-        raise TypeError(
-            f"{func} needs the values of experts that FSDP gathered in 8 bits, and only the operands of one recipe's "
+        raise cls._refusal(str(func))
+
+    @classmethod
+    def _refusal(cls, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{what} needs the values of experts that FSDP gathered in 8 bits, and only the operands of one recipe's "
             "GEMMs are there. Outside of their module work on the sharded parameters (model.reshard()). If autocast "
             "begins inside the model's forward, put it around the call of the model, or give fully_shard a policy "
             "(MixedPrecisionPolicy) whose param_dtype is the dtype of autocast."
