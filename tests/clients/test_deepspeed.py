@@ -11,8 +11,10 @@ PROCESSES = 2
 pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.in_turn(2)]
 
 
-# DeepSpeed and torch round the factor of clipped gradients in other ways: an ulp, which not every recipe shows.
 UNCLIPPED = 1e6
+# DeepSpeed and torch compute the factor of clipped gradients by other expressions, so it differs by an ulp, 2^-23, on
+# some CPUs. That moves about one code in a million, by 1/16 of a value: one term among the many of an activation.
+OF_A_CLIPPED_STEP = 1e-4
 
 
 @pytest.mark.in_turn(7)
@@ -29,7 +31,12 @@ def test_every_weight_moves_and_the_losses_are_those_of_ddp(ranks, stage, recipe
         assert row["converted"] == 14
         assert row["stuck"] == []
         assert any("21 of 21 trainable weights moved, 0 failures" in each for each in row["messages"])
-        assert row["losses"] == reference["losses"]
+        if max_grad_norm == UNCLIPPED:
+            assert row["losses"] == reference["losses"]
+        else:
+            # The first loss is older than the first step.
+            assert row["losses"][0] == reference["losses"][0]
+            assert row["losses"] == pytest.approx(reference["losses"], rel=OF_A_CLIPPED_STEP)
 
 
 @pytest.mark.parametrize("family", mixtures.FAMILIES)

@@ -1,6 +1,7 @@
 """AdamW on weights that are stored in 8 bits, on one rank."""
 
 import copy
+import importlib
 import io
 
 import covering
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 import tritonfp8
 from tritonfp8 import VerificationError, recipes
 from tritonfp8.layers.stored import stored_part
-from tritonfp8.optim import AdamW
+from tritonfp8.optim import AdamW, with_masters
 from tritonfp8.testing import assert_bitwise_equal
 
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
@@ -275,6 +276,55 @@ def test_compiled(name):
         losses = train(call, AdamW(model.parameters(), lr=1e-2), 3)
         found.append([*losses, *codes(model)])
     assert_bitwise_equal(*found)
+
+
+STEPS = {
+    "ours": (AdamW, {"lr": 1e-2}),
+    "masters": (with_masters(torch.optim.SGD), {"lr": 0.1}),
+    # torch compiles its AdamW in other operations than it runs, so only SGD has the same bits.
+    "torch's SGD": (torch.optim.SGD, {"lr": 10.0}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* writes to weights that are stored in 8 bits")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_compiled_step_is_that_of_eager_code(name):
+    found = []
+    for compiled in (False, True):
+        model = stored_model("rowwise")
+        optimizer = STEPS[name][0](model.parameters(), **STEPS[name][1])
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+        losses = train(model, optimizer, 3)
+        found.append([*losses, *codes(model)])
+    assert_bitwise_equal(*found)
+
+
+def test_a_write_inside_a_graph_is_an_error():
+    weight = stored_model("rowwise")[0].weight.detach()
+    before = weight._qdata.clone()
+    write = torch.compile(lambda: weight.mul_(0.5), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"inside torch\.compile writes to a weight that is stored in 8 bits"):
+        write()
+    assert_bitwise_equal([weight._qdata], [before])
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("torchao", "AdamW8bit"), ("torchao", "AdamW4bit"), ("bitsandbytes", "AdamW8bit")]
+)
+def test_optimizers_of_others_that_read_memory_are_refused(package, name):
+    kind = getattr(importlib.import_module(f"{package}.optim"), name)
+    model = stored_model("rowwise")
+    before, optimizer = codes(model), kind(model.parameters(), lr=1e-2)
+    with pytest.raises(TypeError, match=rf"{name} of {package} cannot step a weight \(136, 200\).*optim\.AdamW"):
+        train(model, optimizer, 1)
+    assert_bitwise_equal(codes(model), before)
+    # They may have frozen ones, which they do not step.
+    model.zero_grad()
+    for layer in (model[0], model[2]):
+        layer.weight.requires_grad_(False)
+    kind(model.parameters(), lr=1e-2).step()
+    assert_bitwise_equal(codes(model), before)
 
 
 def test_trained_weights_must_be_float32():

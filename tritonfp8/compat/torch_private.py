@@ -136,6 +136,9 @@ raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _pub
 """The current stream of a CUDA device as an integer; torch built without CUDA lacks the name, and has no streams."""
 
 
+outside_graphs: Any = getattr(torch, "_disable_dynamo", lambda function: function)
+"""A decorator: the function runs as it is while a graph is traced. torch.compiler.disable imports the compiler."""
+
 TensorType = torch._C._TensorMeta
 """The class of the class ``torch.Tensor``."""
 

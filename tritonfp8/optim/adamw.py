@@ -107,6 +107,7 @@ class AdamW(torch.optim.AdamW):
                     "call float() of the model"
                 )
 
+    @torch_private.outside_graphs  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient. Ranks that share a weight call this together."""

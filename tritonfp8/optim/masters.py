@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.stored import part_to_update, plain_weight, write_values
 
 MASTER = "master"
@@ -50,6 +51,7 @@ class _WithMasters(torch.optim.Optimizer):
         # The class has no module in which pickle could look it up.
         return _empty, (self.inner,), self.__getstate__()
 
+    @torch_private.outside_graphs  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient. Ranks that share a weight call this together."""

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritonfp8 import ops
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.stored.base import CodesTensor
 
 aten = torch.ops.aten
@@ -121,6 +122,7 @@ def register_writer(write: Callable[[Sequence[Tensor], Sequence[Tensor], bool], 
     _writers[:] = [write]
 
 
+@torch_private.outside_graphs  # type: ignore[untyped-decorator]
 def _begin(optimizer: Any, *args: object) -> None:
     _counts.begin()
     _owners.clear()
@@ -136,7 +138,7 @@ def _begin(optimizer: Any, *args: object) -> None:
 
 def _refuse_foreign(optimizer: Any, param: Tensor) -> None:
     package = _FOREIGN.get(type(optimizer).__module__.partition(".")[0])
-    if package is not None:
+    if package is not None and (param.requires_grad or param.grad is not None):
         _counts.is_stepping = False
         raise TypeError(
             f"{type(optimizer).__name__} of {package} cannot step a weight {tuple(param.shape)} that is stored in 8 "
@@ -145,6 +147,7 @@ def _refuse_foreign(optimizer: Any, param: Tensor) -> None:
         )
 
 
+@torch_private.outside_graphs  # type: ignore[untyped-decorator]
 def _end(optimizer: Any, *args: object) -> None:
     _owners.clear()
     _counts.end(optimizer)
@@ -265,6 +268,11 @@ def on_values(func: Any, args: Any, options: Any) -> Any:
     targets = [x for x in written if isinstance(x, CodesTensor)]
     weights = list({id(_base(x)): _base(x) for x in targets}.values())
     _check(func, weights, leaves)
+    if weights and (torch.compiler.is_compiling() or torch_private.is_traced()):
+        raise NotImplementedError(
+            f"{func} inside torch.compile writes to a weight that is stored in 8 bits, which a graph cannot: run what "
+            "writes to it, such as optimizer.step(), as it is. tritonfp8.optim.AdamW steps by few kernels anyway"
+        )
     narrow = any(weight.dtype == torch.bfloat16 for weight in weights)
     values = _Values(narrow and all(x.dtype == _base(x).dtype for x in targets))
     before = {id(weight): values.whole(weight).clone() for weight in weights}
