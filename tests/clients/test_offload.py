@@ -1,4 +1,4 @@
-"""Models that accelerate offloads or dispatches, with weights stored in 8 bits: the same logits, and stored they stay."""
+"""Models that accelerate offloads or dispatches, with weights stored in 8 bits: the same logits, and still stored."""
 
 import accelerate
 import pytest

@@ -1,0 +1,67 @@
+"""The faults about what others do with weights that are stored in 8 bits, as arguments of ``Mutant``."""
+
+_DIRECT = "tritonfp8/layers/stored/direct.py"
+_UPDATE = "tritonfp8/layers/stored/update.py"
+_BASE = "tritonfp8/layers/stored/base.py"
+_WRITES = "tests/layers/stored/test_writes.py"
+_READS = "tests/layers/stored/test_reads.py"
+_PARAMETER = "tests/layers/stored/test_as_parameter.py"
+
+FAULTS = (
+    (
+        _UPDATE,
+        "ops.adamw(*tensors, keys, *layout(part), at_random, None, None, amax)",
+        "ops.adamw(*tensors, keys, *layout(part), False, None, None, amax)",
+        "small writes to a stored weight are rounded to nearest, and most of an average is lost",
+        (_WRITES, "-k", "add_up"),
+    ),
+    (
+        _DIRECT,
+        "if func in OVERWRITES and not _counts.is_stepping:",
+        "if not _counts.is_stepping:",
+        "a write by a view is rounded to nearest",
+        (_WRITES, "-k", "add_up"),
+    ),
+    (
+        _UPDATE,
+        "    setattr(codes, _CALLS, calls + 1)\n",
+        "",
+        "a write that changed no code draws the same random bits at each repeat",
+        (_WRITES, "-k", "lost_once"),
+    ),
+    (
+        _UPDATE,
+        "part.qdata.view(torch.uint8).sum(dtype=torch.int64)[None] + place",
+        "torch.randint(1 << 30, (1,), device=codes.device) + place",
+        "replicas that write alike get other codes",
+        (_WRITES, "-k", "replicas"),
+    ),
+    (
+        _DIRECT,
+        "        self.writes += 1\n",
+        "",
+        "a write outside of an optimizer is not counted",
+        (_WRITES, "-k", "counted"),
+    ),
+    (
+        _DIRECT,
+        "values = _Values(narrow and all(x.dtype == _base(x).dtype for x in targets))",
+        "values = _Values(False)",
+        "a small write to a bfloat16 weight is lost in bfloat16 before it is rounded to a code",
+        (_WRITES, "-k", "every_recipe"),
+    ),
+    (
+        _BASE,
+        "if self.requires_grad and torch.is_grad_enabled():",
+        "if False:",
+        "dequantize() of a trained weight has no gradient, and a penalty trains nothing",
+        (_READS, "-k", "penalty or dequantize"),
+    ),
+    (
+        "tritonfp8/layers/stored/replace.py",
+        "        layer.on_move = _moving\n",
+        "",
+        "a move while a graph is alive leaves a model half moved",
+        (_PARAMETER, "-k", "graph_is_alive"),
+    ),
+)
