@@ -173,12 +173,17 @@ def test_others_may_read_the_values():
     assert torch.equal(out, values)
 
 
-def test_views_of_several_parts_are_an_error():
+@pytest.mark.parametrize(
+    "use", [lambda weight: weight.add_(1), lambda weight: weight.unbind()], ids=["a write", "several views"]
+)
+def test_any_other_use_is_an_error_and_changes_nothing(use):
     model, _ = stored_and_plain("rowwise")
+    before = model[0].weight.dequantize()
     with pytest.raises(
         NotImplementedError, match=r"does not work on a weight that is stored in 8 bits.*dequantize\(\)"
     ):
-        model[0].weight.unbind()
+        use(model[0].weight)
+    assert torch.equal(model[0].weight.dequantize(), before)
 
 
 def test_the_report_says_what_it_saves():

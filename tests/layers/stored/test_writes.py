@@ -88,7 +88,8 @@ def test_in_every_recipe_and_dtype(recipe, dtype):
 
 def test_weights_of_experts():
     torch.manual_seed(0)
-    w, target = (StoredMatrices.of(torch.randn(2, N // 2, K), spec_of("blockwise")) for _ in range(2))
+    made = (StoredMatrices.of(torch.randn(2, N // 2, K), spec_of("blockwise")) for _ in range(2))
+    w, target = map(nn.Parameter, made)
     start, other = w.plain_values(), w.detach().clone()
     repeat(WRITES["lerp_"], w, target)
     assert share_moved(w, start, target.plain_values()) == pytest.approx(EXPECTED, abs=BOUND)
@@ -130,7 +131,7 @@ def test_replicas_that_write_alike_stay_equal():
 def test_a_write_that_is_lost_once_is_not_lost_each_time():
     """A weight so small that most writes change none of its codes."""
     torch.manual_seed(0)
-    w = store(torch.full((16, 16), 1.0), spec_of("rowwise"))
+    w = nn.Parameter(store(torch.full((16, 16), 1.0), spec_of("rowwise")))
     with torch.no_grad():
         for _ in range(400):
             w.mul_(1 - 2.0**-14)
@@ -139,10 +140,20 @@ def test_a_write_that_is_lost_once_is_not_lost_each_time():
 
 def test_zeros_keep_their_signs():
     x = torch.tensor([[0.0, -0.0, 1.0, -1.0] * 8] * 16)
-    w = store(x, spec_of("rowwise"))
+    w = nn.Parameter(store(x, spec_of("rowwise")))
     with torch.no_grad():
         w.neg_()
     assert_bitwise_equal([w.plain_values()], [x.neg()])
+
+
+def test_a_frozen_copy_of_a_trained_weight_is_written_to():
+    w, target = pair()
+    average = copy.deepcopy(w).requires_grad_(False)
+    start = w.detach().plain_values()
+    repeat(WRITES["lerp_"], average, target)
+    assert share_moved(average, start, target.detach().plain_values()) == pytest.approx(EXPECTED, abs=BOUND)
+    with pytest.raises(NotImplementedError, match="float32_copy"):
+        store(torch.ones(N, K), spec_of("rowwise")).mul_(0.5)
 
 
 def test_every_write_is_counted(counts):

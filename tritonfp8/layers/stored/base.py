@@ -123,8 +123,9 @@ class CodesTensor(Tensor, metaclass=_Made):
         # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
         return NotImplementedError(
             f"{what} does not work on a weight that is stored in 8 bits ({cls.__name__}). Read its values by "
-            "weight.dequantize(), a plain tensor; write values by weight.copy_(values); or use "
-            "tritonfp8.revert(model), which gives the layers plain weights again"
+            "weight.dequantize(), a plain tensor, and write values by weight.copy_(values); average it in a "
+            "tritonfp8.optim.float32_copy(model); or use tritonfp8.revert(model), which gives the layers plain weights "
+            "again"
         )
 
     def become(self, other: Tensor) -> None:

@@ -34,6 +34,8 @@ OVERWRITES = {
     aten.zero_.default,
 }
 """Operations that read nothing of what they write: all values are new, so each is rounded to the nearest code."""
+TRAINED = "_tritonfp8_trained"
+"""An attribute of the codes of aliases and copies of a weight that requires a gradient, such as ``weight.data``."""
 # A step of trunc_normal_ up to torch 2.11: a value that was rounded to 1 in the step before would become infinite.
 _UNFIT = aten.erfinv_.default
 # Their classes read the memory of a parameter, or compile the step.
@@ -200,13 +202,16 @@ def _base(x: Any) -> Any:
     return getattr(x, "_base_weight", x)
 
 
-def _check(func: Any, weights: Sequence[Any], leaves: Sequence[Any]) -> None:
+def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
     """Raise NotImplementedError for what is neither a read nor a write that keeps what it writes."""
     first = next(x for x in leaves if isinstance(x, CodesTensor))
     # A change of the shape or the memory would change the values that are about to be freed.
     if func is _UNFIT or _alias_infos(func)[1] or torch.Tag.inplace_view in func.tags:
         raise first._refusal(str(func))
-    for weight in weights:
+    for x in targets:
+        if not (hasattr(x, "_step") or x.is_part or x.requires_grad or hasattr(x._qdata, TRAINED)):
+            raise x._refusal(str(func))
+    for weight in map(_base, targets):
         if weight.is_part and id(weight) not in _owners:
             raise NotImplementedError(
                 f"{func} does not write to a weight that is stored in 8 bits and sharded ({type(weight).__name__}): "
@@ -267,12 +272,12 @@ def on_values(func: Any, args: Any, options: Any) -> Any:
     leaves, written = tree_leaves((args, options)), _written(func, args, options)
     targets = [x for x in written if isinstance(x, CodesTensor)]
     weights = list({id(_base(x)): _base(x) for x in targets}.values())
-    _check(func, weights, leaves)
     if weights and (torch.compiler.is_compiling() or torch_private.is_traced()):
         raise NotImplementedError(
             f"{func} inside torch.compile writes to a weight that is stored in 8 bits, which a graph cannot: run what "
             "writes to it, such as optimizer.step(), as it is. tritonfp8.optim.AdamW steps by few kernels anyway"
         )
+    _check(func, targets, leaves)
     narrow = any(weight.dtype == torch.bfloat16 for weight in weights)
     values = _Values(narrow and all(x.dtype == _base(x).dtype for x in targets))
     before = {id(weight): values.whole(weight).clone() for weight in weights}

@@ -15,7 +15,7 @@ from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
 from tritonfp8.layers.stored.base import DTYPES, CodesTensor
-from tritonfp8.layers.stored.direct import OVERWRITES, counted, on_values
+from tritonfp8.layers.stored.direct import OVERWRITES, TRAINED, counted, on_values
 from tritonfp8.layers.stored.rows import StoredRows, raise_other_spec, rows_of
 from tritonfp8.layers.stored.views import view_of
 from tritonfp8.quantized import Quantized
@@ -35,7 +35,8 @@ class StoredWeight(CodesTensor):
     ``detach`` and ``to`` give another stored weight; views such as ``view(-1)`` read and write through. A write that
     replaces values (a copy, ``load_state_dict``, ``fill_``) rounds to nearest. Any other write (``lerp_``, ``mul_``)
     rounds up or down at random, so that the expected change is the exact one; in the step of an optimizer of torch, to
-    nearest. What would return views of several parts raises NotImplementedError.
+    nearest. These raise NotImplementedError: such a write to a frozen weight, which adapters would merge into and take
+    out again with other values, and what would return views of several parts.
 
     Args:
         qdata: 8-bit ``[N, K]``, contiguous.
@@ -128,6 +129,10 @@ class StoredWeight(CodesTensor):
         return cls(qdata, scale, spec, weight.dtype, is_transposed)
 
     def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Self:
+        if self.requires_grad or hasattr(self._qdata, TRAINED):
+            for codes in (qdata, self._qdata):
+                # copy.deepcopy replaces the attributes of a clone by copies of ours.
+                setattr(codes, TRAINED, True)
         return type(self)(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
 
     def _turned(self) -> Self:
