@@ -27,6 +27,20 @@ def check_trained_in_8_bits(names):
     assert not torch.equal(model.up.weight.dequantize(), before)
 
 
+def trained_in_8_bits(mesh):
+    model = nn.Sequential(nn.Linear(64, 32))
+    tritonfp8.convert(model, "rowwise", weight_storage="quantized")
+    return {"model": model}
+
+
+def check_averaged(names):
+    model, average = names["model"], names["average"].module
+    assert type(average[0].weight) is nn.Parameter
+    assert type(model[0].weight) is StoredWeight
+    # The first update of an average copies.
+    assert torch.equal(average[0].weight, model[0].weight.dequantize())
+
+
 class _Mixture(nn.Module):
     def __init__(self, recipe="bf16"):
         super().__init__()
