@@ -1,5 +1,6 @@
 """Weights that are stored in 8 bits, under FSDP2, HSDP and tensor parallelism: the bits of the model on one rank."""
 
+import covering
 import pytest
 import stored_cases
 import torch
@@ -7,6 +8,18 @@ from cases import QUANTIZED
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 each_recipe = pytest.mark.parametrize("recipe", QUANTIZED)
+
+
+# How many ranks have copies of the shards, of how many ranks: FSDP2 hands on one tensor if a shard is the whole.
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize(
+    ("recipe", "reshard", "world"),
+    covering.pairs(QUANTIZED, [True, False], [(1, None), (2, 1), (2, 2), (4, 4)]),
+)
+def test_any_number_of_shards(request, recipe, reshard, world):
+    size, copies = world
+    ranks = request.getfixturevalue("two_ranks" if size == 2 else "ranks")
+    assert all(ranks.run(size, stored_cases.compares, recipe=recipe, reshard=reshard, copies=copies))
 
 
 @each_recipe
@@ -25,8 +38,8 @@ def test_convert_after_fully_shard(ranks, recipe):
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (4, {"recipe": "blockwise", "hybrid": True}),
-        (4, {"recipe": "mxfp8", "hybrid": True, "order": "sharded_first"}),
+        (4, {"recipe": "blockwise", "copies": 2}),
+        (4, {"recipe": "mxfp8", "copies": 2, "order": "sharded_first"}),
         (2, {"recipe": "rowwise", "offload": True}),
         (2, {"recipe": "mxfp8", "recompute": "yes"}),
         (2, {"recipe": "rowwise", "recompute": "reentrant"}),

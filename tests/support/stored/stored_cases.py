@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from cast_counts import HighPrecisionMemory
 from stored_models import (
     HIDDEN,
+    WIDE,
     Block,
     assert_equal,
     data,
@@ -22,6 +23,7 @@ from stored_models import (
     whole,
 )
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -66,6 +68,25 @@ def compares(
         assert_equal(found, expected)
         if step == 0:
             sharded.state_dict()
+    return True
+
+
+def replicated(mesh, recipe, stored, apply=replicate):
+    """torch's replicate over stored weights, one of them of one row, or over weights of the 8-bit gather."""
+    found = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, 1)).requires_grad_(not stored)
+        options = {"weight_storage": "quantized"} if stored else {}
+        tritonfp8.convert(model, recipe, filter=lambda module, name: True, **options)
+        if shards:
+            if not stored:
+                enable_float8_all_gather(model)
+            for module in (*model, model):
+                apply(module, mesh=mesh)
+        found.append([results(model, data(torch.float32)) for _ in range(2)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_equal(ours, theirs)
     return True
 
 

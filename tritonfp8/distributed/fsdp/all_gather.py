@@ -61,6 +61,8 @@ class Float8AllGather:
         self.experts = experts
         self._names = list(layers)
         self._found: dict[str, Managed] = {}
+        # The weights that each rank has all of, by torch's replicate: they are not gathered.
+        self._replicated: set[str] = set()
         # All that FSDP manages in the model.
         self._groups: list[list[Managed]] = []
         self._settings: dict[str, GatherSettings] = {}
@@ -156,6 +158,7 @@ class Float8AllGather:
         del self.layers[name]
         for by_name in (self._found, self._settings, self._gathers, self._plans, self._reductions):
             by_name.pop(name, None)
+        self._replicated.discard(name)
         self._batches = batches_of(self._plans)
         if managed is not None:
             managed.gather_values()
@@ -170,7 +173,7 @@ class Float8AllGather:
     def gathers(self, layer: nn.Module) -> bool:
         """Whether the weight of ``layer`` is gathered in 8 bits once FSDP2 shards it."""
         name = next((name for name, layers in self.layers.items() if layer in layers), None)
-        return name is not None and self.is_gathered(name)
+        return name is not None and name not in self._replicated and self.is_gathered(name)
 
     @contextmanager
     def keeping_segments(self, layers: Iterable[str]) -> Iterator[None]:
@@ -197,11 +200,13 @@ class Float8AllGather:
 
     def _managed(self) -> dict[str, Managed]:
         """The weights that FSDP manages, as far as it does already."""
-        if len(self._found) < len(self.layers):
-            found = managed_parameters(self.model)
+        if len(self._found) + len(self._replicated) < len(self.layers):
+            managed = managed_parameters(self.model)
+            found = {owner: each for owner, each in managed.items() if not each.is_replicated}
             self._groups = by_group(found.values())
             modules = {name: (layers[0], "weight") for name, layers in self.layers.items()}
             self._found = {name: found[module] for name, module in modules.items() if module in found}
+            self._replicated = {name for name, module in modules.items() if module in managed} - self._found.keys()
             missing = [name for name in self.layers if name not in self._found]
             if above := managed_above([self.layers[name][0] for name in missing]):
                 names = [name for name in missing if self.layers[name][0] in above]

@@ -56,6 +56,12 @@ class Managed(NamedTuple):
         """Its name below the outermost ``fully_shard``, or in its module before the first forward."""
         return self.param._param_fqn or self.param._module_info.param_name
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all of it, by torch's ``replicate``: nothing is gathered then."""
+        info = self.group.mesh_info
+        return hasattr(info, "replicate_mesh_size") and not hasattr(info, "shard_mesh_size")
+
     def require_mesh(self) -> None:
         """Raise RuntimeError unless this torch says how the parameter is sharded."""
         require_of_instance(_USER, MESH_INFO, self.group.mesh_info)
@@ -308,7 +314,8 @@ def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:
         for module in list(_module_state_mapping):
             if isinstance(module, FSDPModule):
                 for group in _groups(module._get_fsdp_state()):
-                    found.update(owner for (owner, _), _ in _owners(group) if owner in layers)
+                    each = _owners(group)
+                    found.update(owner for (owner, _), p in each if owner in layers and not p.is_replicated)
     return found
 
 

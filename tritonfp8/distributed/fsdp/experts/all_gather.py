@@ -153,7 +153,7 @@ class ExpertsAllGather:
         module = self.owners[name].module
         if not is_converted_experts(module) or not weight_orientations(module.recipe) or not managed.shape[0]:
             return False
-        if managed.shards == 1:
+        if managed.is_replicated or managed.shards == 1:
             # Nothing is gathered, and FSDP takes a shard for the whole.
             return False
         managed.require_mesh()
