@@ -117,6 +117,20 @@ def test_revert_and_convert_again(ranks):
 
 
 @pytest.mark.parametrize(
+    ("trains", "experts", "options"),
+    [
+        (False, False, {"use_orig_params": False}),
+        (True, False, {"use_orig_params": True}),
+        (False, True, {"use_orig_params": True}),
+    ],
+)
+def test_fsdp_version_1_is_an_error_when_it_wraps(ranks, trains, experts, options):
+    for found in ranks.run(2, stored_cases.wrapped_by_fsdp1, trains=trains, experts=experts, **options):
+        assert "FSDP version 1" in found
+        assert "use torch.distributed.fsdp.fully_shard (FSDP2)" in found
+
+
+@pytest.mark.parametrize(
     ("how", "message"),
     [
         ("number", "0.up.weight is stored in 8 bits, and FSDP2 cannot reshard such a weight to fewer ranks"),
