@@ -244,7 +244,8 @@ def test_gathered_bytes_where_forward_is_recomputed(ranks, bytes_off, recipe, re
 
 def test_scales_of_all_weights_take_one_collective_a_step(ranks):
     for _, calls in ranks.run(2, fsdp_cases.traffic, setup=Setup("rowwise")):
-        assert calls["all_reduce"] == 1
+        # The other one, of 16 bytes, checks that ranks gather alike.
+        assert calls["all_reduce"] == 2
 
 
 # On GPUs.

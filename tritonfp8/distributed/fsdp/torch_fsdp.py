@@ -6,7 +6,7 @@ Its private names are listed in :mod:`tritonfp8.distributed.torch_private`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -307,16 +307,15 @@ def all_managed() -> Iterator[Managed]:
                 yield from (Managed(group, param) for param in group.fsdp_params)
 
 
-def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:
-    """The layers that FSDP manages from a module above their model; it manages none of them from inside."""
-    found: set[nn.Module] = set()
-    if layers:
-        for module in list(_module_state_mapping):
-            if isinstance(module, FSDPModule):
-                for group in _groups(module._get_fsdp_state()):
-                    each = _owners(group)
-                    found.update(owner for (owner, _), p in each if owner in layers and not p.is_replicated)
-    return found
+def require_none_above(layers: Mapping[str, nn.Module]) -> None:
+    """Raise RuntimeError if FSDP shards some of these layers, by name, from a module above their model."""
+    managed = managed_of(layers.values()) if layers else {}
+    found = {owner for (owner, _), each in managed.items() if not each.is_replicated}
+    if names := [f"{name}.weight" for name, layer in layers.items() if layer in found]:
+        raise RuntimeError(
+            f"{', '.join(names)} is sharded by a fully_shard above the model that enable_float8_all_gather was given: "
+            "give it the outermost module that fully_shard is applied to"
+        )
 
 
 def forget_inference_memory(model: nn.Module) -> None:
