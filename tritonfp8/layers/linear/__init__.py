@@ -33,7 +33,7 @@ from tritonfp8.layers.linear.function import (
     weight_pairs,
     weight_t,
 )
-from tritonfp8.layers.linear.input_cache import SharedInput, forget, versions
+from tritonfp8.layers.linear.input_cache import SharedInput, compared_casts, forget, versions
 from tritonfp8.layers.linear.module import (
     ConvertedLayer,
     Float8Conv1D,
@@ -122,6 +122,7 @@ __all__ = [
     "check_tensors",
     "check_untransformed",
     "check_whole",
+    "compared_casts",
     "computes_linear",
     "conv1d_class",
     "first_order",
