@@ -138,7 +138,7 @@ def measured(sizes: Sizes = LAYER) -> dict[str, dict[str, dict[str, Parts]]]:
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     mesh = init_device_mesh("cpu", (RANKS,))
     # The other ranks do not exist, so the check that all ranks gather alike would fail.
-    with mock.patch("tritonfp8.distributed.fsdp.all_gather.check_agreement"):
+    with mock.patch("tritonfp8.distributed.fsdp.all_gather.Agreement"):
         found = {way.name: {recipe: way.step(mesh, recipe, sizes) for recipe in recipes.names()} for way in WAYS}
     dist.destroy_process_group()
     return found

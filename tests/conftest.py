@@ -94,6 +94,16 @@ def ranks(request):
     processes.stop()
 
 
+@pytest.fixture(scope="module")
+def two_ranks():
+    """As ``ranks``, of two processes: torch makes a mesh of two dims over all of them."""
+    from process_group import Processes
+
+    processes = Processes(2)
+    yield processes
+    processes.stop()
+
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()

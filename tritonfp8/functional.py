@@ -273,7 +273,7 @@ def quantize_groups(x: Tensor, offsets: Tensor, spec: QuantSpec, transpose: bool
     _check_spec(spec)
     require_flag("transpose", transpose)
     _check_matrix(x, "quantize_groups")
-    _check_offsets(offsets, len(offsets), x.shape[0], x.device)
+    _check_offsets(offsets, None, x.shape[0], x.device)
     layout = "columns" if transpose else "rows"
     check_group_spec(spec, layout)
     qdata, scale = ops.quantize_groups(_without_grad(x), offsets, *spec.args, transpose)
@@ -304,11 +304,11 @@ def quantize_matrices(x: Tensor, spec: QuantSpec, transpose: bool = False) -> Qu
     return QuantizedGroups(qdata, scale, spec, "matrices", x.shape[0])
 
 
-def _check_offsets(offsets: Tensor, groups: int, tokens: int, device: torch.device) -> None:
+def _check_offsets(offsets: Tensor, groups: int | None, tokens: int, device: torch.device) -> None:
     require_type("offsets", offsets, Tensor, "a torch.Tensor")
     if offsets.device != device:
         raise ValueError(f"offsets must be on {device}, where the groups are; got {offsets.device}")
-    check_offsets(offsets, groups, tokens)
+    check_offsets(offsets, offsets.numel() if groups is None else groups, tokens)
 
 
 def _check_groups(a: QuantizedGroups, b: QuantizedGroups, bias: Tensor | None, tokens: int | None) -> None:

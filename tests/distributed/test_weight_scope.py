@@ -15,7 +15,7 @@ SHARDED = {
     "FSDP2 hp": {"recipe": "rowwise_hp_grad_weight"},
     "FSDP2 blockwise": {"recipe": "blockwise"},
     "together": {"recipe": "tensorwise", "reshard": False},
-    "HSDP": {"recipe": "mxfp8", "hybrid": True},
+    "HSDP": {"recipe": "mxfp8", "copies": 2},
 }
 
 

@@ -96,6 +96,44 @@ def test_a_weight_that_is_also_read_outside_of_its_layer():
     assert "its weight was also multiplied by aten.mm in float32, outside of the layer" in found["b"]
 
 
+WRITES = {
+    "data": lambda x: x.data.mul_(3),
+    "numpy": lambda x: x.detach().numpy().__imul__(3),
+    "counted": lambda x: x.detach().mul_(3),
+    "new": lambda x: None,
+}
+
+
+class Siblings(nn.Module):
+    """Layers that read one tensor, which is written to in between."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.q_proj, self.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.write = write
+
+    def forward(self, x):
+        x = self.norm(x)
+        q = self.q_proj(x)
+        WRITES[self.write](x)
+        return q + self.k_proj(x)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_between_siblings_that_torch_does_not_count(write, recipe):
+    model = Siblings(write)
+    tritonfp8.convert(model, recipe)
+    if write in ("counted", "new"):
+        assert tritonfp8.verify(model, torch.randn(M, 32), backward=write == "new").ok
+        return
+    [(layer, failure)] = failures(model, torch.randn(M, 32), backward=False).items()
+    assert layer == "k_proj"
+    assert "a write that torch does not count (x.data, x.numpy()" in failure
+    assert "under torch.no_grad()" in failure
+
+
 def test_the_table_shows_who_read_a_weight():
     model = pair(lambda self, x: F.linear(x, self.b.weight))
     with pytest.warns(UserWarning, match="b: it was never called"):

@@ -61,6 +61,7 @@ BASE = (
     PrivateName("torch:", "_foreach_norm", "amaxes of many shards in one kernel"),
     PrivateName("torch:", "_foreach_copy_", "writes those amaxes in one kernel"),
     PrivateName("torch:_C", "_disabled_torch_function_impl", "a gathered weight dispatches below torch functions"),
+    PrivateName("torch.distributed:distributed_c10d", "_get_default_store", "the words of ranks that disagree"),
     PrivateName("torch.utils._python_dispatch:", "TorchDispatchMode", "counts the bytes of collectives"),
     PrivateName("torch.utils._pytree:", "tree_leaves", "finds the tensors of a collective"),
     PrivateName("torch.distributed:_functional_collectives", "wait_tensor", "its import registers the ops below"),
@@ -143,6 +144,8 @@ FSDP = (
 )
 """Needed by :func:`~tritonfp8.distributed.enable_float8_all_gather` besides."""
 
+default_store: Any = dist.distributed_c10d._get_default_store
+"""The store through which the ranks of the default group met."""
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 """A decorator: the function runs as it is while a graph is traced."""
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -15,12 +15,18 @@ from torch.utils import _pytree as pytree
 from tritonfp8 import counting
 from tritonfp8.checks import require, require_flag
 from tritonfp8.layers import recorded_modules
-from tritonfp8.layers.linear import is_converted, require_module
+from tritonfp8.layers.linear import compared_casts, is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import spec_of
 from tritonfp8.workflow.unchanged import unchanged
-from tritonfp8.workflow.verification_failures import Converted, call_failures, device_failures, structural_failures
+from tritonfp8.workflow.verification_failures import (
+    Converted,
+    call_failures,
+    device_failures,
+    stale_failures,
+    structural_failures,
+)
 from tritonfp8.workflow.verification_report import (
     ON_FAILURE,
     GemmReport,
@@ -74,8 +80,9 @@ def verify(
     report = VerificationReport({}, {}, tuple(failures), backward)
     # A layer without a recipe raises when it is called.
     if layers and all(isinstance(layer.__dict__.get("recipe"), Recipe) for layer in layers.values()):
-        log, reads, with_grad = _observed(model, inputs, kwargs, backward)
-        report = _report(layers, log, reads, with_grad, failures, backward)
+        with compared_casts() as stale:
+            log, reads, with_grad = _observed(model, inputs, kwargs, backward)
+        report = _report(layers, log, reads, with_grad, [*failures, *stale_failures(layers, stale)], backward)
     _logger.log(logging.INFO if report.ok else logging.WARNING, "%s", report.summary)
     if not report.ok:
         deliver(report.message(), report, on_failure, stacklevel=2)

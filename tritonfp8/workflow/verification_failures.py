@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -91,6 +91,18 @@ def call_failures(
                 name,
                 "it was called, and none of its GEMMs was seen",
                 "verify the model outside of traces (torch.jit, make_fx) and CUDA graphs",
+            )
+
+
+def stale_failures(layers: Mapping[str, Converted], stale: Collection[object]) -> Iterator[Failure]:
+    """Layers that took the cast of a sibling, though their input had other values by then."""
+    for name, layer in layers.items():
+        if getattr(layer, "shared_input", None) in stale:
+            yield Failure(
+                name,
+                "it read the cast that a layer before it made of the same tensor, and the tensor has other values now: "
+                "a write that torch does not count (x.data, x.numpy(), a kernel of your own) came in between",
+                "write to a new tensor, or in place under torch.no_grad(), which torch counts",
             )
 
 

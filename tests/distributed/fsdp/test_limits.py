@@ -81,6 +81,32 @@ def test_ranks_that_disagree_on_a_recipe_are_told_which_and_where(ranks, how):
     assert len(told[0].splitlines()) == 2
 
 
+# Recipes that reduce amaxes and mxfp8, which reduces none; one that gathers nothing in 8 bits; no recipe at all.
+@pytest.mark.parametrize(
+    ("world", "options", "words"),
+    [
+        (2, {"how": "blockwise"}, "recipe 'blockwise'"),
+        (2, {"how": "tensorwise", "first": "mxfp8"}, "recipe 'tensorwise'"),
+        (3, {"how": "bf16"}, "weight in high precision"),
+        (2, {"how": "rowwise", "first": "blockwise"}, "recipe 'rowwise'"),
+        (2, {"how": "reverted"}, "not gathered"),
+        # Some ranks share neither shards nor copies with the one that changed.
+        (4, {"how": "bf16", "first": "mxfp8", "copies": 2}, "weight in high precision"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_a_rank_that_changes_its_recipe_alone(ranks, world, options, words):
+    told = ranks.run(world, fsdp_limit_cases.changes_alone, **options, timeout=30)
+    assert all(each == told[0] for each in told)
+    # The next forward says it again, until ranks agree.
+    assert len(told[0]) == 2
+    line = next(line for line in told[0][1].splitlines() if "layers.0.q" in line)
+    assert "ranks disagree" in told[0][1]
+    assert f"on ranks {', '.join(str(rank) for rank in range(world) if rank != 1)}" in line
+    assert line.rstrip(";").count(words) == 1
+    assert f"{words}" in next(part for part in line.split(";") if "on ranks 1" in part)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_copies_of_parameters_after_an_evaluation_are_those_of_plain_fsdp2(ranks, reshard, tmp_path):
     options = {"path": str(tmp_path), "reshard": reshard}
@@ -109,8 +135,8 @@ def test_errors_say_what_to_do(ranks):
     for what, words in {
         "once": ("ValueError", "blocks do not nest"),
         "float": ("NotImplementedError", "values of a weight that FSDP gathered in 8 bits"),
-        "decay": ("TypeError", "model.reshard()"),
-        "autocast": ("TypeError", "around the call of the model"),
+        "decay": ("NotImplementedError", "model.reshard()"),
+        "autocast": ("NotImplementedError", "around the call of the model"),
         "columns": ("ValueError", "dim 0"),
         "above": ("RuntimeError", "outermost"),
         "tensor parallel twice": ("ValueError", "enable_float8_all_gather once"),

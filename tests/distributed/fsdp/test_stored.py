@@ -1,5 +1,6 @@
 """Weights that are stored in 8 bits, under FSDP2, HSDP and tensor parallelism: the bits of the model on one rank."""
 
+import covering
 import pytest
 import stored_cases
 import torch
@@ -7,6 +8,18 @@ from cases import QUANTIZED
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 each_recipe = pytest.mark.parametrize("recipe", QUANTIZED)
+
+
+# How many ranks have copies of the shards, of how many ranks: FSDP2 hands on one tensor if a shard is the whole.
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize(
+    ("recipe", "reshard", "world"),
+    covering.pairs(QUANTIZED, [True, False], [(1, None), (2, 1), (2, 2), (4, 4)]),
+)
+def test_any_number_of_shards(request, recipe, reshard, world):
+    size, copies = world
+    ranks = request.getfixturevalue("two_ranks" if size == 2 else "ranks")
+    assert all(ranks.run(size, stored_cases.compares, recipe=recipe, reshard=reshard, copies=copies))
 
 
 @each_recipe
@@ -25,8 +38,8 @@ def test_convert_after_fully_shard(ranks, recipe):
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (4, {"recipe": "blockwise", "hybrid": True}),
-        (4, {"recipe": "mxfp8", "hybrid": True, "order": "sharded_first"}),
+        (4, {"recipe": "blockwise", "copies": 2}),
+        (4, {"recipe": "mxfp8", "copies": 2, "order": "sharded_first"}),
         (2, {"recipe": "rowwise", "offload": True}),
         (2, {"recipe": "mxfp8", "recompute": "yes"}),
         (2, {"recipe": "rowwise", "recompute": "reentrant"}),
@@ -104,6 +117,20 @@ def test_revert_and_convert_again(ranks):
 
 
 @pytest.mark.parametrize(
+    ("trains", "experts", "options"),
+    [
+        (False, False, {"use_orig_params": False}),
+        (True, False, {"use_orig_params": True}),
+        (False, True, {"use_orig_params": True}),
+    ],
+)
+def test_fsdp_version_1_is_an_error_when_it_wraps(ranks, trains, experts, options):
+    for found in ranks.run(2, stored_cases.wrapped_by_fsdp1, trains=trains, experts=experts, **options):
+        assert "FSDP version 1" in found
+        assert "use torch.distributed.fsdp.fully_shard (FSDP2)" in found
+
+
+@pytest.mark.parametrize(
     ("how", "message"),
     [
         ("number", "0.up.weight is stored in 8 bits, and FSDP2 cannot reshard such a weight to fewer ranks"),
@@ -111,7 +138,7 @@ def test_revert_and_convert_again(ranks):
         ("float16", "0.up.weight is stored in 8 bits, and such a weight serves layers in bfloat16 or float32"),
         ("conv1d", "Leave the Conv1D layers out of convert by filter="),
         ("gather twice", "0.up    skipped: stored in 8 bits: FSDP2 gathers its codes without this"),
-        ("copy", "does not work on a weight that is stored in 8 bits and sharded"),
+        ("copy", "does not write to a weight that is stored in 8 bits and sharded"),
     ],
 )
 def test_what_does_not_work_is_an_error(ranks, how, message):

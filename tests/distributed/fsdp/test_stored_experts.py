@@ -1,5 +1,6 @@
 """FSDP2 and expert parallelism shard stored weights of experts as codes, and change no bit."""
 
+import covering
 import pytest
 import stored_expert_cases
 import torch
@@ -38,7 +39,18 @@ def test_a_policy_of_bfloat16(ranks):
 
 
 def test_hsdp(ranks):
-    assert ranks.run(4, stored_expert_cases.trains, recipe="mxfp8", hsdp=True) == [[4] * 4] * 4
+    assert ranks.run(4, stored_expert_cases.trains, recipe="mxfp8", copies=2) == [[4] * 4] * 4
+
+
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize(
+    ("recipe", "reshard", "world"), covering.each(QUANTIZED, [True, False], [(1, None), (2, 2), (4, 4), (2, 1)])
+)
+def test_a_shard_that_is_the_whole(request, recipe, reshard, world):
+    size, copies = world
+    ranks = request.getfixturevalue("two_ranks" if size == 2 else "ranks")
+    found = ranks.run(size, stored_expert_cases.trains, recipe=recipe, reshard=reshard, copies=copies, experts=3)
+    assert [each[0] for each in found] == ([2, 1] if world == (2, 1) else [3] * size)
 
 
 @pytest.mark.parametrize(

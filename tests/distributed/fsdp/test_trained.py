@@ -22,6 +22,20 @@ def test_the_bits_of_one_rank(ranks, layout, recipe):
     assert all(ranks.run(world, trained_cases.compares, recipe=recipe, layout=layout))
 
 
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize(
+    ("recipe", "layout", "world"),
+    [
+        *covering.pairs(QUANTIZED, ["copies", "copies_kept"], [1, 2, 4]),
+        ("rowwise", "hsdp of one", 2),
+        ("blockwise", "hsdp of one_kept", 2),
+    ],
+)
+def test_a_shard_that_is_the_whole(request, recipe, layout, world):
+    ranks = request.getfixturevalue("two_ranks" if world == 2 else "ranks")
+    assert all(ranks.run(world, trained_cases.compares, recipe=recipe, layout=layout))
+
+
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -114,6 +128,16 @@ def test_three_and_three_steps_on_another_mesh_are_six(ranks, tmp_path, recipe, 
     options = {"folder": str(tmp_path / "state"), "recipe": recipe, "moments": moments, "steps": 3, "total": 6}
     saved, wanted, losses = ranks.run(source[1], trained_cases.save, layout=source[0], **options)[0]
     for loaded, found, after in ranks.run(target[1], trained_cases.load, layout=target[0], **options):
+        values = [{name: x for name, x in each.items() if "values" in name} for each in (loaded, saved)]
+        assert equal(*values)
+        assert equal(found, wanted)
+        assert torch.equal(torch.stack(after), torch.stack(losses))
+
+
+def test_three_steps_on_four_ranks_go_on_on_copies(ranks, two_ranks, tmp_path):
+    options = {"folder": str(tmp_path / "state"), "recipe": "blockwise", "moments": "bf16", "steps": 3, "total": 6}
+    saved, wanted, losses = ranks.run(4, trained_cases.save, layout="fsdp2", **options)[0]
+    for loaded, found, after in two_ranks.run(2, trained_cases.load, layout="copies", **options):
         values = [{name: x for name, x in each.items() if "values" in name} for each in (loaded, saved)]
         assert equal(*values)
         assert equal(found, wanted)

@@ -321,6 +321,11 @@ class TestFloat8Experts:
         for args in ((hidden[None], index, weights), (hidden, index[:-1], weights), (hidden, index, weights[:, :1])):
             with pytest.raises(ValueError, match=r"\[T, top_k\]"):
                 experts(*args)
+        for i, name in enumerate(("hidden states", "top_k_index", "top_k_weights")):
+            with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor; got NoneType"):
+                experts(*(None if i == j else x for j, x in enumerate((hidden, index, weights))))
+        with pytest.raises(TypeError, match="top_k_index must be integers"):
+            experts(hidden, index.float(), weights)
         for sizes in ((0, 32, 48), (5, 3.0, 48)):
             with pytest.raises(ValueError, match="must be a positive int"):
                 Float8Experts(*sizes, recipe="rowwise")

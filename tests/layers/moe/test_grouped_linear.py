@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import recipes as any_recipe
 
 import tritonfp8
-from tritonfp8 import functional, recipes
+from tritonfp8 import QuantSpec, functional, recipes
 from tritonfp8.counting import count_gemms
 from tritonfp8.specs import BLOCK_128X128
 from tritonfp8.testing import assert_bitwise_equal
@@ -196,6 +196,11 @@ class TestErrors:
             (ends(4, 0, 6).long(), TypeError, "int32.*got torch.int64"),
             (ends(4, 6), ValueError, r"shape \(3,\).*got \(2,\)"),
             (ends(4, 0, 6).to("meta"), ValueError, "offsets on meta with input on cpu"),
+            (torch.nn.Parameter(ends(4, 0, 8), requires_grad=False), ValueError, r"got \[4, 4, 12\]"),
+            ([4, 4, 10], TypeError, "offsets must be a torch.Tensor; got list"),
+            (ends(4, 0, 6).numpy(), TypeError, "offsets must be a torch.Tensor; got ndarray"),
+            (3, TypeError, "offsets must be a torch.Tensor; got int"),
+            (ends(4)[0], ValueError, r"shape \(3,\).*got \(\)"),
         ],
     )
     def test_offsets(self, offsets, error, message):
@@ -212,11 +217,35 @@ class TestErrors:
             ({"weight": WEIGHT.bfloat16()}, TypeError, "weight of torch.bfloat16 with input of torch.float32"),
             ({"input": INPUT.double()}, TypeError, "got input of torch.float64"),
             ({"recipe": "no such"}, ValueError, "no such"),
+            ({"recipe": 3}, TypeError, "a recipe must be a name or a tritonfp8.Recipe; got int"),
+            ({"weight": [*WEIGHT]}, TypeError, "weight must be a torch.Tensor; got list"),
+            ({"weight": None}, TypeError, "weight must be a torch.Tensor; got NoneType"),
+            ({"weight": WEIGHT[0]}, ValueError, r"weight \[E, N, K\]; got \(11, 40\) and \(24, 40\)"),
+            ({"weight": WEIGHT.to("meta")}, ValueError, "weight on meta with input on cpu"),
+            ({"input": INPUT.tolist()}, TypeError, "input must be a torch.Tensor; got list"),
+            ({"input": INPUT.numpy()}, TypeError, "input must be a torch.Tensor; got ndarray"),
+            ({"bias": "no"}, TypeError, "bias must be a torch.Tensor or None; got str"),
         ],
     )
     def test_operands(self, arguments, error, message):
         with pytest.raises(error, match=message):
             self.run(**arguments)
+
+    def test_offsets_that_are_missing(self):
+        with pytest.raises(TypeError, match="offsets must be a torch.Tensor; got NoneType"):
+            functional.grouped_linear(self.INPUT, self.WEIGHT, None)
+
+    @pytest.mark.parametrize(
+        ("offsets", "error", "message"),
+        [
+            (None, TypeError, "offsets must be a torch.Tensor; got NoneType"),
+            (5, TypeError, "offsets must be a torch.Tensor; got int"),
+            (ends(4)[0], ValueError, r"must have shape \(1,\).*got \(\)"),
+        ],
+    )
+    def test_offsets_of_quantize_groups(self, offsets, error, message):
+        with pytest.raises(error, match=message):
+            functional.quantize_groups(self.INPUT, offsets, QuantSpec("e4m3", (1, -1), "fp32", "pow2"))
 
     def test_transforms(self):
         with pytest.raises(RuntimeError, match="grouped_linear"):

@@ -28,7 +28,7 @@ class Setup:
     dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype | None = torch.bfloat16
     optimizer: str = "foreach"
-    hybrid: bool = False
+    copies: int | None = None
     offload: bool = False
     meta: bool = False
     frozen: str = ""
@@ -46,8 +46,9 @@ class Setup:
 
 def build(mesh, setup):
     """The converted and sharded model, and the report of the gather or None."""
-    if setup.hybrid:
-        mesh = made_mesh(mesh.device_type, (2, mesh.size() // 2), ("replicate", "shard"))
+    if setup.copies is not None:
+        shape = (setup.copies, mesh.size() // setup.copies)
+        mesh = made_mesh(mesh.device_type, shape, ("replicate", "shard"))
     with torch.device("meta" if setup.meta else "cpu"):
         model = Llama(*setup.sizes, tied=setup.tied)
     if not setup.meta:

@@ -166,6 +166,29 @@ def disagree(mesh, how):
         return str(error)
 
 
+def changes_alone(mesh, how, copies=None, first="rowwise"):
+    """The errors of a forward after rank 1 alone changed a recipe, and after it changed it back; then the loss."""
+    model, _ = build(mesh, Setup(first, copies=copies, param_dtype=None))
+    rank = torch.distributed.get_rank()
+    expected = model(tokens_of(0)).item()
+    model(tokens_of(0)).sum().backward()
+    if rank == 1:
+        if how == "reverted":
+            tritonfp8.revert(model)
+        else:
+            tritonfp8.swap_recipe(model, {"layers.0.q": how, "*": first} if how == "blockwise" else how)
+    told = []
+    for _ in range(2):
+        try:
+            model(tokens_of(0))
+        except RuntimeError as error:
+            told.append(str(error))
+    if how != "reverted":
+        tritonfp8.swap_recipe(model, first)
+        assert model(tokens_of(0)).item() == expected
+    return told
+
+
 def toggle_reshard(mesh, enabled, recipe):
     """Accumulate gradients without resharding between micro-batches (ZeRO-2), then with it (ZeRO-3)."""
     model, _ = build(mesh, Setup(recipe, enabled))

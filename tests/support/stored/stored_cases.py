@@ -6,8 +6,10 @@ import io
 import torch
 import torch.distributed.checkpoint as dcp
 from cast_counts import HighPrecisionMemory
+from stored_expert_cases import IDS, mixture
 from stored_models import (
     HIDDEN,
+    WIDE,
     Block,
     assert_equal,
     data,
@@ -22,8 +24,9 @@ from stored_models import (
     whole,
 )
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers.pytorch_utils import Conv1D
 
@@ -66,6 +69,25 @@ def compares(
         assert_equal(found, expected)
         if step == 0:
             sharded.state_dict()
+    return True
+
+
+def replicated(mesh, recipe, stored, apply=replicate):
+    """torch's replicate over stored weights, one of them of one row, or over weights of the 8-bit gather."""
+    found = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(HIDDEN, WIDE), nn.Linear(WIDE, 1)).requires_grad_(not stored)
+        options = {"weight_storage": "quantized"} if stored else {}
+        tritonfp8.convert(model, recipe, filter=lambda module, name: True, **options)
+        if shards:
+            if not stored:
+                enable_float8_all_gather(model)
+            for module in (*model, model):
+                apply(module, mesh=mesh)
+        found.append([results(model, data(torch.float32)) for _ in range(2)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_equal(ours, theirs)
     return True
 
 
@@ -234,6 +256,30 @@ def refused(mesh, how):
         elif how == "copy":
             shard(model, mesh)[0].up.weight.to_local().zero_()
     except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def wrapped_by_fsdp1(mesh, trains, experts, **options):
+    """The message of FSDP version 1; the model computes what it did before."""
+    torch.manual_seed(0)
+    if experts:
+        model, args = mixture(recipe="rowwise"), (IDS,)
+    else:
+        model, args = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)).requires_grad_(trains), (torch.ones(2, 64),)
+        tritonfp8.convert(model, "rowwise", filter=lambda module, name: True, weight_storage="quantized")
+
+    def output():
+        found = model(*args)
+        return found.logits if experts else found
+
+    expected = output()
+    try:
+        FullyShardedDataParallel(
+            model, process_group=mesh.get_group(), device_id=torch.device(mesh.device_type), **options
+        )
+    except NotImplementedError as error:
+        assert torch.equal(output(), expected)
         return str(error)
     return "nothing"
 

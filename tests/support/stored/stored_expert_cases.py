@@ -6,7 +6,7 @@ import mixtures
 import torch
 import transformers
 from process_group import made_mesh
-from stored_models import assert_equal
+from stored_models import assert_equal, hybrid_mesh
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -68,12 +68,12 @@ def full(state):
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
 
 
-def trains(mesh, recipe, experts=8, family="qwen3_moe", hsdp=False, **options):
+def trains(mesh, recipe, experts=8, family="qwen3_moe", copies=None, **options):
     """Every rank has the same tokens, so losses and weights are those of one process."""
     sizes = {} if family != "qwen3_moe" else {"num_experts": experts}
     alone, model = (mixture(family, recipe, **sizes) for _ in range(2))
-    if hsdp:
-        mesh = made_mesh(mesh.device_type, (2, 2), ("replicate", "shard"))
+    if copies is not None:
+        mesh = hybrid_mesh(mesh, copies)
     model = sharded(model, mesh, **options)
     parts = [p._local_tensor for each in mixtures.experts_of(model).values() for p in each.parameters()]
     assert {type(x) for x in parts} - {torch.Tensor} == {MatricesShard}

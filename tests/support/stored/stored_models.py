@@ -58,9 +58,14 @@ def stored_model(recipe, dtype=torch.bfloat16, recompute=None, blocks=2):
     return model
 
 
-def shard(model, mesh, *, hybrid=False, offload=False, param_dtype=None, reshard=True, root=True):
-    if hybrid:
-        mesh = made_mesh(mesh.device_type, (2, mesh.size() // 2), ("replicate", "shard"))
+def hybrid_mesh(mesh, copies):
+    """The ranks of a mesh as so many copies of the shards, for HSDP."""
+    return made_mesh(mesh.device_type, (copies, mesh.size() // copies), ("replicate", "shard"))
+
+
+def shard(model, mesh, *, copies=None, offload=False, param_dtype=None, reshard=True, root=True):
+    if copies is not None:
+        mesh = hybrid_mesh(mesh, copies)
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),

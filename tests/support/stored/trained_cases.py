@@ -42,7 +42,9 @@ def laid_out(mesh, layout, model):
         parallelize_module(model, mesh if grid is None else grid["tp"], tp_plan(model))
         return model if grid is None else shard(model, grid["dp"])
     if layout != "single":
-        shard(model, mesh, hybrid=layout == "hsdp", reshard=layout != "fsdp2_kept")
+        # One rank needs no mesh of copies.
+        copies = {"hsdp": 2, "hsdp of one": 1, "copies": size if size > 1 else None}.get(layout.removesuffix("_kept"))
+        shard(model, mesh, copies=copies, reshard=not layout.endswith("_kept"))
     return model
 
 

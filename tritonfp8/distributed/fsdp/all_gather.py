@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tritonfp8.distributed.fsdp.agreement import check_agreement
+from tritonfp8.distributed.fsdp.agreement import Agreement
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, weight_orientations
 from tritonfp8.distributed.fsdp.experts import ExpertsAllGather
 from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, GatherSettings, Reduction, Sent, plan_of
@@ -30,8 +31,8 @@ from tritonfp8.distributed.fsdp.torch_fsdp import (
     Managed,
     by_group,
     forget_inference_memory,
-    managed_above,
     managed_parameters,
+    require_none_above,
 )
 from tritonfp8.distributed.torch_private import all_gather_single, disable_dynamo
 from tritonfp8.distributed.traffic import counted_inside_ops
@@ -61,6 +62,8 @@ class Float8AllGather:
         self.experts = experts
         self._names = list(layers)
         self._found: dict[str, Managed] = {}
+        # The weights that each rank has all of, by torch's replicate: they are not gathered.
+        self._replicated: set[str] = set()
         # All that FSDP manages in the model.
         self._groups: list[list[Managed]] = []
         self._settings: dict[str, GatherSettings] = {}
@@ -73,6 +76,8 @@ class Float8AllGather:
         # Weights whose amaxes were reduced outside of the model's forward, and are not gathered yet.
         self._fresh: set[str] = set()
         self._kept: KeptSegments | None = None
+        self._agreement = Agreement()
+        self._released = False
         self._assignments = Assignments()
         self._evaluated: GatheredInEvaluation | None = None
         self._reduced: torch.cuda.Event | None = None
@@ -135,6 +140,7 @@ class Float8AllGather:
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def _after_forward(self, *args: Any) -> None:
+        self._agreement.finish()
         self._in_forward = False
         self._fresh.clear()
         if self._plans and not torch.is_grad_enabled():
@@ -152,10 +158,12 @@ class Float8AllGather:
         if name is None:
             # The layer shares its weight with one that was released already.
             return None
+        self._released = True
         managed, before = self._managed().get(name), dict(self.layers)
         del self.layers[name]
         for by_name in (self._found, self._settings, self._gathers, self._plans, self._reductions):
             by_name.pop(name, None)
+        self._replicated.discard(name)
         self._batches = batches_of(self._plans)
         if managed is not None:
             managed.gather_values()
@@ -170,7 +178,7 @@ class Float8AllGather:
     def gathers(self, layer: nn.Module) -> bool:
         """Whether the weight of ``layer`` is gathered in 8 bits once FSDP2 shards it."""
         name = next((name for name, layers in self.layers.items() if layer in layers), None)
-        return name is not None and self.is_gathered(name)
+        return name is not None and name not in self._replicated and self.is_gathered(name)
 
     @contextmanager
     def keeping_segments(self, layers: Iterable[str]) -> Iterator[None]:
@@ -197,18 +205,14 @@ class Float8AllGather:
 
     def _managed(self) -> dict[str, Managed]:
         """The weights that FSDP manages, as far as it does already."""
-        if len(self._found) < len(self.layers):
-            found = managed_parameters(self.model)
+        if len(self._found) + len(self._replicated) < len(self.layers):
+            managed = managed_parameters(self.model)
+            found = {owner: each for owner, each in managed.items() if not each.is_replicated}
             self._groups = by_group(found.values())
             modules = {name: (layers[0], "weight") for name, layers in self.layers.items()}
             self._found = {name: found[module] for name, module in modules.items() if module in found}
-            missing = [name for name in self.layers if name not in self._found]
-            if above := managed_above([self.layers[name][0] for name in missing]):
-                names = [name for name in missing if self.layers[name][0] in above]
-                raise RuntimeError(
-                    f"{', '.join(f'{name}.weight' for name in names)} is sharded by a fully_shard above the model that "
-                    "enable_float8_all_gather was given: give it the outermost module that fully_shard is applied to"
-                )
+            self._replicated = {name for name, module in modules.items() if module in managed} - self._found.keys()
+            require_none_above({name: layers[0] for name, layers in self.layers.items() if name not in self._found})
         return self._found
 
     def _plan(self) -> list[Managed]:
@@ -238,21 +242,25 @@ class Float8AllGather:
                 hooks_of = functools.partial(ShardToGather, self, name)
                 if not managed.gathers_by_hooks and managed.gather_by_hooks(hooks_of):
                     gathered[id(managed.group)] = managed
-        if changed:
-            self._check_agreement()
         if plans != self._plans:
             self._key = register_source(self, self._key)
             self._plans = plans
             self._batches = batches_of(plans)
-        return [*gathered.values(), *self.experts.plan()]
+        found = [*gathered.values(), *self.experts.plan()]
+        if changed or self._released or self.experts.changed:
+            self._describe()
+        self._agreement.check()
+        return found
 
-    def _check_agreement(self) -> None:
+    def _describe(self) -> None:
+        """Prepare for the check that all ranks gather alike, which every rank makes in each forward."""
         by_mesh: dict[DeviceMesh, dict[str, str]] = {}
-        for name, managed in self._managed().items():
+        linears = ((name, managed, self._settings[name]) for name, managed in self._managed().items())
+        for name, managed, settings in itertools.chain(linears, self.experts.settings()):
             mesh = managed.param.sharded_param.device_mesh
-            by_mesh.setdefault(mesh, {})[name] = self._settings[name].description(self.cast)
-        for mesh, described in by_mesh.items():
-            check_agreement(described, mesh, next(iter(self._managed().values())).device)
+            by_mesh.setdefault(mesh, {})[name] = settings.description(self.cast)
+        self._agreement.describe(by_mesh)
+        self._released = False
 
     # What the hooks of a shard and a gathered weight ask.
 

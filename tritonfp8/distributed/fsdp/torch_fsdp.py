@@ -6,7 +6,7 @@ Its private names are listed in :mod:`tritonfp8.distributed.torch_private`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,12 @@ class Managed(NamedTuple):
     def name(self) -> str:
         """Its name below the outermost ``fully_shard``, or in its module before the first forward."""
         return self.param._param_fqn or self.param._module_info.param_name
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all of it, by torch's ``replicate``: nothing is gathered then."""
+        info = self.group.mesh_info
+        return hasattr(info, "replicate_mesh_size") and not hasattr(info, "shard_mesh_size")
 
     def require_mesh(self) -> None:
         """Raise RuntimeError unless this torch says how the parameter is sharded."""
@@ -301,15 +307,15 @@ def all_managed() -> Iterator[Managed]:
                 yield from (Managed(group, param) for param in group.fsdp_params)
 
 
-def managed_above(layers: Collection[nn.Module]) -> set[nn.Module]:
-    """The layers that FSDP manages from a module above their model; it manages none of them from inside."""
-    found: set[nn.Module] = set()
-    if layers:
-        for module in list(_module_state_mapping):
-            if isinstance(module, FSDPModule):
-                for group in _groups(module._get_fsdp_state()):
-                    found.update(owner for (owner, _), _ in _owners(group) if owner in layers)
-    return found
+def require_none_above(layers: Mapping[str, nn.Module]) -> None:
+    """Raise RuntimeError if FSDP shards some of these layers, by name, from a module above their model."""
+    managed = managed_of(layers.values()) if layers else {}
+    found = {owner for (owner, _), each in managed.items() if not each.is_replicated}
+    if names := [f"{name}.weight" for name, layer in layers.items() if layer in found]:
+        raise RuntimeError(
+            f"{', '.join(names)} is sharded by a fully_shard above the model that enable_float8_all_gather was given: "
+            "give it the outermost module that fully_shard is applied to"
+        )
 
 
 def forget_inference_memory(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from tritonfp8.layers.linear.function import (
     weight_pairs,
     weight_t,
 )
-from tritonfp8.layers.linear.input_cache import SharedInput, forget, versions
+from tritonfp8.layers.linear.input_cache import SharedInput, compared_casts, forget, versions
 from tritonfp8.layers.linear.module import (
     ConvertedLayer,
     Float8Conv1D,
@@ -60,6 +60,7 @@ from tritonfp8.layers.linear.operands import (
     provider_of,
     quantize_for,
     quantize_weight,
+    raise_without_transpose,
     register_weight_type,
     serves_both,
     weight_operands,
@@ -121,6 +122,7 @@ __all__ = [
     "check_tensors",
     "check_untransformed",
     "check_whole",
+    "compared_casts",
     "computes_linear",
     "conv1d_class",
     "first_order",
@@ -145,6 +147,7 @@ __all__ = [
     "quantize_weights_once",
     "quantized_linear",
     "raise_changed",
+    "raise_without_transpose",
     "register_scope",
     "register_sharding",
     "register_weight_type",

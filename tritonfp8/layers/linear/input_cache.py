@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -35,9 +36,37 @@ class _Entry:
 
 class _Thread(threading.local):
     entry: _Entry | None = None
+    # Where casts are made again to compare them: the layers that took a cast of other values.
+    stale: set[SharedInput] | None = None
 
 
 _thread = _Thread()
+
+
+@contextmanager
+def compared_casts() -> Iterator[set[SharedInput]]:
+    """Inside the block this thread makes each shared cast once more, and compares; the host waits for the device.
+
+    The value has the layers that took a cast of values that their input no longer had.
+    """
+    before, _thread.stale = _thread.stale, set()
+    try:
+        yield _thread.stale
+    finally:
+        _thread.stale = before
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8 if x.itemsize == 1 else torch.int32)
+
+
+def _are_equal(pairs: tuple[Pair, Pair], others: tuple[Pair, Pair]) -> bool:
+    """Whether casts have the same bits."""
+    return all(
+        x is None or y is None or torch.equal(_bits(x), _bits(y))
+        for pair, other in zip(pairs, others, strict=True)
+        for x, y in zip(pair, other, strict=True)
+    )
 
 
 def forget() -> None:
@@ -81,8 +110,8 @@ class SharedInput:
     theirs, when the tensor dies, and when another converted layer or another tensor comes.
 
     Writes that torch does not count (``.data``, a kernel of the caller's) between the calls of two siblings go
-    unnoticed. A tensor without a version counter (of inference mode) is never shared. A compiled graph shares nothing
-    by this: torch merges equal casts there, if the graph has a backward.
+    unnoticed, but for :func:`tritonfp8.verify`. A tensor without a version counter (of inference mode) is never shared.
+    A compiled graph shares nothing by this: torch merges equal casts there, if the graph has a backward.
     """
 
     def __init__(self, siblings: list[SharedInput] | None = None) -> None:
@@ -140,6 +169,8 @@ class SharedInput:
         pairs: tuple[Pair, Pair] | None = entry.values.get(key)
         if pairs is None:
             pairs = entry.values[key] = provider.input(rows, *specs)
+        elif _thread.stale is not None and not _are_equal(pairs, provider.input(rows, *specs)):
+            _thread.stale.add(self)
         entry.readers.add(self)
         if len(entry.readers) == len(self._siblings):
             _thread.entry = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -239,9 +240,21 @@ def check_cached(cached: Operands, weight: Tensor, recipe: Recipe, needs_grad_in
     for name, q, spec, shape in zip(("weight", "weight.T"), cached, wanted, shapes, strict=True):
         if spec is None:
             continue
+        if q is None and name == "weight.T":
+            raise_without_transpose(recipe)
         came = "None" if q is None else f"{q.spec} of shape {tuple(q.shape)}"
         if q is None or q.spec != spec or tuple(q.shape) != shape:
             raise ValueError(
                 f"quantized_weight must hold {name} as recipe {recipe.name!r} reads it, {spec} of shape {shape}; got "
                 f"{came}. Use tritonfp8.functional.quantize_weight."
             )
+
+
+def raise_without_transpose(recipe: Recipe) -> NoReturn:
+    """Raise ValueError: operands of a weight that were quantized for inference are used to train."""
+    raise ValueError(
+        f"recipe {recipe.name!r} reads the transposed weight for the gradient of the input, and the weight was "
+        "quantized for inference. If tritonfp8.quantize_weights_once was opened under torch.no_grad() or "
+        "torch.inference_mode(), open it where gradients are enabled. Operands that you quantized yourself must have "
+        "the transposed weight, too: functional.quantize_weight(weight, recipe, needs_grad_input=True)"
+    )

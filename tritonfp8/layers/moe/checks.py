@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tritonfp8.checks import check_strided
+from tritonfp8.checks import check_strided, require_type
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.layers.linear import raise_without_transpose
 from tritonfp8.layers.tensor_types import PLAIN
 from tritonfp8.quantized import QuantizedGroups
 from tritonfp8.recipes import GEMMS, Recipe
@@ -36,6 +37,26 @@ def _check_plain(tensors: Mapping[str, Tensor | None]) -> None:
                 "DTensor that is sharded over experts"
             )
         check_strided(name, x)
+
+
+def check_routed(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    """Raise unless each token has as many experts as weights of experts."""
+    check_tensors(**{"hidden states": hidden, "top_k_index": top_k_index, "top_k_weights": top_k_weights})
+    if top_k_index.is_floating_point():
+        raise TypeError(f"top_k_index must be integers, the experts of each token; got {top_k_index.dtype}")
+    shape = (*hidden.shape[:1], *top_k_index.shape[-1:])
+    if hidden.ndim != 2 or tuple(top_k_index.shape) != shape or tuple(top_k_weights.shape) != shape:
+        raise ValueError(
+            "experts need hidden states [T, K], and for each token the indices and the weights of its experts, "
+            f"[T, top_k]; got {tuple(hidden.shape)}, {tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
+        )
+
+
+def check_tensors(bias: Tensor | None = None, **tensors: object) -> None:
+    """Raise TypeError unless all are tensors; the bias may be None."""
+    for name, x in tensors.items():
+        require_type(name, x, Tensor, "a torch.Tensor")
+    require_type("bias", bias, Tensor | None, "a torch.Tensor or None")
 
 
 def _is_sharded(x: Tensor) -> bool:
@@ -85,6 +106,8 @@ def check_cached(cached: object, weight: Tensor, recipe: Recipe, needs_grad_inpu
     for (name, spec, shape), q in zip(wanted, cached, strict=True):
         if spec is None:
             continue
+        if q is None and name == "transposed weight":
+            raise_without_transpose(recipe)
         came = f"{q.spec} of shape {tuple(q.shape)}" if isinstance(q, QuantizedGroups) else type(q).__name__
         if not isinstance(q, QuantizedGroups) or q.spec != spec or tuple(q.shape) != shape:
             raise ValueError(
@@ -104,7 +127,7 @@ def check_offsets(offsets: Tensor, groups: int, tokens: int) -> None:
         raise TypeError(f"offsets must be int32, the end of each group; got {offsets.dtype}")
     if tuple(offsets.shape) != (groups,):
         raise ValueError(f"offsets must have shape ({groups},), the end of each group; got {tuple(offsets.shape)}")
-    if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.device.type != "cpu":
+    if torch.compiler.is_compiling() or type(offsets) not in PLAIN or offsets.device.type != "cpu":
         return
     ends = offsets.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > tokens:

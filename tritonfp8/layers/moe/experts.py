@@ -19,6 +19,7 @@ from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight, autocast_all
 from tritonfp8.layers.moe.activation import swiglu
+from tritonfp8.layers.moe.checks import check_routed
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
 from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
 from tritonfp8.layers.moe.routing import Routing, combine, gather, in_dtype
@@ -133,7 +134,7 @@ class RoutedExperts(ConvertedExperts):
         """
         if counting.is_logging:
             counting.calling(self)
-        _check_routed(hidden_states, top_k_index, top_k_weights)
+        check_routed(hidden_states, top_k_index, top_k_weights)
         (hidden,) = autocast_all(hidden_states.device.type, hidden_states)
         assert hidden is not None
         return in_dtype(self._of_tokens(hidden, top_k_index, top_k_weights), hidden_states.dtype)
@@ -187,15 +188,6 @@ class RoutedExperts(ConvertedExperts):
     def bias_of(self, name: str) -> Tensor | None:
         """The bias beside the weight of this name, ``[E, N]``, or None."""
         return getattr(self, f"{name}_bias", None)
-
-
-def _check_routed(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    shape = (hidden.shape[0], top_k_index.shape[-1])
-    if hidden.ndim != 2 or tuple(top_k_index.shape) != shape or tuple(top_k_weights.shape) != shape:
-        raise ValueError(
-            "experts need hidden states [T, K], and for each token the indices and the weights of its experts, "
-            f"[T, top_k]; got {tuple(hidden.shape)}, {tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
-        )
 
 
 class Float8Experts(RoutedExperts):

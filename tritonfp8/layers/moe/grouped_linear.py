@@ -21,7 +21,7 @@ from tritonfp8 import counting, ops
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_all, found_together
-from tritonfp8.layers.moe.checks import check_cached, check_grouped_linear, check_recipe
+from tritonfp8.layers.moe.checks import check_cached, check_grouped_linear, check_recipe, check_tensors
 from tritonfp8.layers.recompute import decided
 from tritonfp8.layers.unsupported import refuse_transform
 from tritonfp8.quantized import QuantizedGroups
@@ -345,6 +345,7 @@ def checked(
         TypeError, ValueError, RuntimeError: see :func:`grouped_linear`.
     """
     recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
+    check_tensors(bias, input=input, weight=weight, offsets=offsets)
     if not torch.compiler.is_dynamo_compiling():
         recipe = decided(weight, recipe)
         if is_transformed():

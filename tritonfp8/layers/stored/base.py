@@ -1,8 +1,13 @@
-"""The base of all tensors of codes: they have no memory of their own, and other programs meet them as Parameters."""
+"""The base of all tensors of codes: they have no memory of their own, and other programs meet them as Parameters.
+
+Shards of them have the hooks by which FSDP2 gathers their bytes.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import math
 from types import FrameType
 from typing import Any, Self
 
@@ -14,6 +19,10 @@ from tritonfp8.compat import torch_private
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
+
+
+# Float32 scales behind codes must begin at a multiple of 4 bytes; TMA reads from multiples of 16.
+_ALIGNMENT = 16
 
 
 class _Made(torch_private.TensorType):
@@ -182,3 +191,69 @@ def _unpickled(
     found: Tensor = nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
     found.__dict__.update(others)
     return found
+
+
+class Gathered:
+    """The all-gather hooks of a shard, which FSDP2 calls by name: codes and scales are sent as bytes.
+
+    The class that inherits from it is a tensor with rows, or experts, along dim 0.
+    """
+
+    shape: torch.Size
+    # The size of dim 0 of all shards together, if this is a shard of FSDP2.
+    total: int | None
+    # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
+    is_checked = False
+
+    def as_bytes(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales as uint8, not copied; dim 0 is that of the tensor."""
+        raise NotImplementedError
+
+    def _of_gathered(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole weight over the gathered bytes, views of them."""
+        raise NotImplementedError
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        """The bytes that this rank sends, as many on every rank."""
+        if not self.is_checked:
+            importlib.import_module("tritonfp8.distributed").check_stored_gather(self)
+            self.is_checked = True
+        total = self.shape[0] if self.total is None else self.total
+        # With torch's replicate, a rank has more than a shard of this mesh: all of the weight.
+        size = max(-(-total // mesh.size()), self.shape[0])
+        sent = tuple(_extended(x, size) for x in self.as_bytes())
+        # FSDP2 sends nothing if a shard is the whole, and hands on the first tensor only.
+        return (_joined(*sent),) if size == total else sent, None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """The gathered weight, a view of the gathered bytes; FSDP2 cuts off what fills uneven shards."""
+        if out is not None:
+            # It is a view of the same memory, which FSDP2 has filled again.
+            return None
+        codes, scales = outputs if len(outputs) > 1 else self._parted(outputs[0])
+        return self._of_gathered(codes, scales, param_dtype), ()
+
+    def _parted(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of :func:`_joined`, of the whole weight: views of the buffer."""
+        total = self.shape[0] if self.total is None else self.total
+        codes, scales = ((total, *x.shape[1:]) for x in self.as_bytes())
+        sizes = math.prod(codes), math.prod(scales)
+        return buffer[: sizes[0]].view(codes), buffer[_start_of_scales(sizes[0]) :][: sizes[1]].view(scales)
+
+
+def _extended(x: Tensor, size: int) -> Tensor:
+    """``x`` with zeros behind it, up to this size of dim 0."""
+    missing = size - x.shape[0]
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def _start_of_scales(codes: int) -> int:
+    return -(-codes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _joined(codes: Tensor, scales: Tensor) -> Tensor:
+    """Both in one buffer: a copy, free again when FSDP2 has copied it."""
+    gap = codes.new_zeros(_start_of_scales(codes.numel()) - codes.numel())
+    return torch.cat([codes.reshape(-1), gap, scales.reshape(-1)])

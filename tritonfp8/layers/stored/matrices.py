@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.layers.linear import Pair
 from tritonfp8.layers.moe import MatricesReader, register_matrices
+from tritonfp8.layers.stored.base import Gathered
 from tritonfp8.layers.stored.rows import row_spec
 from tritonfp8.layers.stored.weight import StoredWeight
 from tritonfp8.specs import BLOCKS, QuantSpec, empty_scale
@@ -65,7 +65,7 @@ class StoredMatrices(StoredWeight):
         return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed)
 
 
-class MatricesShard(StoredMatrices):
+class MatricesShard(StoredMatrices, Gathered):
     """Experts of a weight that is stored in 8 bits: the shard of a rank, or what ranks gathered.
 
     Experts are whole and have scales of their own, so FSDP2 shards and gathers codes and scales as bytes; a rank may
@@ -74,10 +74,7 @@ class MatricesShard(StoredMatrices):
     Its arguments are those of :class:`StoredMatrices`, for these experts.
     """
 
-    # The number of experts of all shards, if this is a shard of FSDP2.
     total: int | None = None
-    # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
-    is_checked = False
     is_part = True
 
     def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> MatricesShard:
@@ -95,29 +92,8 @@ class MatricesShard(StoredMatrices):
         found.total = total
         return found
 
-    # What FSDP2 asks of a shard. It calls both by name.
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """The bytes that this rank sends, as many on every rank."""
-        if not self.is_checked:
-            importlib.import_module("tritonfp8.distributed").check_stored_gather(self)
-            self.is_checked = True
-        total = self.shape[0] if self.total is None else self.total
-        missing = -(-total // mesh.size()) - self.shape[0]
-        sent = self.as_bytes()
-        if missing:
-            sent = tuple(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in sent)  # type: ignore[assignment]
-        return sent, None
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        """The gathered experts, views of the gathered bytes; FSDP2 cuts off the experts that fill uneven shards."""
-        # `out` is a view of the same memory, which FSDP2 has filled again.
-        if out is not None:
-            return None
-        codes, scales = outputs
-        return MatricesShard(*self.of_bytes(codes, scales), self.spec, param_dtype, self.is_transposed), ()
+    def _of_gathered(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> MatricesShard:
+        return MatricesShard(*self.of_bytes(codes, scales), self.spec, dtype, self.is_transposed)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

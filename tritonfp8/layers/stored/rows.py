@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.compat import torch_private
 from tritonfp8.formats import FORMATS
-from tritonfp8.layers.stored.base import CodesTensor
+from tritonfp8.layers.stored.base import CodesTensor, Gathered
 from tritonfp8.layers.stored.direct import on_values
 from tritonfp8.layers.stored.exponents import ONE, exponents_of, scale_of, scales_of
 from tritonfp8.specs import QuantSpec, scale_shape, spec_of
@@ -23,7 +22,7 @@ aten = torch.ops.aten
 _Meta = tuple[QuantSpec, torch.dtype, int, int | None]
 
 
-class StoredRows(CodesTensor):
+class StoredRows(CodesTensor, Gathered):
     """Rows ``[n, K]`` of a weight that is stored in 8 bits: the shard of a rank, or what ranks gathered.
 
     A scale that serves several rows is repeated for each of them, as its exponent in one byte. So rows can be cut
@@ -47,8 +46,6 @@ class StoredRows(CodesTensor):
     spec: QuantSpec
     cols: int
     total: int | None
-    # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
-    is_checked = False
     is_part = True
 
     @staticmethod
@@ -198,27 +195,9 @@ class StoredRows(CodesTensor):
         """Codes ``[n, K]`` and exponents as uint8, not copied: what ranks send to each other."""
         return self._qdata.detach().view(torch.uint8), self._exponents.detach()
 
-    # What FSDP2 asks of a shard. It calls both by name.
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
-        """The bytes that this rank sends: codes and exponents, each as long on every rank."""
-        if not self.is_checked:
-            importlib.import_module("tritonfp8.distributed").check_stored_gather(self)
-            self.is_checked = True
-        shards = mesh.size()
-        missing = -(-(self.shape[0] if self.total is None else self.total) // shards) - self.shape[0]
-        return tuple(F.pad(x, (0, 0, 0, missing)) if missing else x for x in self.as_bytes()), None  # type: ignore[return-value]
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        """The gathered rows, views of the gathered bytes; FSDP2 cuts off the rows that fill uneven shards."""
-        if out is not None:
-            # It is a view of the same memory, which FSDP2 has filled again.
-            return None
-        codes, exponents = outputs
+    def _of_gathered(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> StoredRows:
         qdata = codes.view(-1, self.shape[1]).view(self._qdata.dtype)
-        return StoredRows(qdata, exponents, self.spec, param_dtype, self.cols), ()
+        return StoredRows(qdata, scales, self.spec, dtype, self.cols)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

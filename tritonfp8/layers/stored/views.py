@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritonfp8.compat import torch_private
 from tritonfp8.layers.stored.base import CodesTensor
 from tritonfp8.layers.stored.direct import on_values
 
@@ -80,6 +82,13 @@ def view_of(base: Any, func: Any, args: Any, options: Any, before: Step = lambda
     """
     if not _aliases(func):
         return None
+    frame = inspect.currentframe()
+    if torch_private.is_flattened_by_fsdp1(None if frame is None else frame.f_back):
+        raise NotImplementedError(
+            "FullyShardedDataParallel (FSDP version 1) joins the values of all weights in one tensor of high "
+            "precision, so it cannot shard weights that are stored in 8 bits: use torch.distributed.fsdp.fully_shard "
+            "(FSDP2); with accelerate, fsdp_version: 2"
+        )
 
     def step(values: Tensor) -> Tensor:
         found: Tensor = func(before(values), *args, **options)

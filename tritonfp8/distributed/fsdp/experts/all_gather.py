@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tritonfp8.distributed.fsdp.agreement import check_agreement
 from tritonfp8.distributed.fsdp.byte_layout import WeightOrientation, weight_orientations
 from tritonfp8.distributed.fsdp.experts.gathered import GatheredExperts
 from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
@@ -105,6 +103,8 @@ class ExpertsAllGather:
         self._settings: dict[str, GatherSettings] = {}
         self._plans: dict[str, _Plan] = {}
         self._told: set[str] = set()
+        # Whether the last call of plan() changed how a weight is gathered.
+        self.changed = False
         self._key = register_source(self)
 
     @property
@@ -144,8 +144,7 @@ class ExpertsAllGather:
             hooks_of = functools.partial(_ExpertsToGather, self, name)
             if not managed.gathers_by_hooks and managed.gather_by_hooks(hooks_of):
                 gathered[id(managed.group)] = managed
-        if changed:
-            self._check_agreement()
+        self.changed = changed
         return list(gathered.values())
 
     def _serves(self, name: str, managed: Managed) -> bool:
@@ -153,7 +152,7 @@ class ExpertsAllGather:
         module = self.owners[name].module
         if not is_converted_experts(module) or not weight_orientations(module.recipe) or not managed.shape[0]:
             return False
-        if managed.shards == 1:
+        if managed.is_replicated or managed.shards == 1:
             # Nothing is gathered, and FSDP takes a shard for the whole.
             return False
         managed.require_mesh()
@@ -177,13 +176,9 @@ class ExpertsAllGather:
         quantized = computed_in if self.cast else own
         return _Plan(managed, layout, managed.param_dtype or own, quantized, quantized if self.cast else None)
 
-    def _check_agreement(self) -> None:
-        by_mesh: dict[DeviceMesh, dict[str, str]] = {}
-        for name, settings in self._settings.items():
-            mesh = self._found[name].param.sharded_param.device_mesh
-            by_mesh.setdefault(mesh, {})[name] = settings.description(self.cast)
-        for mesh, described in by_mesh.items():
-            check_agreement(described, mesh, next(iter(self._found.values())).device)
+    def settings(self) -> Iterator[tuple[str, Managed, GatherSettings]]:
+        """How each weight is gathered that is gathered in 8 bits now."""
+        yield from ((name, self._found[name], settings) for name, settings in self._settings.items())
 
     # What the hooks of a shard and a gathered weight ask.
 
