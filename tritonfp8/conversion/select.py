@@ -174,13 +174,13 @@ def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection)
 
 def why_unfit(module: nn.Module) -> str | None:
     """The reason why a linear layer that is not converted may not be computed as ``nn.Linear``, or None."""
+    weight = module._parameters.get("weight")
+    if weight is not None and _is_in_8_bits(weight):
+        return f"another program keeps its weight in 8 bits ({type(module).__name__}): {_LOAD}"
     if computes_linear(type(module)) or is_conv1d(module):
         return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized: its weight is computed and not a parameter"
-    weight = module._parameters.get("weight")
-    if weight is not None and _is_in_8_bits(weight):
-        return f"another program keeps its weight in 8 bits ({type(module).__name__}): {_LOAD}"
     return f"a subclass of nn.Linear ({type(module).__name__}), which may compute something else"
 
 

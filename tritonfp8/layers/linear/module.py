@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tritonfp8 import counting
 from tritonfp8.checks import require_type
+from tritonfp8.layers.codes import TakesValues
 from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
 from tritonfp8.layers.linear.operands import Operands
@@ -30,7 +31,7 @@ def require_module(model: object) -> None:
     require_type("model", model, nn.Module, "an nn.Module")
 
 
-class Float8Linear(nn.Linear):
+class Float8Linear(TakesValues, nn.Linear):
     """``nn.Linear`` whose three GEMMs follow a recipe: same parameters, same state_dict keys, same initialization.
 
     Args:
@@ -51,8 +52,6 @@ class Float8Linear(nn.Linear):
     is_fused: bool = False
     # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
     on_revert: Callable[[Any], object] | None = None
-    # Takes a Parameter that is assigned as the weight, and returns the one to keep.
-    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
     # A context around reset_parameters, if the weight cannot be initialized as it is.
     on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
     # The class that a converted layer had.
@@ -78,13 +77,12 @@ class Float8Linear(nn.Linear):
 
         Raises:
             TypeError: a DTensor for a fused layer whose parameter was a plain tensor, or a tensor of torchao's.
+            ValueError: codes.
         """
         check_not_torchao(f"the {name} of a converted layer", param)
         # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
-        if param is not None and self.on_assign is not None:
-            param = self.on_assign(self, name, param)
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -168,7 +166,7 @@ def check_not_torchao(what: str, x: object) -> None:
         )
 
 
-class Float8Conv1D(nn.Module):
+class Float8Conv1D(TakesValues):
     """The part of a converted ``Conv1D`` of transformers that computes: a linear layer of weight ``[K, N]``.
 
     :func:`conv1d_class` joins it with the class of the layer. The weight stays the same Parameter with the same key.

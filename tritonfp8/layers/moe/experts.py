@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8 import counting
+from tritonfp8.layers.codes import TakesValues
 from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight, autocast_all
 from tritonfp8.layers.moe.activation import swiglu
@@ -40,7 +41,7 @@ class ExpertsObserver(Protocol):
         """``out`` came of the layer, which reads its gradient."""
 
 
-class ConvertedExperts(nn.Module):
+class ConvertedExperts(TakesValues):
     """What all modules of experts that follow a recipe have."""
 
     recipe: Recipe
@@ -52,14 +53,7 @@ class ConvertedExperts(nn.Module):
     casts_to: torch.dtype | None = None
     # What a change of the weights calls, as of a Float8Linear.
     on_revert: Callable[[Any], object] | None = None
-    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
     on_reset: Callable[[Any], AbstractContextManager[None]] | None = None
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``; in the place of a stored weight the values are stored."""
-        if param is not None and self.on_assign is not None:
-            param = self.on_assign(self, name, param)
-        super().register_parameter(name, param)
 
     def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
         """``of`` the weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""

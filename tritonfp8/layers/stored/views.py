@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tritonfp8.compat import torch_private
+from tritonfp8.layers import refuse_codes
+from tritonfp8.layers.stored.direct import STORED
 
 Step = Callable[[Tensor], Tensor]
 
@@ -68,6 +70,8 @@ class ValuesView(Tensor):
         first = args[0] if args else None
         if isinstance(first, ValuesView) and _aliases(func):
             return view_of(first._base_weight, func, args[1:], options, first._step)
+        if func is torch.ops.aten.copy_.default:
+            refuse_codes(STORED, args[1])
         wholes: dict[int, Tensor] = {}
 
         def values(view: ValuesView) -> Tensor:

@@ -13,9 +13,10 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
+from tritonfp8.layers import refuse_codes
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
 from tritonfp8.layers.stored.copies import reduced
-from tritonfp8.layers.stored.direct import is_direct, write_directly
+from tritonfp8.layers.stored.direct import STORED, is_direct, write_directly
 from tritonfp8.layers.stored.rows import DTYPES, OTHER, VALUES, StoredRows, raise_other_spec, read_values, rows_of
 from tritonfp8.layers.stored.views import view_of
 from tritonfp8.quantized import Quantized
@@ -122,6 +123,7 @@ class StoredWeight(Tensor):
     @classmethod
     def of(cls, weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Self:
         """See :func:`store`."""
+        refuse_codes(STORED, weight)
         require("the dtype of a stored weight", weight.dtype, DTYPES)
         matrix = weight.detach().mT if is_transposed else weight.detach()
         qdata, scale = cls._cast(matrix, *spec.args)
@@ -150,6 +152,7 @@ class StoredWeight(Tensor):
         if isinstance(source, StoredWeight) and (source.spec, source.is_transposed) == (self.spec, self.is_transposed):
             found = source._both()
         else:
+            refuse_codes(STORED, source)
             values = source.dequantize() if isinstance(source, StoredWeight) else source
             values = values.to(self.device).expand(self.shape)
             found = self._cast(values.mT if self.is_transposed else values, *self.spec.args)
@@ -260,7 +263,7 @@ def store(weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Store
     """A stored weight of the values of ``weight [N, K]``, or ``[K, N]`` if it is transposed, rounded to ``spec``.
 
     Raises:
-        ValueError: ``weight`` is neither bfloat16 nor float32.
+        ValueError: ``weight`` is neither bfloat16 nor float32; it may have codes.
     """
     return StoredWeight.of(weight, spec, is_transposed)
 

@@ -1,0 +1,58 @@
+"""8-bit codes are no values without their scales: converted layers refuse them as weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LOAD = "tritonfp8.export.load(model, folder) reads both from a checkpoint"
+
+
+def refuse_codes(what: str, source: Tensor | Iterable[Tensor] | None) -> None:
+    """Raise ValueError if a tensor that becomes the values of ``what`` has codes."""
+    for x in [source] if isinstance(source, Tensor) else source or ():
+        if x.dtype.itemsize == 1 and x.dtype is not torch.bool:
+            raise ValueError(
+                f"{what} must have values; got {x.dtype}, which are codes that mean nothing without their scales. "
+                f"{_LOAD}; values that are whole numbers are cast first"
+            )
+
+
+def _refuse_scales(layer: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    """Raise ValueError for a scale of a state_dict that lies beside the parameters of ``layer``, which has none."""
+    for name in state:
+        key = name[len(prefix) :]
+        is_scale = name.startswith(prefix) and "." not in key and (key.startswith("scale") or "_scale" in key)
+        if is_scale and not any(key in members for members in (layer._parameters, layer._buffers)):
+            raise ValueError(
+                f"{name} is a scale, and a converted layer has none: the tensors beside it may be codes, which "
+                f"load_state_dict would take for values. {_LOAD}; leave out the scales of tensors that have values"
+            )
+
+
+class TakesValues(nn.Module):
+    """A converted layer takes values as its parameters, and refuses codes: by assignment, and of a state_dict."""
+
+    # Takes a Parameter that is assigned as the weight, and returns the one to keep.
+    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``; in the place of a stored weight the values are stored.
+
+        Raises:
+            ValueError: ``param`` has codes.
+        """
+        refuse_codes(f"the parameter {name}", param)
+        if param is not None and self.on_assign is not None:
+            param = self.on_assign(self, name, param)
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        for key in self._parameters:
+            if isinstance(found := state_dict.get(prefix + key), Tensor):
+                refuse_codes(prefix + key, found)
+        _refuse_scales(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
