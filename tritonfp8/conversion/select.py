@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from tritonfp8.conversion.choice import Choice, Recipes
 from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.conversion.roles import Roles
-from tritonfp8.layers import is_own_forward
+from tritonfp8.layers import check_not_torchao, is_own_forward
 from tritonfp8.layers.linear import (
     Float8Conv1D,
     Float8Linear,
-    check_not_torchao,
     computes_linear,
     is_conv1d,
     is_converted,

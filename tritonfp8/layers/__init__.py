@@ -4,7 +4,7 @@ Exports what both kinds share: changing modules in place, decisions that a recom
 by tensor type, the names of converted layers, and how they refuse codes as weights.
 """
 
-from tritonfp8.layers.codes import TakesValues, refuse_codes
+from tritonfp8.layers.codes import TakesValues, check_not_torchao, refuse_codes
 from tritonfp8.layers.converted import forget_names, record_names, recorded_modules
 from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase
 from tritonfp8.layers.recompute import carry, decided, swapping
@@ -16,6 +16,7 @@ __all__ = [
     "all_or_nothing",
     "carry",
     "change_class",
+    "check_not_torchao",
     "decided",
     "forget_names",
     "handler_of",

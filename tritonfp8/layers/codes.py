@@ -1,4 +1,4 @@
-"""8-bit codes are no values without their scales: converted layers refuse them as weights."""
+"""What a converted layer refuses as a weight: codes, which are no values without scales, and tensors of torchao."""
 
 from __future__ import annotations
 
@@ -33,8 +33,18 @@ def _refuse_scales(layer: nn.Module, state: Mapping[str, Any], prefix: str) -> N
             )
 
 
+def check_not_torchao(what: str, x: object) -> None:
+    """Raise TypeError for a tensor subclass of torchao, which only torchao's own layers can read."""
+    if type(x).__module__.partition(".")[0] == "torchao":
+        raise TypeError(
+            f"{what} must be a plain or a sharded tensor; got {type(x).__name__} of torchao. torchao's quantize_ and "
+            "tritonfp8 cannot both compute one layer: leave the layer out of one of them by its filter, or call "
+            "tritonfp8.revert(model) before quantize_"
+        )
+
+
 class TakesValues(nn.Module):
-    """A converted layer takes values as its parameters, and refuses codes: by assignment, and of a state_dict."""
+    """A layer that takes values as its parameters, and refuses codes: by assignment, and of a state_dict."""
 
     # Takes a Parameter that is assigned as the weight, and returns the one to keep.
     on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
@@ -44,7 +54,9 @@ class TakesValues(nn.Module):
 
         Raises:
             ValueError: ``param`` has codes.
+            TypeError: it is a tensor of torchao's.
         """
+        check_not_torchao(f"the {name} of a converted layer", param)
         refuse_codes(f"the parameter {name}", param)
         if param is not None and self.on_assign is not None:
             param = self.on_assign(self, name, param)
