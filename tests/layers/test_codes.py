@@ -127,6 +127,7 @@ def test_writes_to_a_stored_weight(kind, dtype):
         assign_data,
         lambda: weight[:2].copy_(codes[:2]),
         lambda: weight[0].copy_(codes[0]),
+        lambda: torch._foreach_copy_([weight[0]], [codes[0]]),
         lambda: weight.__setitem__(0, codes[0]),
     )
     for write in writes:

@@ -19,7 +19,7 @@ from tritonfp8.layers import refuse_codes
 _READERS = {torch.ops.aten.add.Tensor, torch_private.foreach_add}
 """Operations that read a weight and write nothing: weight decay adds it to a gradient."""
 STORED = "a weight that is stored in 8 bits"
-_COPIES = {torch.ops.aten.copy_.default, torch_private.foreach_copy}
+COPIES = {torch.ops.aten.copy_.default, torch_private.foreach_copy}
 # A step of trunc_normal_ up to torch 2.11: a value that was rounded to 1 in the step before would become infinite.
 _UNFIT = torch.ops.aten.erfinv_.default
 
@@ -131,7 +131,7 @@ def is_direct(kind: type[Tensor], func: Any, args: Any, options: Any) -> bool:
 
 def write_directly(kind: type[Any], func: Any, args: Any, options: Any) -> Any:
     """Call ``func`` on the values of stored weights, and round the values that it writes."""
-    if func in _COPIES:
+    if func in COPIES:
         refuse_codes(STORED, args[1])
     values: dict[int, Tensor] = {}
 

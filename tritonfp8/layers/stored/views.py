@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
-from tritonfp8.layers.stored.direct import STORED
+from tritonfp8.layers.stored.direct import COPIES, STORED
 
 Step = Callable[[Tensor], Tensor]
 
@@ -70,7 +70,7 @@ class ValuesView(Tensor):
         first = args[0] if args else None
         if isinstance(first, ValuesView) and _aliases(func):
             return view_of(first._base_weight, func, args[1:], options, first._step)
-        if func is torch.ops.aten.copy_.default:
+        if func in COPIES:
             refuse_codes(STORED, args[1])
         wholes: dict[int, Tensor] = {}
 
