@@ -94,7 +94,7 @@ def convert(
             mapping of shell-style patterns of full names (``"*.mlp.*"``) to these; the first pattern that matches
             decides, and layers that none matches are skipped.
         filter: which layers to convert: a list of patterns; a function ``filter(module, fqn) -> bool``, which replaces
-            the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200).
+            the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200), even all.
         fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`).
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; for ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: weights of converted layers become codes and scales
@@ -119,8 +119,8 @@ def convert(
     stores = _stores(weight_storage, mode, fuse, batch_invariant, experts)
     selected = select(model, recipe, filter, tokens, batch_invariant, experts)
     if selected.takes_nothing:
-        why = ConversionReport({}, selected.skipped) if selected.skipped else "the model has no nn.Linear"
-        raise ValueError(f"nothing was converted: {why}")
+        selected.check_slower()
+        return _report(model, selected, {}, {}, None)
     selected, stored = _for_storage(model, selected, mode, experts) if stores else (selected, {})
     changed = _apply(model, selected, fuse, stored, mode == "inference")
     return _report(model, selected, *changed, _stored().weight_bytes(model) if stores else None)

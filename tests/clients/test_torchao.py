@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import quantize_
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+from transformers.pytorch_utils import Conv1D
 
 import tritonfp8
 from tritonfp8 import Float8Linear, recipes
@@ -53,3 +54,34 @@ def test_wrong_configs_and_weights_are_errors():
         TritonFP8Config("tensorwise", batch_invariant=True)
     with pytest.raises(ValueError, match="its weight is torch.float16"):
         quantize_(model().half(), TritonFP8Config("rowwise"))
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize("config", [Int8WeightOnlyConfig, Float8WeightOnlyConfig])
+def test_other_configs_on_converted_layers_are_errors_that_name_revert(config, mode):
+    found = model()
+    tritonfp8.convert(found, "rowwise", mode=mode)
+    weight = found[0].weight
+    # torchao reads the values of a weight before it makes another.
+    error = TypeError if mode == "training" else NotImplementedError
+    message = {"training": "of torchao.*by its filter, or call ", "inference": "use "}[mode]
+    with pytest.raises(error, match=rf"{message}tritonfp8\.revert\(model\)"):
+        quantize_(found, config())
+    assert found[0].weight is weight
+    tritonfp8.revert(found)
+    quantize_(found, config())
+    assert type(found[0].weight).__module__.startswith("torchao")
+
+
+@pytest.mark.parametrize("kind", ["conv1d", "experts"])
+def test_no_converted_layer_takes_a_tensor_of_torchao(kind):
+    linear = nn.Linear(64, 32, bias=False).bfloat16()
+    quantize_(linear, Int8WeightOnlyConfig())
+    if kind == "conv1d":
+        layer, name = nn.Sequential(Conv1D(32, 64)), "weight"
+        tritonfp8.convert(layer, "rowwise")
+        layer = layer[0]
+    else:
+        layer, name = tritonfp8.Float8Experts(2, 64, 32, recipe="rowwise"), "down_proj"
+    with pytest.raises(TypeError, match=f"the {name} of a converted layer must be .* of torchao.*revert"):
+        setattr(layer, name, linear.weight)

@@ -1,6 +1,7 @@
 """The argument ``filter``: patterns, "auto", and what is neither; and a call without a recipe."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from cases import llama
 from torch import nn
 
-from tritonfp8 import convert, recipes, swap_recipe
+from tritonfp8 import RecipeSchedule, convert, recipes, swap_recipe
 from tritonfp8.conversion import cost
 
 MEASURED = Path(__file__).resolve().parents[2] / "bench" / "results" / "nvidia-h200" / "linear.json"
@@ -87,13 +88,37 @@ class TestAuto:
         assert "with 16384 tokens on" in report.skipped["thin"]
         assert "an output head" in report.skipped["lm_head"]
 
-    def test_few_tokens_are_not_worth_it(self):
-        with pytest.raises(ValueError, match="nothing was converted.*us in bf16, with 16 tokens"):
-            convert(self.layers(), "rowwise", filter="auto", tokens=16)
+    @pytest.mark.parametrize(("recipe", "tokens"), [("rowwise", 16), ("mxfp8", 16384)], ids=["few", "emulated"])
+    @pytest.mark.parametrize("options", [{}, {"mode": "inference"}, {"weight_storage": "quantized"}], ids=str)
+    def test_where_bf16_is_best_everywhere_nothing_is_changed(self, recipe, tokens, options):
+        model = self.layers()
+        parameters = list(model.parameters())
+        report = convert(model, recipe, filter="auto", tokens=tokens, **options)
+        assert report.is_empty
+        assert not report.converted
+        assert "an output head" in report.skipped["lm_head"]
+        for name in ("large", "thin"):
+            assert re.search(
+                rf"it would take \d+ us a step and \d+ us in bf16, with {tokens} tokens", report.skipped[name]
+            )
+        assert "0 converted, 3 skipped" in str(report)
+        assert "nothing was changed: bf16 is faster for each layer that could be converted" in str(report)
+        assert report.stored_bytes is None
+        assert {type(layer) for layer in model.values()} == {nn.Linear}
+        assert all(a is b and a.requires_grad for a, b in zip(model.parameters(), parameters, strict=True))
 
-    def test_an_emulated_recipe_is_slower(self):
+    def test_other_empty_conversions_are_errors(self):
         with pytest.raises(ValueError, match="nothing was converted"):
-            convert(self.layers(), "mxfp8", filter="auto", tokens=16384)
+            convert(nn.ModuleDict({"lm_head": nn.Linear(4096, 256)}), "rowwise", filter="auto", tokens=16)
+        with pytest.raises(ValueError, match="nothing was converted"):
+            convert(nn.Sequential(nn.Linear(8, 8)), "rowwise", filter="auto", tokens=16)
+
+    def test_a_schedule_of_a_model_that_stays_in_bf16(self):
+        schedule = RecipeSchedule([(0, "bf16"), (1, "rowwise")], total_steps=3)
+        model = self.layers()
+        assert schedule.convert(model, filter="auto", tokens=16).is_empty
+        assert [schedule.step().name for _ in range(3)] == ["bf16", "rowwise", "rowwise"]
+        assert {type(layer) for layer in model.values()} == {nn.Linear}
 
     @pytest.mark.parametrize(("tokens", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
     def test_tokens(self, tokens, error):

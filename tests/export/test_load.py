@@ -6,49 +6,22 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import FINE_GRAINED, config_of, dequantized, files_of, model_of, write
+from checkpoints import (
+    CHANNEL,
+    FINE_GRAINED,
+    check_error,
+    codes,
+    config_of,
+    dequantized,
+    files_of,
+    model_of,
+    small,
+    tensors,
+    write,
+)
 from torch import nn
 
 import tritonfp8
-
-E4M3 = torch.float8_e4m3fn
-CHANNEL = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-        }
-    },
-    "ignore": ["1"],
-}
-
-
-def small(bias=False, **options):
-    return nn.Sequential(nn.Linear(128, 256, bias=bias, **options), nn.Linear(256, 8, bias=False, **options))
-
-
-def codes(*shape):
-    return (torch.randn(shape) * 50).to(E4M3)
-
-
-def tensors(**changes):
-    torch.manual_seed(0)
-    found = {"0.weight": codes(256, 128), "0.weight_scale_inv": torch.rand(2, 1) + 0.5, "1.weight": torch.randn(8, 256)}
-    found |= {name.replace("__", "."): x for name, x in changes.items()}
-    return {name: x for name, x in found.items() if x is not None}
-
-
-def check_error(folder, message, model=None, **options):
-    """The load fails with this message, and the model is as before."""
-    model = model or small()
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message):
-        tritonfp8.export.load(model, folder, **options)
-    for name, x in model.state_dict().items():
-        assert torch.equal(x, before[name]), name
 
 
 def test_a_checkpoint_of_another_program(tmp_path):
@@ -128,7 +101,10 @@ def test_groups_of_several_formats(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"0__weight_scale_inv": None}, r"0.weight has torch.float8_e4m3fn codes, .* got no scale and its group"),
+        (
+            {"0__weight_scale_inv": None},
+            r"0.weight has codes and needs one scale, 0.weight_scale_inv or .* got no scale",
+        ),
         ({"0__weight": None}, r"no place for these tensors .*: 0.weight_scale_inv; .* does not have .*: 0.weight\."),
         ({"0__weight": torch.zeros(256, 128)}, "no place for these tensors of the checkpoint: 0.weight_scale_inv"),
         ({"1__weight": None}, "the checkpoint does not have these tensors of the model: 1.weight"),
@@ -147,8 +123,8 @@ def test_groups_of_several_formats(tmp_path):
         ({"0__weight_scale_inv": torch.tensor([[1.0], [torch.inf]])}, "0.weight_scale_inv must be finite and not neg"),
         ({"0__weight_scale_inv": torch.tensor([[1.0], [-1.0]])}, "0.weight_scale_inv must be finite and not negative"),
         (
-            {"0__weight_scale_inv": None, "0__weight_scale": torch.ones(2, 1)},
-            r"needs the scale 0.weight_scale_inv and a group of the config; got 0.weight_scale",
+            {"0__weight_scale_inv": None, "0__weight_scales": torch.ones(2, 1)},
+            "got 0.weight_scales. The checkpoint is of another layout than its config says",
         ),
     ],
 )
@@ -163,7 +139,7 @@ def test_tensors_that_do_not_fit(tmp_path, changes, message):
         ({"quant_method": None}, "quant_method of the quantization config must be one of"),
         ({"quant_method": ["fp8"]}, "quant_method of the quantization config must be one of"),
         ({"fmt": "e5m2"}, "fmt of the quantization config must be one of 'e4m3'; got 'e5m2'"),
-        ({"weight_block_size": None}, r"weight_block_size must be one of \[1, 128\], \[128, 128\]; got None"),
+        ({"weight_block_size": None}, r"0.weight_scale_inv must have shape \(1,\), for blocks of tensorwise"),
         ({"weight_block_size": [64, 64]}, r"weight_block_size must be one of .*; got \[64, 64\]"),
         ({"weight_block_size": "128x128"}, "weight_block_size must be one of"),
         ({"scale_fmt": "e8m0"}, "scale_fmt of the quantization config must be one of None, 'float', 'ue8m0'"),
@@ -205,7 +181,10 @@ def test_compressed_weights_that_are_not_known(tmp_path, key, value, message):
             "targets of a of the quantization config must be a list of names",
         ),
         ({"a": {"targets": ["Linear"], "weights": 3}}, "weights of a must be a JSON object; got 3"),
-        ({"a": CHANNEL["config_groups"]["group_0"] | {"targets": ["Conv2d"]}}, "got 0.weight_scale and no group"),
+        (
+            {"a": CHANNEL["config_groups"]["group_0"] | {"targets": ["Conv2d"]}},
+            "has .* codes, and no group of the config names its layer",
+        ),
     ],
 )
 def test_groups_that_cannot_be_read(tmp_path, groups, message):
@@ -220,12 +199,14 @@ def test_other_configs_are_errors(tmp_path):
         ("[]", "config.json must be a JSON object; got list"),
         ("[" * 100_000, "config.json cannot be read as JSON"),
         ('{"quantization_config": 3}', "quantization_config of .* must be a JSON object; got int"),
-        ("{}", "has no quantization config: neither config.json with an entry"),
+        ("{}", "has no quantization config .neither config.json with an entry"),
     ):
         (folder / "config.json").write_text(text)
         check_error(folder, message)
     (folder / "config.json").unlink()
-    check_error(folder, "has no quantization config")
+    check_error(folder, "has no quantization config .* 0.weight has codes, whose blocks the config would say: copy it")
+    plain = write(tmp_path / "plain", {"0.weight": torch.zeros(256, 128)}, None)
+    check_error(plain, "has no quantization config: .* in high precision is read by the loader of its library")
     check_error(tmp_path / "nothing", "must be the folder of a checkpoint; it does not exist")
 
 
@@ -353,7 +334,7 @@ def test_values_beyond_the_dtype_of_the_model(tmp_path):
         tritonfp8.export.load(small(dtype=torch.float16), folder)
     nan = codes(256, 128).view(torch.uint8)
     nan[5, 5] = 0x7F
-    folder = write(tmp_path / "c", tensors(**{"0__weight": nan.view(E4M3)}), FINE_GRAINED)
+    folder = write(tmp_path / "c", tensors(**{"0__weight": nan.view(torch.float8_e4m3fn)}), FINE_GRAINED)
     with pytest.raises(ValueError, match=r"0.weight must be finite in torch.float32; it has a NaN"):
         tritonfp8.export.load(small(), folder)
 
@@ -364,11 +345,17 @@ def test_a_cast_of_other_tensors_is_in_the_report(tmp_path):
     assert report.copied == {"1.weight": "copied, float32 to bfloat16"}
 
 
-def test_codes_go_into_linear_layers_in_high_precision_only(tmp_path):
+class Matrix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(256, 128))
+
+
+def test_codes_go_into_known_layers_in_high_precision_only(tmp_path):
     model = small().double()
     check_error(write(tmp_path / "a", tensors(), FINE_GRAINED), "0.weight is dequantized into bfloat16", model)
-    other = nn.Sequential(nn.Embedding(256, 128), nn.Linear(256, 8, bias=False))
-    check_error(write(tmp_path / "b", tensors(), FINE_GRAINED), "read for nn.Linear only; the model has a Emb", other)
+    other = nn.Sequential(Matrix(), nn.Linear(256, 8, bias=False))
+    check_error(write(tmp_path / "b", tensors(), FINE_GRAINED), "nn.Embedding; the model has a Matrix", other)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ def test_data_parallel(ranks):
     assert ranks.run(2, export_cases.data_parallel) == [True, True]
 
 
+@pytest.mark.parametrize(("storage", "dora"), [("parameters", True), ("quantized", False)])
+def test_adapters_on_a_sharded_base_are_merged(ranks, storage, dora):
+    assert ranks.run(2, export_cases.merged, storage=storage, dora=dora) == [True, True]
+
+
 def test_saved_files_are_of_whole_models(ranks):
     for message in ranks.run(2, export_cases.refused):
         assert "is sharded (a DTensor): tritonfp8.export.save needs whole tensors. Gather the weights" in message

@@ -1,6 +1,7 @@
 """transformers and compressed-tensors read what is written here, and what they write is read here, on a CPU."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 import tritonfp8
+from tritonfp8 import QuantSpec
 
 compressed_tensors = pytest.importorskip("compressed_tensors")
 # gate_proj, up_proj and down_proj have a dim of 192, which is no multiple of 128.
@@ -216,3 +218,79 @@ def test_what_their_compressor_writes_is_read(tmp_path, preset, dtype):
             expected = dequantized(stored[name], scale, blocks_of(format, parameter.shape)).to(dtype)
             assert torch.equal(parameter, expected), name
         assert torch.equal(parameter, theirs[name].to(dtype)), name
+
+
+def quantized_by(spec, model, scale_key, extra=()):
+    """The tensors of a checkpoint with codes in each layer but the head."""
+    found = {}
+    for name, x in model.state_dict().items():
+        if x.ndim < 2 or "embed" in name or "lm_head" in name:
+            found[name] = x
+            continue
+        q = tritonfp8.quantize(x, spec)
+        scale = q.scale.reshape(()) if spec.block == (-1, -1) else q.scale
+        found |= {name: q.qdata, name.removesuffix("weight") + scale_key: scale}
+        found |= {name.removesuffix("weight") + key: torch.ones(()) for key in extra}
+    return found
+
+
+def written(folder, model, tensors, config):
+    model.config.save_pretrained(folder)
+    whole = json.loads((folder / "config.json").read_text())
+    write(folder, tensors, config)
+    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": config}))
+
+
+# As AutoFP8, Mistral and DeepSeek-V4 write them.
+LAYOUTS = {
+    "static": (QuantSpec(), "weight_scale_inv", ("activation_scale",), {"activation_scheme": "static"}, None),
+    "e8m0": (QuantSpec(block=(128, 128), scale_rounding="pow2"), "scale", (), {"scale_fmt": "ue8m0"}, [128, 128]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_read_other_layouts_to_the_same_weights(tmp_path, layout):
+    spec, key, extra, options, block = LAYOUTS[layout]
+    model = model_of()
+    tensors = quantized_by(spec, model, key, extra)
+    if layout == "e8m0":
+        tensors = {name: x.to(torch.float8_e8m0fnu) if name.endswith(".scale") else x for name, x in tensors.items()}
+    config = {"quant_method": "fp8", "weight_block_size": block, "modules_to_not_convert": ["lm_head"], **options}
+    written(tmp_path, model, tensors, config)
+    ours = model_of(seed=1)
+    report = tritonfp8.export.load(ours, tmp_path)
+    assert len(report.layers) == 7
+    assert len(report.of_activations) == 7 * len(extra)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(**config, dequantize=True)
+    )
+    check_equal(theirs, ours)
+
+
+@pytest.mark.parametrize("layout", ["float", "ue8m0", "tensor"])
+def test_what_they_write_is_read(tmp_path, layout):
+    """transformers quantizes the values of a checkpoint as it saves them."""
+    block = None if layout == "tensor" else (128, 128)
+    options = {"scale_fmt": "ue8m0"} if layout == "ue8m0" else {}
+    config = FineGrainedFP8Config(weight_block_size=block, modules_to_not_convert=["lm_head"], **options)
+    model = model_of()
+    spec = QuantSpec() if block is None else QuantSpec(block=(128, 128), scale_rounding="pow2")
+    written(tmp_path, model, quantized_by(spec, model, "weight_scale_inv"), config.to_dict())
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    theirs.save_pretrained(tmp_path / "again")
+    stored = files_of(tmp_path / "again")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert stored[name].dtype == torch.float8_e4m3fn
+    ours = model_of(seed=1)
+    # They wrote codes, and no word of them into the config.
+    with pytest.raises(ValueError, match=r"no quantization config .* has codes, whose blocks the config would say"):
+        tritonfp8.export.load(ours, tmp_path / "again")
+    (tmp_path / "again/quantization_config.json").write_text(json.dumps(config.to_dict()))
+    report = tritonfp8.export.load(ours, tmp_path / "again")
+    # By one scale a tensor they quantize the embedding and the head, too.
+    assert len(report.layers) == (9 if layout == "tensor" else 7)
+    rows = tuple(ours.state_dict()[name].shape) if block is None else block
+    expected = dequantized(stored[name], stored[f"{name}_scale_inv"].float(), rows).bfloat16()
+    assert torch.equal(ours.state_dict()[name], expected)

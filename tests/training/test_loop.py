@@ -70,6 +70,7 @@ class InterruptAt(loop.Observer):
     ("changes", "message"),
     [
         ({"model": "tny"}, "no model is named 'tny'.*did you mean 'tiny'"),
+        ({"model": "nope"}, r"no model is named 'nope', and no file or folder has this path\. Models: "),
         ({"recipes": ("rowwize",)}, "did you mean 'rowwise'"),
         ({"recipes": ()}, "at least one recipe is needed"),
         ({"recipes": ("bf16", "rowwise", "bf16")}, "got more than once: bf16"),

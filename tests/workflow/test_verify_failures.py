@@ -9,6 +9,7 @@ from torch import nn
 
 import tritonfp8
 from tritonfp8 import hardware
+from tritonfp8.workflow.verification_report import Failure, VerificationReport
 
 M = 16
 
@@ -286,3 +287,17 @@ def test_a_warning_in_place_of_an_error():
     assert caught[0].filename == __file__
     assert [each.layer for each in report.failures] == ["b"]
     assert "1 of 2 converted layers fail" in report.summary
+    assert report.message().startswith("1 of 2 converted layers do not run in FP8:\n  b: ")
+
+
+def test_the_message_of_a_report_without_failures():
+    report = tritonfp8.verify(pair(), torch.randn(M, 32))
+    assert report.message() == f"all 2 converted layers run as their recipes say: {report.summary}"
+
+
+def test_a_layer_with_two_causes_counts_once():
+    failures = (Failure("b", "first", "do this"), Failure("b", "second", "do that"))
+    report = VerificationReport({}, {}, (*failures, Failure("a", "third", "do these")), True)
+    assert report.message().splitlines()[0] == "2 of 2 converted layers do not run in FP8:"
+    assert len(report.message().splitlines()) == 4
+    assert "2 of 2 converted layers fail" in report.summary

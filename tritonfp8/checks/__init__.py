@@ -5,12 +5,14 @@ Exports the checks that several folders use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 __all__ = [
+    "nearest",
     "check_floating",
     "check_strided",
     "is_among",
@@ -39,6 +41,12 @@ def shown(value: object) -> str:
         return f"a tensor of {value.dtype}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, with the known name most like ``name``; a full stop if none is like it."""
+    found = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else "."
 
 
 def require_type(name: str, value: object, kind: Any, what: str) -> None:

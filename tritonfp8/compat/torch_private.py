@@ -148,8 +148,8 @@ can_set_data: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatib
 without_torch_function: Any = _C._disabled_torch_function_impl
 """The ``__torch_function__`` of a tensor type that implements ops, and leaves functions to torch."""
 
-foreach_add: Any = getattr(torch.ops.aten, "_foreach_add").List  # noqa: B009
-"""The op by which optimizers add weight decay to all gradients at once."""
+foreach_copy: Any = getattr(torch.ops.aten, "_foreach_copy_").default  # noqa: B009
+"""The op that copies several tensors at once."""
 
 
 def add_to_each(tensors: Sequence[torch.Tensor], number: float) -> None:

@@ -38,6 +38,8 @@ class Selection:
         self.is_auto = isinstance(filter, str)
         self.patterns = None if filter is None or callable(filter) or self.is_auto else tuple(filter)
         self.used: set[str] = set()
+        # The layers that "auto" leaves out.
+        self.slower: set[str] = set()
         self.tokens = tokens
         self.roles = Roles(model)
 
@@ -60,7 +62,9 @@ class Selection:
         if role is not None and not any(names_part(pattern, role.part) for pattern in naming):
             return role.reason(name)
         if self.is_auto and found is not None:
-            return why_slower(found[1], self.tokens, sizes, layer.weight.device)
+            reason = why_slower(found[1], self.tokens, sizes, layer.weight.device)
+            self.slower.update([name] if reason else [])
+            return reason
         return None
 
     def _matching(self, name: str) -> list[str]:

@@ -55,6 +55,11 @@ class ConversionReport:
     experts: dict[str, int] = field(default_factory=dict)
     unstored_experts: tuple[str, ...] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer follows a recipe: ``filter="auto"`` found that bf16 is faster for each."""
+        return not (self.converted or self.already)
+
     def __str__(self) -> str:
         rows = [(name, f"{recipe.name}{self._experts_of(name)}") for name, recipe in self.converted.items()]
         rows += [
@@ -69,6 +74,8 @@ class ConversionReport:
         if self.fused or self.not_fused:
             total += f", {len(self.fused)} fused, {len(self.not_fused)} not fused"
         lines = [*_columns(rows), total]
+        if self.is_empty and self.fp8_share is not None:
+            lines.append("nothing was changed: bf16 is faster for each layer that could be converted")
         if others := [(name, _of(each)) for name, each in self.high_precision.items() if each.layer is None]:
             lines += ["parameters of no linear layer, with their share of the linear FLOPs:", *_columns(others)]
         if self.fp8_share is not None:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from tritonfp8.conversion.choice import Choice, Recipes
 from tritonfp8.conversion.filters import Filter, Selection
+from tritonfp8.conversion.report import ConversionReport
 from tritonfp8.conversion.roles import Roles
-from tritonfp8.layers import is_own_forward
+from tritonfp8.layers import check_not_torchao, is_own_forward
 from tritonfp8.layers.linear import (
     Float8Conv1D,
     Float8Linear,
-    check_not_torchao,
     computes_linear,
     is_conv1d,
     is_converted,
@@ -35,6 +35,7 @@ class Selected(NamedTuple):
         already: the layers that are converted already.
         experts: the experts to convert, by fully qualified name; their recipes are among ``recipes``.
         experts_already: the experts that are converted already.
+        slower: the skipped layers that ``filter="auto"`` leaves out, because they would get slower.
     """
 
     modules: dict[str, nn.Module]
@@ -43,11 +44,18 @@ class Selected(NamedTuple):
     already: dict[str, Float8Linear | Float8Conv1D]
     experts: dict[str, nn.Module]
     experts_already: dict[str, ConvertedExperts]
+    slower: frozenset[str] = frozenset()
 
     @property
     def takes_nothing(self) -> bool:
         """Whether nothing is to be converted, and nothing is already."""
         return not (self.modules or self.already or self.experts or self.experts_already)
+
+    def check_slower(self) -> None:
+        """Raise ValueError unless ``filter="auto"`` left out a layer: it may leave out all of them."""
+        if not self.slower:
+            why = ConversionReport({}, self.skipped) if self.skipped else "the model has no nn.Linear"
+            raise ValueError(f"nothing was converted: {why}")
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -119,7 +127,7 @@ def select(
     unmatched = (name for name, reason in found.skipped.items() if reason == NO_PATTERN)
     choice.check_all_used([*found.already, *found.experts_already, *found.modules, *found.experts, *unmatched])
     selection.check_all_used()
-    return found
+    return found._replace(slower=frozenset(selection.slower))
 
 
 def _select_experts(model: nn.Module, choice: Choice, selection: Selection, found: Selected) -> None:
@@ -174,13 +182,13 @@ def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection)
 
 def why_unfit(module: nn.Module) -> str | None:
     """The reason why a linear layer that is not converted may not be computed as ``nn.Linear``, or None."""
+    weight = module._parameters.get("weight")
+    if weight is not None and _is_in_8_bits(weight):
+        return f"another program keeps its weight in 8 bits ({type(module).__name__}): {_LOAD}"
     if computes_linear(type(module)) or is_conv1d(module):
         return None if is_own_forward(module) else "its forward was replaced on the instance: it may compute otherwise"
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized: its weight is computed and not a parameter"
-    weight = module._parameters.get("weight")
-    if weight is not None and _is_in_8_bits(weight):
-        return f"another program keeps its weight in 8 bits ({type(module).__name__}): {_LOAD}"
     return f"a subclass of nn.Linear ({type(module).__name__}), which may compute something else"
 
 

@@ -6,6 +6,7 @@
 checkpoint_formats   how a layer's codes and scales are named and shaped, as data
 places               the tensors of a model: where each lies, and which are tied
 choice               the layers that are exported, and the reasons for the others
+permanent            weights that a model computes, and adapters, as they are once that is made permanent
 stream               plan and tensors: what is written, one layer at a time
 writing              save: files that are whole or absent
 configs              the quantization config of a checkpoint that is read

@@ -112,6 +112,12 @@ METHODS: Mapping[str, Callable[[CheckpointFormat, list[str], str | None], dict[s
 """How the config of each quant_method is written."""
 
 
+READ_SCALES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"fp8": ("weight_scale_inv", "weight_scale", "scale"), "compressed-tensors": ("weight_scale",)}
+)
+"""The last part of the name of a scale, by quant_method: DeepSeek-V3 and transformers, AutoFP8, DeepSeek-V4."""
+
+
 def _compressed(
     name: str,
     spec: QuantSpec,

@@ -33,7 +33,7 @@ def choose(
         found: the tensors of the model.
 
     Raises:
-        ValueError: a pattern of ``filter`` matches no layer, or no layer is exported.
+        ValueError: a pattern of ``filter`` matches no layer, no layer is exported, or one has no weight of its own.
         TypeError: ``filter`` is of another type.
     """
     if isinstance(filter, str):
@@ -46,6 +46,7 @@ def choose(
     reasons: dict[str, str | None] = {}
     for path, module in linears(model):
         name = unwrapped(path)
+        _check_has_weight(name, module)
         is_transposed = is_conv1d(module) or isinstance(module, Float8Conv1D)
         if is_transposed or not is_converted(module):
             unfit = TRANSPOSED if is_transposed else why_unfit(module)
@@ -66,6 +67,15 @@ def choose(
         lines = "\n".join(f"{name}: {reason}" for name, reason in reasons.items()) or "the model has no nn.Linear"
         raise ValueError(f"no layer is exported in 8 bits as {row.name!r}:\n{lines}")
     return reasons
+
+
+def _check_has_weight(name: str, module: nn.Module) -> None:
+    if module._parameters.get("weight") is None:
+        raise ValueError(
+            f"the weight of {name or 'the model'} is no parameter of the layer ({type(module).__name__}), so other "
+            "code computes it: an export writes what torch's parametrizations, weight_norm, spectral_norm and pruning "
+            "compute. Make any other weight a parameter first"
+        )
 
 
 def _why_not(path: str, module: Any, selection: Selection | None, roles: Roles) -> str | None:

@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 
 from tritonfp8.checks import require, shown
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, UE8M0, CheckpointFormat
-from tritonfp8.specs import BLOCKS, QuantSpec
+from tritonfp8.specs import BLOCKS, TENSORWISE, QuantSpec
 
 # By key the default of compressed-tensors, and what is read here.
 _CODES = (("num_bits", 8, 8), ("type", "int", "float"), ("symmetric", True, True), ("dynamic", False, False))
 # What transformers calls scales that are no powers of two.
 FLOAT = "float"
+# Layouts that are not read here: what they are, and what reads them.
+_ELSEWHERE = {
+    "modelopt": ("NVIDIA ModelOpt (one scale a tensor, or NVFP4)", "TensorRT-LLM, vLLM and SGLang"),
+    "fbgemm_fp8": ("FBGEMM (one scale a row)", "transformers with fbgemm-gpu, and vLLM"),
+}
 
 
 class Group(NamedTuple):
@@ -45,6 +50,12 @@ def groups(config: Mapping[str, Any]) -> list[Group]:
             :data:`CHECKPOINT_FORMATS` has.
     """
     method = config.get("quant_method")
+    if isinstance(method, str) and method in _ELSEWHERE:
+        what, readers = _ELSEWHERE[method]
+        raise ValueError(
+            f"quant_method {method!r} is the layout of {what}, which {readers} read. load reads "
+            f"{' and '.join(map(repr, _READERS))}: take a checkpoint of these, or one in high precision"
+        )
     require("quant_method of the quantization config", method, tuple(_READERS))
     return _READERS[str(method)](config)
 
@@ -65,10 +76,27 @@ def _fine_grained(config: Mapping[str, Any]) -> list[Group]:
     row = CHECKPOINT_FORMATS["fine_grained"]
     require("fmt of the quantization config", config.get("fmt", row.spec.format), (row.spec.format,))
     require("scale_fmt of the quantization config", config.get("scale_fmt"), (None, FLOAT, UE8M0))
-    block = _block("weight_block_size", config.get("weight_block_size"), row)
+    require("activation_scheme of the quantization config", _activations(config), ("dynamic", "static"))
+    size = config.get("weight_block_size")
+    # AutoFP8 and Mistral write one scale a tensor, and no block.
+    block = TENSORWISE if size is None else _block("weight_block_size", size, row)
     for key in ("modules_to_not_convert", "ignored_layers"):
         _names(key, config.get(key) or [])
     return [Group(("re:.*",), _with_block(row, block))]
+
+
+def _activations(config: Mapping[str, Any]) -> object:
+    return config.get("activation_scheme", "dynamic")
+
+
+def scales_of_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The last parts of the names of the static scales of activations that a config, which was read, speaks of."""
+    schemes = config.get("config_groups") or {}
+    inputs = (scheme.get("input_activations") for scheme in schemes.values())
+    is_static = any(isinstance(each, dict) and not each.get("dynamic", False) for each in inputs)
+    if is_static or _activations(config) == "static":
+        return ("input_scale", "activation_scale")
+    return ()
 
 
 def _compressed(config: Mapping[str, Any]) -> list[Group]:

@@ -16,6 +16,8 @@ from tritonfp8.export.report import listed
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, QUANTIZATION_CONFIG, GENERATION_CONFIG = "config.json", "quantization_config.json", "generation_config.json"
 ENTRY = "quantization_config"
+# ModelOpt writes it beside a config.json that does not speak of it.
+MODELOPT_CONFIG = "hf_quant_config.json"
 # As safetensors spells them.
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -56,10 +58,27 @@ def read_config(folder: Path) -> dict[str, Any]:
             if not isinstance(config, dict):
                 raise ValueError(f"{ENTRY} of {folder / name} must be a JSON object; got {type(config).__name__}")
             return config
+    if (folder / MODELOPT_CONFIG).is_file():
+        return {"quant_method": "modelopt"}
+    missing = f"neither {CONFIG} with an entry {ENTRY!r}, nor {QUANTIZATION_CONFIG}"
+    if codes := _codes_in(folder):
+        raise ValueError(
+            f"{folder} has no quantization config ({missing}), and {codes} has codes, whose blocks the config would "
+            "say: copy it from the checkpoint that the model came from"
+        )
     raise ValueError(
-        f"{folder} has no quantization config: neither {CONFIG} with an entry {ENTRY!r}, nor {QUANTIZATION_CONFIG}. "
-        "A checkpoint in high precision is read by the loader of its library"
+        f"{folder} has no quantization config: {missing}. A checkpoint in high precision is read by the loader of its "
+        "library"
     )
+
+
+def _codes_in(folder: Path) -> str | None:
+    """A tensor of 8-bit floats in a checkpoint; None if it has none, or cannot be read."""
+    try:
+        stored = stored_tensors(folder)
+    except ValueError:
+        return None
+    return next((name for name, x in stored.items() if x.dtype.is_floating_point and x.dtype.itemsize == 1), None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

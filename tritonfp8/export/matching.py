@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tritonfp8.checks import require_type
-from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
+from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, READ_SCALES, CheckpointFormat
 from tritonfp8.export.configs import Group, row_of
 from tritonfp8.export.experts import Part, all_parts
 from tritonfp8.export.files import Stored
@@ -23,7 +23,8 @@ from tritonfp8.export.report import listed
 from tritonfp8.formats import HIGH_PRECISION_DTYPES, SCALE_FORMATS
 from tritonfp8.specs import BLOCKS
 
-SCALE_NAMES = tuple(dict.fromkeys(row.scale_name for row in CHECKPOINT_FORMATS.values()))
+# What a scale of codes is called begins so. Other scales beside a weight are of activations and caches.
+_OF_WEIGHTS = ("weight", "scale", "qscale_weight")
 CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,22 +82,42 @@ class Job(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What is read, and the names on either side that have no partner and are allowed to."""
+    """What is read, and the names on either side that have no partner and are allowed to.
+
+    Attributes:
+        jobs: what is read.
+        ignored: tensors of the checkpoint that a pattern leaves out.
+        left: tensors of the model that a pattern leaves as they are.
+        of_activations: static scales of activations, which are not used.
+    """
 
     jobs: list[Job]
     ignored: tuple[str, ...]
     left: tuple[str, ...]
+    of_activations: tuple[str, ...]
 
 
 def match(
-    stored: Mapping[str, Stored], model_places: Iterable[Place], found: list[Group], patterns: Collection[str]
+    stored: Mapping[str, Stored],
+    model_places: Iterable[Place],
+    found: list[Group],
+    patterns: Collection[str],
+    static: Collection[str] = (),
 ) -> Match:
-    """Find a partner for every tensor. Raises ValueError as :func:`tritonfp8.export.load` does."""
+    """Find a partner for every tensor. Raises ValueError as :func:`tritonfp8.export.load` does.
+
+    ``static`` are the names of static scales of activations, which lie beside codes and need no partner.
+    """
     found_places = list(model_places)
     of_name = _by_name(found_places, stored)
     parts = all_parts(place for place in found_places if not {*place.names, *place.written} & stored.keys())
     jobs, unused = _jobs(stored, of_name, parts, found)
     ignored = [name for name in unused if _matches(name, patterns)]
+    _check_ignored(ignored, jobs)
+    of_codes = {_beside(job.name, "") for job in jobs if job.row is not None}
+    of_activations = [
+        name for name in unused if name not in ignored and _split(name)[1] in static and _split(name)[0] in of_codes
+    ]
     loaded, names = {id(job.place) for job in jobs}, {job.name for job in jobs}
     absent = [place for place in found_places if id(place) not in loaded]
     # A pattern may be of either name.
@@ -104,12 +125,12 @@ def match(
     left = list(compress(absent, is_left))
     missing = {place.written_name for place, each in zip(absent, is_left, strict=True) if not each}
     missing |= {name for name, part in parts.items() if id(part.place) in loaded and name not in names}
-    _check_names(set(unused) - set(ignored), missing)
+    _check_names(set(unused) - {*ignored, *of_activations}, missing)
     _check_patterns(patterns, [*ignored, *(name for place in left for name in (place.name, place.written_name))])
     _check_left(left)
     for job in jobs:
         _check_job(job, stored)
-    return Match(jobs, tuple(ignored), tuple(place.name for place in left))
+    return Match(jobs, tuple(ignored), tuple(place.name for place in left), tuple(of_activations))
 
 
 def _by_name(model_places: Iterable[Place], stored: Mapping[str, Stored]) -> dict[str, Place]:
@@ -138,10 +159,46 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _scale_of(weight: str, stored: Mapping[str, Stored]) -> str | None:
-    """The name of the scale of codes, by the name of the codes."""
-    names = (weight.removesuffix("weight") + scale for scale in SCALE_NAMES) if weight.endswith("weight") else ()
-    return next((name for name in names if name in stored), None)
+def _beside(weight: str, key: str) -> str:
+    """The name of a tensor beside a weight."""
+    return weight.removesuffix("weight") + key
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The beginning of a name, with its dot, and the last part."""
+    parent, dot, last = name.rpartition(".")
+    return parent + dot, last
+
+
+def _scale_of(weight: str, row: CheckpointFormat, others: Collection[str]) -> str:
+    """The name of the scale of codes; ``others`` are the tensors of the checkpoint that the model has no place for.
+
+    Raises:
+        ValueError: they have none, or several.
+    """
+    names = [_beside(weight, key) for key in READ_SCALES[row.method]] if weight.endswith("weight") else []
+    found = [name for name in names if name in others]
+    if len(found) == 1:
+        return found[0]
+    what = f"{weight} has codes and needs one scale, {' or '.join(names) or 'beside a weight'}"
+    if found:
+        raise ValueError(f"{what}; got {listed(found)}. The checkpoint mixes layouts")
+    if beside := [name for name in others if _split(name)[0] == _beside(weight, "") and "scale" in name]:
+        raise ValueError(f"{what}; got {listed(beside)}. The checkpoint is of another layout than its config says")
+    raise ValueError(f"{what}; got no scale. The checkpoint is incomplete")
+
+
+def _check_ignored(ignored: Iterable[str], jobs: Iterable[Job]) -> None:
+    """Raise ValueError for a scale of codes that a pattern leaves out: the values would be others."""
+    weights = {_beside(job.name, ""): job for job in jobs if job.row is not None}
+    for name in ignored:
+        parent, last = _split(name)
+        if parent in weights and "scale" in last and last.startswith(_OF_WEIGHTS):
+            job = weights[parent]
+            raise ValueError(
+                f"{name} may scale the codes of {job.name}, beside {job.scale}: no pattern of ignore may leave it out. "
+                "The checkpoint is of another layout than its config says"
+            )
 
 
 def _jobs(
@@ -149,6 +206,7 @@ def _jobs(
 ) -> tuple[list[Job], list[str]]:
     """What is read where, and the names of the tensors that nothing reads."""
     jobs, used = [], set()
+    others = stored.keys() - of_name.keys() - parts.keys()
     for name, header in stored.items():
         part = parts.get(name)
         place = of_name.get(name) if part is None else part.place
@@ -158,17 +216,16 @@ def _jobs(
         if header.dtype not in CODES:
             jobs.append(Job(name, header, place, part=part))
             continue
-        job = Job(name, header, place, _scale_of(name, stored), part=part)
+        job = Job(name, header, place, part=part)
         row = row_of(found, (_without_weight(name), job.layer), job.classes)
-        job = job._replace(row=row)
-        if job.scale is None or row is None or not job.scale.endswith(row.scale_name):
-            expected = name.removesuffix("weight") + (row.scale_name if row else SCALE_NAMES[0])
+        if row is None:
             raise ValueError(
-                f"{name} has {header.dtype} codes, and so needs the scale {expected} and a group of the config; got "
-                f"{job.scale or 'no scale'} and {'its group' if row else 'no group'}. The checkpoint is incomplete"
+                f"{name} has {header.dtype} codes, and no group of the config names its layer: the config is of "
+                "another checkpoint"
             )
-        used.add(job.scale)
-        jobs.append(job)
+        scale = _scale_of(name, row, others)
+        used.add(scale)
+        jobs.append(job._replace(row=row, scale=scale))
     return jobs, [name for name in stored if name not in used]
 
 
@@ -208,9 +265,9 @@ def _check_job(job: Job, stored: Mapping[str, Stored]) -> None:
         return
     if target.dtype not in HIGH_PRECISION_DTYPES:
         raise ValueError(f"{job.name} is dequantized into bfloat16, float16 or float32; the model has {target.dtype}")
-    if job.part is None and not isinstance(job.owner, nn.Linear):
+    if job.part is None and not isinstance(job.owner, nn.Linear | nn.Embedding):
         raise ValueError(
-            f"{job.name} has {header.dtype} codes, which are read for nn.Linear only; the model has a "
+            f"{job.name} has {header.dtype} codes, which are read for nn.Linear and nn.Embedding; the model has a "
             f"{type(job.owner).__name__}"
         )
     if len(header.shape) != 2:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
-from tritonfp8.export.configs import groups
+from tritonfp8.export.configs import groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Job, match, patterns_of
@@ -49,8 +49,9 @@ def load(
         model: converted or not. Parameters stay the same objects, except on the meta device, where they are replaced
             by ones in memory.
         folder: of the checkpoint.
-        ignore: patterns of tensors that need no partner: in the checkpoint they are not read, such as
-            ``"*.input_scale"`` of static activations; in the model they keep their values, such as a new head.
+        ignore: patterns of tensors that need no partner: in the checkpoint they are not read, such as ``"*.k_scale"``
+            of a cache; in the model they keep their values, such as a new head. Static scales of activations
+            (``input_scale``, ``activation_scale``) of which the config speaks need no pattern: the report counts them.
         device: where parameters on the meta device are made.
 
     Returns:
@@ -70,12 +71,13 @@ def load(
     model = bare(model)
     require_type("folder", folder, str | Path, "a str or a Path")
     patterns, root = patterns_of(ignore), Path(folder)
-    found, stored = groups(read_config(root)), stored_tensors(root)
+    config = read_config(root)
+    found, stored = groups(config), stored_tensors(root)
     to = torch.device(device)
     reshard(model)
     model_places = places(model)
     check_has_memory(model_places)
-    jobs, ignored, left = match(stored, model_places, found, patterns)
+    jobs, ignored, left, unused = match(stored, model_places, found, patterns, scales_of_activations(config))
     with opened_all(root, stored) as read:
         _check_scales(jobs, read)
         layers, copied = _fill_all(jobs, read, to)
@@ -86,7 +88,7 @@ def load(
             "model with its buffers in memory, or compute them",
             stacklevel=2,
         )
-    return LoadReport(layers, copied, ignored, left, tuple(on_meta))
+    return LoadReport(layers, copied, ignored, left, tuple(on_meta), unused)
 
 
 def _scale(job: Job, read: Read) -> Tensor:

@@ -108,6 +108,8 @@ class LoadReport:
         ignored: the tensors of the checkpoint that a pattern of ``ignore`` left out.
         left: the tensors of the model that the checkpoint does not have and a pattern of ``ignore`` allows.
         on_meta: buffers that are on the meta device still, because checkpoints do not have them.
+        of_activations: static scales of activations, which nothing here uses: a recipe scales activations by their
+            values.
     """
 
     layers: dict[str, LoadedLayer]
@@ -115,6 +117,7 @@ class LoadReport:
     ignored: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     on_meta: tuple[str, ...] = ()
+    of_activations: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [(name, str(layer)) for name, layer in self.layers.items()]
@@ -129,7 +132,11 @@ class LoadReport:
             )
         if self.ignored:
             total += f", {len(self.ignored)} ignored"
-        return "\n".join([*columns(rows), total])
+        notes = []
+        if count := len(self.of_activations):
+            which = f"{count} static scales of activations, such as {self.of_activations[0]}"
+            notes.append(f"note: {which}, are not used: activations are scaled by their values")
+        return "\n".join([*columns(rows), *notes, total])
 
 
 def columns(rows: list[tuple[str, str]]) -> list[str]:

@@ -13,7 +13,8 @@ from tritonfp8.conversion import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, is_exported, notes
 from tritonfp8.export.experts import PROJECTIONS, Part, codes_of, parts_of
-from tritonfp8.export.places import Place, bare, joined, places, reshard, whole
+from tritonfp8.export.permanent import check_adapters, permanent, value_of
+from tritonfp8.export.places import Place, bare, joined, places, reshard
 from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import quantize
@@ -28,7 +29,7 @@ class Entry(NamedTuple):
 
     Attributes:
         name: its name in the export.
-        tensor: the tensor of the model.
+        tensor: the tensor of the model, or what stands for one that the model computes.
         row: the checkpoint format of its codes and scale, or None in high precision.
         dtype: the dtype in which it is written in high precision.
         parts: of a weight of experts in 8 bits, the matrices that are written, by name.
@@ -56,7 +57,7 @@ class Entry(NamedTuple):
         Raises:
             ValueError: a weight has a NaN or an infinity.
         """
-        x = whole(self.tensor)
+        x = value_of(self.tensor)
         if self.row is None:
             yield self.name, plain_weight(x).to(self.dtype)
         elif self.parts:
@@ -82,10 +83,11 @@ def _codes(x: Tensor, row: CheckpointFormat) -> Quantized:
 
 
 class Plan(NamedTuple):
-    """What an export writes, and its report."""
+    """What an export writes, its report, and the model that has these tensors under their plain names."""
 
     entries: list[Entry]
     report: ExportReport
+    model: nn.Module
 
 
 def plan(
@@ -96,13 +98,15 @@ def plan(
     scale_rounding: str = "pow2",
     scale_fmt: str | None = None,
     dtype: torch.dtype | None = None,
+    adapters: str | None = None,
 ) -> ExportReport:
     """What :func:`tensors` and :func:`save` write, without quantizing anything.
 
     Args:
         model: converted or not, with weights in high precision or stored by ``mode="inference"``, whose codes are
             written as they are if the format has them. It may be compiled. Weights may be sharded by FSDP2 or tensor
-            parallelism.
+            parallelism. Weights that torch computes (parametrizations, weight and spectral norm, pruning) are written
+            under their plain names, as the model computes them in eval mode.
         format: the name of a checkpoint format; ``X`` is a linear layer of weight ``[N, K]``. The codes ``X.weight
             [N, K]`` are float8_e4m3fn, and the scale multiplies to dequantize.
 
@@ -121,16 +125,18 @@ def plan(
         scale_fmt: ``"ue8m0"`` (``"fine_grained"``) is written into the config: it says that scales are powers of two,
             so that engines use kernels for those and quantize activations alike.
         dtype: bfloat16, float16 or float32, to which other floating tensors are cast; None leaves them as they are.
+        adapters: of a model with adapters of peft, ``"merged"``: the tensors that ``merge_and_unload()`` would leave,
+            of the active adapters. Each layer is merged in a copy, in the values of stored weights if it has these.
 
     Returns:
         An :class:`ExportReport` with the ``quantization_config``.
 
     Raises:
         ValueError: an unknown format or option, no layer to quantize, a pattern that matches no layer, or a weight that
-            is lazy, on the meta device, or in 8 bits already.
+            is lazy, on the meta device, in 8 bits already, or computed by other code; or adapters without the argument.
         TypeError: an argument of another type.
     """
-    return planned(model, format, filter, scale_rounding, scale_fmt, dtype).report
+    return planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters).report
 
 
 def tensors(
@@ -141,6 +147,7 @@ def tensors(
     scale_rounding: str = "pow2",
     scale_fmt: str | None = None,
     dtype: torch.dtype | None = None,
+    adapters: str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of an export one layer at a time, for an engine that is running.
 
@@ -149,16 +156,17 @@ def tensors(
     gathered one at a time: every rank must take every tensor, and gets all of them.
 
     Args:
-        model, format, filter, scale_rounding, scale_fmt, dtype: as for :func:`plan`.
+        model, format, filter, scale_rounding, scale_fmt, dtype, adapters: as for :func:`plan`.
 
     Returns:
         ``(name, tensor)`` in the order of the modules, on the device of the model. Codes are followed by their scale.
         Tensors in high precision share the memory of the model, unless ``dtype`` casts them. Tied tensors come once.
 
     Raises:
-        ValueError, TypeError: as :func:`plan`; and, when its layer is reached, a weight with a NaN or an infinity.
+        ValueError, TypeError: as :func:`plan`; and, when its layer is reached, a weight with a NaN or an infinity, or
+            adapters that peft does not merge.
     """
-    return _stream(planned(model, format, filter, scale_rounding, scale_fmt, dtype).entries)
+    return _stream(planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters).entries)
 
 
 def _stream(entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
@@ -173,13 +181,16 @@ def planned(
     scale_rounding: str,
     scale_fmt: str | None,
     dtype: torch.dtype | None,
+    adapters: str | None,
 ) -> Plan:
     """The entries and the report of an export; see :func:`plan`."""
     require_module(model)
     model = bare(model)
     require("dtype", dtype, (None, *HIGH_PRECISION_DTYPES))
     row = checkpoint_format(format, scale_rounding, scale_fmt)
+    check_adapters(model, adapters)
     reshard(model)
+    model = permanent(model)
     found = places(model)
     for place in found:
         _check_written(place)
@@ -192,7 +203,7 @@ def planned(
         to = dtype if dtype is not None and place.tensor.dtype.is_floating_point else place.tensor.dtype
         parts = parts_of(place) if chosen else {}
         entries.append(Entry(place.written_name, place.tensor, row if chosen else None, to, parts))
-    return Plan(entries, _report(row, reasons, found, entries, scale_fmt))
+    return Plan(entries, _report(row, reasons, found, entries, scale_fmt), model)
 
 
 def _check_written(place: Place) -> None:

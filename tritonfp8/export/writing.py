@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tritonfp8.checks import require_type
 from tritonfp8.conversion import Filter
 from tritonfp8.export.files import CONFIG, GENERATION_CONFIG, INDEX, ONE_FILE, QUANTIZATION_CONFIG, written_before
-from tritonfp8.export.places import bare, check_whole, places
+from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.report import ExportReport
 from tritonfp8.export.stream import Entry, planned
 
@@ -34,6 +34,7 @@ def save(
     scale_rounding: str = "pow2",
     scale_fmt: str | None = None,
     dtype: torch.dtype | None = None,
+    adapters: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ExportReport:
     """Write a model as a checkpoint in 8 bits, which :func:`load`, transformers and inference engines read.
@@ -47,7 +48,7 @@ def save(
     killed leaves no part of a file under its final name. Memory grows by one shard.
 
     Args:
-        model, format, filter, scale_rounding, scale_fmt, dtype: as for :func:`plan`.
+        model, format, filter, scale_rounding, scale_fmt, dtype, adapters: as for :func:`plan`.
         folder: made if it is missing. It must not have weights yet.
         max_shard_bytes: the most bytes of tensors in a file; a layer that is larger gets a file of its own.
 
@@ -64,8 +65,7 @@ def save(
     require_type("max_shard_bytes", max_shard_bytes, int, "an int")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
-    entries, report = planned(model, format, filter, scale_rounding, scale_fmt, dtype)
-    model = bare(model)
+    entries, report, model = planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters)
     check_whole(places(model), "tritonfp8.export.save")
     root = Path(folder)
     if found := written_before(root):

@@ -58,7 +58,7 @@ class _Float8:
         module = super().convert_module(module)  # type: ignore[misc]
         self.report = convert(module, self.recipe, self.filter, experts=self.experts)
         log.info("%s", self.report)
-        if self.all_gather:
+        if self.all_gather and not self.report.is_empty:
             self.gathered = enable_float8_all_gather(module)
         return module
 

@@ -159,7 +159,10 @@ def saving_gemms(config: SelectiveAC.Config) -> Float8SelectiveAC.Config:
 def apply(model: nn.Module, config: Float8Converter.Config) -> None:
     """Convert ``model`` as ``config`` says. The reports go to the logger ``tritonfp8``."""
     require("payload", config.payload, PAYLOADS)
-    log.info("%s", convert(model, config.recipe, config.filter, experts=config.experts))
+    report = convert(model, config.recipe, config.filter, experts=config.experts)
+    log.info("%s", report)
+    if report.is_empty:
+        return
     if config.payload == "float8":
         send_in_8_bits(model)
     if config.all_gather:

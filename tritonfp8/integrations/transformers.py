@@ -197,16 +197,20 @@ class Float8Callback(TrainerCallback):
             self.report = convert(inner, recipe, self.config.filter, experts=self.config.experts)
             log.info("%s", self.report)
         gather = uses_fsdp2() if self.config.all_gather is None else self.config.all_gather
-        if gather:
+        if gather and not self._is_empty:
             self.gathered = enable_float8_all_gather(inner)
         if isinstance(inner, PreTrainedModel):
             write_config(inner)
+
+    @property
+    def _is_empty(self) -> bool:
+        return self.report is not None and self.report.is_empty
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Begin the schedule, at the step at which the training begins or goes on."""
-        if self.config.schedule is not None:
+        if self.config.schedule is not None and not self._is_empty:
             self.schedule = RecipeSchedule(self.config.schedule, total_steps=state.max_steps)
             self.schedule.load_state_dict({"next_step": state.global_step})
             self.schedule.attach(unwrapped(model))

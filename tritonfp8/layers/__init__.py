@@ -1,9 +1,10 @@
 """Layers that compute by a recipe: linear layers, and layers fused with their producers, in a folder each.
 
 Exports what both kinds share: changing modules in place, decisions that a recompute repeats, the table of functions
-by tensor type, and the names of converted layers.
+by tensor type, the names of converted layers, and how they refuse codes as weights.
 """
 
+from tritonfp8.layers.codes import check_not_torchao, refuse_codes
 from tritonfp8.layers.converted import forget_names, record_names, recorded_modules
 from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase
 from tritonfp8.layers.parameter_hooks import ParameterHooks
@@ -16,6 +17,7 @@ __all__ = [
     "all_or_nothing",
     "carry",
     "change_class",
+    "check_not_torchao",
     "decided",
     "forget_names",
     "handler_of",
@@ -24,6 +26,7 @@ __all__ = [
     "rebase",
     "record_names",
     "recorded_modules",
+    "refuse_codes",
     "register_linear",
     "swapping",
 ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from torch import Tensor, nn
 
+from tritonfp8.layers.codes import check_not_torchao, refuse_codes, refuse_scales
+
 
 class ParameterHooks(nn.Module):
-    """The base of all converted layers, whose weights may be stored in 8 bits."""
+    """The base of all converted layers. They take values as parameters, and refuse codes."""
 
     # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
     on_revert: Callable[[Any], object] | None = None
@@ -22,10 +24,24 @@ class ParameterHooks(nn.Module):
     on_move: Callable[[Any, Callable[[Tensor], Tensor]], AbstractContextManager[None]] | None = None
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``; in the place of a stored weight the values are stored."""
+        """As ``nn.Module``; in the place of a stored weight the values are stored.
+
+        Raises:
+            ValueError: ``param`` has codes.
+            TypeError: it is a tensor of torchao's.
+        """
+        check_not_torchao(f"the {name} of a converted layer", param)
+        refuse_codes(f"the parameter {name}", param)
         if param is not None and self.on_assign is not None:
             param = self.on_assign(self, name, param)
         super().register_parameter(name, param)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        for key in self._parameters:
+            if isinstance(found := state_dict.get(prefix + key), Tensor):
+                refuse_codes(prefix + key, found)
+        refuse_scales(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         with nullcontext() if self.on_move is None else self.on_move(self, fn):

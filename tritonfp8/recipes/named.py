@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tritonfp8.checks import require, require_type
+from tritonfp8.checks import nearest, require, require_type
 from tritonfp8.recipes.recipe import GEMMS, Gemm, Recipe
 from tritonfp8.specs import ACCUMULATIONS, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 
@@ -161,9 +160,8 @@ def _found(recipe: str | Recipe) -> Recipe:
     if recipe.endswith(".toml"):
         return load(recipe)
     if recipe not in _RECIPES:
-        nearest = max(_RECIPES, key=lambda name: difflib.SequenceMatcher(None, recipe.lower(), name).ratio())
         raise ValueError(
-            f"no recipe is named {recipe!r}; did you mean {nearest!r}? Recipes: {', '.join(_RECIPES)}, or the path of "
+            f"no recipe is named {recipe!r}{nearest(recipe, _RECIPES)} Recipes: {', '.join(_RECIPES)}, or the path of "
             "a .toml file"
         )
     return _RECIPES[recipe]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import json
 import logging
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritonfp8.checks import nearest
 from tritonfp8.training.corpus import VOCABULARY
 
 
@@ -60,15 +60,14 @@ def default_lr(model: str) -> float:
     """The learning rate of a preset, or :data:`CONFIG_FILE_LR` for config files.
 
     Raises:
-        ValueError: neither a preset nor an existing path; the message names the nearest preset.
+        ValueError: neither a preset nor an existing path; the message names a preset that is like it.
     """
     if preset := MODELS.get(model):
         return preset.lr
     if Path(model).exists():
         return CONFIG_FILE_LR
-    nearest = max(MODELS, key=lambda name: difflib.SequenceMatcher(None, model.lower(), name).ratio())
     raise ValueError(
-        f"no model is named {model!r}, and no file or folder has this path; did you mean {nearest!r}? "
+        f"no model is named {model!r}, and no file or folder has this path{nearest(model, MODELS)} "
         f"Models: {', '.join(MODELS)}, or the path of a transformers config"
     )
 

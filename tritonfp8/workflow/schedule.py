@@ -121,6 +121,10 @@ class RecipeSchedule:
         """
         require_module(model)
         report = convert(model, self.first_quantized, **options)
+        if report.is_empty:
+            # By filter="auto": there is no layer whose recipe could change.
+            self._model = model
+            return report
         if all_gather:
             from tritonfp8.distributed import enable_float8_all_gather
 
@@ -131,7 +135,7 @@ class RecipeSchedule:
     def attach(self, model: nn.Module) -> None:
         """Have a converted model follow this schedule from the next step on."""
         require_module(model)
-        if not any(is_converted(module) or is_converted_experts(module) for module in model.modules()):
+        if not _follows_recipes(model):
             raise ValueError("the model has no converted layer: use RecipeSchedule.convert")
         self._model = model
         self._apply(self.recipe_at(self.next_step))
@@ -160,9 +164,11 @@ class RecipeSchedule:
 
     def _apply(self, recipe: Recipe) -> None:
         assert self._model is not None
+        self._applied = recipe
+        if not _follows_recipes(self._model):
+            return
         # Layers that already follow an equal recipe keep its object, so nothing is compiled again.
         swap_recipe(self._model, recipe)
-        self._applied = recipe
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: the next step."""
@@ -173,6 +179,10 @@ class RecipeSchedule:
         self.next_step = int(state["next_step"])
         if self._model is not None:
             self._apply(self.recipe_at(self.next_step))
+
+
+def _follows_recipes(model: nn.Module) -> bool:
+    return any(is_converted(module) or is_converted_experts(module) for module in model.modules())
 
 
 def _quantizes(recipe: Recipe) -> bool:

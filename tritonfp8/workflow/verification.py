@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from tritonfp8.layers.linear import compared_casts, is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import spec_of
+from tritonfp8.workflow.outputs import floating_tensors, own_loss
 from tritonfp8.workflow.unchanged import unchanged
 from tritonfp8.workflow.verification_failures import (
     Converted,
@@ -129,10 +129,10 @@ def _loss(output: Any) -> Tensor:
     Raises:
         ValueError: no tensor carries a gradient.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.requires_grad:
+    loss = own_loss(output)
+    if loss is not None and loss.requires_grad:
         return loss if loss.ndim == 0 else loss.float().sum()
-    found = [x for x in _tensors(output) if x.is_floating_point() and x.requires_grad]
+    found = [x for x in floating_tensors(output) if x.requires_grad]
     if not found:
         raise ValueError(
             "the output of the model carries no gradient, so there is no backward to verify: give backward=False, or "
@@ -142,20 +142,6 @@ def _loss(output: Any) -> Tensor:
     for x in found[1:]:
         total = total + x.float().sum().to(total.device)
     return total
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for each in output.values():
-            yield from _tensors(each)
-    elif isinstance(output, Sequence) and not isinstance(output, str | bytes):
-        for each in output:
-            yield from _tensors(each)
-    elif dataclasses.is_dataclass(output):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))
 
 
 def _report(

@@ -163,18 +163,24 @@ class VerificationReport:
         shares = [f"{_percent(self.share(kind))} " if len(kinds) > 1 else "" for kind in slow]
         notes = [f"{share}by {KINDS[kind]}" for share, kind in zip(shares, slow, strict=True)]
         line += f" ({', '.join(notes)})" if notes else ""
-        return f"{line}; {len(self.failures)} of {len(self._names())} converted layers fail" if self.failures else line
+        return line if self.ok else f"{line}; {self._failing()} converted layers fail"
 
     def _names(self) -> set[str]:
         return {*self.layers, *(failure.layer for failure in self.failures)}
 
+    def _failing(self) -> str:
+        """How many layers fail, of how many; a layer may fail for several causes."""
+        return f"{len({failure.layer for failure in self.failures})} of {len(self._names())}"
+
     def message(self) -> str:
-        """The failures: a line for each layer, its cause and its remedy."""
+        """The failures: a line for each, with its layer, cause and remedy. Without one, that all layers pass."""
+        if self.ok:
+            return f"all {len(self.layers)} converted layers run as their recipes say: {self.summary}"
         lines = [
             f"{failure.layer or 'the model'}: {failure.cause}. To mend it, {failure.remedy}."
             for failure in self.failures
         ]
-        return "\n  ".join([f"{len(lines)} of {len(self._names())} converted layers do not run in FP8:", *lines])
+        return "\n  ".join([f"{self._failing()} converted layers do not run in FP8:", *lines])
 
     def __str__(self) -> str:
         rows: list[Sequence[str]] = [("layer", "recipe", "calls", *GEMMS, "FLOPs")]

@@ -47,6 +47,8 @@ def test_recipe_by_name_or_object():
     assert make(recipe=variant).recipe is variant
     with pytest.raises(ValueError, match="did you mean 'blockwise'"):
         make(recipe="blokwise")
+    with pytest.raises(ValueError, match=r"no recipe is named 'nope'\. Recipes: bf16, "):
+        make(recipe="nope")
 
 
 def test_a_layer_without_a_recipe_is_an_error():

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -23,6 +24,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+import tritonfp8
 
 SIZES = {
     "vocab_size": 64,
@@ -122,3 +125,42 @@ FINE_GRAINED = {
     "weight_block_size": [128, 128],
     "modules_to_not_convert": ["1"],
 }
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+        }
+    },
+    "ignore": ["1"],
+}
+
+
+def small(bias=False, **options):
+    """The model of :func:`tensors`."""
+    return nn.Sequential(nn.Linear(128, 256, bias=bias, **options), nn.Linear(256, 8, bias=False, **options))
+
+
+def codes(*shape):
+    return (torch.randn(shape) * 50).to(torch.float8_e4m3fn)
+
+
+def tensors(**changes):
+    """A checkpoint in FINE_GRAINED, with changes by name (``__`` for a dot); None takes a tensor out."""
+    torch.manual_seed(0)
+    found = {"0.weight": codes(256, 128), "0.weight_scale_inv": torch.rand(2, 1) + 0.5, "1.weight": torch.randn(8, 256)}
+    found |= {name.replace("__", "."): x for name, x in changes.items()}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def check_error(folder, message, model=None, **options):
+    """The load fails with this message, and the model is as before."""
+    model = model or small()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        tritonfp8.export.load(model, folder, **options)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name

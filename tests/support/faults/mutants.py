@@ -16,6 +16,7 @@ from pathlib import Path
 
 import expert_mutants
 import graph_mutants
+import loading_mutants
 import stored_mutants
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,20 +71,6 @@ MUTANTS = (
         "first_row // ROWS",
         "a shard that starts inside its tensor reads the amaxes of other rows",
         ("tests/distributed/fsdp/test_grouped.py",),
-    ),
-    Mutant(
-        "tritonfp8/layers/stored/rows.py",
-        "exponents = exponents.repeat_interleave(rows, 0)[: qdata.shape[0]]",
-        "exponents = exponents.repeat_interleave(rows, 0).roll(1, 0)[: qdata.shape[0]]",
-        "the first row of each block of a stored weight has the scale of the block before",
-        ("tests/layers/stored/test_rows.py",),
-    ),
-    Mutant(
-        "tritonfp8/distributed/tensor_parallel/stored_operands.py",
-        "return pair, global_amax(_values(weight), None, spec_t, layouts)[1]",
-        "return pair, None",
-        "each rank scales the transpose of its part of a stored weight by itself",
-        ("tests/distributed/fsdp/test_stored.py", "-k", "tensor_parallel and rowwise"),
     ),
     Mutant(
         "kernels/matmul/block_scaled.py",
@@ -337,7 +324,11 @@ MUTANTS = (
         "codes that change are called kept",
         ("tests/export",),
     ),
-    *(Mutant(*fault) for fault in (*expert_mutants.FAULTS, *graph_mutants.FAULTS, *stored_mutants.FAULTS)),
+    *(
+        Mutant(*fault)
+        for faults in (expert_mutants, graph_mutants, loading_mutants, stored_mutants)
+        for fault in faults.FAULTS
+    ),
 )
 
 

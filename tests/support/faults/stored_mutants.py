@@ -9,6 +9,20 @@ _PARAMETER = "tests/layers/stored/test_as_parameter.py"
 
 FAULTS = (
     (
+        "tritonfp8/layers/stored/rows.py",
+        "exponents = exponents.repeat_interleave(rows, 0)[: qdata.shape[0]]",
+        "exponents = exponents.repeat_interleave(rows, 0).roll(1, 0)[: qdata.shape[0]]",
+        "the first row of each block of a stored weight has the scale of the block before",
+        ("tests/layers/stored/test_rows.py",),
+    ),
+    (
+        "tritonfp8/distributed/tensor_parallel/stored_operands.py",
+        "return pair, global_amax(_values(weight), None, spec_t, layouts)[1]",
+        "return pair, None",
+        "each rank scales the transpose of its part of a stored weight by itself",
+        ("tests/distributed/fsdp/test_stored.py", "-k", "tensor_parallel and rowwise"),
+    ),
+    (
         _UPDATE,
         "ops.adamw(*tensors, keys, *layout(part), at_random, None, None, amax)",
         "ops.adamw(*tensors, keys, *layout(part), False, None, None, amax)",

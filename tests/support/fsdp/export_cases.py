@@ -2,6 +2,7 @@
 
 import tempfile
 
+import peft
 import torch
 from checkpoints import EXPERTS, MIXTRAL, files_of, model_of
 from fsdp_cases import Setup, build, full_parameters, tokens_of
@@ -15,8 +16,8 @@ import tritonfp8
 from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 
 
-def _taken(model, format):
-    return {name: x.clone() for name, x in tritonfp8.export.tensors(model, format)}
+def _taken(model, format, **options):
+    return {name: x.clone() for name, x in tritonfp8.export.tensors(model, format, **options)}
 
 
 def _expected(weights, exported, format):
@@ -102,6 +103,26 @@ def loads(mesh, format, recipe, storage, way):
         y = sharded.state_dict()[name]
         assert torch.equal(y.full_tensor() if isinstance(y, DTensor) else y, x), name
     return found
+
+
+def merged(mesh, storage, dora):
+    """Adapters on a sharded base: the tensors that the whole model merges to, on every rank."""
+    model = model_of(dtype=torch.float32).requires_grad_(False)
+    tritonfp8.convert(model, "rowwise", weight_storage=storage)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_dora=dora))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape) * 0.05)
+    expected = _taken(model, "compressed_channel", adapters="merged")
+    before = [p.clone() for p in model.parameters() if p.requires_grad]
+    for layer in (*model.base_model.model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    assert _equal(_taken(model, "compressed_channel", adapters="merged"), expected)
+    after = [p for p in model.parameters() if p.requires_grad]
+    assert all(isinstance(p, DTensor) and torch.equal(p.full_tensor(), x) for p, x in zip(after, before, strict=True))
+    return True
 
 
 def needs_memory(mesh):

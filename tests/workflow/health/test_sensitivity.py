@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding, BertConfig, BertModel, LlamaConfig, LlamaModel
 
 import tritonfp8
 from tritonfp8 import recipes
@@ -168,6 +169,39 @@ class TwoOutputs(WithLoss):
         return self.layer(x), self.unused(x)
 
 
+class NoTensors(WithLoss):
+    def forward(self, x):
+        return SimpleNamespace(logits=self.layer(x))
+
+
+def test_all_outputs_have_a_part_in_the_loss():
+    x, model = batch()[:, :64], TwoOutputs()
+    found = tritonfp8.sensitivity(model, x, ["rowwise"])
+    assert list(found.errors) == ["layer", "unused"]
+    given = tritonfp8.sensitivity(
+        model, x, ["rowwise"], loss=lambda model, x: sum(out.square().mean() for out in model(x))
+    )
+    assert found.errors == given.errors
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize(("config", "kind"), [(LlamaConfig, LlamaModel), (BertConfig, BertModel)])
+def test_a_model_of_transformers_needs_no_labels(config, kind, convert):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = kind(config(vocab_size=64, **sizes))
+    ids = torch.arange(24).reshape(2, 12)
+    if convert:
+        tritonfp8.convert(model, "rowwise")
+        assert tritonfp8.verify(model, ids).ok
+    found = tritonfp8.sensitivity(model, ids, ["rowwise"])
+    layers = [name for name, x in model.named_modules() if isinstance(x, nn.Linear)]
+    assert set(found.errors) == set(layers)
+    last = next(name for name in found.errors if "down_proj" in name or "output.dense" in name)
+    assert list(found.errors[last]["rowwise"]) == ["output", "grad_input", "grad_weight"]
+    by_names = tritonfp8.sensitivity(model, BatchEncoding({"input_ids": ids}), ["rowwise"])
+    assert by_names.errors == found.errors
+
+
 @pytest.mark.parametrize("form", [lambda x: {"x": x, "labels": x}, lambda x: (x, x)])
 def test_batches_and_losses_of_transformers(form):
     found = tritonfp8.sensitivity(WithLoss(), form(batch()[:, :64]))
@@ -203,7 +237,7 @@ def test_mistakes_are_errors():
         tritonfp8.sensitivity(Branches(), batch(), [])
     with pytest.raises(ValueError, match="one or more of different names"):
         tritonfp8.sensitivity(Branches(), batch(), ["rowwise", Recipe("rowwise")])
-    with pytest.raises(TypeError, match="give loss="):
-        tritonfp8.sensitivity(TwoOutputs(), batch()[:, :64])
+    with pytest.raises(TypeError, match="must have a loss or floating tensors; got SimpleNamespace: give loss="):
+        tritonfp8.sensitivity(NoTensors(), batch()[:, :64])
     with pytest.raises(ValueError, match="no linear layer"):
         tritonfp8.sensitivity(nn.ReLU(), batch())

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tritonfp8.checks import check_strided
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.layers.codes import refuse_codes
 
 _STRIDED = torch.strided
 
@@ -52,6 +53,7 @@ def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 f"linear needs input, weight and bias on one device; got {name} on {x.device} with input on "
                 f"{input.device}. Move one."
             )
+        refuse_codes(name, x)
         if x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype:
             raise TypeError(
                 f"linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got {name} of "

@@ -72,8 +72,8 @@ class Float8Linear(ParameterHooks, nn.Linear):
 
         Raises:
             TypeError: a DTensor for a fused layer whose parameter was a plain tensor, or a tensor of torchao's.
+            ValueError: codes.
         """
-        check_not_torchao(f"the {name} of a converted layer", param)
         # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
         if self.is_fused and not is_distributed(self._parameters.get(name)):
             check_whole(param)
@@ -149,15 +149,6 @@ def _cached_operands(layer: Float8Linear | Float8Conv1D, weight: Tensor) -> Oper
         return None
     cached.check(layer, weight)
     return cached.operands
-
-
-def check_not_torchao(what: str, x: object) -> None:
-    """Raise TypeError for a tensor subclass of torchao, which only torchao's own layers can read."""
-    if type(x).__module__.partition(".")[0] == "torchao":
-        raise TypeError(
-            f"{what} must be a plain or a sharded tensor; got {type(x).__name__} of torchao. torchao's quantize_ and "
-            "tritonfp8 cannot both compute one layer: leave the layer out of one of them by its filter"
-        )
 
 
 class Float8Conv1D(ParameterHooks):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tritonfp8.checks import check_strided, require_type
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.layers.codes import refuse_codes
 from tritonfp8.layers.linear import raise_without_transpose
 from tritonfp8.layers.tensor_types import PLAIN
 from tritonfp8.quantized import QuantizedGroups
@@ -74,6 +75,7 @@ def check_grouped_linear(
                 f"grouped_linear needs all tensors on one device; got {name} on {x.device} with input on {input.device}"
             )
     for name, x in (("input", input), ("weight", weight), ("bias", bias)):
+        refuse_codes(name, x)
         if x is not None and (x.dtype not in HIGH_PRECISION_DTYPES or x.dtype != input.dtype):
             raise TypeError(
                 "grouped_linear needs input, weight and bias of one dtype among bfloat16, float16 and float32; got "

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tritonfp8 import ops
 from tritonfp8.compat import torch_private
+from tritonfp8.layers import refuse_codes
 from tritonfp8.layers.stored.base import CodesTensor
 
 aten = torch.ops.aten
@@ -32,10 +33,13 @@ OVERWRITES = {
     aten.random_.default,
     aten.uniform_.default,
     aten.zero_.default,
+    torch_private.foreach_copy,
 }
 """Operations that read nothing of what they write: all values are new, so each is rounded to the nearest code."""
 TRAINED = "_tritonfp8_trained"
 """An attribute of the codes of aliases and copies of a weight that requires a gradient, such as ``weight.data``."""
+STORED = "a weight that is stored in 8 bits"
+_COPIES = {aten.copy_.default, torch_private.foreach_copy}
 # A step of trunc_normal_ up to torch 2.11: a value that was rounded to 1 in the step before would become infinite.
 _UNFIT = aten.erfinv_.default
 # Their classes read the memory of a parameter, or compile the step.
@@ -271,6 +275,8 @@ def on_values(func: Any, args: Any, options: Any) -> Any:
         return func(*plain) if len(plain) > 1 else plain[0].clone()
     leaves, written = tree_leaves((args, options)), _written(func, args, options)
     targets = [x for x in written if isinstance(x, CodesTensor)]
+    if targets and func in _COPIES:
+        refuse_codes(STORED, args[1])
     weights = list({id(_base(x)): _base(x) for x in targets}.values())
     if weights and (torch.compiler.is_compiling() or torch_private.is_traced()):
         raise NotImplementedError(

@@ -13,9 +13,10 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
+from tritonfp8.layers import refuse_codes
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
 from tritonfp8.layers.stored.base import DTYPES, CodesTensor
-from tritonfp8.layers.stored.direct import OVERWRITES, TRAINED, counted, on_values
+from tritonfp8.layers.stored.direct import OVERWRITES, STORED, TRAINED, counted, on_values
 from tritonfp8.layers.stored.rows import StoredRows, raise_other_spec, rows_of
 from tritonfp8.layers.stored.views import view_of
 from tritonfp8.quantized import Quantized
@@ -123,6 +124,7 @@ class StoredWeight(CodesTensor):
     @classmethod
     def of(cls, weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Self:
         """See :func:`store`."""
+        refuse_codes(STORED, weight)
         require("the dtype of a stored weight", weight.dtype, DTYPES)
         matrix = weight.detach().mT if is_transposed else weight.detach()
         qdata, scale = cls._cast(matrix, *spec.args)
@@ -158,6 +160,7 @@ class StoredWeight(CodesTensor):
             values = source.plain_values() if isinstance(source, StoredWeight) else source
             if not isinstance(values, Tensor):
                 values = torch.tensor(values, dtype=self.dtype)
+            refuse_codes(STORED, values)
             values = values.to(self.device).expand(self.shape)
             found = self._cast(values.mT if self.is_transposed else values, *self.spec.args)
         self._qdata.copy_(found[0])
@@ -250,7 +253,7 @@ def store(weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Store
     """A stored weight of the values of ``weight [N, K]``, or ``[K, N]`` if it is transposed, rounded to ``spec``.
 
     Raises:
-        ValueError: ``weight`` is neither bfloat16 nor float32.
+        ValueError: ``weight`` is neither bfloat16 nor float32; it may have codes.
     """
     return StoredWeight.of(weight, spec, is_transposed)
 

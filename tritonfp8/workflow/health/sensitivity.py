@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.checks import require_type
 from tritonfp8.conversion import converted_experts, converted_layers, select
 from tritonfp8.convert import swap_recipe
 from tritonfp8.functional import quantize, scaled_matmul
@@ -21,6 +20,7 @@ from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import OPERANDS, Gemm, Recipe, get
 from tritonfp8.workflow.health.observer import eager, input_of
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
+from tritonfp8.workflow.outputs import floating_tensors, own_loss
 
 MAX_ERROR_DB = -20.0
 """The error that :meth:`Sensitivity.mapping` allows by default: noise of a tenth of the result's amplitude. Of normal
@@ -105,12 +105,12 @@ def sensitivity(
         model: converted or not. In an unconverted model, the layers that ``convert`` would take are measured.
         batch: what the model takes: a mapping of keywords, a tuple or list of arguments, or one argument.
         recipes: names or :class:`~tritonfp8.Recipe`, the fastest first.
-        loss: ``loss(model, batch)`` returns a scalar. Default: the ``loss`` of the model's output, or the mean square
-            of an output that is a tensor.
+        loss: ``loss(model, batch)`` returns a scalar. Default: the ``loss`` of the model's output, or the sum of the
+            mean squares of its floating tensors.
 
     Raises:
         ValueError: no recipe, two of one name, no layer, no layer that ran, or a weight of an unknown type.
-        TypeError: an argument of another type, or an output without a loss.
+        TypeError: an argument of another type, or an output without a loss and without floating tensors.
     """
     require_module(model)
     found = tuple(get(recipe) for recipe in recipes)
@@ -274,11 +274,18 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    found = getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
-    require_type("the model's output", output, Tensor, "a tensor, or have a loss; else give loss=")
-    return output.float().square().mean()
+    loss = own_loss(output)
+    if loss is not None:
+        return loss
+    found = floating_tensors(output)
+    if not found:
+        raise TypeError(
+            f"the model's output must have a loss or floating tensors; got {type(output).__name__}: give loss="
+        )
+    total = found[0].float().square().mean()
+    for x in found[1:]:
+        total = total + x.float().square().mean().to(total.device)
+    return total
 
 
 @contextmanager

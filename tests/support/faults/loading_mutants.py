@@ -1,0 +1,55 @@
+"""The faults about codes that are taken for values, as arguments of ``Mutant``."""
+
+_CODES = ("tests/layers/test_codes.py",)
+
+FAULTS = (
+    (
+        "tritonfp8/layers/codes.py",
+        "x.dtype is not torch.bool",
+        "x.dtype.is_floating_point",
+        "codes in integers of one byte are taken for values",
+        _CODES,
+    ),
+    (
+        "tritonfp8/layers/codes.py",
+        "refuse_codes(prefix + key, found)",
+        "pass",
+        "load_state_dict copies codes into a weight",
+        _CODES,
+    ),
+    (
+        "tritonfp8/layers/codes.py",
+        '"_scale" in key)',
+        '"_scale_inv" in key)',
+        "a scale beside a weight of bfloat16 is passed over, unless it is called weight_scale_inv",
+        _CODES,
+    ),
+    (
+        "tritonfp8/layers/codes.py",
+        'refuse_codes(f"the parameter {name}", param)',
+        "pass",
+        "a Parameter of codes takes the place of a weight",
+        _CODES,
+    ),
+    (
+        "tritonfp8/layers/stored/weight.py",
+        "refuse_codes(STORED, source)",
+        "pass",
+        "a copy into a stored weight takes codes for values",
+        _CODES,
+    ),
+    (
+        "tritonfp8/layers/stored/views.py",
+        "refuse_codes(STORED, args[1])",
+        "pass",
+        "a copy into a view of a stored weight takes codes for values",
+        _CODES,
+    ),
+    (
+        "tritonfp8/layers/stored/direct.py",
+        "refuse_codes(STORED, args[1])",
+        "pass",
+        "a copy into several trained weights takes codes for values",
+        _CODES,
+    ),
+)

@@ -1,0 +1,34 @@
+"""What a model returns: its loss, and its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model's output has, as those of transformers; None if it has none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def floating_tensors(output: Any) -> list[Tensor]:
+    """The floating tensors of a model's output, inside of mappings, sequences and dataclasses, too."""
+    return [x for x in _tensors(output) if x.is_floating_point()]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for each in output.values():
+            yield from _tensors(each)
+    elif isinstance(output, Sequence) and not isinstance(output, str | bytes):
+        for each in output:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(output):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name))
