@@ -55,6 +55,7 @@ def test_a_shard_that_is_the_whole(request, recipe, reshard, world):
     assert on == off
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("stored", [True, False])
 def test_replicate_of_torch(ranks, stored):
     """Each rank has all of a weight, and FSDP2 gathers nothing: the bits of the model on one rank."""

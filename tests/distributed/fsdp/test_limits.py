@@ -81,6 +81,7 @@ def test_ranks_that_disagree_on_a_recipe_are_told_which_and_where(ranks, how):
     assert len(told[0].splitlines()) == 2
 
 
+@pytest.mark.in_turn(1)
 # Recipes that reduce amaxes and mxfp8, which reduces none; one that gathers nothing in 8 bits; no recipe at all.
 @pytest.mark.parametrize(
     ("world", "options", "words"),

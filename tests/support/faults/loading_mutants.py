@@ -11,7 +11,7 @@ FAULTS = (
         _CODES,
     ),
     (
-        "tritonfp8/layers/codes.py",
+        "tritonfp8/layers/parameter_hooks.py",
         "refuse_codes(prefix + key, found)",
         "pass",
         "load_state_dict copies codes into a weight",
@@ -25,7 +25,7 @@ FAULTS = (
         _CODES,
     ),
     (
-        "tritonfp8/layers/codes.py",
+        "tritonfp8/layers/parameter_hooks.py",
         'refuse_codes(f"the parameter {name}", param)',
         "pass",
         "a Parameter of codes takes the place of a weight",
@@ -33,23 +33,16 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/stored/weight.py",
-        "refuse_codes(STORED, source)",
+        "refuse_codes(STORED, values)",
         "pass",
         "a copy into a stored weight takes codes for values",
-        _CODES,
-    ),
-    (
-        "tritonfp8/layers/stored/views.py",
-        "refuse_codes(STORED, args[1])",
-        "pass",
-        "a copy into a view of a stored weight takes codes for values",
         _CODES,
     ),
     (
         "tritonfp8/layers/stored/direct.py",
         "refuse_codes(STORED, args[1])",
         "pass",
-        "a copy into several trained weights takes codes for values",
+        "a copy into a view, or into several weights, takes codes for values",
         _CODES,
     ),
 )

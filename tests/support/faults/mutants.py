@@ -17,6 +17,7 @@ from pathlib import Path
 import expert_mutants
 import graph_mutants
 import loading_mutants
+import shared_mutants
 import stored_mutants
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -312,7 +313,7 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/export/matching.py",
-        "_check_names(set(unused) - set(ignored), ",
+        "_check_names(set(unused) - {*ignored, *of_activations}, ",
         "_check_names(set(), ",
         "tensors of a checkpoint that the model does not have are dropped",
         ("tests/export",),
@@ -326,7 +327,7 @@ MUTANTS = (
     ),
     *(
         Mutant(*fault)
-        for faults in (expert_mutants, graph_mutants, loading_mutants, stored_mutants)
+        for faults in (expert_mutants, graph_mutants, loading_mutants, shared_mutants, stored_mutants)
         for fault in faults.FAULTS
     ),
 )
