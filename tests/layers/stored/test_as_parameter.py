@@ -189,6 +189,20 @@ class TestModels:
             out.backward()
             assert weight.grad is not None
 
+    @pytest.mark.gpu
+    def test_to_a_gpu_and_back_while_a_graph_is_alive(self):
+        model = stored_model("blockwise")
+        before, weight = [x.clone() for x in _inner(model)], model[0].weight
+        out = model(normal(3, 200)).sum()
+        out.backward(retain_graph=True)
+        model.cuda()
+        assert {p.device.type for p in model.parameters()} == {weight.grad.device.type} == {"cuda"}
+        assert model[0].weight is weight
+        model(normal(3, 200).cuda()).sum().backward()
+        model.cpu()
+        assert_bitwise_equal(_inner(model), before)
+        out.backward()
+
     def test_gradients_move_along(self):
         model = stored_model("rowwise")
         model(normal(3, 200)).sum().backward()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import normal
+from cases import cpu_and_cuda, normal
 from torch import nn
 
 import tritonfp8
@@ -60,9 +60,9 @@ def values_of(w):
     return w if type(w) is nn.Parameter else w.dequantize()
 
 
-def pair(recipe="rowwise"):
+def pair(recipe="rowwise", device="cpu"):
     torch.manual_seed(0)
-    w = nn.Parameter(store(torch.randn(N, K), recipe_of_storage(recipes.get(recipe)).output.rhs))
+    w = nn.Parameter(store(torch.randn(N, K).to(device), recipe_of_storage(recipes.get(recipe)).output.rhs))
     return w, nn.Parameter(w.detach().dequantize())
 
 
@@ -79,9 +79,10 @@ def test_has_the_gradient_of_a_plain_weight(name):
     assert_bitwise_equal([gradient(READS[name], stored)], [expected])
 
 
+@cpu_and_cuda
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_dequantized_values_in_every_recipe(recipe):
-    stored, plain = pair(recipe)
+def test_dequantized_values_in_every_recipe(recipe, device):
+    stored, plain = pair(recipe, device)
     assert_bitwise_equal([gradient(READS["dequantize"], w) for w in [stored]], [gradient(READS["dequantize"], plain)])
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import normal
+from cases import cpu_and_cuda, normal
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trained_models import counts_of_writes, stored_model
@@ -34,10 +34,10 @@ def spec_of(recipe):
     return recipe_of_storage(recipes.get(recipe)).output.rhs
 
 
-def pair(recipe="rowwise", dtype=torch.float32, seed=0):
+def pair(recipe="rowwise", dtype=torch.float32, seed=0, device="cpu"):
     """A stored weight, and another that it is to approach."""
     torch.manual_seed(seed)
-    return [nn.Parameter(store(torch.randn(N, K, dtype=dtype), spec_of(recipe))) for _ in range(2)]
+    return [nn.Parameter(store(torch.randn(N, K, dtype=dtype).to(device), spec_of(recipe))) for _ in range(2)]
 
 
 def share_moved(weight, start, target):
@@ -77,18 +77,20 @@ def test_small_writes_add_up(name):
     assert_bitwise_equal([target.detach().plain_values()], [end])
 
 
+@cpu_and_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_every_recipe_and_dtype(recipe, dtype):
-    w, target = pair(recipe, dtype)
+def test_in_every_recipe_and_dtype(recipe, dtype, device):
+    w, target = pair(recipe, dtype, device=device)
     start = w.detach().plain_values().float()
     repeat(WRITES["lerp_"], w, target)
     assert share_moved(w, start, target.detach().plain_values().float()) == pytest.approx(EXPECTED, abs=BOUND)
 
 
-def test_weights_of_experts():
+@cpu_and_cuda
+def test_weights_of_experts(device):
     torch.manual_seed(0)
-    made = (StoredMatrices.of(torch.randn(2, N // 2, K), spec_of("blockwise")) for _ in range(2))
+    made = (StoredMatrices.of(torch.randn(2, N // 2, K).to(device), spec_of("blockwise")) for _ in range(2))
     w, target = map(nn.Parameter, made)
     start, other = w.plain_values(), w.detach().clone()
     repeat(WRITES["lerp_"], w, target)
@@ -126,6 +128,19 @@ def test_replicas_that_write_alike_stay_equal():
             other.mul_(0.99)
             second.lerp_(target, SHARE)
     assert_bitwise_equal([first._qdata, first._scale], [second._qdata, second._scale])
+
+
+@pytest.mark.gpu
+def test_the_codes_of_a_gpu_are_those_of_a_cpu():
+    found = []
+    for device in ("cpu", "cuda"):
+        w, target = pair("blockwise", device=device)
+        with torch.no_grad():
+            w.copy_(target.detach().dequantize() * 0.5)
+            for _ in range(20):
+                w.mul_(0.75)
+        found.append([w._qdata.cpu(), w._scale.cpu()])
+    assert_bitwise_equal(*found)
 
 
 def test_a_write_that_is_lost_once_is_not_lost_each_time():
