@@ -16,6 +16,7 @@ from pathlib import Path
 
 import expert_mutants
 import graph_mutants
+import model_mutants
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILED = "tests/compile_only"
@@ -336,7 +337,7 @@ MUTANTS = (
         "codes that change are called kept",
         ("tests/export",),
     ),
-    *(Mutant(*fault) for fault in (*expert_mutants.FAULTS, *graph_mutants.FAULTS)),
+    *(Mutant(*fault) for fault in (*expert_mutants.FAULTS, *graph_mutants.FAULTS, *model_mutants.FAULTS)),
 )
 
 

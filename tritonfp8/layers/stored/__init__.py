@@ -6,7 +6,7 @@
     matrices     StoredMatrices: the weights of experts, [E, N, K]
     rows         StoredRows: the part of a weight that lies on one rank
     sharding     what tritonfp8.distributed adds for such parts
-    copies       what pickle sends
+    copies       what pickle sends, and what a replacement keeps of a Parameter
     direct       optimizers that write to the values
     update       what an optimizer reads and writes
     storable     which layers can have stored weights
@@ -15,6 +15,7 @@
 Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``revert`` call.
 """
 
+from tritonfp8.layers.stored.copies import replacing
 from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
 from tritonfp8.layers.stored.exponents import exponents_of, scales_of
 from tritonfp8.layers.stored.matrices import MatricesShard, StoredMatrices
@@ -68,6 +69,7 @@ __all__ = [
     "read_operand",
     "recipe_of_storage",
     "register_stored_sharding",
+    "replacing",
     "scales_of",
     "starts_of",
     "store",

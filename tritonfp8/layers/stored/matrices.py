@@ -60,6 +60,11 @@ class StoredMatrices(StoredWeight):
             found.append(x.view(x.numel() // math.prod(shape), *shape).view(like.dtype))
         return found[0], found[1]
 
+    @classmethod
+    def register(cls) -> None:
+        """As of :class:`StoredWeight`."""
+        register_matrices(cls, _Reader())
+
     def as_shard(self) -> MatricesShard:
         """The weight in the form that can be sharded; nothing is copied."""
         return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed)
@@ -74,6 +79,7 @@ class MatricesShard(StoredMatrices):
     Its arguments are those of :class:`StoredMatrices`, for these experts.
     """
 
+    loads = False
     # The number of experts of all shards, if this is a shard of FSDP2.
     total: int | None = None
     # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
@@ -200,4 +206,4 @@ class _Reader(MatricesReader):
 
 
 for _kind in (StoredMatrices, MatricesShard):
-    register_matrices(_kind, _Reader())
+    _kind.register()

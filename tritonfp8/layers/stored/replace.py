@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.layers.linear import Float8Conv1D, is_distributed
+from tritonfp8.layers.stored.copies import carry_marks, replacing
 from tritonfp8.layers.stored.matrices import StoredMatrices
 from tritonfp8.layers.stored.sharding import plain_weight, reshard, sharding, spec_of_weight, stored_part
 from tritonfp8.layers.stored.storable import names_of_weights, recipe_of_storage
@@ -72,7 +73,7 @@ def _stored(layer: Any, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
 
 def _put(layer: Any, name: str, weight: Tensor, requires_grad: bool) -> None:
     """Give a layer another weight."""
-    parameter = nn.Parameter(weight, requires_grad)
+    parameter = replacing(layer._parameters[name], weight, requires_grad)
     if is_distributed(weight):
         sharding().put(layer, name, parameter)
     else:
@@ -93,7 +94,7 @@ def _taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
     if stored_part(parameter) is not None:
         return parameter
-    return nn.Parameter(_stored(layer, name, parameter.detach(), part.spec), before.requires_grad)
+    return replacing(parameter, _stored(layer, name, parameter.detach(), part.spec), before.requires_grad)
 
 
 @contextmanager
@@ -102,12 +103,13 @@ def _in_high_precision(layer: Any) -> Iterator[None]:
     reshard([layer])
     stored = {name: p for name in stored_names(layer) if not (p := layer._parameters[name]).is_meta}
     values = {name: plain_weight(weight) for name, weight in stored.items()}
-    for name, plain in values.items():
-        layer._parameters[name] = nn.Parameter(plain, requires_grad=False)
+    layer._parameters.update({name: replacing(stored[name], plain, False) for name, plain in values.items()})
     try:
         yield
     finally:
-        layer._parameters.update(stored)
+        for name, weight in stored.items():
+            carry_marks(weight, layer._parameters[name])
+            layer._parameters[name] = weight
     with torch.no_grad():
         for name, weight in stored.items():
             weight.copy_(_stored(layer, name, values[name], spec_of_weight(weight)))
@@ -135,7 +137,7 @@ def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mappi
             continue
         if metadata.get("assign_to_params_buffers") or is_distributed(before):
             weight = _stored(layer, name, found.to(before.dtype), spec_of_weight(before))
-            state[prefix + name] = nn.Parameter(weight, before.requires_grad)
+            state[prefix + name] = replacing(found, weight, before.requires_grad)
 
 
 def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:

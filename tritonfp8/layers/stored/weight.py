@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
-from tritonfp8.layers.stored.copies import reduced
+from tritonfp8.layers.stored.copies import kind_of, reduced
 from tritonfp8.layers.stored.direct import is_direct, write_directly
 from tritonfp8.layers.stored.rows import DTYPES, OTHER, VALUES, StoredRows, raise_other_spec, read_values, rows_of
 from tritonfp8.layers.stored.views import view_of
@@ -49,6 +50,8 @@ class StoredWeight(Tensor):
     _scale: Tensor
     spec: QuantSpec
     is_transposed: bool
+    # Whether loaders put values in the place of such a weight while it is on the meta device.
+    loads: ClassVar[bool] = True
     # Quantizes values, or their transpose: ``(qdata, scale)``.
     _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
     __torch_function__ = torch_private.without_torch_function
@@ -61,7 +64,8 @@ class StoredWeight(Tensor):
         """A tensor of this type, without data of its own."""
         require("the dtype of a stored weight", dtype, DTYPES)
         shape = qdata.mT.shape if is_transposed else qdata.shape
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)
+        kind = _awaiting(cls, spec, is_transposed) if cls.loads and qdata.is_meta else cls
+        return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=qdata.device)
 
     def __init__(
         self, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
@@ -73,7 +77,8 @@ class StoredWeight(Tensor):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> StoredWeight:
-        return cls(inner["_qdata"], inner["_scale"], *context)
+        found: StoredWeight = kind_of(cls)(inner["_qdata"], inner["_scale"], *context)
+        return found
 
     def _stable_hash_for_caching(self) -> str:
         """What a graph on disk depends on; the same in every process."""
@@ -82,6 +87,11 @@ class StoredWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.spec})"
+
+    @classmethod
+    def register(cls) -> None:
+        """Let layers read weights of this class."""
+        register_weight_type(cls, StoredWeightOperands())
 
     @property
     def data(self) -> Tensor:
@@ -125,14 +135,17 @@ class StoredWeight(Tensor):
         require("the dtype of a stored weight", weight.dtype, DTYPES)
         matrix = weight.detach().mT if is_transposed else weight.detach()
         qdata, scale = cls._cast(matrix, *spec.args)
-        return cls(qdata, scale, spec, weight.dtype, is_transposed)
+        found: Self = kind_of(cls)(qdata, scale, spec, weight.dtype, is_transposed)
+        return found
 
     def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Self:
-        return type(self)(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+        found: Self = kind_of(type(self))(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+        return found
 
     def _turned(self) -> Self:
         """``Tensor.mT``: the same codes."""
-        return type(self)(*self._both(), self.spec, self.dtype, not self.is_transposed)
+        found: Self = kind_of(type(self))(*self._both(), self.spec, self.dtype, not self.is_transposed)
+        return found
 
     def _is_turned_by(self, func: Any, dims: Any) -> bool:
         if func is aten.t.default:
@@ -236,6 +249,30 @@ class StoredWeight(Tensor):
         )
 
 
+@functools.cache
+def _awaiting(kind: type[StoredWeight], spec: QuantSpec, is_transposed: bool) -> type[StoredWeight]:
+    """The class of such a weight on the meta device.
+
+    accelerate and diffusers load a tensor as ``type(parameter)(values, requires_grad=...)``, and put it into
+    ``_parameters`` themselves: only this class can tell how values are stored.
+    """
+
+    def new(cls: Any, values: Tensor, *inner: Any, requires_grad: bool = True) -> Any:
+        if len(inner) > 1:
+            return StoredWeight.__new__(kind, values, *inner)
+        found = values if isinstance(values, StoredWeight) else kind.of(values, spec, is_transposed)
+        return nn.Parameter(found, *inner, **({} if inner else {"requires_grad": requires_grad}))
+
+    def init(self: Any, values: Tensor, *inner: Any, **options: Any) -> None:
+        if len(inner) > 1:
+            kind.__init__(self, values, *inner)
+
+    members = {"__new__": new, "__init__": init, "kind": kind, "__module__": kind.__module__}
+    found: type[StoredWeight] = type(kind.__name__, (kind,), members)
+    found.register()
+    return found
+
+
 # torch.nn.init.trunc_normal_ compares, and replaces the values that lie outside.
 _COMPARISONS = {aten.gt.Scalar, aten.lt.Scalar, aten.where.self}
 _VALUES = VALUES - {aten.t.default, aten.transpose.int} | _COMPARISONS | {aten.bmm.default}
@@ -309,5 +346,5 @@ def read_operand(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Te
     return found
 
 
-for _kind in (StoredWeight, StoredRows):
-    register_weight_type(_kind, StoredWeightOperands())
+register_weight_type(StoredRows, StoredWeightOperands())
+StoredWeight.register()

@@ -1,0 +1,28 @@
+"""The faults about models of other libraries: their loaders, and which layers are heads, as arguments of ``Mutant``."""
+
+_LOADERS = ("tests/clients/models/test_loaders.py", "-k", "TestTransformers or TestAccelerate")
+_MADE = ("tests/layers/stored/test_quantized_init.py",)
+
+FAULTS = (
+    (
+        "tritonfp8/layers/stored/replace.py",
+        "return replacing(parameter, _stored(",
+        "return replacing(before, _stored(",
+        "a stored weight loses the mark of a loader, which then initializes it again",
+        _LOADERS,
+    ),
+    (
+        "tritonfp8/layers/stored/copies.py",
+        "own = before.detach().__dict__.keys() | found.__dict__.keys()",
+        "own = found.__dict__.keys()",
+        "a plain weight keeps the codes of the stored one that it replaces",
+        _MADE,
+    ),
+    (
+        "tritonfp8/layers/stored/weight.py",
+        "values if isinstance(values, StoredWeight) else kind.of(values, spec, is_transposed)",
+        "values",
+        "accelerate puts plain weights in the place of stored ones",
+        _MADE,
+    ),
+)
