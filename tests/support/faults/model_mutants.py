@@ -13,7 +13,7 @@ FAULTS = (
     ),
     (
         "tritonfp8/layers/stored/copies.py",
-        "own = before.detach().__dict__.keys() | found.__dict__.keys()",
+        "own = nn.Parameter(before.detach(), False).__dict__.keys() | found.__dict__.keys()",
         "own = found.__dict__.keys()",
         "a plain weight keeps the codes of the stored one that it replaces",
         _MADE,

@@ -20,7 +20,7 @@ def carry_marks(found: Tensor, before: Tensor) -> Tensor:
     """
     if found is not before:
         # A tensor subclass has attributes of its own, which belong to its memory.
-        own = before.detach().__dict__.keys() | found.__dict__.keys()
+        own = nn.Parameter(before.detach(), False).__dict__.keys() | found.__dict__.keys()
         found.__dict__.update({name: value for name, value in before.__dict__.items() if name not in own})
     return found
 
