@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/conversion/roles.py",
-        "return is_top or out_features in rows",
+        "return WITH_HEAD.search(type(parent).__name__) is not None or out_features in rows",
         "return True",
         "an ordinary layer named output stays in high precision",
         ("tests/conversion/test_roles.py",),
