@@ -1,6 +1,8 @@
 """Programs that load checkpoints into models of ``quantized_init``: every parameter has the values of the checkpoint,
 quantized, and is stored where ``convert`` would store it."""
 
+import pickle
+
 import accelerate
 import diffusers
 import loader_cases
@@ -179,6 +181,69 @@ def test_diffusers_from_pretrained(tmp_path, options):
     expected = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path, **options)
     tritonfp8.convert(expected, "rowwise", mode="inference")
     assert differing(found, expected) == []
+
+
+TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+# Layers that only the whole model shows to stay in high precision, or to be stored.
+PLACES = {
+    "BertForMaskedLM": (TEXT, ["cls.predictions.decoder"]),
+    "RobertaForMaskedLM": ({**TEXT, "tie_word_embeddings": False}, ["lm_head.decoder"]),
+    "RobertaForSequenceClassification": ({**TEXT, "num_labels": 40}, ["classifier.out_proj"]),
+    "T5ForConditionalGeneration": (
+        {"vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2,
+         "tie_word_embeddings": False},
+        ["encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo", "lm_head"],
+    ),
+    "GPT2LMHeadModel": ({"vocab_size": 96, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}, ["lm_head"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("how", ["from_pretrained", "load_state_dict", "to_empty"])
+def test_what_the_whole_model_tells_counts_before_a_checkpoint_is_read(tmp_path, name, how):
+    """Layers that stay in high precision have the values of the checkpoint, not rounded."""
+    cls, (sizes, kept) = getattr(transformers, name), PLACES[name]
+    source = cls(cls.config_class(**sizes))
+    state = {key: x.clone() for key, x in source.state_dict().items()}
+    source.save_pretrained(tmp_path)
+    with tritonfp8.quantized_init("rowwise"):
+        if how == "from_pretrained":
+            found = cls.from_pretrained(tmp_path)
+        else:
+            with torch.device("meta" if how == "to_empty" else "cpu"):
+                found = cls(cls.config_class(**sizes))
+            if how == "to_empty":
+                found.to_empty(device="cpu")
+            found.load_state_dict(state)
+    tritonfp8.convert(source, "rowwise", mode="inference")
+    assert differing(found, source) == []
+    for layer in kept:
+        assert torch.equal(found.get_submodule(layer).weight, state[f"{layer}.weight"])
+    assert not found._state_dict_pre_hooks
+    pickle.loads(pickle.dumps(found))
+
+
+def test_diffusers_tells_layers_of_one_name_apart(tmp_path):
+    source = flux()
+    source.save_pretrained(tmp_path)
+    with tritonfp8.quantized_init("rowwise"):
+        found = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path)
+    assert torch.equal(found.proj_out.weight, source.proj_out.weight)
+    assert stored_part(found.single_transformer_blocks[0].proj_out.weight) is not None
+
+
+def test_a_head_that_was_loaded_too_early_warns():
+    """accelerate looks at the parameter before the model is asked for its state."""
+    cls, (sizes, kept) = transformers.RobertaForSequenceClassification, PLACES["RobertaForSequenceClassification"]
+
+    def load():
+        with tritonfp8.quantized_init("rowwise"):
+            with torch.device("meta"):
+                found = cls(cls.config_class(**sizes))
+            set_module_tensor_to_device(found, f"{kept[0]}.weight", "cpu", value=torch.ones(40, 32))
+
+    with pytest.warns(UserWarning, match=f"{kept[0]} stays in high precision, and its weight was loaded"):
+        load()
 
 
 @pytest.mark.xdist_group("ranks")

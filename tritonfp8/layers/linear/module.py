@@ -85,7 +85,8 @@ class Float8Linear(nn.Linear):
             check_whole(param)
         if param is not None and self.on_assign is not None:
             param = self.on_assign(self, name, param)
-        super().register_parameter(name, param)
+        # Not by super(): on_assign may have given the layer back its class.
+        nn.Linear.register_parameter(self, name, param)
 
     def reset_parameters(self) -> None:
         """As ``nn.Linear``; a weight that is stored in 8 bits is initialized in high precision and quantized."""
@@ -180,6 +181,7 @@ class Float8Conv1D(nn.Module):
     shared_input: SharedInput | None = None
     cached_weight: CachedWeight | None = None
     on_revert: Callable[[Any], object] | None = None
+    on_assign: Callable[[Any, str, nn.Parameter], nn.Parameter] | None = None
     # The class that the layer had.
     conv1d: type[nn.Module]
 
@@ -192,6 +194,12 @@ class Float8Conv1D(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The joined class has no module in which pickle could look it up.
         return _empty_conv1d, (self.conv1d,), self.__dict__
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``; in the place of a stored weight the values are stored."""
+        if param is not None and self.on_assign is not None:
+            param = self.on_assign(self, name, param)
+        nn.Module.register_parameter(self, name, param)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight + bias`` by the recipe; ``x [..., K]``, result ``[..., N]``."""

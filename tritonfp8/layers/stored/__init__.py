@@ -23,6 +23,7 @@ from tritonfp8.layers.stored.replace import (
     check_swap,
     is_stored,
     store_weights,
+    taken,
     weight_bytes,
 )
 from tritonfp8.layers.stored.rows import DTYPES, StoredRows
@@ -75,6 +76,7 @@ __all__ = [
     "store",
     "store_weights",
     "stored_part",
+    "taken",
     "weight_bytes",
     "whole_amaxes",
     "whole_weight",

@@ -56,7 +56,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
                 f"storing the weight of {name} failed. The {len(done)} layers before it have plain weights again, and "
                 "these are rounded: load the model again"
             ) from error
-        layer.on_revert, layer.on_reset, layer.on_assign = _give_back, _in_high_precision, _taken
+        layer.on_revert, layer.on_reset, layer.on_assign = _give_back, _in_high_precision, taken
         layer.register_state_dict_post_hook(_write_values)
         layer.register_load_state_dict_pre_hook(_read_values)
         done.append(layer)
@@ -86,7 +86,7 @@ def _put_plain(layer: Any) -> None:
         _put(layer, name, plain_weight(stored.detach()), stored.requires_grad)
 
 
-def _taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """A Parameter that is assigned, stored: loaders put theirs in the place of weights on the meta device."""
     before = layer._parameters.get(name)
     part = stored_part(before)
