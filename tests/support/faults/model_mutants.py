@@ -57,7 +57,7 @@ FAULTS = (
         "tritonfp8/stored_init.py",
         "    _settle_open()\n    for block in _open:",
         "    for block in _open:",
-        "from_pretrained rounds the heads that only the whole model shows",
+        "a loader that assigns Parameters rounds the heads that only the whole model shows",
         (_LOADERS[0], "-k", "counts_before"),
     ),
 )
