@@ -26,7 +26,7 @@ LAYERS = (
     {"functional", "modules"},
     {"conversion"},
     {"convert"},
-    {"export", "optim"},
+    {"export", "optim", "stored_init"},
     {"tritonfp8"},
     {"distributed"},
     {"workflow"},

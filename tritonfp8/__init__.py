@@ -14,7 +14,7 @@ from typing import Any
 # Imported first: it rejects unsupported versions of torch and triton, which would fail later on a missing name.
 import tritonfp8.compat  # noqa: F401
 from tritonfp8 import recipes
-from tritonfp8.convert import ConversionReport, convert, quantized_init, revert, swap_recipe
+from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
 from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_grouped_matmul, scaled_matmul
 from tritonfp8.layers.linear import Float8Linear, quantize_weights_once
 from tritonfp8.layers.moe import Float8Experts
@@ -60,6 +60,7 @@ _LAZY = dict.fromkeys(
     ),
     "tritonfp8.workflow",
 )  # fmt: skip
+_LAZY["quantized_init"] = "tritonfp8.stored_init"
 
 
 def __getattr__(name: str) -> Any:

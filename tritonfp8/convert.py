@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from tritonfp8.checks import require, require_flag
 from tritonfp8.conversion import (
@@ -20,12 +19,10 @@ from tritonfp8.conversion import (
     Filter,
     Recipes,
     Selected,
-    converted_despite_float32,
     converted_experts,
     converted_layers,
     coverage,
     keep_layers,
-    kept_in_float32,
     select,
     share_inputs,
     teach_counters,
@@ -35,16 +32,15 @@ from tritonfp8.layers import all_or_nothing, change_class, forget_names, is_own_
 from tritonfp8.layers.linear import (
     Float8Conv1D,
     Float8Linear,
-    computes_linear,
     conv1d_class,
     is_conv1d,
     linear_class,
     require_module,
 )
-from tritonfp8.layers.moe import ConvertedExperts, class_of_experts, convert_experts, experts_before, revert_experts
-from tritonfp8.recipes import Recipe, get
+from tritonfp8.layers.moe import ConvertedExperts, convert_experts, experts_before, revert_experts
+from tritonfp8.recipes import Recipe
 
-__all__ = ["ConversionReport", "convert", "quantized_init", "revert", "swap_recipe"]
+__all__ = ["ConversionReport", "apply_selection", "convert", "for_storage", "revert", "swap_recipe"]
 
 _Layer = Float8Linear | Float8Conv1D
 
@@ -121,8 +117,8 @@ def convert(
     if selected.takes_nothing:
         selected.check_slower()
         return _report(model, selected, {}, {}, None)
-    selected, stored = _for_storage(model, selected, mode, experts) if stores else (selected, {})
-    changed = _apply(model, selected, fuse, stored, mode == "inference")
+    selected, stored = for_storage(model, selected, mode, experts) if stores else (selected, {})
+    changed = apply_selection(model, selected, fuse, stored, mode == "inference")
     return _report(model, selected, *changed, _stored().weight_bytes(model) if stores else None)
 
 
@@ -161,7 +157,7 @@ def _stores(weight_storage: str, mode: str, fuse: bool, batch_invariant: bool, e
     return stores
 
 
-def _for_storage(
+def for_storage(
     model: nn.Module, selected: Selected, mode: str, experts: bool = False, on_meta: bool = False
 ) -> tuple[Selected, dict[str, Recipe]]:
     """``selected`` with the recipes of stored weights; and these of all layers whose weights are to be stored.
@@ -187,7 +183,7 @@ def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
     return conv1d_class(cls) if is_conv1d(layer) else linear_class(cls)
 
 
-def _apply(
+def apply_selection(
     model: nn.Module, selected: Selected, fuse: bool, stored: Mapping[str, Recipe], freeze: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Change the classes of the selected layers, all or none, and store (and freeze) the weights in ``stored``.
@@ -213,68 +209,6 @@ def _apply(
     teach_counters()
     keep_layers()
     return fused, left
-
-
-@contextmanager
-def quantized_init(
-    recipe: str | Recipe, filter: Callable[[nn.Module, str], bool] | None = None, *, experts: bool = False
-) -> Iterator[None]:
-    """Store the weight of each linear layer in 8 bits as the layer is made, for models that never fit in bfloat16.
-
-    A layer is converted when it becomes a child of a module, as by ``convert(mode="inference")``; its weight in high
-    precision is freed then. On the meta device no weight is ever in memory: ``fully_shard`` the model,
-    ``to_empty(device=...)``, then load a checkpoint, or call ``reset_parameters`` of its layers::
-
-        with tritonfp8.quantized_init("rowwise"), torch.device("meta"):
-            model = Model()
-
-    Modules that are made in other threads meanwhile are converted, too.
-
-    Args:
-        recipe: a name or a :class:`~tritonfp8.Recipe`, of all layers.
-        filter: ``filter(layer, name) -> bool``; by default the choice of :func:`convert`. Both know the name of a layer
-            in its parent only: ``output`` and ``score`` are heads. What a model keeps in float32 is reverted last.
-        experts: also store the weights of experts, as of :func:`convert`.
-
-    Raises:
-        ValueError: the block made no layer to store, or an unfit weight (float16); names the layer.
-        TypeError: an argument of another type.
-    """
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter must be a function of a layer and its name, or None; got {type(filter).__name__}")
-    require_flag("experts", experts)
-    chosen, made, keeping = get(recipe), dict[nn.Module, dict[str, nn.Module]](), set[nn.Module]()
-
-    def on_child(parent: nn.Module, name: str, child: Any) -> None:
-        if filter is None and kept_in_float32(parent):
-            keeping.add(parent)
-        are_experts = experts and child is not None and class_of_experts(child) is not None
-        if child is None or not (are_experts or computes_linear(type(child))):
-            return
-        holder = nn.Module()
-        holder._modules[name] = child
-        selected = select(holder, chosen, filter, 1, experts=are_experts)
-        if selected.modules or selected.experts or selected.experts_already:
-            selected, recipes = _for_storage(holder, selected, "inference", are_experts, on_meta=True)
-            _apply(holder, selected, False, recipes, True)
-            made.setdefault(parent, {})[name] = child
-
-    handle = register_module_module_registration_hook(on_child)
-    try:
-        yield
-    finally:
-        handle.remove()
-    kept = {layer for model in keeping for layer in converted_despite_float32(model)}
-    for layer in kept:
-        revert(layer)
-        layer.requires_grad_()
-    made = {parent: {name: x for name, x in each.items() if x not in kept} for parent, each in made.items()}
-    if not any(made.values()):
-        raise ValueError("no layer was made inside quantized_init whose weight could be stored: make the model inside")
-    for parent, layers in made.items():
-        linears = [layer for layer in layers.values() if class_of_experts(layer) is None]
-        share_inputs(parent, linears, linears)
-        record_names(parent, layers)
 
 
 def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionReport:

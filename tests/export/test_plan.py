@@ -17,7 +17,8 @@ MLP = [f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")]
 def test_a_plain_model_exports_what_convert_would_take():
     report = tritonfp8.export.plan(model_of(), "fine_grained")
     assert report.exported == ATTENTION + MLP
-    assert report.layers["lm_head"].reason == "an output head: engines read heads in high precision"
+    told = "an output head (by get_output_embeddings of LlamaForCausalLM)"
+    assert report.layers["lm_head"].reason == f"{told}: engines read heads in high precision"
     assert report.quantization_config == {
         "quant_method": "fp8",
         "fmt": "e4m3",

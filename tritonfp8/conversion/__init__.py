@@ -1,6 +1,7 @@
 """What ``convert`` decides and reports: the recipe of each layer, the layers that stay as they are, and their FLOPs.
 
 choice     recipes by patterns of names
+heads      what a model tells of its output heads
 roles      layers that stay in high precision unless a pattern names them, such as output heads
 filters    the argument ``filter``: a function, patterns, or "auto"
 cost       whether a layer would get slower, for "auto"
@@ -18,10 +19,9 @@ from tritonfp8.conversion.coverage import coverage
 from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.conversion.replaced import keep_layers
 from tritonfp8.conversion.report import ConversionReport, HighPrecision
-from tritonfp8.conversion.roles import Roles, kept_in_float32
+from tritonfp8.conversion.roles import Roles
 from tritonfp8.conversion.select import (
     Selected,
-    converted_despite_float32,
     converted_experts,
     converted_layers,
     linears,
@@ -40,12 +40,10 @@ __all__ = [
     "Roles",
     "Selected",
     "Selection",
-    "converted_despite_float32",
     "converted_experts",
     "converted_layers",
     "coverage",
     "keep_layers",
-    "kept_in_float32",
     "linears",
     "select",
     "share_inputs",

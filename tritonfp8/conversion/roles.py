@@ -2,7 +2,8 @@
 float32.
 
 A head's logits decide the loss, and a router's the experts: both are sensitive to rounding and cheap. An adapter has a
-few features, and FP8 would make it slower. They are recognized by name and place, as nothing in a layer tells its role.
+few features, and FP8 would make it slower. What the model tells of its heads counts first (:mod:`.heads`). All else is
+recognized by name and place, as nothing in a layer tells its role.
 Models of transformers and diffusers list the names of what they load in float32, such as the layer by which the
 attention of DeepSeek-V3.2 chooses its tokens; quantizers of transformers leave these layers as they are, too.
 """
@@ -14,20 +15,18 @@ from typing import NamedTuple
 
 from torch import nn
 
+from tritonfp8.conversion.heads import COPIES, WITH_HEAD, WRAPPERS, last_linears, told_heads
+
 HEADS = {"lm_head", "embed_out"}
 HEAD = "an output head"
 # Also the names of ordinary layers: heads only at the top of a model, or beside an embedding of as many rows.
-HEADS_BY_PLACE = {"output", "score"}
+HEADS_BY_PLACE = {"output", "score", "head", "heads", "classifier", "logits"}
+# The last layer of a model of diffusers; their blocks have layers of that name, too.
+OUTPUT_OF_DIFFUSERS = re.compile(r"proj_out(_\d+)?")
 ROUTERS = {"gate", "router"}
 ADAPTER = re.compile(r"lora_\w*")
 # A router maps to as many features as there are experts: far fewer than its input has.
 ROUTER_RATIO = 4
-# What wrappers put into a name: torch.compile, FSDP1, checkpointing, DDP, peft.
-WRAPPERS = {
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "base_layer", "original_module",
-}  # fmt: skip
-# peft appends the name of an adapter to this.
-COPIES = "modules_to_save"
 # The lists of transformers and diffusers: parts of the names of parameters.
 KEPT_IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
@@ -45,7 +44,8 @@ class Role(NamedTuple):
 
     def reason(self, name: str) -> str:
         """The entry of a report for the layer ``name``."""
-        pattern = f"*{self.part}" if name.endswith(self.part) else f"*.{self.part}.*"
+        before = "*" if name.startswith(self.part) else "*."
+        pattern = f"*{self.part}" if name.endswith(self.part) else f"{before}{self.part}.*"
         return f"{self.what}, in high precision unless a pattern names it, such as {pattern!r}"
 
 
@@ -59,6 +59,7 @@ class Roles:
             for name, module in self.modules.items()
             if isinstance(module, nn.Embedding)
         }
+        self.told = told_heads(model)
         self.kept = {name: kept for name, module in self.modules.items() if (kept := kept_in_float32(module))}
 
     def of(self, name: str, layer: nn.Module, in_features: int, out_features: int) -> Role | None:
@@ -70,9 +71,11 @@ class Roles:
         if adapter is not None:
             return Role("an adapter", adapter)
         if (embedding := self.embeddings.get(id(layer._parameters.get("weight")))) is not None:
-            return Role(f"{HEAD} (its weight is {embedding})", path[-1])
-        if self._is_head(path, name, out_features):
-            return Role(HEAD, path[-1])
+            return Role(f"{HEAD} (its weight is {embedding})", _part(path))
+        if layer in self.told:
+            return Role(f"{HEAD} ({self.told[layer]})", _part(path))
+        if self._is_head(path, name, layer, out_features):
+            return Role(HEAD, _part(path))
         if self._is_router(path, name, in_features, out_features):
             return Role("a router", path[-1] if path[-1] in ROUTERS else path[-2])
         return self.kept_by_a_model(name)
@@ -95,14 +98,34 @@ class Roles:
         at = len(parts) - 1 - parts[::-1].index(path[-1])
         return self.modules[".".join(parts[:at])]
 
-    def _is_head(self, path: list[str], name: str, out_features: int) -> bool:
-        if path[-1] not in HEADS_BY_PLACE:
-            return path[-1] in HEADS
-        parent = self._parent(path, name)
-        # As transformers names models with a head: LlamaForCausalLM, LlamaForSequenceClassification.
-        is_top = len(path) == 1 or re.search(r"For[A-Z]", type(parent).__name__) is not None
+    def _is_head(self, path: list[str], name: str, layer: nn.Module, out_features: int) -> bool:
+        for length, part in enumerate(path, 1):
+            around = self.modules[self._until(path[:length], name)] if length < len(path) else layer
+            if part not in HEADS | HEADS_BY_PLACE and not OUTPUT_OF_DIFFUSERS.fullmatch(part):
+                continue
+            if layer in last_linears(around) and self._is_place(path[:length], name, out_features):
+                # Beside a head that the model tells, a block of such a name prepares its input.
+                return length == len(path) or not self._tells(self._until(path[:length], name).rpartition(".")[0])
+        return False
+
+    def _tells(self, name: str) -> bool:
+        """Whether a module tells of a head in it."""
+        return any(layer in self.told for layer in self.modules[name].modules())
+
+    def _until(self, path: list[str], name: str) -> str:
+        """The name of the module at ``path``, as :func:`_unwrapped` gives it, on the way to the layer ``name``."""
+        parts = name.split(".")
+        return next(found for i in range(len(parts)) if _unwrapped(found := ".".join(parts[: i + 1])) == path)
+
+    def _is_place(self, path: list[str], name: str, out_features: int) -> bool:
+        """Whether a module of such a name is a head at this place."""
+        if path[-1] in HEADS or len(path) == 1:
+            return True
+        parent = self.modules[self._until(path, name).rpartition(".")[0]]
+        if OUTPUT_OF_DIFFUSERS.fullmatch(path[-1]):
+            return any(cls.__name__ == "ModelMixin" and _is_of_diffusers(cls) for cls in type(parent).__mro__)
         rows = (module.num_embeddings for module in parent.modules() if isinstance(module, nn.Embedding))
-        return is_top or out_features in rows
+        return WITH_HEAD.search(type(parent).__name__) is not None or out_features in rows
 
     def _is_router(self, path: list[str], name: str, in_features: int, out_features: int) -> bool:
         if not ROUTERS & set(path[-2:]):
@@ -114,6 +137,15 @@ class Roles:
         linears = [layer for layer in siblings.values() if isinstance(layer, nn.Linear)]
         alike = sum((layer.in_features, layer.out_features) == (in_features, out_features) for layer in linears)
         return alike < 2 and out_features * ROUTER_RATIO <= in_features
+
+
+def _part(path: list[str]) -> str:
+    """The part of a name that tells a head: a number in a list tells nothing."""
+    return next((part for part in reversed(path) if not part.isdigit()), path[-1])
+
+
+def _is_of_diffusers(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "diffusers"
 
 
 def kept_in_float32(module: nn.Module) -> list[tuple[str, str]]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from tritonfp8.conversion.choice import Choice, Recipes
 from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.conversion.report import ConversionReport
-from tritonfp8.conversion.roles import Roles
 from tritonfp8.layers import check_not_torchao, is_own_forward
 from tritonfp8.layers.linear import (
     Float8Conv1D,
@@ -68,12 +67,6 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def converted_layers(model: nn.Module) -> dict[str, Float8Linear | Float8Conv1D]:
     """The converted layers of a model by fully qualified name."""
     return {name: module for name, module in model.named_modules() if is_converted(module)}
-
-
-def converted_despite_float32(model: nn.Module) -> list[nn.Module]:
-    """The converted layers that a model keeps in float32."""
-    roles = Roles(model)
-    return [layer for name, layer in converted_layers(model).items() if roles.kept_by_a_model(name)]
 
 
 def converted_experts(model: nn.Module) -> dict[str, ConvertedExperts]:

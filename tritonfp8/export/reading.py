@@ -25,7 +25,15 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
-from tritonfp8.layers.stored import DTYPES, StoredMatrices, StoredWeight, copy_whole, plain_weight, stored_part
+from tritonfp8.layers.stored import (
+    DTYPES,
+    StoredMatrices,
+    StoredWeight,
+    copy_whole,
+    plain_weight,
+    replacing,
+    stored_part,
+)
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import BLOCKS, QuantSpec, scale_shape
 
@@ -293,7 +301,7 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     target = place.tensor
     if isinstance(target, StoredWeight) and not isinstance(x, StoredWeight):
         x = type(target).of(x, target.spec, target.is_transposed)
-    tensor = nn.Parameter(x, requires_grad=place.tensor.requires_grad) if place.owners[0].is_parameter else x
+    tensor = replacing(target, x, target.requires_grad) if place.owners[0].is_parameter else x
     for owner in place.owners:
         setattr(owner.module, owner.key, tensor)
     return tensor

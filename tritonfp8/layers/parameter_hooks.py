@@ -34,7 +34,8 @@ class ParameterHooks(nn.Module):
         refuse_codes(f"the parameter {name}", param)
         if param is not None and self.on_assign is not None:
             param = self.on_assign(self, name, param)
-        super().register_parameter(name, param)
+        # Not by super(): on_assign may have given the layer back its class.
+        nn.Module.register_parameter(self, name, param)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
         for key in self._parameters:

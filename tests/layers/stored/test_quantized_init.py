@@ -1,6 +1,7 @@
 """Layers whose weights are stored in 8 bits as they are made."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -101,6 +102,85 @@ def test_a_loader_that_replaces_parameters_on_the_meta_device(how):
     assert type(model.blocks[0].up.weight) is StoredWeight
     assert not model.blocks[0].up.weight.requires_grad
     assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+
+
+def marked(tensor):
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    parameter.loaded_by = "a loader"
+    return parameter
+
+
+def in_8_bits(model, folder):
+    for parameter in model.parameters():
+        parameter.loaded_by = "a loader"
+    tritonfp8.export.save(converted(), folder, "fine_grained")
+    tritonfp8.export.load(model, folder)
+
+
+LOADERS = {
+    "attribute": lambda model, state, folder: [
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], marked(x))
+        for name, x in state.items()
+    ],
+    "assign": lambda model, state, folder: model.load_state_dict(
+        {name: marked(x) for name, x in state.items()}, assign=True
+    ),
+    "export.load": lambda model, state, folder: in_8_bits(model, folder),
+}
+
+
+@pytest.mark.parametrize("how", LOADERS)
+def test_marks_of_parameters_are_carried(tmp_path, how):
+    """By attributes of a Parameter programs know what they have loaded, or how they step it."""
+    model = made(device="meta")
+    LOADERS[how](model, converted().state_dict(), tmp_path)
+    layer = model.blocks[0].up
+    assert is_stored(layer)
+    assert {getattr(p, "loaded_by", None) for p in model.parameters()} == {"a loader"}
+    layer.reset_parameters()
+    assert layer.weight.loaded_by == "a loader"
+    assert copy.deepcopy(layer).weight.loaded_by == "a loader"
+    tritonfp8.revert(model)
+    assert type(layer.weight) is nn.Parameter
+    # What belongs to the memory of a stored weight stays behind.
+    assert layer.weight.__dict__ == {"loaded_by": "a loader"}
+    assert {p.loaded_by for p in model.parameters()} == {"a loader"}
+    tritonfp8.convert(model, "rowwise", mode="inference")
+    assert is_stored(layer)
+    assert {p.loaded_by for p in model.parameters()} == {"a loader"}
+
+
+def test_a_mark_that_an_initialization_sets_is_kept():
+    layer = made().blocks[0].up
+    with layer.on_reset(layer):
+        layer.weight.initialized = True
+    assert is_stored(layer)
+    assert layer.weight.initialized
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_values_by_the_constructor_of_a_weight_on_meta(recipe):
+    """As accelerate and diffusers put tensors in the place of parameters."""
+    model, expected = made(recipe, "meta"), converted(recipe)
+    for name, values in expected.state_dict().items():
+        parent, _, key = name.rpartition(".")
+        module = model.get_submodule(parent)
+        before = module._parameters[key]
+        module._parameters[key] = type(before)(type(before)(before.to("meta")), requires_grad=False)
+        module._parameters[key] = type(before)(values, before.requires_grad)
+    assert type(model.blocks[0].up.weight) is StoredWeight
+    assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+
+
+def test_a_model_on_meta_is_copied_moved_and_pickled():
+    layer = made(device="meta").blocks[0].up
+    again = pickle.loads(pickle.dumps(layer))
+    for each in (again, copy.deepcopy(layer), layer):
+        assert isinstance(each.weight, StoredWeight)
+        assert each.weight.is_meta
+        assert each(torch.empty(3, SIZE, device="meta")).shape == (3, SIZE)
+    assert type(layer.to_empty(device="cpu").weight) is StoredWeight
+    assert layer.to("meta").weight.is_meta
 
 
 def test_a_checkpoint_in_8_bits_onto_the_meta_device(tmp_path):
@@ -212,7 +292,7 @@ class TestExperts:
         with tritonfp8.quantized_init("rowwise", experts=True):
             model = self.model("meta")
         experts = next(iter(experts_of(model).values()))
-        assert type(experts.down_proj) is StoredMatrices
+        assert isinstance(experts.down_proj, StoredMatrices)
         assert experts.down_proj.is_meta
         with pytest.warns(UserWarning, match="buffers, which are on the meta device still"):
             report = tritonfp8.export.load(model, tmp_path)

@@ -17,6 +17,7 @@ from pathlib import Path
 import expert_mutants
 import graph_mutants
 import loading_mutants
+import model_mutants
 import shared_mutants
 import stored_mutants
 
@@ -201,7 +202,7 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/conversion/roles.py",
-        "return is_top or out_features in rows",
+        "return WITH_HEAD.search(type(parent).__name__) is not None or out_features in rows",
         "return True",
         "an ordinary layer named output stays in high precision",
         ("tests/conversion/test_roles.py",),
@@ -327,7 +328,14 @@ MUTANTS = (
     ),
     *(
         Mutant(*fault)
-        for faults in (expert_mutants, graph_mutants, loading_mutants, shared_mutants, stored_mutants)
+        for faults in (
+            expert_mutants,
+            graph_mutants,
+            loading_mutants,
+            model_mutants,
+            shared_mutants,
+            stored_mutants,
+        )
         for fault in faults.FAULTS
     ),
 )

@@ -12,7 +12,7 @@ from tritonfp8.checks import require, require_flag, require_type
 from tritonfp8.distributed.expert_parallel.dispatch import ExpertDispatch
 from tritonfp8.distributed.stored_weights import split_experts
 from tritonfp8.layers.moe import RoutedExperts
-from tritonfp8.layers.stored import StoredMatrices
+from tritonfp8.layers.stored import StoredMatrices, replacing
 
 PAYLOADS = ("float8", "high_precision")
 
@@ -67,7 +67,7 @@ def shard_experts(
         for key, parameter in list(module.named_parameters(recurse=False)):
             # By assignment: DTensor keeps whether it needs a gradient in the Parameter around it.
             shards = _shards(parameter.detach(), mesh)
-            module.register_parameter(key, nn.Parameter(shards, requires_grad=parameter.requires_grad))
+            module.register_parameter(key, replacing(parameter, shards, parameter.requires_grad))
         module.dispatch = ExpertDispatch(mesh, payload, divisor)
     return list(found)
 

@@ -15,7 +15,7 @@
 Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``revert`` call.
 """
 
-from tritonfp8.layers.stored.base import DTYPES, CodesTensor
+from tritonfp8.layers.stored.base import DTYPES, CodesTensor, replacing
 from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
 from tritonfp8.layers.stored.exponents import exponents_of, scales_of
 from tritonfp8.layers.stored.matrices import MatricesShard, StoredMatrices
@@ -24,6 +24,7 @@ from tritonfp8.layers.stored.replace import (
     is_stored,
     restore_plain,
     store_weights,
+    taken,
     weight_bytes,
 )
 from tritonfp8.layers.stored.rows import StoredRows
@@ -71,12 +72,14 @@ __all__ = [
     "read_operand",
     "recipe_of_storage",
     "register_stored_sharding",
+    "replacing",
     "restore_plain",
     "scales_of",
     "starts_of",
     "store",
     "store_weights",
     "stored_part",
+    "taken",
     "weight_bytes",
     "whole_amaxes",
     "whole_weight",

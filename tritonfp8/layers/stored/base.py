@@ -29,6 +29,8 @@ class _Made(torch_private.TensorType):
     """Lets other programs make a Parameter of the type of one that they have: ``type(p)(x, requires_grad=...)``."""
 
     def __call__(cls, *args: Any, requires_grad: bool | None = None, **options: Any) -> Any:
+        if len(args) == 2 and isinstance(args[-1], bool):
+            *args, requires_grad = args  # type: ignore[assignment]
         if requires_grad is None and len(args) != 1:
             return super().__call__(*args, **options)
         found = _parameter_of(cls, args[0], requires_grad is not False, inspect.currentframe())
@@ -191,6 +193,25 @@ def _unpickled(
     found: Tensor = nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
     found.__dict__.update(others)
     return found
+
+
+def carry_marks(found: Tensor, before: Tensor) -> Tensor:
+    """``found``, with the attributes that other code set on ``before``, whose place it takes.
+
+    transformers marks what it has loaded, and initializes a weight without the mark again.
+    """
+    if found is not before:
+        # A tensor subclass has attributes of its own, which belong to its memory.
+        own = nn.Parameter(before.detach(), False).__dict__.keys() | found.__dict__.keys()
+        found.__dict__.update({name: value for name, value in before.__dict__.items() if name not in own})
+    return found
+
+
+def replacing(before: Tensor, weight: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A Parameter of ``weight`` in the place of ``before``, whose marks it has."""
+    parameter = nn.Parameter(weight, requires_grad)
+    carry_marks(parameter, before)
+    return parameter
 
 
 class Gathered:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.linear import Float8Conv1D, is_distributed
-from tritonfp8.layers.stored.base import CodesTensor
+from tritonfp8.layers.stored.base import CodesTensor, carry_marks, replacing
 from tritonfp8.layers.stored.matrices import StoredMatrices
 from tritonfp8.layers.stored.sharding import plain_weight, reshard, sharding, spec_of_weight, stored_part
 from tritonfp8.layers.stored.storable import names_of_weights, recipe_of_storage
@@ -57,7 +57,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
                 f"storing the weight of {name} failed. The {len(done)} layers before it have plain weights again, and "
                 "these are rounded: load the model again"
             ) from error
-        layer.on_revert, layer.on_reset, layer.on_assign = _give_back, _in_high_precision, _taken
+        layer.on_revert, layer.on_reset, layer.on_assign = _give_back, _in_high_precision, taken
         layer.on_move = _moving
         layer.register_state_dict_post_hook(_write_values)
         layer.register_load_state_dict_pre_hook(_read_values)
@@ -75,7 +75,7 @@ def _stored(layer: Any, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
 
 def _put(layer: Any, name: str, weight: Tensor, requires_grad: bool) -> None:
     """Give a layer another weight."""
-    parameter = nn.Parameter(weight, requires_grad)
+    parameter = replacing(layer._parameters[name], weight, requires_grad)
     if is_distributed(weight):
         sharding().put(layer, name, parameter)
     else:
@@ -88,15 +88,17 @@ def _put_plain(layer: Any) -> None:
         _put(layer, name, plain_weight(stored.detach()), stored.requires_grad)
 
 
-def _taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def taken(layer: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """A Parameter that is assigned, stored: loaders put theirs in the place of weights on the meta device."""
     before = layer._parameters.get(name)
     part = stored_part(before)
     if before is None or part is None or is_distributed(parameter) != is_distributed(before):
         return parameter
     if stored_part(parameter) is not None:
+        # Loaders make each Parameter require a gradient.
+        parameter.requires_grad_(before.requires_grad)
         return parameter
-    return nn.Parameter(_stored(layer, name, parameter.detach(), part.spec), before.requires_grad)
+    return replacing(parameter, _stored(layer, name, parameter.detach(), part.spec), before.requires_grad)
 
 
 @contextmanager
@@ -126,7 +128,7 @@ def _moving(layer: Any, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
             before.grad = None
             before.become(now)
         else:
-            layer._parameters[name] = before = nn.Parameter(now, before.requires_grad)
+            layer._parameters[name] = before = replacing(before, now, before.requires_grad)
         before.grad = grads.get(name)
 
 
@@ -136,12 +138,13 @@ def _in_high_precision(layer: Any) -> Iterator[None]:
     reshard([layer])
     stored = {name: p for name in stored_names(layer) if not (p := layer._parameters[name]).is_meta}
     values = {name: plain_weight(weight) for name, weight in stored.items()}
-    for name, plain in values.items():
-        layer._parameters[name] = nn.Parameter(plain, requires_grad=False)
+    layer._parameters.update({name: replacing(stored[name], plain, False) for name, plain in values.items()})
     try:
         yield
     finally:
-        layer._parameters.update(stored)
+        for name, weight in stored.items():
+            carry_marks(weight, layer._parameters[name])
+            layer._parameters[name] = weight
     with torch.no_grad():
         for name, weight in stored.items():
             weight.copy_(_stored(layer, name, values[name], spec_of_weight(weight)))
@@ -169,7 +172,7 @@ def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mappi
             continue
         if metadata.get("assign_to_params_buffers") or is_distributed(before):
             weight = _stored(layer, name, found.to(before.dtype), spec_of_weight(before))
-            state[prefix + name] = nn.Parameter(weight, before.requires_grad)
+            state[prefix + name] = replacing(found, weight, before.requires_grad)
 
 
 def _without_hooks(hooks: dict[int, Any], ours: Any) -> dict[int, Any]:

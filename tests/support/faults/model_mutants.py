@@ -1,0 +1,63 @@
+"""The faults about models of other libraries: their loaders, and which layers are heads, as arguments of ``Mutant``."""
+
+_LOADERS = ("tests/clients/models/test_loaders.py", "-k", "TestTransformers or TestAccelerate")
+_MADE = ("tests/layers/stored/test_quantized_init.py",)
+
+FAULTS = (
+    (
+        "tritonfp8/layers/stored/replace.py",
+        "return replacing(parameter, _stored(",
+        "return replacing(before, _stored(",
+        "a stored weight loses the mark of a loader, which then initializes it again",
+        _LOADERS,
+    ),
+    (
+        "tritonfp8/layers/stored/base.py",
+        "own = nn.Parameter(before.detach(), False).__dict__.keys() | found.__dict__.keys()",
+        "own = found.__dict__.keys()",
+        "a plain weight keeps the codes of the stored one that it replaces",
+        _MADE,
+    ),
+    (
+        "tritonfp8/layers/stored/base.py",
+        "return nn.Parameter(before.of_values(x), requires_grad)",
+        "return nn.Parameter(x, requires_grad)",
+        "accelerate puts plain weights in the place of stored ones",
+        _MADE,
+    ),
+    (
+        "tritonfp8/conversion/roles.py",
+        "        if layer in self.told:\n",
+        "        if None in self.told:\n",
+        "what a model tells of its heads is not read",
+        ("tests/conversion/test_heads.py",),
+    ),
+    (
+        "tritonfp8/conversion/heads.py",
+        "if source is None or any(_matches(source, name) for name in embeddings):",
+        "if source is None:",
+        "a head that is tied by name is converted",
+        ("tests/conversion/test_heads.py",),
+    ),
+    (
+        "tritonfp8/conversion/heads.py",
+        "return last_linears(wrapped)",
+        "pass",
+        "the adapter beside a head is taken for the head",
+        ("tests/conversion/test_heads.py",),
+    ),
+    (
+        "tritonfp8/stored_init.py",
+        "self.parents[parent] = [of_load,",
+        "of_load.remove()\n            self.parents[parent] = [of_load,",
+        "a checkpoint is read before heads are known, and their values are rounded",
+        (_LOADERS[0], "-k", "counts_before"),
+    ),
+    (
+        "tritonfp8/stored_init.py",
+        "    _settle_open()\n    for block in _open:",
+        "    for block in _open:",
+        "a loader that assigns Parameters rounds the heads that only the whole model shows",
+        (_LOADERS[0], "-k", "counts_before"),
+    ),
+)
