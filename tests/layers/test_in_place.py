@@ -24,10 +24,10 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.head = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
 
     def forward(self, x):
-        return self.head(self.norm(self.first(x)))
+        return self.last(self.norm(self.first(x)))
 
 
 class Doubled(nn.Module):
@@ -64,42 +64,42 @@ class TestDerivedClasses:
         model, plain, x = Model(), Model(), normal(5, 32)
         expected = plain(x)
         convert(model, "rowwise")
-        fully_shard([model.norm, model.head])
+        fully_shard([model.norm, model.last])
         fully_shard(model)
-        assert revert(model) == ["first", "head"]
-        assert isinstance(model.head, FSDPModule)
-        assert isinstance(model.head, nn.Linear)
-        assert not isinstance(model.head, Float8Linear)
-        assert type(model.head).__name__ == "FSDPLinear"
+        assert revert(model) == ["first", "last"]
+        assert isinstance(model.last, FSDPModule)
+        assert isinstance(model.last, nn.Linear)
+        assert not isinstance(model.last, Float8Linear)
+        assert type(model.last).__name__ == "FSDPLinear"
         assert gemms(model, x) == 0
         assert_bitwise_equal(model(x).detach(), expected.detach())
         model(x).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
         # A class made of it makes a layer of the class below.
-        assert type(type(model.head)(32, 16)) is nn.Linear
+        assert type(type(model.last)(32, 16)) is nn.Linear
 
     def test_parametrized_after_convert(self):
         model, x = Model(), normal(5, 32)
         convert(model, "rowwise")
         expected = model(x)
-        parametrize.register_parametrization(model.head, "weight", Doubled())
+        parametrize.register_parametrization(model.last, "weight", Doubled())
         assert_bitwise_equal(model(x), expected)
-        assert list(swap_recipe(model, "blockwise").converted) == ["first", "head"]
-        assert model.head.recipe is recipes.get("blockwise")
+        assert list(swap_recipe(model, "blockwise").converted) == ["first", "last"]
+        assert model.last.recipe is recipes.get("blockwise")
         expected = model(x)
         with quantize_weights_once(model):
             assert_bitwise_equal(model(x), expected)
-        assert revert(model) == ["first", "head"]
+        assert revert(model) == ["first", "last"]
         assert gemms(model, x) == 0
         assert_bitwise_equal(model(x), Model()(x))
-        parametrize.remove_parametrizations(model.head, "weight")
-        assert type(model.head) is nn.Linear
-        assert list(convert(model, "rowwise").converted) == ["first", "head"]
+        parametrize.remove_parametrizations(model.last, "weight")
+        assert type(model.last) is nn.Linear
+        assert list(convert(model, "rowwise").converted) == ["first", "last"]
 
     @pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), nn.Sequential])
     def test_wrapped(self, wrap):
         inner = Model()
-        inner.head = wrap(inner.head)
+        inner.last = wrap(inner.last)
         model = wrap(inner)
         assert len(convert(model, "rowwise").converted) == 2
         assert set(swap_recipe(model, "mxfp8").converted.values()) == {recipes.get("mxfp8")}
@@ -120,7 +120,7 @@ class TestDerivedClasses:
 
         model = Model()
         convert(model, "rowwise")
-        model.head = Scaled(32, 32, recipe="rowwise")
+        model.last = Scaled(32, 32, recipe="rowwise")
         before = state(model)
         with pytest.raises(TypeError, match="Scaled derives from Float8Linear and calls super"):
             revert(model)
@@ -128,7 +128,7 @@ class TestDerivedClasses:
 
 
 def hooked(model):
-    add_hook_to_module(model.head, ModelHook())
+    add_hook_to_module(model.last, ModelHook())
 
 
 def hooked_once(model):
@@ -138,7 +138,7 @@ def hooked_once(model):
 
 def hooked_twice(model):
     hooked(model)
-    add_hook_to_module(model.head, ModelHook(), append=True)
+    add_hook_to_module(model.last, ModelHook(), append=True)
 
 
 def offloaded(model):
@@ -164,7 +164,7 @@ class TestForwardsOnTheInstance:
         assert gemms(model, x) == 2
         assert_bitwise_equal(model(x), plain(x))
         assert_bitwise_equal(copy.deepcopy(model)(x), plain(x))
-        assert revert(model) == ["first", "head"]
+        assert revert(model) == ["first", "last"]
         assert gemms(model, x) == 0
         assert_bitwise_equal(model(x), expected)
         remove_hook_from_submodules(model)
@@ -174,14 +174,14 @@ class TestForwardsOnTheInstance:
 
     def test_another_forward_is_reported_and_runs(self):
         model, x = Model(), normal(5, 32)
-        model.head.forward = lambda x: -x
+        model.last.forward = lambda x: -x
         model.first.forward = functools.partial(nn.Linear.forward, model.first)
         report = convert(nn.ModuleList([model, nn.Linear(32, 32)]), "rowwise")
         assert report.skipped == {
             f"0.{name}": "its forward was replaced on the instance: it may compute otherwise"
-            for name in ("first", "head")
+            for name in ("first", "last")
         }
-        assert type(model.head) is nn.Linear
+        assert type(model.last) is nn.Linear
         assert_bitwise_equal(model(x), -model.norm(model.first(x)))
 
 
@@ -244,23 +244,23 @@ class TestAllOrNothing:
             raise Stop
 
         convert(model, "rowwise")
-        model.first.on_revert, model.head.on_revert = release, fail
+        model.first.on_revert, model.last.on_revert = release, fail
         before = state(model)
         with pytest.raises(Stop):
             revert(model)
         assert state(model) == before
         assert log == ["release", "undo"]
-        model.head.on_revert = release
+        model.last.on_revert = release
         revert(model)
         assert log == ["release", "undo", "release", "release"]
-        assert "on_revert" not in model.head.__dict__
+        assert "on_revert" not in model.last.__dict__
 
     def test_modules_get_all_back(self):
         model = Model()
         before = state(model)
 
         def change():
-            model.head.__class__ = Float8Linear
+            model.last.__class__ = Float8Linear
             model.norm.extra = 1
             del model.first.in_features
             raise Stop

@@ -46,13 +46,13 @@ def test_a_step_on_shards_moves_every_weight(ranks, enabled):
     """Only rank 0 has rows of the embedding that change."""
     for moved, failures in ranks.run(2, verify_cases.step, setup=Setup(enabled=enabled)):
         assert failures == {}
-        assert {"embed.weight", "head.weight", "layers.0.q.weight"} <= set(moved)
+        assert {"embed.weight", "last.weight", "layers.0.q.weight"} <= set(moved)
 
 
 def test_a_shard_that_is_stuck_on_all_ranks(ranks):
     for moved, failures in ranks.run(2, verify_cases.step, setup=Setup(), spoil="zeros"):
-        assert failures == {"head.weight": "it did not change: its gradient is all zeros"}
-        assert "head.weight" not in moved
+        assert failures == {"last.weight": "it did not change: its gradient is all zeros"}
+        assert "last.weight" not in moved
 
 
 def test_an_optimizer_that_was_made_before_the_model_was_sharded(ranks):

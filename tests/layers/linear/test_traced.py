@@ -26,12 +26,12 @@ class Residual(nn.Module):
     def __init__(self, bias=True):
         super().__init__()
         self.first, self.second = (nn.Linear(70, 70, bias=bias) for _ in range(2))
-        self.head = nn.Linear(70, 20, bias=bias)
+        self.last = nn.Linear(70, 20, bias=bias)
 
     def forward(self, x):
         x = x + torch.tanh(self.first(x))
         x = x + torch.tanh(self.second(x))
-        return self.head(x)
+        return self.last(x)
 
 
 def residual(name, bias=True, dtype=torch.float32):
@@ -46,7 +46,7 @@ def exported(model, x, strict=False):
 
 
 def split(model, x):
-    spec = {"second": SplitPoint.BEGINNING, "head": SplitPoint.BEGINNING}
+    spec = {"second": SplitPoint.BEGINNING, "last": SplitPoint.BEGINNING}
     pipe = pipeline(model, (x,), split_spec=spec)
     # A Pipe itself detaches what passes between its stages.
     return nn.Sequential(*(pipe.get_stage_module(i) for i in range(pipe.num_stages)))

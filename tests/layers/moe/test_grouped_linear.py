@@ -11,7 +11,7 @@ import tritonfp8
 from tritonfp8 import QuantSpec, functional, recipes
 from tritonfp8.counting import count_gemms
 from tritonfp8.specs import BLOCK_128X128
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.testing import assert_bitwise_equal, sqnr
 
 SIZES = st.lists(st.sampled_from([0, 1, 7, 127, 128, 129]), min_size=1, max_size=4)
 
@@ -100,8 +100,12 @@ def test_weights_and_gradients_of_any_strides(recipe):
     out = functional.grouped_linear(input, turned.transpose(1, 2), ends(4, 0, 6), bias, recipe)
     out.backward(torch.ones(()).expand(11, 24))
     expected, grads = gradients(grouped, (input, weight, bias), ends(4, 0, 6), recipe, torch.ones(11, 24))
-    assert_bitwise_equal(out, expected)
-    assert_bitwise_equal(turned.grad.transpose(1, 2).contiguous(), grads[1])
+    found, wanted = [out, turned.grad.transpose(1, 2).contiguous()], [expected, grads[1]]
+    if recipe == "bf16":
+        # torch's GEMM of float32, which adds in another order for other strides on some CPUs.
+        assert all(sqnr(x, y) > 120 for x, y in zip(found, wanted, strict=True))
+    else:
+        assert_bitwise_equal(found, wanted)
 
 
 @pytest.mark.parametrize("needed", range(8))

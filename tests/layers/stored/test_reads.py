@@ -9,7 +9,7 @@ from torch import nn
 import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.layers.stored import StoredMatrices, recipe_of_storage, store
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.testing import assert_bitwise_equal, sqnr
 
 N, K = 24, 48
 RECIPES = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
@@ -52,6 +52,11 @@ READS = {
 }
 
 
+# torch chooses the GEMM of a gradient by the strides of its operands, which a stored weight does not have. So sums are in
+# another order on some CPUs: 24 to 48 float32 products, each rounded by 2^-25 of their sum, give 140 dB.
+GEMMS, SUMS = {"linear", "matmul", "matmul from the left", "einsum"}, 120
+
+
 def data():
     return normal(5, K)
 
@@ -76,7 +81,11 @@ def test_has_the_gradient_of_a_plain_weight(name):
     stored, plain = pair()
     expected = gradient(READS[name], plain)
     assert expected.abs().sum() > 0
-    assert_bitwise_equal([gradient(READS[name], stored)], [expected])
+    found = gradient(READS[name], stored)
+    if name in GEMMS:
+        assert sqnr(found, expected) > SUMS
+    else:
+        assert_bitwise_equal([found], [expected])
 
 
 @cpu_and_cuda

@@ -80,13 +80,13 @@ class Chunked(Llama):
     def loss_of(self, x, tokens):
         x, targets = x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
         if not torch.is_autocast_enabled("cpu"):
-            x = x.to(self.head.weight.dtype)
-        return LOSSES[self.loss](x, self.head.weight, self.head.bias, targets)
+            x = x.to(self.last.weight.dtype)
+        return LOSSES[self.loss](x, self.last.weight, self.last.bias, targets)
 
 
 def build(loss, head, outside=False, recipe="rowwise"):
     model = initialize(Chunked(loss, outside))
-    tritonfp8.convert(model, recipe, filter=lambda module, name: head or name != "head")
+    tritonfp8.convert(model, recipe, filter=lambda module, name: head or name != "last")
     return model
 
 

@@ -142,7 +142,7 @@ def assign(model, held, values):
 def write_gathered(model, held, values):
     """Write to what ``model.parameters()`` gives after an evaluation: some of it is gathered."""
     evaluate(model, False)
-    model.head.weight.data.copy_(torch.zeros(67, 42))
+    model.last.weight.data.copy_(torch.zeros(67, 42))
 
 
 def swap_inside(model, held, values):
@@ -181,7 +181,7 @@ def not_assigned(mesh):
 def averaged(mesh, enabled):
     """Train with an AveragedModel that was made before sharding; its losses, its recipes, and its weights."""
     model = initialize(Llama())
-    tritonfp8.convert(model, {"head": "tensorwise", "*.up": "blockwise", "*": "rowwise"})
+    tritonfp8.convert(model, {"last": "tensorwise", "*.up": "blockwise", "*": "rowwise"})
     if enabled:
         enable_float8_all_gather(model)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))

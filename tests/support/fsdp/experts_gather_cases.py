@@ -54,13 +54,13 @@ class Model(nn.Module):
 
     def __init__(self, setup):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block(setup) for _ in range(2)), nn.Linear(HIDDEN, 16)
+        self.blocks, self.last = nn.ModuleList(Block(setup) for _ in range(2)), nn.Linear(HIDDEN, 16)
         self.recompute = setup.recompute
 
     def forward(self, x):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(x)
+        return self.last(x)
 
 
 def build(mesh, setup, enabled, cast="param_dtype"):

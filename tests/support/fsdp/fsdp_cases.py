@@ -56,7 +56,7 @@ def build(mesh, setup):
         if not setup.offload:
             model.to(mesh.device_type)
     # A tied head is converted only by a pattern that names it.
-    recipe = {"head": setup.recipe, "*": setup.recipe}
+    recipe = {"last": setup.recipe, "*": setup.recipe}
     if not setup.last:
         tritonfp8.convert(model, recipe)
     for name, parameter in model.named_parameters():

@@ -329,11 +329,11 @@ def revert_that_fails(mesh):
     def fail(layer):
         raise KeyboardInterrupt
 
-    release, model.head.on_revert = model.head.on_revert, fail
+    release, model.last.on_revert = model.last.on_revert, fail
     try:
         tritonfp8.revert(model)
     except KeyboardInterrupt:
-        model.head.on_revert = release
+        model.last.on_revert = release
     gathered = gathered_weights(model)
     return len(gathered), loss == model(tokens_of(0)).item()
 

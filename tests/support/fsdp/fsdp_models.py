@@ -56,16 +56,16 @@ class Llama(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, hidden)
         self.layers = nn.ModuleList(Block(hidden, heads, intermediate, attention) for _ in range(layers))
         self.norm = nn.RMSNorm(hidden)
-        self.head = nn.Linear(hidden, VOCABULARY)
+        self.last = nn.Linear(hidden, VOCABULARY)
         if tied:
-            self.head.weight = self.embed.weight
+            self.last.weight = self.embed.weight
         self.recompute = None
 
     def forward(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
             x = recomputed(layer, x, self.recompute)
-        return F.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return F.cross_entropy(self.last(self.norm(x))[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 @torch.no_grad()

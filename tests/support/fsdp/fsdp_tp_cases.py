@@ -23,7 +23,7 @@ def mesh_of(world_mesh, sizes):
 
 
 def plan(local, layers, attention):
-    found = {"head": ColwiseParallel(output_layouts=Replicate())}
+    found = {"last": ColwiseParallel(output_layouts=Replicate())}
     for i in range(layers):
         found |= {f"layers.{i}.{name}": ColwiseParallel(use_local_output=local) for name in ("gate", "up")}
         found[f"layers.{i}.down"] = RowwiseParallel()

@@ -82,7 +82,7 @@ def step(mesh, setup, spoil=""):
         with check:
             model(tokens(mesh).to(mesh.device_type)).backward()
             if spoil == "zeros":
-                model.head.weight.grad.zero_()
+                model.last.weight.grad.zero_()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -106,13 +106,13 @@ class Mixture(nn.Module):
 
     def __init__(self, recipe):
         super().__init__()
-        self.first, self.router, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 8), nn.Linear(HIDDEN, 16)
+        self.first, self.router, self.last = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 8), nn.Linear(HIDDEN, 16)
         self.experts = tritonfp8.Float8Experts(8, HIDDEN, INSIDE, recipe=recipe)
 
     def forward(self, x):
         x = torch.relu(self.first(x))
         weights, index = self.router(x).softmax(1).topk(TOP_K)
-        return self.head(x + self.experts(x, index, weights))
+        return self.last(x + self.experts(x, index, weights))
 
 
 def _trained(model, batches, steps):
@@ -148,7 +148,7 @@ def train_with_fsdp(mesh, recipe, payload, steps=3, tokens=32, gather=False, res
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
     model = Mixture(recipe)
-    tritonfp8.convert(model, recipe, ["first", "head"]) if recipe != "bf16" else None
+    tritonfp8.convert(model, recipe, ["first", "last"]) if recipe != "bf16" else None
     single = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(3)
     batches = [

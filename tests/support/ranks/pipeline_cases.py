@@ -25,13 +25,13 @@ class Stage(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden) if index == 0 else None
         self.layer = Block(hidden, 3, 131)
-        self.head = nn.Linear(hidden, VOCABULARY) if index == stages - 1 else None
+        self.last = nn.Linear(hidden, VOCABULARY) if index == stages - 1 else None
 
     def forward(self, x):
         if self.embed is not None:
             x = self.embed(x)
         x = self.layer(x)
-        return x if self.head is None else self.head(x)
+        return x if self.last is None else self.last(x)
 
 
 def stages_of(count, recipe):

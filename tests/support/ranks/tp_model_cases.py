@@ -113,10 +113,10 @@ class NormedMlp(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.mlp, self.head = LlamaRMSNorm(64), Mlp(), nn.Linear(64, 96)
+        self.norm, self.mlp, self.last = LlamaRMSNorm(64), Mlp(), nn.Linear(64, 96)
 
     def forward(self, x):
-        return self.head(self.norm(x + self.mlp(self.norm(x))))
+        return self.last(self.norm(x + self.mlp(self.norm(x))))
 
 
 def collectives_of_siblings(name):
@@ -141,7 +141,7 @@ def scatters_after_norms(name, compile):
     model = NormedMlp().bfloat16()
     tritonfp8.convert(model, name)
     plan = {f"mlp.{at}".rstrip("."): style for at, style in sequence_plan_mlp().items()}
-    plan |= {"norm": SequenceParallel(sequence_dim=0), "head": Float8ColwiseParallel(input_layouts=Shard(0))}
+    plan |= {"norm": SequenceParallel(sequence_dim=0), "last": Float8ColwiseParallel(input_layouts=Shard(0))}
     plan["mlp.down"] = Float8RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
     parallelize_module(model, mesh, plan)
     call, counter = compiled_module(model) if compile else (model, None)
