@@ -52,8 +52,8 @@ READS = {
 }
 
 
-# torch chooses the GEMM of a gradient by the strides of its operands, which a stored weight does not have. So sums are in
-# another order on some CPUs: 24 to 48 float32 products, each rounded by 2^-25 of their sum, give 140 dB.
+# torch chooses the GEMM of a gradient by the strides of its operands, which a stored weight does not have. So sums are
+# in another order on some CPUs: 24 to 48 float32 products, each rounded by 2^-25 of their sum, give 140 dB.
 GEMMS, SUMS = {"linear", "matmul", "matmul from the left", "einsum"}, 120
 
 
