@@ -197,11 +197,13 @@ def address_of(data: torch.Tensor, method: FrameType | None) -> int:
     return 0 if name.partition(".")[0] == "torch" else data.data_ptr()
 
 
-_FLATTENS = "torch.distributed.fsdp._flat_param"
+FSDP1 = "torch.distributed.fsdp._flat_param"
 """The module in which FSDP version 1 joins parameters. A torch without it has no such FSDP."""
+AVERAGES = "torch.optim.swa_utils"
+"""The module of ``AveragedModel``."""
 
 
-def is_flattened_by_fsdp1(dispatch: FrameType | None) -> bool:
-    """Whether FSDP version 1 called the operation that a tensor subclass dispatches in this frame."""
+def is_called_by(module: str, dispatch: FrameType | None) -> bool:
+    """Whether a function of this module called the operation that a tensor subclass dispatches in this frame."""
     caller = None if dispatch is None else dispatch.f_back
-    return caller is not None and caller.f_globals.get("__name__") == _FLATTENS
+    return caller is not None and caller.f_globals.get("__name__") == module

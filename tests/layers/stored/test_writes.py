@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import cpu_and_cuda, normal
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from trained_models import counts_of_writes, stored_model
 from trained_models import values as state_of
 
@@ -192,6 +192,27 @@ def test_an_average_that_copies_make_is_seen_to_change_nothing(counts):
             # The sum is rounded to nearest: so small a part of the way leads back to the same code.
             w.copy_(w.dequantize() * (1 - 1e-6) + target.dequantize() * 1e-6)
     assert direct_steps() == DirectSteps(writes=3, unchanged_writes=3)
+
+
+@torch.no_grad()
+def test_an_averaged_model_of_stored_weights():
+    model, model_2 = stored_model("rowwise"), stored_model("rowwise")
+    start = model[0].weight.detach().plain_values()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - SHARE))
+    copies = AveragedModel(model_2, avg_fn=get_ema_avg_fn(1 - SHARE))
+    for each in (average, copies):
+        # The first update copies codes.
+        each.update_parameters(model)
+    for p in model.parameters():
+        p.mul_(0.5)
+    for _ in range(STEPS):
+        average.update_parameters(model)
+    moved = share_moved(average.module[0].weight, start, model[0].weight.detach().plain_values())
+    assert moved == pytest.approx(EXPECTED, abs=BOUND)
+    before = copies.module[0].weight._qdata.clone()
+    with pytest.raises(NotImplementedError, match=r"AveragedModel copies each average.*float32_copy\(model\)"):
+        copies.update_parameters(model)
+    assert_bitwise_equal([copies.module[0].weight._qdata], [before])
 
 
 class TestFloat32Copy:

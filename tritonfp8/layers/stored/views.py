@@ -83,7 +83,7 @@ def view_of(base: Any, func: Any, args: Any, options: Any, before: Step = lambda
     if not _aliases(func):
         return None
     frame = inspect.currentframe()
-    if torch_private.is_flattened_by_fsdp1(None if frame is None else frame.f_back):
+    if torch_private.is_called_by(torch_private.FSDP1, None if frame is None else frame.f_back):
         raise NotImplementedError(
             "FullyShardedDataParallel (FSDP version 1) joins the values of all weights in one tensor of high "
             "precision, so it cannot shard weights that are stored in 8 bits: use torch.distributed.fsdp.fully_shard "

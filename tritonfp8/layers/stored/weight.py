@@ -211,6 +211,14 @@ class StoredWeight(CodesTensor):
             if func is aten._to_copy.default:
                 return first._to(**options)
             if func is aten.copy_.default:
+                if not isinstance(args[1], CodesTensor) and torch_private.is_called_by(
+                    torch_private.AVERAGES, inspect.currentframe()
+                ):
+                    raise NotImplementedError(
+                        "AveragedModel copies each average into the weight, and rounded to 8 bits most of them are the "
+                        "old one: use AveragedModel(tritonfp8.optim.float32_copy(model)), or a multi_avg_fn such as "
+                        "get_ema_multi_avg_fn, which writes in place"
+                    )
                 with counted(first):
                     return first._fill(args[1])
             if func is aten.empty_like.default and first.is_meta:
