@@ -30,7 +30,7 @@ def test_the_gather_changes_no_bit(ranks, loss, how, head, recipe):
         assert [row[name] for row in on] == [row[name] for row in off]
     assert all(row["stuck"] == [] for row in on + off)
     assert len(set(on[0]["losses"])) == 3
-    told = [message for message in on[0]["warnings"] if "outside of head" in message]
+    told = [message for message in on[0]["warnings"] if "outside of last" in message]
     assert len(told) == head, on[0]
     # The chunks share one gather of the values.
     assert on[0]["gathers"] - off[0]["gathers"] <= head + 2
