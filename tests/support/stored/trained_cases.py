@@ -238,7 +238,7 @@ def steps_directly(mesh, recipe, layout, optimizer, steps=3):
     model = laid_out(mesh, layout, trained_model(recipe))
     before = contents(model)
     steppers = [kind(each.parameters(), **options) for each in (reference, model)]
-    direct._steps = direct._Steps()
+    direct._counts = direct._Counts()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(steps):
@@ -252,9 +252,9 @@ def steps_directly(mesh, recipe, layout, optimizer, steps=3):
                 )
             steppers[1].step()
             found = direct.direct_steps()
-            direct._steps, kept = direct._Steps(), direct._steps
+            direct._counts, kept = direct._Counts(), direct._counts
             steppers[0].step()
-            direct._steps = kept
+            direct._counts = kept
     after, expected = contents(model), contents(reference)
     if options.get("fused"):
         # torch's fused kernel rounds the last elements of a vector otherwise, and shards end elsewhere.
