@@ -107,7 +107,7 @@ class CodesTensor(Tensor, metaclass=_Made):
         raise self._refusal("dequantize()")
 
     def tolist(self) -> Any:
-        """The values, as of any tensor."""
+        """The values as nested lists of numbers."""
         return self.plain_values().tolist()
 
     def dequantize(self) -> Tensor:
@@ -131,7 +131,7 @@ class CodesTensor(Tensor, metaclass=_Made):
 
     @classmethod
     def _refusal(cls, what: str) -> NotImplementedError:
-        # Not a TypeError: torch turns that of an operator such as += into one that names no cause.
+        # Not a TypeError: torch would replace it, in an operator such as +=, by one that names no cause.
         return NotImplementedError(
             f"{what} does not work on a weight that is stored in 8 bits ({cls.__name__}). Read its values by "
             "weight.dequantize(), a plain tensor, and write values by weight.copy_(values); average it in a "
@@ -145,13 +145,13 @@ class CodesTensor(Tensor, metaclass=_Made):
         self.__dict__.update(vars(other))
 
     def share_memory_(self) -> Self:
-        """As of any tensor: codes and scales move to memory that processes share."""
+        """Move codes and scales to memory that processes share."""
         for x in self._inner().values():
             x.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """As of any tensor."""
+        """Whether processes share the memory of codes and scales."""
         return all(x.is_shared() for x in self._inner().values())
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -118,7 +118,7 @@ class StoredWeight(CodesTensor):
         return ops.dequantize(self._qdata, self._scale, *self.spec.args, dtype)
 
     def of_values(self, values: Tensor) -> Self:
-        """As of :class:`CodesTensor`."""
+        """See :class:`CodesTensor`."""
         return self.of(values.to(self.dtype), self.spec, self.is_transposed)
 
     @classmethod
