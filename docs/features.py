@@ -14,7 +14,6 @@ _COMPILE = "tests/layers/linear/test_compile.py"
 _TRANSFORMS = "tests/layers/test_transforms.py"
 _TRACED = "tests/layers/linear/test_traced.py"
 _EVERY_TRACE = f"{_TRACED}::test_every_gradient_of_a_traced_model_is_that_of_eager"
-_FUSED = "tests/layers/fused/test_fused.py"
 _ACCELERATE_HOOKS = "tests/layers/test_in_place.py::TestForwardsOnTheInstance::test_hooks_of_accelerate"
 _STORED = "tests/layers/stored/test_"
 _SHARDS = "tests/distributed/fsdp/test_stored.py::test_the_bits_of_one_rank"
@@ -44,7 +43,6 @@ _PAIRS = "rowwise_hp_grad_weight-rowwise", "tensorwise-rowwise", "blockwise-mxfp
 _INVARIANT = "tests/conversion/test_invariant.py::test_rows_are_those_of_a_larger_batch"
 _NO_SCALES_OF_ROWS = "no: `ValueError`", "tests/conversion/test_invariant.py::test_what_cannot_be_invariant_is_an_error"
 _NOT_INVARIANT = dict.fromkeys(("bf16", "tensorwise"), _NO_SCALES_OF_ROWS)
-_AS_IT_IS = f"{_FUSED}::TestLayers::test_other_recipes_run_as_they_are"
 
 _NOT_STORED = {"bf16": ("no: `ValueError`", f"{_STORED}stored.py::test_a_recipe_without_a_quantized_weight_is_refused")}
 _SAME_CODE = "Same code."
@@ -72,12 +70,6 @@ ONE_PROCESS = (
         (f"{_INPUTS}::test_selective_checkpointing_inside_the_parent",),
     ),
     Column("layers that share an input", (f"{_INPUTS}::test_same_bits_and_one_cast",)),
-    Column(
-        "fuse=True",
-        (f"{_FUSED}::TestLayers::test_are_the_plain_layers",),
-        otherwise=dict.fromkeys(("bf16", "rowwise_hp_grad_weight"), ("not fused", _AS_IT_IS)),
-        known="Only recipes that quantize all three GEMMs are fused; the others compute as without it.",
-    ),
     Column(
         'weights stored in 8 bits (`mode="inference"`)',
         (f"{_STORED}stored.py::test_a_stored_model_is_the_plain_model_of_its_values",),
@@ -182,11 +174,6 @@ GRAPHS = (
     Column("torch.compile, activation checkpointing", (f"{_COMPILE}::test_activation_checkpointing_inside_the_graph",)),
     Column("torch.compile, quantize_weights_once", (f"{_COMPILE}::test_weights_quantized_once_take_one_more_graph",)),
     Column(
-        "torch.compile, fuse=True",
-        (f"{_FUSED}::TestLayers::test_compiles_without_a_break",),
-        otherwise=dict.fromkeys(("bf16", "rowwise_hp_grad_weight"), ("not fused", _AS_IT_IS)),
-    ),
-    Column(
         'CUDA graphs, mode="reduce-overhead"',
         (f"{_COMPILE}::test_cuda_graphs_of_compiled_layers_replay_the_same_bits",),
         answer="yes, on a GPU",
@@ -245,14 +232,6 @@ SHARDED = (
     ),
     Column("TP, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_tensor_parallel",), known=_SAME_CODE),
     Column(
-        "TP on layers that fuse=True fused",
-        (
-            "tests/distributed/tensor_parallel/test_fused_sharded.py::test_sharding_fused_layers_is_an_error_that_says_the_order",
-        ),
-        answer="no: `TypeError`",
-        known="Call `parallelize_module` first. Layers of the other two recipes are not fused.",
-    ),
-    Column(
         "FSDP2, gather in bf16",
         (f"{_FSDP}::test_losses_with_fp8_all_gather_equal_those_without",),
         fixed={"bf16": f"{_FSDP}::test_weights_that_no_gemm_reads_in_8_bits"},
@@ -280,13 +259,6 @@ SHARDED = (
     Column("FSDP2, export.tensors", (_SHARDED_EXPORT,), known=_NO_CODES),
     Column("FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_fsdp2",), otherwise=_NOT_STORED),
     Column("TP x FSDP2, weights stored in 8 bits", (f"{_SHARDS}_under_tp_and_fsdp2",), otherwise=_NOT_STORED),
-    Column(
-        "FSDP2, fuse=True",
-        (
-            "tests/distributed/tensor_parallel/test_fused_sharded.py::test_losses_with_fp8_all_gather_equal_those_without",
-        ),
-        known="The other two recipes are not fused.",
-    ),
     Column(
         "Pipeline, FP8 all-gather",
         ("tests/distributed/test_pipeline.py::test_fp8_all_gather_inside_stages_changes_no_bit",),

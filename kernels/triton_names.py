@@ -13,9 +13,7 @@ else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# Since Triton 3.8 loop-invariant code motion takes too many registers in some loops. On sm_90 norms and partial maxima
+# Since Triton 3.8 loop-invariant code motion takes too many registers in some loops. On sm_90 partial maxima
 # spilled 8 bytes a thread (3.8), tiles 256x128 and 128x128 of eight warps 8 to 72 (3.9). Other loops spill without it.
 DISABLE_LICM: tl.constexpr = tl.constexpr(_VERSION >= (3, 8))
-# Triton 3.6 spills only in norms with TILE_N = 4096: 8 bytes a thread.
-DISABLE_LICM_OF_ROWS_OF_4096: tl.constexpr = tl.constexpr(_VERSION == (3, 6) or _VERSION >= (3, 8))
 DISABLE_LICM_OF_TILES: tl.constexpr = tl.constexpr(_VERSION >= (3, 9))

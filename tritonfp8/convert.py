@@ -45,27 +45,10 @@ __all__ = ["ConversionReport", "apply_selection", "convert", "for_storage", "rev
 _Layer = Float8Linear | Float8Conv1D
 
 
-def _fusing() -> Any:
-    """The folder of fused layers, imported on first use: models without fused layers do not need it."""
-    from tritonfp8.layers import fused
-
-    return fused
-
-
-def _is_fused(model: nn.Module) -> bool:
-    return any("fused_from" in module.__dict__ or "is_fused" in module.__dict__ for module in model.modules())
-
-
-def _recipes_of_norms(model: nn.Module, recipes: Mapping[Any, Recipe]) -> list[tuple[Any, Recipe]]:
-    """The fused norms of ``model``, each with the recipe of the linear layers that read it."""
-    return _fusing().recipes_of_norms(model, recipes.__getitem__) if _is_fused(model) else []
-
-
 def convert(
     model: nn.Module,
     recipe: Recipes | None = None,
     filter: Filter | None = None,
-    fuse: bool = False,
     tokens: int = 8192,
     *,
     weight_storage: str = "parameters",
@@ -91,7 +74,6 @@ def convert(
             decides, and layers that none matches are skipped.
         filter: which layers to convert: a list of patterns; a function ``filter(module, fqn) -> bool``, which replaces
             the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200), even all.
-        fuse: also fuse quantization into SwiGLU MLPs and norms (:func:`tritonfp8.layers.fused.fuse_model`).
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; for ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: weights of converted layers become codes and scales
             (:class:`tritonfp8.layers.stored.StoredWeight`). Trained weights must be float32.
@@ -112,27 +94,23 @@ def convert(
         TypeError: no recipe, a chosen layer that torchao converted, or an argument of another type.
     """
     require_module(model)
-    stores = _stores(weight_storage, mode, fuse, batch_invariant, experts)
+    stores = _stores(weight_storage, mode, batch_invariant, experts)
     selected = select(model, recipe, filter, tokens, batch_invariant, experts)
     if selected.takes_nothing:
         selected.check_slower()
-        return _report(model, selected, {}, {}, None)
+        return _report(model, selected, None)
     selected, stored = for_storage(model, selected, mode, experts) if stores else (selected, {})
-    changed = apply_selection(model, selected, fuse, stored, mode == "inference")
-    return _report(model, selected, *changed, _stored().weight_bytes(model) if stores else None)
+    apply_selection(model, selected, stored, mode == "inference")
+    return _report(model, selected, _stored().weight_bytes(model) if stores else None)
 
 
-def _report(
-    model: nn.Module, selected: Selected, fused: dict[str, str], left: dict[str, str], sizes: tuple[int, int] | None
-) -> ConversionReport:
+def _report(model: nn.Module, selected: Selected, sizes: tuple[int, int] | None) -> ConversionReport:
     already = {name: each.recipe for name, each in {**selected.already, **selected.experts_already}.items()}
     parameters, share = coverage(model, selected.skipped)
     experts = {name: len(next(iter(each.weights().values()))) for name, each in converted_experts(model).items()}
     plain = (name for name, each in converted_experts(model).items() if not _stored().is_stored(each))
     unstored = () if sizes is None else tuple(plain)
-    return ConversionReport(
-        selected.recipes, selected.skipped, fused, left, already, parameters, share, sizes, experts, unstored
-    )
+    return ConversionReport(selected.recipes, selected.skipped, already, parameters, share, sizes, experts, unstored)
 
 
 def _stored() -> Any:
@@ -142,19 +120,13 @@ def _stored() -> Any:
     return stored
 
 
-def _stores(weight_storage: str, mode: str, fuse: bool, batch_invariant: bool, experts: bool) -> bool:
+def _stores(weight_storage: str, mode: str, batch_invariant: bool, experts: bool) -> bool:
     """Whether the arguments of :func:`convert`, which this checks, ask for stored weights."""
-    require_flag("fuse", fuse)
     require_flag("batch_invariant", batch_invariant)
     require_flag("experts", experts)
-    if batch_invariant and fuse:
-        raise ValueError("a fused norm may sum a row otherwise in another batch: use fuse=False with batch_invariant")
     require("weight_storage", weight_storage, ("parameters", "quantized"))
     require("mode", mode, ("training", "inference"))
-    stores = weight_storage == "quantized" or mode == "inference"
-    if stores and fuse:
-        raise ValueError("fused layers read their weights in high precision: use fuse=False with stored weights")
-    return stores
+    return weight_storage == "quantized" or mode == "inference"
 
 
 def for_storage(
@@ -183,21 +155,14 @@ def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
     return conv1d_class(cls) if is_conv1d(layer) else linear_class(cls)
 
 
-def apply_selection(
-    model: nn.Module, selected: Selected, fuse: bool, stored: Mapping[str, Recipe], freeze: bool
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Change the classes of the selected layers, all or none, and store (and freeze) the weights in ``stored``.
-
-    Returns:
-        What :func:`fuse_model` returns.
-    """
+def apply_selection(model: nn.Module, selected: Selected, stored: Mapping[str, Recipe], freeze: bool) -> None:
+    """Change the classes of the selected layers, all or none, and store (and freeze) the weights in ``stored``."""
     with all_or_nothing(model):
         for name, module in selected.modules.items():
             change_class(module, _converted_class(type(module), module))
             module.recipe = selected.recipes[name]  # type: ignore[assignment]
         for name, module in selected.experts.items():
             convert_experts(module, selected.recipes[name])
-        fused, left = _fusing().fuse_model(model) if fuse else ({}, {})
         new = set(selected.modules.values())
         share_inputs(model, new | set(selected.already.values()), new)
         record_names(model, {**selected.already, **selected.experts_already, **selected.modules, **selected.experts})
@@ -208,7 +173,6 @@ def apply_selection(
             _stored().store_weights({name: layers[name] for name in stored}, freeze)
     teach_counters()
     keep_layers()
-    return fused, left
 
 
 def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionReport:
@@ -222,8 +186,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
             skipped.
 
     Raises:
-        ValueError: the model has no converted layer, a pattern decided no layer, an unknown recipe, or different
-            recipes for the linear layers of one fused norm or MLP.
+        ValueError: the model has no converted layer, a pattern decided no layer, or an unknown recipe.
         TypeError: no recipe, or an argument of another type.
     """
     require_module(model)
@@ -234,12 +197,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
     chosen = {name: choice.of(name) for name in layers}
     choice.check_all_used(list(layers))
     new_recipes = {module: _swapped(name, module, chosen[name]) for name, module in layers.items()}
-    norms = _recipes_of_norms(model, new_recipes)
     with all_or_nothing(model):
-        for norm, new in norms:
-            if new != norm.recipe:
-                swapping(norm)
-                norm.recipe = new
         for module in layers.values():
             # An equal recipe keeps its object, so that compiled code which guards on it stays valid.
             if new_recipes[module] != module.recipe:
@@ -291,14 +249,14 @@ def _is_wrapped(layer: _Layer) -> bool:
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Undo :func:`convert`, in place: layers and fused modules get back their classes and keep their parameters.
+    """Undo :func:`convert`, in place: layers get back their classes and keep their parameters.
 
     If other code derived a class from a layer's class in the meantime, the layer gets a class derived from
     ``nn.Linear`` instead: ``FSDPFloat8Linear``, which ``fully_shard`` makes, becomes ``FSDPLinear``. Nothing is changed
     if an error is raised.
 
     Returns:
-        The names of the reverted layers, then of the experts, then of the fused modules. ``Float8Experts``, which had
+        The names of the reverted layers, then of the experts. ``Float8Experts``, which had
         no other class, get the recipe ``"bf16"``.
 
     Raises:
@@ -326,4 +284,4 @@ def revert(model: nn.Module) -> list[str]:
             revert_experts(each, cls_before)
         unshare_inputs(model)
         forget_names(model, [*layers.values(), *experts.values()])
-        return [*layers, *experts, *(_fusing().unfuse_model(model) if _is_fused(model) else [])]
+        return [*layers, *experts]

@@ -60,14 +60,6 @@ BLOCKS: Mapping[tuple[int, int], Block] = MappingProxyType(
 ACCUMULATIONS = ("precise", "fast")
 ACTIVATIONS = ("relu", "gelu", "silu")
 
-RMS_NORM_ROUNDINGS = ("output", "normalized")
-"""Where RMSNorm rounds to the dtype of its input: at the end only, or also before the multiplication by weight."""
-
-ORIENTATIONS: Mapping[str, tuple[bool, bool]] = MappingProxyType(
-    {"normal": (True, False), "transposed": (False, True), "both": (True, True)}
-)
-"""Which results a fused producer returns: (untransposed, transposed)."""
-
 
 @dataclass(frozen=True)
 class QuantSpec:

@@ -56,7 +56,7 @@ class _Block:
         if not (selected.modules or selected.experts or selected.experts_already):
             return
         selected, recipes = for_storage(holder, selected, "inference", are_experts, on_meta=True)
-        apply_selection(holder, selected, False, recipes, True)
+        apply_selection(holder, selected, recipes, True)
         self.made.setdefault(parent, {})[name] = child
         if is_converted(child):
             child.on_assign = _assigned

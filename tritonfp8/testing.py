@@ -52,9 +52,6 @@ FAST_SQNR = 40.0
 """dB, overall and in the worst tile, for ``accumulation="fast"`` at the sizes of the benchmarks. It has 50 dB at
 K = 16384 on normal data (bench/results/nvidia-h200/accumulation.json); a wrong or unwritten tile leaves 10 at most."""
 
-FUSED_SQNR = 53.0
-"""dB, for the high-precision results of RMSNorm and SwiGLU in fused kernels: rounding to bf16 once leaves 55.6 dB."""
-
 MODEL_SQNR = 14.0
 """dB, for outputs and each gradient of a model of bench/models.py in FP8 against bf16: the format's noise through all
 layers, in the worst gradient. A weight that is zero, negated or another layer's leaves 0 dB at most. Every recipe is

@@ -64,8 +64,6 @@ _COPY_SHARES = {
     "1x128 both": 0.85,
     "rowwise both": 0.85,
     "tensorwise": 0.88,
-    "RMSNorm + quantize": 0.88,
-    "SiLU-mul + quantize": 0.88,
 }
 
 
@@ -120,10 +118,6 @@ _MODEL_BARS = {
     "gpt 2 xl layers": {"rowwise precise": 1.22, "blockwise precise": 1.18},
     "hidden 1024 layers": {"rowwise precise": 1.10},
 }  # fmt: skip
-_FUSED_BARS = {
-    "llama 8b layers": {"rowwise precise": 1.38, "tensorwise precise": 1.43, "blockwise precise": 1.38},
-    "hidden 2048 layers": {"rowwise precise": 1.20, "blockwise precise": 1.20},
-}
 _MEMORY_BAR, _MEMORY_SHAPE = 0.85, "llama 8b layers"
 _GRAPH_BARS = {"hidden 1024 layers": 1.15}
 _TORCHAO = "torchao tensorwise"
@@ -131,9 +125,8 @@ _TORCHAO = "torchao tensorwise"
 
 def _models() -> list[Bar]:
     bars = []
-    fused = {shape: {name + cases.FUSES: bar for name, bar in values.items()} for shape, values in _FUSED_BARS.items()}
     memory = {"quantity": "peak memory ratio", "reduce": HIGHEST, "at_most": True}
-    for shape, values in (*_MODEL_BARS.items(), *fused.items()):
+    for shape, values in _MODEL_BARS.items():
         for contender, bar in values.items():
             common = ("model", "model", "model", contender, "bf16")
             what = f"{shape}, forward + backward, {contender}, over bf16"

@@ -6,20 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 import tritonfp8
 from bench.contest.peers import block_scaled, epilogue_scaled
 from bench.shapes import BAR_GEMMS, LARGE_GEMMS, SMOKE
 from tritonfp8 import Quantized, QuantSpec, Recipe, recipes, reference
 from tritonfp8.formats import FORMATS
-from tritonfp8.layers.fused import Produced, rms_norm_quantize, silu_mul_quantize
 from tritonfp8.recipes import GEMMS, Gemm
 from tritonfp8.specs import transposed
-from tritonfp8.testing import FUSED_SQNR, sqnr
 
 Tensors = tuple[torch.Tensor, ...]
-EPS = 1e-5
 # The contenders that casts are compared with.
 COPY, ALIKE_COPY = "copy", "copy of as many bytes"
 
@@ -87,62 +83,6 @@ class Cast(Case):
         return shape[0] * shape[1] * (reads * itemsize + len(blocks))
 
 
-@dataclass(frozen=True)
-class Fused(Case):
-    """RMSNorm of ``x``, or SiLU of ``x`` times another tensor, fused with quantization."""
-
-    producer: str = ""
-    spec: QuantSpec | None = None
-    spec_t: QuantSpec | None = None
-
-    def inputs(self, x: torch.Tensor) -> Tensors:
-        """``x``, and the weight of the norm or the second factor."""
-        return x, torch.randn_like(x if self.producer == "silu_mul" else x[0])
-
-    def produced(self, x: torch.Tensor, other: torch.Tensor, keep: bool) -> Produced:
-        """The result by the package; ``keep`` also returns the unquantized value."""
-        if self.producer == "silu_mul":
-            return silu_mul_quantize(x, other, self.spec, self.spec_t, keep=keep)
-        return rms_norm_quantize(x, other, EPS, self.spec, self.spec_t, keep=keep)
-
-    def run(self, *inputs: torch.Tensor) -> Tensors:
-        """Codes and scales, by the package."""
-        made = self.produced(*inputs, keep=False)
-        return sum((_tensors(q) for q in (made.normal, made.transposed) if q is not None), ())
-
-    def expected(self, *inputs: torch.Tensor) -> Tensors:
-        """The unquantized value, quantized by the reference. Asserts that the value is close to torch's."""
-        value = self.produced(*inputs, keep=True).value
-        assert value is not None
-        found = sqnr(value, self.value(*inputs))
-        assert found >= FUSED_SQNR, f"{self.name}: {found:.1f} dB from torch's; required {FUSED_SQNR}"
-        return self._cast.expected(value)
-
-    def value(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The value before quantization, by torch in high precision."""
-        if self.producer == "silu_mul":
-            return functional.silu(x.float()) * other
-        return functional.rms_norm(x.float(), x.shape[1:], other.float(), EPS)
-
-    def plain(self, *inputs: torch.Tensor) -> Tensors:
-        """As :meth:`Cast.plain`, from the producer on."""
-        return self._cast.plain(self.value(*inputs).to(inputs[0].dtype))
-
-    @property
-    def _cast(self) -> Cast:
-        return Cast(self.name, spec=self.spec, spec_t=self.spec_t)
-
-    def takes_whole_blocks(self, shape: tuple[int, ...]) -> bool:
-        """As :meth:`Cast.takes_whole_blocks`."""
-        return self._cast.takes_whole_blocks(shape)
-
-    def moved_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """As :meth:`Cast.moved_bytes`; SiLU-mul reads two tensors. The weight of a norm is not counted."""
-        cast = self._cast.moved_bytes(shape, itemsize)
-        read = cast - shape[0] * shape[1] * sum(spec is not None for spec in (self.spec, self.spec_t))
-        return cast + (read if self.producer == "silu_mul" else 0)
-
-
 def _tensors(q: Quantized) -> Tensors:
     return q.qdata, q.scale
 
@@ -178,11 +118,6 @@ CASTS = (
     Cast("tensorwise both", spec=TENSOR, spec_t=TENSOR),
     Cast("1x32", spec=MX),
     Cast("1x32 both", spec=MX, spec_t=MX),
-)
-FUSED = tuple(
-    Fused(f"{what} + quantize{suffix}", ("large",), producer, spec, spec_t)
-    for what, producer in (("RMSNorm", "rms_norm"), ("SiLU-mul", "silu_mul"))
-    for suffix, spec, spec_t in (("", ROW, None), (" both", ROW, ROW), (" 1x128 both", VECTOR, VECTOR))
 )
 
 
@@ -238,10 +173,7 @@ def gemm_bytes(m: int, n: int, k: int) -> int:
 LAYER_RECIPES = ("rowwise", "tensorwise", "blockwise", "rowwise_hp_grad_weight", "mxfp8")
 # Only the contenders of the bars, because compiling a model takes long.
 MODEL_VARIANTS = ("rowwise precise", "rowwise fast", "tensorwise precise", "blockwise precise")
-# Suffix of contenders whose norms and MLPs are fused with quantization.
-FUSES = ", fused"
 PRECISE_VARIANTS = tuple(name for name in MODEL_VARIANTS if name.endswith("precise"))
-FUSED_VARIANTS = tuple(f"{name}{FUSES}" for name in PRECISE_VARIANTS)
 
 
 def all_fast(recipe: Recipe) -> Recipe:

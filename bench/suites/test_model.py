@@ -8,8 +8,6 @@ import torch
 import tritonfp8
 from bench.contest import gates
 from bench.contest.cases import (
-    FUSED_VARIANTS,
-    FUSES,
     GRAPHED_MODELS,
     GRAPHED_VARIANT,
     LAYER_RECIPES,
@@ -121,14 +119,10 @@ def contenders_on(contest, shape, own_names, torchao_recipes):
     check = gates.close_model(training_step(build(shape, device), x, grad_output)())
     variants = recipe_variants(LAYER_RECIPES)
 
-    def own(name):
-        recipe, fuse = variants[name.removesuffix(FUSES)], name.endswith(FUSES)
-        return lambda: make(lambda model: tritonfp8.convert(model, recipe, fuse=fuse))
-
     contenders = [
         Contender(
             name,
-            own(name),
+            lambda name=name: make(lambda model: tritonfp8.convert(model, variants[name])),
             check,
             own=True,
             # The order of sums in attention's backward may vary.
@@ -152,7 +146,7 @@ def contenders_on(contest, shape, own_names, torchao_recipes):
 
 @measures("model", (MODEL,))
 def test_model(benchmark, contest, case, shape):
-    contenders = contenders_on(contest, shape, (*MODEL_VARIANTS, *FUSED_VARIANTS), TORCHAO_RECIPES)
+    contenders = contenders_on(contest, shape, MODEL_VARIANTS, TORCHAO_RECIPES)
     contest(benchmark, case, shape, contenders, contest.device.settled_seconds)
 
 

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from bench.contest import gates
-from bench.contest.cases import ALIKE_COPY, CASTS, COPY, FUSED
+from bench.contest.cases import ALIKE_COPY, CASTS, COPY
 from bench.contest.compare import Contender, measures
 from bench.contest.peers import compiled
 from bench.shapes import SMOKE, select
@@ -25,7 +25,7 @@ def is_compiled_for(case, shape, contest):
     return shape.set in COMPILED_SETS and case.takes_whole_blocks(shape.size) and not left_out
 
 
-@measures("cast", (*CASTS, *FUSED))
+@measures("cast", CASTS)
 def test_quantize(benchmark, contest, case, shape):
     device = contest.device.device
     size = COPY_BYTES // 2 if not contest.smoke else 2**10

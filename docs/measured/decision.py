@@ -14,7 +14,6 @@ from tritonfp8.conversion import cost
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 TRAINED = "train-160m/training.json"
 ON_TWO = "distributed-1b-x2/distributed.json"
-DELAYED = "delayed.json"
 # (in features, out features) of linear layers, and tokens of a step, that the cost model is asked for.
 LAYERS = ((1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192))
 TOKENS = tuple(2**n for n in range(6, 18))
@@ -110,20 +109,7 @@ def compared() -> str:
     return table(("recipe", "speed", "peak memory", "final loss over bf16's"), lines)
 
 
-def delayed() -> str:
-    """Milliseconds of a step by the prototype of delayed scaling and by the better recipe: wall time, and kernels."""
-    lines = []
-    for row in results.data(DELAYED)["rows"]:
-        for kind, label in (("seconds", "step"), ("kernel_seconds", "its kernels")):
-            best = min(row[kind]["tensorwise"], row[kind]["blockwise"])
-            times = [f"{1e3 * row[kind][name]:.1f} ms" for name in ("tensorwise", "blockwise", "delayed")]
-            lines.append((row["shape"], label, *times, f"{100 * (best / row[kind]['delayed'] - 1):+.1f} %"))
-    header = ("model", "time of", "tensorwise", "blockwise", "delayed", "delayed faster than the better by")
-    return table(header, lines)
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
-    "decision delayed": delayed,
     "decision recipes": compared,
     "decision sizes": sizes,
     "decision small M": small_m,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.contest.bars import BARS, GROUPED_BARS
-from bench.contest.cases import COPY, FIRST_STEP, IN_GRAPH, MODEL, MODEL_KERNELS, OPS_IN_GRAPHS
+from bench.contest.cases import COPY, MODEL, MODEL_KERNELS
 from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
 from bench.contest.judge import Bar
 from bench.limits.host import GRAPH, LAUNCH, MEMORY, REST
@@ -168,26 +168,6 @@ def calls() -> str:
     return table(("op, [128, 768, 768]", "host time", *names), lines)
 
 
-HOSTS = {
-    ".": "on the host of these calls",
-    "faster-host": "on another host",
-    "shared-host": "on a host that compiled models meanwhile",
-}
-
-
-def hosts() -> str:
-    """The two bars of host time, on each host."""
-    lines = []
-    for folder, host in HOSTS.items():
-        rows = data(f"{folder}/launch.json")["rows"]
-        ops = {row["contender"]: f"{1e6 * row['seconds']:.1f} us" for row in rows if row["case"] == IN_GRAPH.name}
-        steps = {row["contender"]: row["seconds"] for row in rows if row["case"] == FIRST_STEP.name}
-        added = (f"{steps[name] - steps['bf16']:+.1f} s" for name in ("after warm-up", "cold"))
-        lines.append((host, *(ops[op] for op in OPS_IN_GRAPHS), *added))
-    names = (*(f"`{op}` in a graph" for op in OPS_IN_GRAPHS), "first step over bf16: after `warmup`", "without")
-    return table(("launches", *names), lines)
-
-
 def start() -> str:
     """What the first step of a process spends its time in, of the parts that take a second in any start."""
     found: dict[str, dict[str, float]] = {}
@@ -205,7 +185,6 @@ def start() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "calls": calls,
-    "hosts": hosts,
     "limits": limits,
     "mixture limits": mixture_limits,
     "mixture kernels on an H100": mixture_kernels,

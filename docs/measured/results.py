@@ -23,7 +23,6 @@ CONTENDERS = {
     "rowwise fast": "rowwise, fast accumulation",
     "tensorwise precise": "tensorwise",
     "blockwise precise": "blockwise",
-    "rowwise precise, fused": "rowwise, `fuse=True`",
     "torchao rowwise": "torchao rowwise",
     "torchao tensorwise": "torchao tensorwise",
 }
@@ -37,7 +36,6 @@ GEMMS = {
 }
 CASTS = (
     "rowwise", "tensorwise", "1x128", "128x128", "1x32", "rowwise both", "1x128 both",
-    "RMSNorm + quantize", "RMSNorm + quantize both", "SiLU-mul + quantize", "SiLU-mul + quantize both",
 )  # fmt: skip
 CAST_WIDTHS = (2048, 4096, 14336)
 CAST_ROWS = 16384
@@ -161,18 +159,6 @@ def models(folder: str = ".") -> str:
         share = memory["rowwise precise", shape] / memory["torchao tensorwise", shape]
         lines.append((name, *(text(speeds[contender].get(shape)) for contender in CONTENDERS), text(share, 3)))
     return table(("layers of", *CONTENDERS.values(), "memory: rowwise over torchao tensorwise"), lines)
-
-
-def tuned() -> str:
-    """Speed over bf16 of the models that were measured on an H100 with its own configurations, and without them."""
-    before, after = (speed_ups(f"../nvidia-h100/{folder}model", "model") for folder in ("", "tuned/"))
-    names = {shape.size: shape.name for shape in select("model", ALL_MODELS)}
-    lines = [
-        (names[size], name, text(before[contender][size]), text(ratio))
-        for contender, name in CONTENDERS.items()
-        for size, ratio in after[contender].items()
-    ]
-    return table(("layers of", "recipe", "before", "with the configurations of an H100"), lines)
 
 
 def peaks(folder: str = ".") -> dict[tuple[str, tuple[int, ...]], int]:
@@ -363,6 +349,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "models": models,
     "models on an H100": lambda: models("../nvidia-h100"),
     "tensor parallelism": tensor_parallelism,
-    "tuned on an H100": tuned,
 }
 """The function that makes each table, by the name of its block."""

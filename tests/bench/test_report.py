@@ -199,12 +199,12 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
     untimed = {r["case"] for suite in rows.values() for r in suite if r["own"] and r["seconds"] is None}
     of_kernels = {cases.LAYER_KERNELS.name, cases.MODEL_KERNELS.name, grouped.EXPERTS_KERNELS.name}
     assert untimed == (of_kernels if not torch.cuda.is_available() else set())
-    assert {r["case"] for r in rows["quantize"]} == {case.name for case in (*cases.CASTS, *cases.FUSED)}
+    assert {r["case"] for r in rows["quantize"]} == {case.name for case in cases.CASTS}
     assert {r["case"] for r in rows["scaled_matmul"]} == {case.name for case in (*cases.GEMM_CASES, cases.EPILOGUE)}
     others = {cases.FIRST_STEP.name, cases.IN_GRAPH.name}
     assert {r["case"] for r in rows["launch"]} == {*(case.name for case in cases.CALLS), *others}
     assert {r["contender"] for r in rows["linear"]} >= {*cases.recipe_variants(cases.LAYER_RECIPES), "bf16"}
-    assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS, "bf16"}
+    assert {r["contender"] for r in rows["model"]} >= {*cases.MODEL_VARIANTS, "bf16"}
     assert {r["case"] for r in rows["grouped"]} == {case.name for case in (*grouped.PRODUCTS, *grouped.CASTS)}
     assert {r["contender"] for r in rows["experts"]} == {*cases.LAYER_RECIPES, "bf16", "torch bf16"}
     # Of every op, that is; a whole model holds attention, and the first step is a time.

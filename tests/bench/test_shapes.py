@@ -158,14 +158,8 @@ BYTES = {
     "tensorwise both": 6,
     "1x32": 3,
     "1x32 both": 4,
-    "RMSNorm + quantize": 3,
-    "RMSNorm + quantize both": 6,
-    "RMSNorm + quantize 1x128 both": 4,
-    "SiLU-mul + quantize": 5,
-    "SiLU-mul + quantize both": 10,
-    "SiLU-mul + quantize 1x128 both": 6,
 }
-CASTS = (*cases.CASTS, *cases.FUSED)
+CASTS = cases.CASTS
 
 
 def test_bytes_that_must_move():

@@ -23,9 +23,7 @@ ROUNDS, CALLS = 400, 50
 
 def cases(package):
     """Calls of a package by name."""
-    cast, fused, recipes = (
-        importlib.import_module(f"{package}.{n}") for n in ("launch.cast", "launch.fused", "recipes")
-    )
+    cast, recipes = (importlib.import_module(f"{package}.{n}") for n in ("launch.cast", "recipes"))
     import torch
 
     x, w = (torch.randn(n, 512).bfloat16() for n in (256, 512))
@@ -41,9 +39,6 @@ def cases(package):
         found[f"quantize {name}"] = lambda s=spec, f=cast.quantize: f(x, *s)
         found[f"quantize transposed {name}"] = lambda s=spec, f=cast.quantize: f(x, *s, True)
         found[f"quantize both {name}"] = lambda s=spec, f=cast.quantize_both: f(x, *s, *s)
-        options = (1e-5, "output", *spec, *spec, "both", False)
-        weight = torch.randn(512)
-        found[f"rms_norm {name}"] = lambda o=options, v=weight, f=fused.rms_norm_quantize: f(x, v, *o)
     return found
 
 

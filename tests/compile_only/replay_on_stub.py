@@ -19,7 +19,7 @@ stub.patch()
 
 from tritonfp8 import hardware, recipes, reference
 from tritonfp8.compat import triton_private
-from tritonfp8.launch import cast, executor, figures, fused, kernel_cache, moe
+from tritonfp8.launch import cast, executor, figures, kernel_cache, moe
 from tritonfp8.ops import fakes
 from tritonfp8.specs import BLOCKS, QuantSpec
 
@@ -116,36 +116,6 @@ def cases():
             )
 
 
-def fused_cases():
-    # Scales of whole dims, and of blocks; by pairs of recipe, orientation and op.
-    for i, name in enumerate(("rowwise", "blockwise")):
-        recipe = recipes.get(name)
-        specs = (*recipe.output.lhs.args, *recipe.grad_weight.rhs.args)
-        oriented = (((256, 512), "both"), ((132, 392), "normal"), ((256, 512), "transposed"))
-        for j, ((m, n), orientation) in enumerate(oriented):
-
-            def x(count, m=m, n=n):
-                return tuple(torch.ones(m, n).bfloat16() for _ in range(count))
-
-            def norm(x=x, n=n, rest=(*specs, orientation, False)):
-                return (*x(1), torch.ones(n), 1e-5, "output", *rest)
-
-            label = f"{name} {m, n} {orientation}"
-            rest = (*specs, orientation, True)
-            if (i + j) % 2:
-                yield f"silu_mul {label}", fused.silu_mul_quantize, lambda x=x, r=rest: (*x(2), *r)
-            else:
-                yield f"rms_norm {label}", fused.rms_norm_quantize, norm
-                yield f"backward {label}", fused.silu_mul_backward_quantize, lambda x=x, r=rest: (*x(3), *r)
-    for residual in (False, True):
-
-        def gradient(residual=residual):
-            grad, x, added = (torch.ones(256, 512).bfloat16() for _ in range(3))
-            return grad, x, torch.ones(512), torch.ones(256), "output", added if residual else None, True
-
-        yield f"gradient of rms_norm residual={residual}", fused.rms_norm_backward, gradient
-
-
 def figure_cases():
     for spec in (None, "e4m3:1x32:e8m0:floor"):
 
@@ -225,7 +195,7 @@ def main():
     wanted = sys.argv[1:] or [""]
     results = [
         compare(label, function, [make() for _ in range(3)])
-        for label, function, make in (*cases(), *fused_cases(), *figure_cases(), *group_cases())
+        for label, function, make in (*cases(), *figure_cases(), *group_cases())
         if any(text in label for text in wanted)
     ]
     different = sum(not same for same, _ in results)

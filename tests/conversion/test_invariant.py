@@ -86,7 +86,6 @@ def test_a_recipe_says_so():
     [
         ({"recipe": "tensorwise"}, "recipe 'tensorwise': a batch-invariant GEMM needs a left operand with scales for"),
         ({"recipe": {"0": "rowwise", "*": "bf16"}}, "recipe 'bf16': a GEMM in high precision cannot be batch-invar"),
-        ({"recipe": "rowwise", "fuse": True}, "use fuse=False with batch_invariant"),
     ],
 )
 def test_what_cannot_be_invariant_is_an_error(arguments, message):

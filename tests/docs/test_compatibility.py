@@ -12,7 +12,7 @@ PAGE = (build.DOCS / "compatibility.md").read_text()
 # One worker collects the tests for all of these.
 pytestmark = pytest.mark.xdist_group("compatibility")
 COLUMNS = [column for columns in compatibility.GROUPS.values() for column in columns]
-CELLS = re.compile(r"yes|yes, on a GPU|no: .+|untested|in bf16|not fused")
+CELLS = re.compile(r"yes|yes, on a GPU|no: .+|untested|in bf16")
 
 
 @pytest.fixture(scope="module")

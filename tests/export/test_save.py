@@ -91,7 +91,7 @@ def test_a_model_without_a_config_of_transformers(tmp_path):
 def test_a_converted_compiled_model_is_saved_as_the_plain_one(tmp_path):
     model = model_of()
     tritonfp8.export.save(model, tmp_path / "plain", "fine_grained")
-    tritonfp8.convert(model, "blockwise", fuse=True)
+    tritonfp8.convert(model, "blockwise")
     tritonfp8.export.save(torch.compile(model), tmp_path / "converted", "fine_grained")
     same(files_of(tmp_path / "plain"), files_of(tmp_path / "converted"))
     for name in ("config.json", "generation_config.json"):

@@ -8,7 +8,7 @@ from cases import INTERPRETER, normal
 from matmul_cases import PAIRS, Product, family
 
 from tritonfp8 import reference
-from tritonfp8.launch import cast, fused
+from tritonfp8.launch import cast
 from tritonfp8.launch.matmul import scaled
 from tritonfp8.launch.plan import View
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec, empty_scale
@@ -70,17 +70,6 @@ def test_scales_along_k(device, far, name, split):
     expected = product.run(**options)
     product.a_scale, product.b_scale = far(product.a_scale, 1), far(product.b_scale, 1)
     assert_bitwise_equal(product.run(**options), expected)
-
-
-@interpreted
-def test_weights_of_norms(device, far):
-    x, weight, grad = normal(5, 3), normal(3, seed=1), normal(5, 3, seed=2)
-    forward = (1e-5, "output", *ROW.args, *ROW.args, "both", True)
-    expected = fused.rms_norm_quantize(x, weight, *forward)
-    assert_bitwise_equal(fused.rms_norm_quantize(x, far(weight, 0), *forward), expected)
-    rstd = (x.square().mean(1) + 1e-5).rsqrt()
-    expected = fused.rms_norm_backward(grad, x, weight, rstd, "output", None, True)
-    assert_bitwise_equal(fused.rms_norm_backward(grad, x, far(weight, 0), rstd, "output", None, True), expected)
 
 
 @interpreted

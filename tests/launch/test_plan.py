@@ -11,7 +11,7 @@ from cases import normal
 
 from tritonfp8 import hardware, ops, recipes, reference
 from tritonfp8.compat import triton_private
-from tritonfp8.launch import cast, executor, fused, matmul
+from tritonfp8.launch import cast, executor, matmul
 from tritonfp8.launch.plan import Buffer, Planner, TensorMap, View, make_plan
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, sqnr
@@ -61,9 +61,6 @@ class TestPlans:
         for make in (
             lambda: make_plan(cast.plan_quantize_both, [view(0, 300, 512)], (ROW, ROW), H200),
             lambda: gemm_plan(256, 512, 384),
-            lambda: make_plan(
-                fused.plan_silu_mul_quantize, [view(0, 64, 512), view(1, 64, 512)], (ROW, ROW, "both", True), H200
-            ),
         ):
             assert make() == make()
 

@@ -9,7 +9,6 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritonfp8
-import tritonfp8.layers.fused
 from tritonfp8 import convert, counting, ops, recipes
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -232,20 +231,6 @@ def test_second_derivatives_are_an_error():
     for transform in (grad(lambda x: inner(x).sum()), jacfwd(inner)):
         with pytest.raises(RuntimeError, match=r"no second derivative|no forward-mode derivative"):
             transform(samples()[1])
-
-
-@pytest.mark.parametrize("call", [lambda model: vmap(model), lambda model: jacrev(model)])
-def test_fused_layers_are_an_error_that_says_what_to_do(call):
-    model = nn.Sequential(tritonfp8.Float8Linear(40, 36, recipe="rowwise"))
-    x = samples()
-    quantized = tritonfp8.layers.linear.quantize_input(x[0], "rowwise")
-    for f in (
-        lambda x: model(tritonfp8.layers.linear.quantize_input(x, "rowwise")),
-        lambda x: tritonfp8.layers.fused.quantized_rms_norm(x, torch.ones(40), 1e-6, "rowwise").handle,
-        lambda x: model(quantized),
-    ):
-        with pytest.raises(RuntimeError, match=r"torch\.func.*got a fused layer\. Convert without fuse=True"):
-            call(f)(x)
 
 
 def test_a_batch_without_samples_is_an_error():

@@ -178,7 +178,6 @@ def test_every_op_whose_launch_only_runs_a_plan_has_a_planner():
     assert set(PLANNABLE) == {
         "quantize", "quantize_both", "quantize_both_sum", "quantize_with_amax", "dequantize", "transpose",
         "scaled_matmul", "operand_figures",
-        "rms_norm_quantize", "rms_norm_backward", "silu_mul_quantize", "silu_mul_backward_quantize",
         "quantize_groups", "quantize_groups_both", "quantize_matrices", "quantize_matrices_with_amax",
         "scaled_grouped_matmul",
         "swiglu", "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows",

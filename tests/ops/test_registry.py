@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import tritonfp8
 from tritonfp8 import counting, ops, reference
 from tritonfp8.counting import count_gemms
-from tritonfp8.launch import cast, figures, fused, shards
+from tritonfp8.launch import cast, figures, shards
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -156,7 +156,7 @@ def test_parameters_are_those_of_the_twins(name):
     """By name, and whether each has a default: the dispatcher leaves out what a schema has as default."""
     arguments = getattr(ops, name)._schema.arguments
     expected = [(argument.name, argument.has_default_value()) for argument in arguments]
-    twins = [ops.OPS[name].reference, *(getattr(m, name) for m in (cast, figures, fused, shards) if hasattr(m, name))]
+    twins = [ops.OPS[name].reference, *(getattr(m, name) for m in (cast, figures, shards) if hasattr(m, name))]
     for twin in twins:
         parameters = [p for p in inspect.signature(twin).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         assert [(p.name, p.default is not p.empty) for p in parameters] == expected

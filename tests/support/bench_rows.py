@@ -25,7 +25,7 @@ def gemm_rows(shape, own, peer, case="rowwise", accumulation="precise"):
 def synthetic_rows():
     """A whole run in which everything of our own takes 2 s where peers take 3."""
     rows = []
-    for case in (*cases.CASTS, *cases.FUSED):
+    for case in cases.CASTS:
         for shape in shapes.select("cast"):
             work = {"bytes": case.moved_bytes(shape.size, 2)}
             rows.append(row("quantize", case.name, shape, "tritonfp8", 2.0, True, "copy", **work))
@@ -43,7 +43,7 @@ def synthetic_rows():
     for case, kind, names, fields in (
         (cases.LAYER, "layer", layers, {}),
         (cases.LAYER_KERNELS, "layer", layers, {"gemm_seconds": 1.25, "cast_seconds": 0.15, "other_seconds": 0.1}),
-        (cases.MODEL, "model", (*cases.MODEL_VARIANTS, *cases.FUSED_VARIANTS), {"peak_bytes": 2**30}),
+        (cases.MODEL, "model", cases.MODEL_VARIANTS, {"peak_bytes": 2**30}),
     ):
         suite = {"layer": "linear"}.get(kind, kind)
         for shape in shapes.select(kind):

@@ -58,7 +58,6 @@ def samples(device):
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, True, True, "gelu", torch.float32)
     yield ops.scaled_matmul, matmul_args((ROW, ROW), device, k=0)
     yield ops.scaled_matmul, (*matmul_args((VECTOR, SQUARE), device), True)
-    yield from fused_samples(device)
     for call in op_tests.calls():
         if call.name in OF_THE_DOCTOR:
             yield getattr(ops, call.name), call.args
@@ -66,21 +65,6 @@ def samples(device):
     yield ops.matmul, (x, banded(24, 70, dtype=torch.bfloat16).to(device))
     yield ops.matmul, (x, *(banded(24, k, dtype=torch.bfloat16).to(device).squeeze(1) for k in (70, 1)))
     yield ops.matmul, (x.t(), banded(70, 130, dtype=torch.bfloat16).t().contiguous().t()[:24].to(device))
-
-
-def fused_samples(device):
-    x, up, grad = (normal(40, 70, seed=seed, dtype=torch.bfloat16, device=device) for seed in range(3))
-    weight = normal(70, seed=3, device=device)
-    rstd = reference.rms_norm(x, weight, 1e-6, "output")[1]
-    for spec, spec_t, orientation, keep in (
-        (ROW, VECTOR, "both", True), (MX, MX, "transposed", False), (VECTOR, SQUARE, "normal", False)
-    ):  # fmt: skip
-        specs = *spec.args, *spec_t.args, orientation, keep
-        yield ops.rms_norm_quantize, (x, weight, 1e-6, "normalized", *specs)
-        yield ops.silu_mul_quantize, (x.t().contiguous().t(), up, *specs)
-        yield ops.silu_mul_backward_quantize, (grad, x, up, *specs)
-    yield ops.rms_norm_backward, (grad, x, weight, rstd, "output", None, False)
-    yield ops.rms_norm_backward, (grad, x, weight, rstd, "normalized", up, True)
 
 
 def grouped_samples():

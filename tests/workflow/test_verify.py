@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mlp import MLP
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -106,16 +105,6 @@ def test_every_recipe_shows_what_its_gemms_run(recipe):
         assert found.kind == ("reference" if how.quantized else "high_precision")
         assert found.dtype == (f"{how.lhs.format} x {how.rhs.format}" if how.quantized else "bfloat16")
         assert found.in_8_bits == how.quantized
-
-
-def test_fused_layers_have_their_own_names():
-    model = nn.Sequential(nn.Linear(64, 64), MLP(), nn.Linear(64, 64))
-    converted(model, "rowwise", fuse=True)
-    assert type(model[1]).__name__ == "Float8SwiGLU"
-    report = tritonfp8.verify(model, torch.randn(M, 64))
-    for name in ("1.gate_proj", "1.up_proj", "1.down_proj"):
-        assert {gemm: each.calls for gemm, each in report.layers[name].gemms.items()} == dict.fromkeys(GEMMS, 1)
-        assert {each.flops for each in report.layers[name].gemms.values()} == {flops(M, 64, 96)}
 
 
 def test_tied_layers_are_told_apart():

@@ -31,8 +31,6 @@ class ConversionReport:
     Attributes:
         converted: the recipe of each layer that this call converted, by fully qualified name.
         skipped: for each other linear layer, the reason why it was not converted.
-        fused: for each fused norm and MLP, a description of the fused module.
-        not_fused: for each other norm and MLP, the reason why it was not fused; empty without ``fuse=True``.
         already: the recipe of each layer that was converted before and keeps its recipe.
         high_precision: each parameter with two dims or more that no converted layer has, by fully qualified name, with
             its FLOPs and the reason; empty in the report of ``swap_recipe``.
@@ -46,8 +44,6 @@ class ConversionReport:
 
     converted: dict[str, Recipe]
     skipped: dict[str, str]
-    fused: dict[str, str] = field(default_factory=dict)
-    not_fused: dict[str, str] = field(default_factory=dict)
     already: dict[str, Recipe] = field(default_factory=dict)
     high_precision: dict[str, HighPrecision] = field(default_factory=dict)
     fp8_share: float | None = None
@@ -66,13 +62,9 @@ class ConversionReport:
             (name, f"{recipe.name}{self._experts_of(name)}, converted before") for name, recipe in self.already.items()
         ]
         rows += [(name, f"skipped{self._share_of(name)}: {reason}") for name, reason in self.skipped.items()]
-        rows += [(name, f"fused: {what}") for name, what in self.fused.items()]
-        rows += [(name, f"not fused: {reason}") for name, reason in self.not_fused.items()]
         total = f"{len(self.converted)} converted, {len(self.skipped)} skipped"
         if self.already:
             total += f", {len(self.already)} converted before"
-        if self.fused or self.not_fused:
-            total += f", {len(self.fused)} fused, {len(self.not_fused)} not fused"
         lines = [*_columns(rows), total]
         if self.is_empty and self.fp8_share is not None:
             lines.append("nothing was changed: bf16 is faster for each layer that could be converted")

@@ -24,16 +24,6 @@ from tritonfp8.launch.casts import (
 )
 from tritonfp8.launch.executor import generation, repeat_of
 from tritonfp8.launch.figures import operand_figures, plan_operand_figures
-from tritonfp8.launch.fused import (
-    plan_rms_norm_backward,
-    plan_rms_norm_quantize,
-    plan_silu_mul_backward_quantize,
-    plan_silu_mul_quantize,
-    rms_norm_backward,
-    rms_norm_quantize,
-    silu_mul_backward_quantize,
-    silu_mul_quantize,
-)
 from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
 from tritonfp8.launch.moe import (
     dots_of_rows,
@@ -102,12 +92,8 @@ __all__ = [
     "plan_quantize_groups_both",
     "plan_quantize_matrices",
     "plan_quantize_matrices_with_amax",
-    "plan_rms_norm_backward",
-    "plan_rms_norm_quantize",
     "plan_scaled_grouped_matmul",
     "plan_scaled_matmul",
-    "plan_silu_mul_backward_quantize",
-    "plan_silu_mul_quantize",
     "plan_transpose",
     "product_kind",
     "quantize",
@@ -121,11 +107,7 @@ __all__ = [
     "quantize_matrices_with_amax",
     "quantize_shards",
     "repeat_of",
-    "rms_norm_backward",
-    "rms_norm_quantize",
     "scaled_grouped_matmul",
     "scaled_matmul",
-    "silu_mul_backward_quantize",
-    "silu_mul_quantize",
     "transpose",
 ]

@@ -175,28 +175,6 @@ def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty((offsets.shape[0], x.shape[1]))
 
 
-def _results_fake(x: Tensor, count: int, args: Sequence[Any]) -> list[Tensor]:
-    spec, spec_t, orientation = args[:3]
-    return reference.empty_results(count, x.shape, spec_of(spec), spec_of(spec_t), orientation, x.device)
-
-
-def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, rounding: str, *args: Any) -> list[Tensor]:
-    rstd = x.new_empty(x.shape[:1], dtype=torch.float32)
-    return [*_results_fake(x, 0, args), rstd, *([x.new_empty(x.shape)] if args[-1] else [])]
-
-
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape), *([weight.new_empty(weight.shape)] if args[-1] else [])]
-
-
-def silu_mul_quantize(gate: Tensor, up: Tensor, *args: Any) -> list[Tensor]:
-    return [*_results_fake(gate, 0, args), *([gate.new_empty(gate.shape)] if args[-1] else [])]
-
-
-def silu_mul_backward_quantize(grad: Tensor, gate: Tensor, up: Tensor, *args: Any) -> list[Tensor]:
-    return [*_results_fake(gate, 2, args), *([gate.new_empty((2, *gate.shape))] if args[-1] else [])]
-
-
 def operand_figures(x: Tensor, whole: Tensor, *args: Any) -> Tensor:
     return whole.new_empty((x.shape[0], reference.FIGURES), dtype=torch.float64)
 

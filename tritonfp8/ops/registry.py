@@ -66,7 +66,6 @@ _OF = "Tensor x, Tensor offsets, str spec"
 _ROWS = "Tensor? rows=None, Tensor? factors=None, bool swiglu=False"
 # Of the ops of SwiGLU's gradient.
 _GATE_UP = 1
-_PRODUCER = "str spec, str spec_t, str orientation, bool keep"
 # Optional tensors come last, where the dispatcher leaves out a None: torch.export.draft_export takes an
 # optional tensor that is passed as None for one that the op writes to.
 _CACHED_WEIGHT = "Tensor? qdata=None, Tensor? scale=None, Tensor? qdata_t=None, Tensor? scale_t=None"
@@ -231,20 +230,6 @@ _GROUPED = {
     "sum_of_rows": _twin("sum_of_rows", "(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
     "dots_of_rows": _twin("dots_of_rows", "(Tensor grad, Tensor x, Tensor places, ScalarType out_dtype) -> Tensor"),
 }
-_FUSED = {
-    "rms_norm_quantize": _twin(
-        "rms_norm_quantize", f"(Tensor x, Tensor weight, float eps, str rounding, {_PRODUCER}) -> Tensor[]"
-    ),
-    "rms_norm_backward": _twin(
-        "rms_norm_backward",
-        "(Tensor grad, Tensor x, Tensor weight, Tensor rstd, str rounding, Tensor? residual, bool needs_weight) "
-        "-> Tensor[]",
-    ),
-    "silu_mul_quantize": _twin("silu_mul_quantize", f"(Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]"),
-    "silu_mul_backward_quantize": _twin(
-        "silu_mul_backward_quantize", f"(Tensor grad, Tensor gate, Tensor up, {_PRODUCER}) -> Tensor[]"
-    ),
-}
 _HEALTH = {
     "operand_figures": _twin(
         "operand_figures",
@@ -288,7 +273,7 @@ _LAYERS = {
     ),
 }
 OPS: Mapping[str, Op] = MappingProxyType(
-    {**_CASTS, **_SHARDS, **_LISTS, **_OPTIMIZERS, **_GEMMS, **_GROUPED, **_FUSED, **_HEALTH, **_LAYERS}
+    {**_CASTS, **_SHARDS, **_LISTS, **_OPTIMIZERS, **_GEMMS, **_GROUPED, **_HEALTH, **_LAYERS}
 )
 """Every op of the package by name."""
 
@@ -372,10 +357,6 @@ swiglu_backward = torch.ops.tritonfp8.swiglu_backward.default
 swiglu_backward_amax = torch.ops.tritonfp8.swiglu_backward_amax.default
 sum_of_rows = torch.ops.tritonfp8.sum_of_rows.default
 dots_of_rows = torch.ops.tritonfp8.dots_of_rows.default
-rms_norm_quantize = torch.ops.tritonfp8.rms_norm_quantize.default
-rms_norm_backward = torch.ops.tritonfp8.rms_norm_backward.default
-silu_mul_quantize = torch.ops.tritonfp8.silu_mul_quantize.default
-silu_mul_backward_quantize = torch.ops.tritonfp8.silu_mul_backward_quantize.default
 operand_figures = torch.ops.tritonfp8.operand_figures.default
 whole_linear = torch.ops.tritonfp8.whole_linear.default
 """``whole_linear(input, weight, *recipe.args, bias, *cached)``, of plain tensors of one dtype, in which it computes.

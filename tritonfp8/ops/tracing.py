@@ -32,7 +32,7 @@ def sealed(out: Tensor, *sources: Tensor | None) -> Tensor:
 def _no_backward(*args: Any) -> Any:
     raise RuntimeError(
         "this graph was traced without the backward of a layer of tritonfp8 (one on DTensors or FSDP2's gathered "
-        "weights, a fused one, or experts), so it cannot be trained: use torch.compile, trace the backward together "
+        "weights, or experts), so it cannot be trained: use torch.compile, trace the backward together "
         "with the forward, or revert the layer first (tritonfp8.revert)"
     )
 

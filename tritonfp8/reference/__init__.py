@@ -15,16 +15,6 @@ from tritonfp8.reference.casts import (
     transpose,
 )
 from tritonfp8.reference.figures import FIGURES, operand_figures
-from tritonfp8.reference.fused import (
-    empty_results,
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_quantize,
-    silu_mul,
-    silu_mul_backward,
-    silu_mul_backward_quantize,
-    silu_mul_quantize,
-)
 from tritonfp8.reference.gemms import matmul, scaled_matmul
 from tritonfp8.reference.grouped import (
     dots_of_rows,
@@ -53,7 +43,6 @@ __all__ = [
     "amax",
     "amax_of_shards",
     "dequantize",
-    "empty_results",
     "group_amax",
     "group_bounds",
     "grouped_matmul",
@@ -70,16 +59,9 @@ __all__ = [
     "quantize_matrices",
     "quantize_matrices_with_amax",
     "quantize_shards",
-    "rms_norm",
-    "rms_norm_backward",
-    "rms_norm_quantize",
     "rounding_keys",
     "scaled_grouped_matmul",
     "scaled_matmul",
-    "silu_mul",
-    "silu_mul_backward",
-    "silu_mul_backward_quantize",
-    "silu_mul_quantize",
     "transpose",
     "write_scales",
     "dots_of_rows",

@@ -1,9 +1,9 @@
 """Which tile or configuration a kernel is launched with: search spaces, predictions, and what was measured.
 
-Exports the choice of a GEMM's configuration, the tiles of the casts and fused kernels, and the files of tuned entries.
+Exports the choice of a GEMM's configuration, the tiles of the casts, and the files of tuned entries.
 """
 
-from tritonfp8.tuning import cast_tiles, fused_tiles, grouped_tiles, optimizer_tiles, store
+from tritonfp8.tuning import cast_tiles, grouped_tiles, optimizer_tiles, store
 from tritonfp8.tuning.cast_tiles import VECTOR_BYTES, BlockShape, CastTile
 from tritonfp8.tuning.chooser import (
     candidates,
@@ -49,7 +49,6 @@ __all__ = [
     "choose",
     "choose_grouped",
     "find",
-    "fused_tiles",
     "grouped_key",
     "grouped_tiles",
     "install",

@@ -13,9 +13,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 import tritonfp8
 from tritonfp8 import Float8Linear, Quantized, QuantSpec, Recipe, distributed, functional, recipes, testing
-from tritonfp8.layers.fused import functional as functional_fused
-from tritonfp8.layers.fused import quantized_rms_norm, swiglu
-from tritonfp8.layers.linear import quantize_input, quantized_linear
 from tritonfp8.recipes import Gemm
 
 pytestmark = [
@@ -29,7 +26,6 @@ X, W, ONES = torch.randn(8, 32), torch.randn(16, 32), torch.ones(32)
 SPEC, RECIPE = QuantSpec("e4m3", (1, -1)), recipes.get("rowwise")
 Q, QW = tritonfp8.quantize(X, SPEC), tritonfp8.quantize(W, SPEC)
 HELD = functional.quantize_weight(W, RECIPE)
-NORMED = quantized_rms_norm(X, ONES, 1e-6, RECIPE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,46 +133,13 @@ TARGETS = {
         functional.quantize_weight, ("weight", "meta"), ("recipe", "recipe"), ("needs_grad_input", "True"),
         weight=W, recipe=RECIPE, needs_grad_input=True,
     ),
-    "rms_norm_quantize": target(
-        functional_fused.rms_norm_quantize, ("weight", "1-D"), *options("eps", "3", "-1", "1.5", "nan", "True"),
-        *options("spec", "None", "spec"), *options("spec_t", "None", "spec"), ("keep", "True"),
-        x=X, weight=ONES, eps=1e-6, spec=SPEC, spec_t=SPEC, rounding="output", keep=False,
-    ),
-    "silu_mul_quantize": target(
-        functional_fused.silu_mul_quantize,
-        *options("spec", "None", "spec"), *options("spec_t", "None", "spec"), ("keep", "True"),
-        gate=X, up=X, spec=SPEC, spec_t=SPEC, keep=False,
-    ),
-    "silu_mul_backward_quantize": target(
-        functional_fused.silu_mul_backward_quantize,
-        *options("spec", "None", "spec"), *options("spec_t", "None", "spec"), ("keep", "True"),
-        grad=X, gate=X, up=X, spec=SPEC, spec_t=SPEC, keep=False,
-    ),
-    "quantize_input": target(
-        quantize_input, *options("x", "1-D", "3-D", "meta", "empty"), ("recipe", "recipe"),
-        x=X, recipe="rowwise",
-    ),
-    "quantized_rms_norm": target(
-        quantized_rms_norm, *options("x", "1-D", "3-D"), ("weight", "1-D"), ("recipe", "recipe"),
-        *options("eps", "3", "-1", "1.5", "nan", "True"),
-        x=X, weight=ONES, eps=1e-6, recipe="rowwise", rounding="output",
-    ),
-    "quantized_linear": target(
-        quantized_linear, ("bias", "None"), ("recipe", "recipe"), ("quantized_weight", "None"),
-        input=NORMED, weight=W, bias=torch.ones(16), recipe="rowwise", quantized_weight=HELD,
-    ),
-    "swiglu": target(
-        swiglu, *options("input", "1-D", "3-D"), ("recipe", "recipe"),
-        input=X, gate_weight=W, up_weight=W, down_weight=torch.ones(32, 16), recipe="rowwise",
-        quantized_weights=(None,) * 3,
-    ),
     "Float8Linear.forward": target(
         lambda x: Float8Linear(32, 16, recipe="rowwise")(x), *options("x", "1-D", "3-D"), x=X
     ),
     "convert": target(
         tritonfp8.convert, ("model", "module"), ("recipe", "recipe"), *options("filter", "None", "function", "module"),
-        ("fuse", "True"), ("tokens", "3"),
-        model=fresh(), recipe="rowwise", filter=None, fuse=False, tokens=8192,
+        ("tokens", "3"),
+        model=fresh(), recipe="rowwise", filter=None, tokens=8192,
     ),
     "swap_recipe": target(tritonfp8.swap_recipe, ("recipe", "recipe"), model=fresh("rowwise"), recipe="blockwise"),
     "revert": target(tritonfp8.revert, model=fresh("rowwise")),

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritonfp8
 from tritonfp8 import Float8Linear, convert, ops, recipes
-from tritonfp8.functional import linear, quantize_weight
+from tritonfp8.functional import grouped_linear, linear, quantize_weight
 from tritonfp8.testing import assert_bitwise_equal
 
 pytestmark = [
@@ -212,44 +212,36 @@ def test_operands_that_do_not_go_together_are_an_error_of_the_trace():
         make_fx(lambda x: layer(x))(normal(33, 40))
 
 
-class Mlp(nn.Module):
+class Grouped(nn.Module):
+    """Matrices of two experts, the first of which multiplies 20 rows."""
+
     def __init__(self):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(64, 96, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(96, 64, bias=False)
+        self.weight = nn.Parameter(normal(2, 32, 64, seed=1))
+        self.register_buffer("offsets", torch.tensor([20, 33], dtype=torch.int32))
 
     def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def fused_models():
-    norm = nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 32))
-    for model in (nn.Sequential(Mlp()), norm):
-        torch.manual_seed(0)
-        assert convert(model, "rowwise", fuse=True).fused
-        yield model
+        return grouped_linear(x, self.weight, self.offsets, recipe="rowwise")
 
 
 def test_what_has_no_op_with_gradients_is_an_error_and_runs_otherwise():
-    for model in fused_models():
-        x = normal(33, 64)
-        for graph in (exported(model, x), TRACERS["make_fx"](model, x)):
-            out = graph(x)
-            assert_bitwise_equal(out.detach(), model(x).detach())
-            with pytest.raises(RuntimeError, match="traced without the backward of a layer of tritonfp8"):
-                out.sum().backward()
+    model, x = Grouped(), normal(33, 64)
+    for graph in (exported(model, x), TRACERS["make_fx"](model, x)):
+        out = graph(x)
+        assert_bitwise_equal(out.detach(), model(x).detach())
+        with pytest.raises(RuntimeError, match="traced without the backward of a layer of tritonfp8"):
+            out.sum().backward()
 
 
-def test_a_fused_model_traced_with_its_backward_is_eager_to_the_bit():
-    for model in fused_models():
-        x = normal(33, 64).requires_grad_()
+def test_experts_traced_with_their_backward_are_eager_to_the_bit():
+    model, x = Grouped(), normal(33, 64).requires_grad_()
 
-        def step(run, x, *parameters):
-            return torch.autograd.grad(run(x).square().sum(), (x, *parameters))
+    def step(run, x, *parameters):
+        return torch.autograd.grad(run(x).square().sum(), (x, *parameters))
 
-        args = x, *model.parameters()
-        expected = step(model, *args)
-        assert_bitwise_equal(make_fx(functools.partial(step, model))(*args)(*args), expected)
+    args = x, *model.parameters()
+    expected = step(model, *args)
+    assert_bitwise_equal(make_fx(functools.partial(step, model))(*args)(*args), expected)
 
 
 def test_the_ops_are_as_torch_wants_ops():

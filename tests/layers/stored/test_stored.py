@@ -355,7 +355,6 @@ def on_meta(model):
         (tied, "0: its weight is shared by 0.weight, 2.weight: leave them out by filter="),
         (parametrized, "0: its weight is computed"),
         (on_meta, "0: its weight is on the meta device: load the model first"),
-        (lambda model: ({"mode": "inference", "fuse": True}, model), "use fuse=False"),
         (lambda model: ({"mode": "serve"}, model), "mode must be one of 'training', 'inference'; got 'serve'"),
         (lambda model: ({"weight_storage": "fp8"}, model), "weight_storage must be one of 'parameters', 'quantized'"),
     ],

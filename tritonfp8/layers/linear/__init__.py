@@ -18,19 +18,17 @@ A call goes from top to bottom:
     operands         OperandProvider: where the quantized operands come from; this rank quantizes by default
     function         the autograd function: runs the GEMMs, saves what backward reads
 
-Exports the layer as a function and as a module, and the parts that fused and sharded layers are built from.
+Exports the layer as a function and as a module, and the parts that sharded layers are built from.
 """
 
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import traced  # noqa: F401  implements the ops of a trace
-from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_linear
+from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_linear, is_distributed
 from tritonfp8.layers.linear.dispatch import linear, local_linear
 from tritonfp8.layers.linear.function import (
     LinearPlan,
-    apply_linear,
     cached_for_backward,
     multiply,
-    weight_pairs,
     weight_t,
 )
 from tritonfp8.layers.linear.input_cache import SharedInput, compared_casts, forget, versions
@@ -64,22 +62,6 @@ from tritonfp8.layers.linear.operands import (
     serves_both,
     weight_operands,
 )
-from tritonfp8.layers.linear.quantized_input import (
-    QuantizedInput,
-    as_input,
-    check_input,
-    check_reader,
-    check_tensors,
-    check_untransformed,
-    check_whole,
-    folded,
-    handle_of,
-    input_specs,
-    is_distributed,
-    is_fusable,
-    quantize_input,
-    quantized_linear,
-)
 from tritonfp8.layers.linear.weight_cache import CachedWeight, Watch, sample_of
 from tritonfp8.layers.linear.weight_scope import (
     Sharding,
@@ -104,46 +86,32 @@ __all__ = [
     "Operands",
     "Pair",
     "PairsAndSum",
-    "QuantizedInput",
     "Sharding",
     "SharedInput",
     "Watch",
     "WholeTogether",
-    "apply_linear",
-    "as_input",
     "autocast_all",
     "found_together",
     "autocast_dtype",
-    "check_input",
     "check_linear",
-    "check_reader",
-    "check_tensors",
-    "check_untransformed",
-    "check_whole",
     "compared_casts",
     "computes_linear",
     "conv1d_class",
     "first_order",
-    "folded",
     "forget",
-    "handle_of",
     "cached_for_backward",
-    "input_specs",
     "is_conv1d",
     "is_converted",
     "linear_class",
     "is_distributed",
-    "is_fusable",
     "linear",
     "local_linear",
     "multiply",
     "pair_of",
     "provider_of",
     "quantize_for",
-    "quantize_input",
     "quantize_weight",
     "quantize_weights_once",
-    "quantized_linear",
     "raise_changed",
     "raise_without_transpose",
     "register_scope",
@@ -154,6 +122,5 @@ __all__ = [
     "serves_both",
     "versions",
     "weight_operands",
-    "weight_pairs",
     "weight_t",
 ]

@@ -12,6 +12,11 @@ from tritonfp8.layers.codes import refuse_codes
 _STRIDED = torch.strided
 
 
+def is_distributed(x: Tensor | None) -> bool:
+    """Whether ``x`` is a DTensor; does not import ``torch.distributed``."""
+    return type(x).__module__.startswith("torch.distributed")
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast on this device; None if it is off."""
     # Autocast does not know the meta device, on which callers try out shapes.

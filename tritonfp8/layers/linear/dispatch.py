@@ -162,7 +162,6 @@ def computed_linear(
         quantized_weight is not None,
         provider,
         again,
-        provider is not LOCAL,
         counting.take_callers()[0] if counting.is_logging else None,
     )
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)

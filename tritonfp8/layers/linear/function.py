@@ -10,6 +10,7 @@ from torch import Tensor
 from tritonfp8 import counting, ops
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear.operands import (
+    LOCAL,
     NO_PAIR,
     OperandProvider,
     Operands,
@@ -46,8 +47,6 @@ class LinearPlan(NamedTuple):
         provider: where the operands come from.
         casts_input_again: whether backward casts the operand of ``grad_weight`` from the input. Only in a graph: its
             compiler has the input in backward, or recomputes it.
-        no_op_has_gradient: whether no op carries the gradients of this layer into a traced graph; see
-            :func:`tritonfp8.ops.sealed`.
         layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None. Backward and a
             recompute of the forward have plans of the same call, so their GEMMs are logged under the right layer.
     """
@@ -58,7 +57,6 @@ class LinearPlan(NamedTuple):
     weight_is_cached: bool
     provider: OperandProvider
     casts_input_again: bool = False
-    no_op_has_gradient: bool = False
     layer: Any = None
 
 
@@ -98,7 +96,8 @@ class _Linear(torch.autograd.Function):
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
         ctx.dtypes = (input.dtype, weight.dtype)
-        return sealed(out, input, weight, bias) if plan.no_op_has_gradient else out
+        # No op carries the gradients of other providers into a traced graph.
+        return out if plan.provider is LOCAL else sealed(out, input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,6 @@ from tritonfp8.checks import require_type
 from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
 from tritonfp8.layers.linear.operands import Operands
-from tritonfp8.layers.linear.quantized_input import QuantizedInput, check_whole, is_distributed, quantized_linear
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.unsupported import refuse_script
@@ -38,7 +37,7 @@ class Float8Linear(ParameterHooks, nn.Linear):
         recipe: a name or a :class:`~tritonfp8.Recipe`. It has no default: code that copies a layer by
             ``type(layer)(in_features, out_features)`` would lose the recipe of that layer.
 
-    Input ``[..., in_features]``, a tensor or what a fused norm of the same recipe returns; output
+    Input ``[..., in_features]``; output
     ``[..., out_features]``. Saved for backward, for M rows of input and K in_features: ``input.T`` in 8 bits, M K bytes
     and scales, or 2 M K bytes (bf16) where the recipe keeps grad_weight in high precision; nothing if the weight needs
     no grad. See :func:`tritonfp8.functional.linear` for dtypes and errors.
@@ -47,8 +46,6 @@ class Float8Linear(ParameterHooks, nn.Linear):
     recipe: Recipe
     shared_input: SharedInput | None = None
     cached_weight: CachedWeight | None = None
-    # Whether a fused norm makes the input, or a fused MLP reads the weight.
-    is_fused: bool = False
     # The class that a converted layer had.
     linear: type[nn.Linear] = nn.Linear
 
@@ -67,41 +64,23 @@ class Float8Linear(ParameterHooks, nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe = get(recipe)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``. A parallel style shards a layer by this; a fused layer refuses that.
-
-        Raises:
-            TypeError: a DTensor for a fused layer whose parameter was a plain tensor, or a tensor of torchao's.
-            ValueError: codes.
-        """
-        # FSDP2 puts one distributed tensor in the place of another, and gathers it before the layer runs.
-        if self.is_fused and not is_distributed(self._parameters.get(name)):
-            check_whole(param)
-        super().register_parameter(name, param)
-
     def reset_parameters(self) -> None:
         """As ``nn.Linear``; a weight that is stored in 8 bits is initialized in high precision and quantized."""
         with nullcontext() if self.on_reset is None else self.on_reset(self):
             super().reset_parameters()
 
-    def forward(self, input: Tensor | QuantizedInput) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias`` by the recipe."""
         if counting.is_logging:
             counting.calling(self)
         # Read once: a parametrization computes it each time.
         weight = self.weight
         cached = _cached_operands(self, weight)
-        if isinstance(input, QuantizedInput):
-            return quantized_linear(input, weight, self.bias, self.recipe, quantized_weight=cached)
         return linear(input, weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
 
     def __prepare_scriptable__(self) -> NoReturn:
         # torch.jit.script calls this before it reads the layer's annotations, in which it would fail.
         refuse_script(self)
-
-    def cached_operands(self, weight: Tensor) -> Operands | None:
-        """The cached operands of ``weight``, inside :func:`tritonfp8.quantize_weights_once`; else None."""
-        return _cached_operands(self, weight)
 
     def extra_repr(self) -> str:
         """The fields of ``nn.Linear`` and the recipe."""

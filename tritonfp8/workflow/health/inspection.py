@@ -247,8 +247,8 @@ def inspect(
 
     Operands of one shape are measured together. Until then a sample keeps copies of their rows, at most 64 MiB a shape.
 
-    Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. Fused norms and MLPs run
-    unfused in sampled steps. A CUDA graph that the caller captured has no hooks when it is replayed: nothing is seen.
+    Statistics are of this rank: of its shard, scaled as if the shard were the whole tensor. A CUDA graph that the
+    caller captured has no hooks when it is replayed: nothing is seen.
 
     Each weight of converted experts is a layer, such as ``"model.layers.0.mlp.experts.down_proj"``. A figure of the
     weight is that of the expert where it is worst, from at least 128 rows of each. Tokens are measured together, once

@@ -50,7 +50,7 @@ def eager() -> Any:
 
 
 def input_of(layer_input: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor | None:
-    """The input in the arguments of a layer's forward; None if it is no tensor, such as the codes of a fused norm."""
+    """The input in the arguments of a layer's forward; None if it is no tensor."""
     x = layer_input[0] if layer_input else next(iter(options.values()), None)
     return x if isinstance(x, Tensor) else None
 

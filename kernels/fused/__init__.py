@@ -1,1 +1,0 @@
-"""RMSNorm and SwiGLU, forward and backward, that quantize their results in the same kernel."""
