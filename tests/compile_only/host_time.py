@@ -23,7 +23,9 @@ ROUNDS, CALLS = 400, 50
 
 def cases(package):
     """Calls of a package by name."""
-    cast, recipes = (importlib.import_module(f"{package}.{n}") for n in ("launch.cast", "recipes"))
+    cast, matmul, recipes = (
+        importlib.import_module(f"{package}.{n}") for n in ("launch.cast", "launch.matmul", "recipes")
+    )
     import torch
 
     x, w = (torch.randn(n, 512).bfloat16() for n in (256, 512))
@@ -34,8 +36,8 @@ def cases(package):
         a, b = cast.quantize(x, *spec), cast.quantize(w, *spec_b)
         args = (*a, *spec, *b, *spec_b, None, None, None, torch.bfloat16, "precise")
         full = (*args[:6], torch.randn(512), "gelu", torch.randn(256, 512), torch.bfloat16, "precise")
-        found[f"GEMM {name}"] = lambda args=args, f=cast.scaled_matmul: f(*args)
-        found[f"GEMM {name}, epilogue"] = lambda args=full, f=cast.scaled_matmul: f(*args)
+        found[f"GEMM {name}"] = lambda args=args, f=matmul.scaled_matmul: f(*args)
+        found[f"GEMM {name}, epilogue"] = lambda args=full, f=matmul.scaled_matmul: f(*args)
         found[f"quantize {name}"] = lambda s=spec, f=cast.quantize: f(x, *s)
         found[f"quantize transposed {name}"] = lambda s=spec, f=cast.quantize: f(x, *s, True)
         found[f"quantize both {name}"] = lambda s=spec, f=cast.quantize_both: f(x, *s, *s)

@@ -19,7 +19,7 @@ stub.patch()
 
 from tritonfp8 import hardware, recipes, reference
 from tritonfp8.compat import triton_private
-from tritonfp8.launch import cast, executor, figures, kernel_cache, moe
+from tritonfp8.launch import cast, executor, figures, kernel_cache, matmul, moe
 from tritonfp8.ops import fakes
 from tritonfp8.specs import BLOCKS, QuantSpec
 
@@ -111,7 +111,7 @@ def cases():
         for (m, n, k), epilogue in (((256, 512, 384), False), ((2048, 4096, 512), True), ((33, 70, 129), True)):
             yield (
                 f"{name} {gemm} {m, n, k} epilogue={epilogue}",
-                cast.scaled_matmul,
+                matmul.scaled_matmul,
                 lambda g=g, m=m, n=n, k=k, e=epilogue: product(g, m, n, k, e, torch.bfloat16),
             )
 

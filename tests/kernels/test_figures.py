@@ -42,7 +42,7 @@ def check(args):
         figures.plan_operand_figures, (args[0], args[1], *args[4:], *[None] * (8 - len(args))), args[2:4]
     )
     assert planned is not None
-    found, expected = launch.operand_figures(*args), reference.operand_figures(*args)
+    found, expected = launch.figures.operand_figures(*args), reference.operand_figures(*args)
     assert torch.equal(planned[0].isnan(), found.isnan())
     torch.testing.assert_close(found, expected, equal_nan=True, **TOLERANCE)
     shares, others = [3, 4, 5, 6], [0, 1, 2, 8, 9]
@@ -121,11 +121,11 @@ def test_what_no_plan_serves_is_copied_or_computed_in_plain_torch():
     view = x.transpose(1, 2).contiguous().transpose(1, 2)
     assert not view.is_contiguous()
     torch.testing.assert_close(
-        launch.operand_figures(view, whole, elements, limit), launch.operand_figures(x, whole, elements, limit),
+        launch.figures.operand_figures(view, whole, elements, limit), launch.figures.operand_figures(x, whole, elements, limit),
         rtol=0, atol=0, equal_nan=True,
     )  # fmt: skip
     wide = x.double()
     assert torch.equal(
-        launch.operand_figures(wide, whole, elements, limit).nan_to_num(),
+        launch.figures.operand_figures(wide, whole, elements, limit).nan_to_num(),
         reference.operand_figures(wide, whole, elements, limit).nan_to_num(),
     )

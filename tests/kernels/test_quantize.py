@@ -276,8 +276,8 @@ def test_dequantize_of_strided_data(device):
 def test_transpose_keeps_every_byte(device, format, shape):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator(0))
     qdata = codes.view(FORMATS[format].dtype).to(device)
-    assert_same([launch.transpose(qdata)], [reference.transpose(qdata)])
-    assert torch.equal(launch.transpose(qdata).view(torch.uint8).cpu(), codes.t())
+    assert_same([launch.casts.transpose(qdata)], [reference.transpose(qdata)])
+    assert torch.equal(launch.casts.transpose(qdata).view(torch.uint8).cpu(), codes.t())
 
 
 @each_device
@@ -285,7 +285,7 @@ def test_transpose_keeps_every_byte(device, format, shape):
 def test_transpose_of_strided_data(device, layout):
     qdata = views(banded(130, 150).to(torch.float8_e4m3fn).view(torch.uint8).to(device))[layout]
     qdata = qdata.view(torch.float8_e4m3fn)
-    assert_same([launch.transpose(qdata)], [reference.transpose(qdata)])
+    assert_same([launch.casts.transpose(qdata)], [reference.transpose(qdata)])
 
 
 @each_device
@@ -294,7 +294,7 @@ def test_the_transpose_of_square_blocks_needs_no_second_rounding(device, format)
     spec = QuantSpec(format, BLOCK_128X128, "fp32", "pow2")
     x = with_specials(banded(300, 260)).to(device, torch.bfloat16)
     qdata, scale = cast.quantize(x, *spec.args)
-    assert_bitwise_equal((launch.transpose(qdata), scale.t()), cast.quantize(x, *spec.args, True))
+    assert_bitwise_equal((launch.casts.transpose(qdata), scale.t()), cast.quantize(x, *spec.args, True))
 
 
 TILES = [

@@ -317,7 +317,7 @@ def test_repeats_compute_what_triton_s_own_launches_do(name, monkeypatch):
                 patch.setattr(executor, "_plans", {})
                 patch.setattr(triton_private, "MISSING", ("a name",))
                 patch.setattr(executor, "_warned", {"a name"})
-                launched = cast.scaled_matmul(*args)
+                launched = matmul.scaled_matmul(*args)
         torch.cuda.synchronize()
         assert_bitwise_equal(a, reference.quantize(x, *gemm.lhs.args))
         expected = reference.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)

@@ -9,15 +9,13 @@ from cases import normal
 from op_samples import SAMPLES
 from torch.utils.flop_counter import FlopCounterMode
 
-from tritonfp8 import ops
 from tritonfp8.compat import torch_private, triton_private
 from tritonfp8.counting import count_gemms
-from tritonfp8.launch import executor
+from tritonfp8.launch import Plannable, executor
 from tritonfp8.ops import call_site, direct
-from tritonfp8.ops.call_site import Plannable
 from tritonfp8.testing import assert_bitwise_equal
 
-PLANNABLE = [name for name, op in ops.OPS.items() if op.planner is not None]
+PLANNABLE = list(direct._plannable)
 
 
 class Kernel:
@@ -32,7 +30,7 @@ def plan_scaled(plan, x: "View", y: "View | None", factor):  # noqa: F821  only 
     return [plan.empty(x.shape, x.dtype)]
 
 
-def scaled(x, factor=2, y=None):
+def scaled(x, factor=2, y=None) -> torch.Tensor:
     """The parameters of the op."""
 
 
@@ -41,7 +39,7 @@ class Site:
 
     def __init__(self):
         self.repeated, self.general_calls = [], []
-        self.call = call_site.call_site(Plannable.of(plan_scaled, scaled, is_one=True), self.general)
+        self.call = call_site.call_site(Plannable.of(plan_scaled, scaled), self.general)
 
     def general(self, x, factor=2, y=None):
         self.general_calls.append((x, factor, y))
@@ -166,7 +164,8 @@ def test_threads_share_a_site(site):
 @pytest.mark.parametrize("name", PLANNABLE)
 def test_a_planner_has_the_names_of_the_schema(name):
     """A site finds its arguments by name. A parameter that the schema lacks is None in the calls of the op."""
-    tensors, others = direct._plannable[name].names()
+    plannable = direct._plannable[name]
+    tensors, others = plannable.tensors, plannable.options
     types = {a.name: str(a.real_type) for a in getattr(torch.ops.tritonfp8, name).default._schema.arguments}
     of_op = {kind: [n for n, t in types.items() if ("Tensor" in t) is kind] for kind in (True, False)}
     # Tests and the tuner give these.
@@ -179,7 +178,7 @@ def test_every_op_whose_launch_only_runs_a_plan_has_a_planner():
         "quantize", "quantize_both", "quantize_both_sum", "quantize_with_amax", "dequantize", "transpose",
         "scaled_matmul", "operand_figures",
         "quantize_groups", "quantize_groups_both", "quantize_matrices", "quantize_matrices_with_amax",
-        "scaled_grouped_matmul",
+        "scaled_grouped_matmul", "grouped_sum",
         "swiglu", "swiglu_backward", "swiglu_backward_amax", "sum_of_rows", "dots_of_rows",
     }  # fmt: skip
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import tritonfp8
 from tritonfp8 import counting, ops, reference
 from tritonfp8.counting import count_gemms
-from tritonfp8.launch import cast, figures, shards
+from tritonfp8.launch import matmul
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -152,14 +152,23 @@ def test_schema(name):
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_parameters_are_those_of_the_twins(name):
+def test_a_reference_has_the_parameters_of_the_schema(name):
     """By name, and whether each has a default: the dispatcher leaves out what a schema has as default."""
-    arguments = getattr(ops, name)._schema.arguments
-    expected = [(argument.name, argument.has_default_value()) for argument in arguments]
-    twins = [ops.OPS[name].reference, *(getattr(m, name) for m in (cast, figures, shards) if hasattr(m, name))]
-    for twin in twins:
-        parameters = [p for p in inspect.signature(twin).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-        assert [(p.name, p.default is not p.empty) for p in parameters] == expected
+    expected = [(argument.name, argument.has_default_value()) for argument in getattr(ops, name)._schema.arguments]
+    for twin in (ops.OPS[name].reference, ops.OPS[name].launch):
+        if twin is not None:
+            parameters = [p for p in inspect.signature(twin).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+            assert [(p.name, p.default is not p.empty) for p in parameters] == expected
+
+
+@pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if op.fake is not None])
+def test_the_parameters_that_a_fake_names_are_the_first_of_the_schema(name):
+    """Later ones it may take by their places."""
+    expected = [argument.name for argument in getattr(ops, name)._schema.arguments]
+    parameters = inspect.signature(ops.OPS[name].fake).parameters.values()
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert named == expected[: len(named)]
+    assert len(named) == len(expected) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 @cpu_and_cuda
@@ -169,7 +178,7 @@ def test_defaults_of_a_product(device):
     expected = ops.scaled_matmul(*args)
     assert_bitwise_equal(ops.scaled_matmul(*args[:6]), expected)
     check_fake(ops.scaled_matmul, args[:6])
-    for twin in (ops.OPS["scaled_matmul"].reference, cast.scaled_matmul, tritonfp8.scaled_matmul):
+    for twin in (ops.OPS["scaled_matmul"].reference, matmul.scaled_matmul, tritonfp8.scaled_matmul):
         parameters = inspect.signature(twin).parameters
         for name, value in zip(("bias", "activation", "residual", "out_dtype", "accumulation"), args[6:], strict=True):
             assert parameters[name].default == value

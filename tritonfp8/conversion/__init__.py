@@ -30,25 +30,3 @@ from tritonfp8.conversion.select import (
     why_unfit,
 )
 from tritonfp8.conversion.sharing import share_inputs, unshare_inputs
-
-__all__ = [
-    "Choice",
-    "ConversionReport",
-    "Filter",
-    "HighPrecision",
-    "Recipes",
-    "Roles",
-    "Selected",
-    "Selection",
-    "converted_experts",
-    "converted_layers",
-    "coverage",
-    "keep_layers",
-    "linears",
-    "select",
-    "share_inputs",
-    "sizes_of",
-    "teach_counters",
-    "unshare_inputs",
-    "why_unfit",
-]

@@ -13,7 +13,7 @@ derive. The core never imports this package.
 """
 
 # They check torch, and register the rules of the ops and the weights of quantize_weights_once.
-from tritonfp8.distributed import dtensor_rules, stored_weights, torch_private, weight_scope  # noqa: F401
+from tritonfp8.distributed import dtensor_rules, stored_weights, torch_private, weight_scope
 from tritonfp8.distributed.expert_parallel import shard_experts
 from tritonfp8.distributed.fsdp import enable_float8_all_gather
 from tritonfp8.distributed.options import scales, token_counts

@@ -1,113 +1,57 @@
 """The host side of the kernels: plan a call (choose tiles, describe buffers and launches), run the plan, repeat it.
 
-Exports the Triton twin of each op, what plans it, and what repeats a plan.
+Exports what repeats a plan, how GEMMs run, and the Triton twins of the ops (:data:`LAUNCHES`).
 """
 
-from tritonfp8.launch.cast import (
-    amax,
-    dequantize,
-    plan_dequantize,
-    plan_quantize,
-    plan_quantize_both,
-    quantize,
-    quantize_both,
-)
-from tritonfp8.launch.casts import (
-    MOST_WEIGHTS,
-    plan_quantize_both_sum,
-    plan_quantize_with_amax,
-    plan_transpose,
-    quantize_both_sum,
-    quantize_weights,
-    quantize_with_amax,
-    transpose,
-)
-from tritonfp8.launch.executor import generation, repeat_of
-from tritonfp8.launch.figures import operand_figures, plan_operand_figures
-from tritonfp8.launch.matmul import has_tma_layout, plan_scaled_matmul, product_kind, scaled_matmul
-from tritonfp8.launch.moe import (
-    dots_of_rows,
-    grouped_matmul,
-    grouped_product_kind,
-    grouped_sum,
-    plan_dots_of_rows,
-    plan_quantize_groups,
-    plan_quantize_groups_both,
-    plan_quantize_matrices,
-    plan_quantize_matrices_with_amax,
-    plan_scaled_grouped_matmul,
-    plan_sum_of_rows,
-    plan_swiglu,
-    plan_swiglu_backward,
-    plan_swiglu_backward_amax,
-    quantize_groups,
-    quantize_groups_both,
-    quantize_matrices,
-    quantize_matrices_with_amax,
-    scaled_grouped_matmul,
-    sum_of_rows,
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_,
-    swiglu_backward_amax,
-    swiglu_backward_amax_,
-)
-from tritonfp8.launch.optimizer import adamw, adamw_amax
-from tritonfp8.launch.plan import ALIGNMENT
-from tritonfp8.launch.shards import amax_of_shards, quantize_shards
+from __future__ import annotations
 
-__all__ = [
-    "ALIGNMENT",
-    "MOST_WEIGHTS",
-    "adamw",
-    "adamw_amax",
-    "amax",
-    "amax_of_shards",
-    "dequantize",
-    "generation",
-    "grouped_matmul",
-    "grouped_product_kind",
-    "grouped_sum",
-    "has_tma_layout",
-    "operand_figures",
-    "plan_dequantize",
-    "plan_operand_figures",
-    "plan_quantize",
-    "plan_quantize_both",
-    "plan_quantize_both_sum",
-    "plan_quantize_with_amax",
-    "plan_quantize_groups",
-    "dots_of_rows",
-    "plan_dots_of_rows",
-    "plan_sum_of_rows",
-    "plan_swiglu",
-    "plan_swiglu_backward",
-    "plan_swiglu_backward_amax",
-    "sum_of_rows",
-    "swiglu",
-    "swiglu_backward",
-    "swiglu_backward_",
-    "swiglu_backward_amax",
-    "swiglu_backward_amax_",
-    "plan_quantize_groups_both",
-    "plan_quantize_matrices",
-    "plan_quantize_matrices_with_amax",
-    "plan_scaled_grouped_matmul",
-    "plan_scaled_matmul",
-    "plan_transpose",
-    "product_kind",
-    "quantize",
-    "quantize_both",
-    "quantize_both_sum",
-    "quantize_with_amax",
-    "quantize_weights",
-    "quantize_groups",
-    "quantize_groups_both",
-    "quantize_matrices",
-    "quantize_matrices_with_amax",
-    "quantize_shards",
-    "repeat_of",
-    "scaled_grouped_matmul",
-    "scaled_matmul",
-    "transpose",
-]
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tritonfp8.launch import cast, casts, figures, matmul, moe, optimizer, shards
+from tritonfp8.launch.casts import MOST_WEIGHTS
+from tritonfp8.launch.executor import generation, repeat_of
+from tritonfp8.launch.launcher import Plannable
+from tritonfp8.launch.matmul import has_tma_layout, product_kind
+from tritonfp8.launch.moe import grouped_product_kind
+from tritonfp8.launch.plan import ALIGNMENT
+
+LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        function.__name__: function
+        for function in (
+            cast.amax,
+            cast.dequantize,
+            cast.quantize,
+            cast.quantize_both,
+            casts.quantize_both_sum,
+            casts.quantize_weights,
+            casts.quantize_with_amax,
+            casts.transpose,
+            figures.operand_figures,
+            matmul.scaled_matmul,
+            moe.dots_of_rows,
+            moe.grouped_matmul,
+            moe.grouped_sum,
+            moe.quantize_groups,
+            moe.quantize_groups_both,
+            moe.quantize_matrices,
+            moe.quantize_matrices_with_amax,
+            moe.scaled_grouped_matmul,
+            moe.sum_of_rows,
+            moe.swiglu,
+            moe.swiglu_backward,
+            moe.swiglu_backward_amax,
+            optimizer.adamw,
+            optimizer.adamw_amax,
+            shards.amax_of_shards,
+            shards.quantize_shards,
+        )
+    }
+)
+"""The function of each op that launches kernels, by the name of the op."""
+IN_PLACE: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"swiglu_backward": moe.swiglu_backward_, "swiglu_backward_amax": moe.swiglu_backward_amax_}
+)
+"""Functions that write the first result of an op over one of its arguments, by the name of the op."""

@@ -21,13 +21,11 @@ from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels.cast import quantize as quantize_kernels
 from tritonfp8.launch.columns import Columns, plan_columns, run_together
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.matmul import product_kind, scaled_matmul
+from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.partial_maxima import PartialMaxima, row_chunks
 from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, CastTile, cast_tiles
-
-__all__ = ["amax", "dequantize", "product_kind", "quantize", "quantize_both", "scaled_matmul"]
 
 META = torch.device("meta")
 # A spec, its block in the coordinates of x, how many partial maxima of the amax the kernel reduces in one step.
@@ -314,20 +312,16 @@ def plan_quantize(plan: Planner, x: View, amax: View | None, spec: str, transpos
     return [qdata, scale]
 
 
-def quantize(x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize`."""
-    results = planned(plan_quantize, (x, amax), (spec, transpose))
-    if results is not None:
-        qdata, scale = results
-        return qdata, scale
-    if not x.numel():
-        return reference.quantize(x, spec, transpose, amax)
-    if not _is_folded(x.shape, spec_of(spec).block):
-        amaxes = [None] * len(x) if amax is None else amax
-        pairs = [quantize(m, spec, False, a) for m, a in zip(x, amaxes, strict=True)]
-        return stacked([q for q, _ in pairs]), stacked([s for _, s in pairs])
-    matrix = x if x.ndim == 2 else x.contiguous()
-    return quantize(matrix, spec, transpose, None if amax is None else amax.contiguous())
+def _quantize_matrices(x: Tensor, spec: str, transpose: bool, amax: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Several matrices with a block that crosses the rows of two, one by one; None for another tensor."""
+    if not x.numel() or _is_folded(x.shape, spec_of(spec).block):
+        return None
+    amaxes = [None] * len(x) if amax is None else amax
+    pairs = [quantize(m, spec, False, a) for m, a in zip(x, amaxes, strict=True)]
+    return stacked([q for q, _ in pairs]), stacked([s for _, s in pairs])
+
+
+quantize = launcher(plan_quantize, reference.quantize, _quantize_matrices)
 
 
 def plan_both_sides(plan: Planner, x: View, spec: str, spec_t: str, with_sums: bool) -> tuple[list[View], View | None]:
@@ -342,13 +336,7 @@ def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[V
     return plan_both_sides(plan, x, spec, spec_t, False)[0] if x.numel() else None
 
 
-def quantize_both(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize_both`."""
-    results = planned(plan_quantize_both, (x,), (spec, spec_t))
-    if results is None:
-        return reference.quantize_both(x, spec, spec_t)
-    qdata, scale, qdata_t, scale_t = results
-    return qdata, scale, qdata_t, scale_t
+quantize_both = launcher(plan_quantize_both, reference.quantize_both)
 
 
 def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: torch.dtype) -> list[View] | None:
@@ -375,13 +363,10 @@ def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: t
     return [out]
 
 
-def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.dequantize`."""
-    results = planned(plan_dequantize, (qdata, scale), (spec, dtype))
-    if results is not None:
-        return results[0]
-    if not qdata.numel():
-        return qdata.new_empty(qdata.shape, dtype=dtype)
-    if not _is_folded(qdata.shape, spec_of(spec).block):
-        return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
-    return dequantize(qdata.contiguous(), scale.contiguous(), spec, dtype)
+def _dequantize_matrices(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor | None:
+    if not qdata.numel() or _is_folded(qdata.shape, spec_of(spec).block):
+        return None
+    return torch.stack([dequantize(q, s, spec, dtype) for q, s in zip(qdata, scale, strict=True)])
+
+
+dequantize = launcher(plan_dequantize, reference.dequantize, _dequantize_matrices)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.kernels.health import figures as kernels
-from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
 
 STRIP_ROWS, STRIP_COLUMNS, STRIP_WARPS = 16, 128, 8
@@ -54,22 +53,4 @@ def plan_operand_figures(
     return [out]
 
 
-def operand_figures(
-    x: Tensor,
-    whole: Tensor,
-    elements: int,
-    limit: float,
-    result: Tensor | None = None,
-    qdata: Tensor | None = None,
-    low: Tensor | None = None,
-    high: Tensor | None = None,
-) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.operand_figures`."""
-    tensors = (x, whole, result, qdata, low, high)
-    results = planned(plan_operand_figures, tensors, (elements, limit))
-    if results is not None:
-        return results[0]
-    if x.dtype not in READ or not x.numel():
-        return reference.operand_figures(x, whole, elements, limit, result, qdata, low, high)
-    loss = (t if t is None else t.contiguous() for t in (result, qdata, low, high))
-    return operand_figures(x.contiguous(), whole.contiguous(), elements, limit, *loss)
+operand_figures = launcher(plan_operand_figures, reference.operand_figures)

@@ -10,23 +10,3 @@ from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is
 from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.recompute import carry, decided, swapping
 from tritonfp8.layers.tensor_types import PLAIN, handler_of, register_linear
-
-__all__ = [
-    "PLAIN",
-    "ParameterHooks",
-    "all_or_nothing",
-    "carry",
-    "change_class",
-    "check_not_torchao",
-    "decided",
-    "forget_names",
-    "handler_of",
-    "is_bound",
-    "is_own_forward",
-    "rebase",
-    "record_names",
-    "recorded_modules",
-    "refuse_codes",
-    "register_linear",
-    "swapping",
-]

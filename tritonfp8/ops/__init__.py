@@ -1,108 +1,23 @@
 """The only place where ops are registered with torch.
 
-Exports the ops as functions, the table of their rows (:data:`OPS`), and what code needs while a graph is traced.
+Exports each op by its name (``ops.quantize``), the table of their rows (:data:`OPS`), and what code needs while a graph
+is traced.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tritonfp8.launch import ALIGNMENT
-from tritonfp8.ops import flops, graph_op  # noqa: F401  flops registers the FLOPs of the ops
+from tritonfp8.ops import flops, graph_op
 from tritonfp8.ops.batching import each_sample
-from tritonfp8.ops.registry import (
-    NAMESPACE,
-    OPS,
-    Op,
-    adamw,
-    adamw_amax,
-    amax,
-    amax_of_shards,
-    dequantize,
-    dots_of_rows,
-    gathered_matrices,
-    gathered_operand,
-    grouped_matmul,
-    grouped_sum,
-    implement,
-    matmul,
-    matrices_operand,
-    operand_figures,
-    quantize,
-    quantize_both,
-    quantize_both_sum,
-    quantize_groups,
-    quantize_groups_both,
-    quantize_matrices,
-    quantize_matrices_with_amax,
-    quantize_shards,
-    quantize_weights,
-    quantize_with_amax,
-    saved,
-    scaled_grouped_matmul,
-    scaled_matmul,
-    sum_of_rows,
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_amax,
-    transpose,
-    weight_operand,
-    whole_linear,
-    whole_linear_backward,
-    without_backward,
-)
+from tritonfp8.ops.registry import NAMESPACE, OPS, Op, implement, overload, saved
 from tritonfp8.ops.sharding import Operand, Rule
 from tritonfp8.ops.shards import GridPlace, casts_shards, places_to_read, places_to_write
 from tritonfp8.ops.tracing import is_exporting, is_traced, sealed
 from tritonfp8.reference import rounding_keys
 
-__all__ = [
-    "ALIGNMENT",
-    "GridPlace",
-    "casts_shards",
-    "places_to_read",
-    "places_to_write",
-    "NAMESPACE",
-    "OPS",
-    "Op",
-    "Operand",
-    "Rule",
-    "adamw",
-    "adamw_amax",
-    "amax",
-    "amax_of_shards",
-    "dequantize",
-    "dots_of_rows",
-    "each_sample",
-    "gathered_operand",
-    "graph_op",
-    "grouped_matmul",
-    "grouped_sum",
-    "implement",
-    "is_exporting",
-    "is_traced",
-    "matmul",
-    "quantize",
-    "quantize_both",
-    "quantize_both_sum",
-    "quantize_with_amax",
-    "quantize_groups",
-    "quantize_groups_both",
-    "quantize_matrices",
-    "quantize_matrices_with_amax",
-    "quantize_shards",
-    "quantize_weights",
-    "operand_figures",
-    "rounding_keys",
-    "saved",
-    "scaled_grouped_matmul",
-    "scaled_matmul",
-    "sealed",
-    "sum_of_rows",
-    "swiglu",
-    "swiglu_backward",
-    "swiglu_backward_amax",
-    "transpose",
-    "matrices_operand",
-    "gathered_matrices",
-    "weight_operand",
-    "whole_linear",
-    "whole_linear_backward",
-    "without_backward",
-]
+globals().update({name: overload(name) for name in OPS})
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """An op by its name."""

@@ -6,9 +6,7 @@ as long as its launch. A call site does so once and keeps what repeats the plan.
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,36 +14,7 @@ from torch import Tensor
 from tritonfp8 import counting
 from tritonfp8.compat import torch_private
 from tritonfp8.compat.triton_private import launches_are_watched
-from tritonfp8.launch import ALIGNMENT, generation, repeat_of
-
-
-class Plannable(NamedTuple):
-    """How the arguments of an op become those of its planner.
-
-    Attributes:
-        planner: makes the plans of the op.
-        parameters: names of the arguments of the op, in order.
-        defaults: values of arguments that a call may leave out.
-        is_one: whether the op returns one tensor, which its plan returns as a tuple of one.
-    """
-
-    planner: Callable[..., Any]
-    parameters: Sequence[str]
-    defaults: Mapping[str, Any]
-    is_one: bool
-
-    @classmethod
-    def of(cls, planner: Callable[..., Any], like: Callable[..., Any], is_one: bool) -> Plannable:
-        """For an op with the parameters and defaults of ``like``."""
-        parameters = inspect.signature(like).parameters
-        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        return cls(planner, tuple(parameters), defaults, is_one)
-
-    def names(self) -> tuple[list[str], list[str]]:
-        """The parameters of the planner that are tensors, and the others, in order."""
-        _, *parameters = inspect.signature(self.planner).parameters.values()
-        tensors = [p.name for p in parameters if str(p.annotation).startswith("View")]
-        return tensors, [p.name for p in parameters if p.name not in tensors]
+from tritonfp8.launch import ALIGNMENT, Plannable, generation, repeat_of
 
 
 class _Repeat(NamedTuple):
@@ -66,28 +35,19 @@ class _Repeat(NamedTuple):
     device: int
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    if len(places) == 1:
-        (place,) = places
-        return lambda args: (args[place],)
-    return operator.itemgetter(*places)
-
-
 def _look_up(plannable: Plannable, args: Sequence[Any]) -> _Repeat | None:
     """What repeats the plan of a call that ran; None if nothing does."""
-    values = {**plannable.defaults, **dict(zip(plannable.parameters, args, strict=False))}
-    tensor_names, option_names = plannable.names()
-    tensors = [values.get(name) for name in tensor_names]
+    values = dict(zip(plannable.parameters, plannable.completed(tuple(args)), strict=True))
+    tensors = [values.get(name) for name in plannable.tensors]
     given = [x for x in tensors if x is not None]
     # Addresses are joined from two lists, which serves calls whose last tensors are absent.
     if any(x is None for x in tensors[: len(given)]) or any(x.data_ptr() % ALIGNMENT for x in given):
         return None
-    run = repeat_of(plannable.planner, tensors, tuple(values.get(name) for name in option_names))
+    run = repeat_of(plannable.planner, tensors, tuple(values.get(name) for name in plannable.options))
     if run is None:
         return None
-    places = [plannable.parameters.index(name) for name in tensor_names[: len(given)]]
     absent = [None] * (len(tensors) - len(given))
-    return _Repeat(run, _picker(places), absent, generation[0], given[0].get_device())
+    return _Repeat(run, plannable.pick(plannable.tensors[: len(given)]), absent, generation[0], given[0].get_device())
 
 
 def call_site(plannable: Plannable, general: Callable[..., Any]) -> Callable[..., Any]:

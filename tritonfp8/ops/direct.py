@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from tritonfp8.compat import inductor_private, torch_private
+from tritonfp8.launch import Plannable
 from tritonfp8.ops import passes
-from tritonfp8.ops.call_site import Plannable, call_site
+from tritonfp8.ops.call_site import call_site
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -63,8 +64,7 @@ def add(
     op: Any,
     cpu: Callable[..., Any],
     cuda: Callable[..., Any],
-    like: Callable[..., Any],
-    planner: Callable[..., Any] | None = None,
+    plannable: Plannable | None = None,
 ) -> None:
     """Add the function of an op.
 
@@ -73,13 +73,12 @@ def add(
         op: its overload, which goes through the dispatcher.
         cpu: implements it on a CPU.
         cuda: implements it on a GPU.
-        like: has the parameters and defaults of the schema.
-        planner: makes the plans of ``cuda``, if a plan serves all that ``cuda`` does.
+        plannable: how plans are made of its arguments, if a plan serves all that ``cuda`` does.
     """
     setattr(CALLS, name, _without_dispatcher(op, cpu, cuda))
     maker = None
-    if planner is not None:
-        _plannable[name] = Plannable.of(planner, like, is_one=_returns_one(op))
+    if plannable is not None:
+        _plannable[name] = plannable
         maker = f"{_SITE_ALIAS}({name!r})"
     _calls[f"torch.ops.{op}"] = inductor_private.Direct(f"{_ALIAS}.{name}", maker)
 
@@ -113,11 +112,6 @@ def add_in_place(name: str, op: Any, cpu: Callable[..., Any], cuda: Callable[...
     setattr(CALLS, name, _without_dispatcher(op, on_cpu, cuda))
     key = f"torch.ops.{op}"
     _calls[key] = _calls[key]._replace(in_place=inductor_private.InPlace(f"{_ALIAS}.{name}", place))
-
-
-def _returns_one(op: Any) -> bool:
-    """Whether the op returns one tensor, not several or a list."""
-    return [str(result.type) for result in op._schema.returns] == ["Tensor"]
 
 
 def _sign_graphs() -> None:

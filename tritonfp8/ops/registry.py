@@ -37,9 +37,8 @@ class Op:
             implements.
         reference: the op in plain torch, with the parameters and defaults of the schema. It runs on a CPU and defines
             what the kernels must return. None for an op that another module implements (:func:`implement`).
-        launch: the same by kernels. None if the reference runs on CUDA, too.
-        planner: makes the plan of ``launch``, whose parameters have the names of those in the schema. None if
-            ``launch`` does more than to run a plan.
+        launch: the same by kernels. None if the reference runs on CUDA, too. Where a plan serves all that it does, it
+            has an attribute ``plannable``.
         kind: the kind under which a GEMM is counted (:mod:`tritonfp8.counting`).
         contraction: the K with which it is counted, from its arguments. None for the columns of the first one.
         sharding: how DTensor may shard it. None for an op that is not called on DTensors, or that takes or returns a
@@ -50,16 +49,14 @@ class Op:
     fake: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
     launch: Callable[..., Any] | None = None
-    planner: Callable[..., Any] | None = None
     kind: Callable[..., str] | None = None
     contraction: Callable[..., int] | None = None
     sharding: Rule | None = None
 
 
-def _twin(name: str, schema: str) -> Op:
-    """An op whose fake, reference and launch have its name, and its planner, if there is one."""
-    fake, twin, launched = (getattr(module, name) for module in (fakes, reference, launch))
-    return Op(schema, fake, twin, launched, getattr(launch, f"plan_{name}", None))
+def _twin(name: str, schema: str, **others: Any) -> Op:
+    """An op whose fake, reference and launch, if it has one, have its name; ``others``: more fields."""
+    return Op(schema, getattr(fakes, name), getattr(reference, name), launch.LAUNCHES.get(name), **others)
 
 
 _OF = "Tensor x, Tensor offsets, str spec"
@@ -71,19 +68,14 @@ _GATE_UP = 1
 _CACHED_WEIGHT = "Tensor? qdata=None, Tensor? scale=None, Tensor? qdata_t=None, Tensor? scale_t=None"
 
 _CASTS = {
-    "amax": Op(
+    "amax": _twin(
+        "amax",
         "(Tensor x, int[] block) -> Tensor",
-        fakes.amax,
-        reference.amax,
-        launch.amax,
         sharding=Rule({"x": Operand("RC")}, (Operand("RC", "block", "max"),)),
     ),
-    "quantize": Op(
+    "quantize": _twin(
+        "quantize",
         "(Tensor x, str spec, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)",
-        fakes.quantize,
-        reference.quantize,
-        launch.quantize,
-        launch.plan_quantize,
         sharding=Rule(
             {"x": Operand("RC"), "amax": Operand("RC", "spec")},
             (Operand("RC"), Operand("RC", "spec")),
@@ -91,12 +83,9 @@ _CASTS = {
             needs="amax",
         ),
     ),
-    "quantize_both": Op(
+    "quantize_both": _twin(
+        "quantize_both",
         "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor)",
-        fakes.quantize_both,
-        reference.quantize_both,
-        launch.quantize_both,
-        launch.plan_quantize_both,
         sharding=Rule(
             {"x": Operand("RC")},
             (Operand("RC"), Operand("RC", "spec", None), Operand("CR"), Operand("CR", "spec_t", None)),
@@ -106,20 +95,14 @@ _CASTS = {
         "quantize_both_sum", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "quantize_with_amax": _twin("quantize_with_amax", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"),
-    "dequantize": Op(
+    "dequantize": _twin(
+        "dequantize",
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
-        fakes.dequantize,
-        reference.dequantize,
-        launch.dequantize,
-        launch.plan_dequantize,
         sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
     ),
-    "transpose": Op(
+    "transpose": _twin(
+        "transpose",
         "(Tensor qdata) -> Tensor",
-        fakes.transpose,
-        reference.transpose,
-        launch.transpose,
-        launch.plan_transpose,
         sharding=Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
     ),
 }
@@ -138,32 +121,25 @@ _SHARDS = {
 _LISTS = {"quantize_weights": _twin("quantize_weights", "(Tensor x, Tensor[] others, str spec) -> Tensor[]")}
 # Weights that are stored in 8 bits, stepped in place.
 _OPTIMIZERS = {
-    "adamw_amax": Op(
+    "adamw_amax": _twin(
+        "adamw_amax",
         "(Tensor qdata, Tensor scale, Tensor exp_avg, Tensor exp_avg_sq, Tensor grad, Tensor numbers, str spec, "
         "int[] scale_block, int[] place, Tensor? exp_avg_scale=None, Tensor? exp_avg_sq_scale=None) -> Tensor",
-        fakes.adamw_amax,
-        reference.adamw_amax,
-        launch.adamw_amax,
     ),
-    "adamw": Op(
+    "adamw": _twin(
+        "adamw",
         "(Tensor(a!) qdata, Tensor(b!) scale, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor grad, Tensor numbers, "
         "Tensor keys, str spec, int[] scale_block, int[] place, bool stochastic, Tensor(e!)? exp_avg_scale=None, "
         "Tensor(f!)? exp_avg_sq_scale=None, Tensor? amax=None) -> ()",
-        fakes.adamw,
-        reference.adamw,
-        launch.adamw,
     ),
 }
 _GEMMS = {
-    "scaled_matmul": Op(
+    "scaled_matmul": _twin(
+        "scaled_matmul",
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
         # Without a dtype: bfloat16. As the default it would be a number in a graph, which AOTInductor refuses.
         "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, "
         "str accumulation='precise', bool batch_invariant=False) -> Tensor",
-        fakes.scaled_matmul,
-        reference.scaled_matmul,
-        launch.scaled_matmul,
-        launch.plan_scaled_matmul,
         kind=scaled_matmul_kind,
         sharding=Rule(
             {
@@ -178,10 +154,9 @@ _GEMMS = {
             forbids=("bias", "activation", "residual", "batch_invariant"),
         ),
     ),
-    "matmul": Op(
+    "matmul": _twin(
+        "matmul",
         "(Tensor a, Tensor b, Tensor? bias=None) -> Tensor",
-        fakes.matmul,
-        reference.matmul,
         kind=matmul_kind,
         sharding=Rule(
             {"a": Operand("MK"), "b": Operand("NK"), "bias": Operand("N")}, (Operand("MN"),), forbids=("bias",)
@@ -201,23 +176,18 @@ _GROUPED = {
     "quantize_matrices_with_amax": _twin(
         "quantize_matrices_with_amax", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"
     ),
-    "scaled_grouped_matmul": Op(
+    "scaled_grouped_matmul": _twin(
+        "scaled_grouped_matmul",
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
         "Tensor? bias=None, ScalarType? out_dtype=None, str accumulation='precise', bool batch_invariant=False, "
         # Of groups of columns: the rows that were quantized.
         "SymInt tokens=0) -> Tensor",
-        fakes.scaled_grouped_matmul,
-        reference.scaled_grouped_matmul,
-        launch.scaled_grouped_matmul,
-        launch.plan_scaled_grouped_matmul,
         kind=launch.grouped_product_kind,
         contraction=grouped_contraction,
     ),
-    "grouped_matmul": Op(
+    "grouped_matmul": _twin(
+        "grouped_matmul",
         "(Tensor a, Tensor b, Tensor offsets, Tensor? bias=None) -> Tensor",
-        fakes.grouped_matmul,
-        reference.grouped_matmul,
-        launch.grouped_matmul,
         kind=matmul_kind,
     ),
     "grouped_sum": _twin("grouped_sum", "(Tensor x, Tensor offsets) -> Tensor"),
@@ -245,6 +215,8 @@ _LAYERS = {
         "(Tensor input, Tensor weight, Tensor? bias, str recipe, bool shares_input, ScalarType dtype, str code) "
         "-> Tensor"
     ),
+    # The recipe is the text of its GEMMs, as `Recipe.args` has it. The cached weight is the result of
+    # tritonfp8.functional.quantize_weight: qdata and scale of the weight, then of its transpose.
     "whole_linear": Op(
         f"(Tensor input, Tensor weight, str recipe, Tensor? bias=None, {_CACHED_WEIGHT}) -> Tensor", fakes.whole_linear
     ),
@@ -290,7 +262,7 @@ def implement(name: str, function: Callable[..., Any], backward: Callable[..., A
     composite = OPS[name].fake is None
     _library.impl(name, function, "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd")
     if not composite:
-        direct.add(name, _overload(name), function, function, function)
+        direct.add(name, overload(name), function, function)
     if backward is not None:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=_save, lib=_library)
 
@@ -307,7 +279,8 @@ def saved(ctx: Any) -> list[Any]:
     return [next(tensors) if other is None else other[0] for other in ctx.others]
 
 
-def _overload(name: str) -> Any:
+def overload(name: str) -> Any:
+    """The op of this name, as torch's dispatcher calls it."""
     return getattr(torch.ops.tritonfp8, name).default
 
 
@@ -321,52 +294,11 @@ def _register() -> None:
             cuda = cpu if op.launch is None else on_cuda(op.launch, op.reference, op.kind, op.contraction)
             _library.impl(name, cpu, "CPU")
             _library.impl(name, cuda, "CUDA")
-            direct.add(name, _overload(name), cpu, cuda, op.reference, op.planner)
+            direct.add(name, overload(name), cpu, cuda, getattr(op.launch, "plannable", None))
         if name not in {**_SHARDS, **_LISTS, **_OPTIMIZERS}:
             batching.register(f"{NAMESPACE}::{name}", _library)
-    for name in ("swiglu_backward", "swiglu_backward_amax"):
-        cpu, cuda = getattr(reference, name), getattr(launch, f"{name}_")
-        direct.add_in_place(f"{name}_", _overload(name), cpu, cuda, _GATE_UP)
+    for name, cuda in launch.IN_PLACE.items():
+        direct.add_in_place(f"{name}_", overload(name), getattr(reference, name), cuda, _GATE_UP)
 
 
 _register()
-
-adamw = torch.ops.tritonfp8.adamw.default
-adamw_amax = torch.ops.tritonfp8.adamw_amax.default
-amax = torch.ops.tritonfp8.amax.default
-quantize = torch.ops.tritonfp8.quantize.default
-quantize_both = torch.ops.tritonfp8.quantize_both.default
-quantize_both_sum = torch.ops.tritonfp8.quantize_both_sum.default
-quantize_with_amax = torch.ops.tritonfp8.quantize_with_amax.default
-amax_of_shards = torch.ops.tritonfp8.amax_of_shards.default
-quantize_shards = torch.ops.tritonfp8.quantize_shards.default
-quantize_weights = torch.ops.tritonfp8.quantize_weights.default
-dequantize = torch.ops.tritonfp8.dequantize.default
-transpose = torch.ops.tritonfp8.transpose.default
-scaled_matmul = torch.ops.tritonfp8.scaled_matmul.default
-matmul = torch.ops.tritonfp8.matmul.default
-quantize_groups = torch.ops.tritonfp8.quantize_groups.default
-quantize_groups_both = torch.ops.tritonfp8.quantize_groups_both.default
-quantize_matrices = torch.ops.tritonfp8.quantize_matrices.default
-quantize_matrices_with_amax = torch.ops.tritonfp8.quantize_matrices_with_amax.default
-scaled_grouped_matmul = torch.ops.tritonfp8.scaled_grouped_matmul.default
-grouped_matmul = torch.ops.tritonfp8.grouped_matmul.default
-grouped_sum = torch.ops.tritonfp8.grouped_sum.default
-swiglu = torch.ops.tritonfp8.swiglu.default
-swiglu_backward = torch.ops.tritonfp8.swiglu_backward.default
-swiglu_backward_amax = torch.ops.tritonfp8.swiglu_backward_amax.default
-sum_of_rows = torch.ops.tritonfp8.sum_of_rows.default
-dots_of_rows = torch.ops.tritonfp8.dots_of_rows.default
-operand_figures = torch.ops.tritonfp8.operand_figures.default
-whole_linear = torch.ops.tritonfp8.whole_linear.default
-"""``whole_linear(input, weight, *recipe.args, bias, *cached)``, of plain tensors of one dtype, in which it computes.
-
-``cached`` is the result of :func:`tritonfp8.functional.quantize_weight`, or Nones: qdata and scale of the weight, then
-of its transpose.
-"""
-whole_linear_backward = torch.ops.tritonfp8.whole_linear_backward.default
-without_backward = torch.ops.tritonfp8.without_backward.default
-weight_operand = torch.ops.tritonfp8.weight_operand.default
-gathered_operand = torch.ops.tritonfp8.gathered_operand.default
-matrices_operand = torch.ops.tritonfp8.matrices_operand.default
-gathered_matrices = torch.ops.tritonfp8.gathered_matrices.default

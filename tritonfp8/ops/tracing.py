@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonfp8.compat.torch_private import is_exporting as is_exporting
 from tritonfp8.compat.torch_private import is_traced as is_traced
-from tritonfp8.ops.registry import implement, without_backward
+from tritonfp8.ops.registry import implement, overload
 
 
 def sealed(out: Tensor, *sources: Tensor | None) -> Tensor:
@@ -42,3 +42,4 @@ def _copy(out: Tensor, *sources: Tensor | None) -> Tensor:
 
 
 implement("without_backward", _copy, _no_backward)
+without_backward = overload("without_backward")

@@ -28,8 +28,8 @@ def _grouped_anywhere(request, monkeypatch):
     """On CPU tensors the dispatcher runs the reference; launched directly, the kernels run in the interpreter."""
     monkeypatch.setattr(grouped, "runs_kernels", lambda shard: shard.is_contiguous())
     if request.param == "kernels":
-        monkeypatch.setattr(ops, "amax_of_shards", launch.amax_of_shards)
-        monkeypatch.setattr(ops, "quantize_shards", launch.quantize_shards)
+        monkeypatch.setattr(ops, "amax_of_shards", launch.shards.amax_of_shards)
+        monkeypatch.setattr(ops, "quantize_shards", launch.shards.quantize_shards)
 
 
 def weight(rows, cols, seed, dtype, device):
@@ -164,7 +164,7 @@ def test_one_table_serves_every_step():
     assert all(tables[0][purpose] is tables[1][purpose] for purpose in tables[0])
     # The amaxes, and the two orientations of each of two groups.
     assert len(batch.places) == 5
-    assert len(tables[0]) == (5 if ops.quantize_shards is launch.quantize_shards else 0)
+    assert len(tables[0]) == (5 if ops.quantize_shards is launch.shards.quantize_shards else 0)
 
 
 class Counter(TorchDispatchMode):

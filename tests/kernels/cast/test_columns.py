@@ -65,7 +65,7 @@ def test_of_one_matrix_likewise(device, shape, transpose, dtype, way, go):
     given = x if transpose else x.t()
     go(way)
     on_device = x.to(device)
-    found = launch.quantize(on_device if transpose else on_device.t(), *SPEC.args, transpose)
+    found = launch.cast.quantize(on_device if transpose else on_device.t(), *SPEC.args, transpose)
     assert_bitwise_equal(tuple(t.cpu() for t in found), reference.quantize(given, *SPEC.args, transpose))
 
 
@@ -79,5 +79,5 @@ def test_large_matrices_beside_other_work(shape):
     for _ in range(20):
         with torch.cuda.stream(busy):
             a @ a
-        assert_bitwise_equal(launch.quantize(x, *SPEC.args, True), expected)
+        assert_bitwise_equal(launch.cast.quantize(x, *SPEC.args, True), expected)
     torch.cuda.synchronize()

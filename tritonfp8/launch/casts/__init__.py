@@ -9,16 +9,3 @@ from tritonfp8.launch.casts.known_amax import plan_quantize_with_amax, quantize_
 from tritonfp8.launch.casts.rows import can_plan_rows, plan_rows
 from tritonfp8.launch.casts.transposed import plan_transpose, transpose
 from tritonfp8.launch.casts.weights import MOST_WEIGHTS, quantize_weights
-
-__all__ = [
-    "MOST_WEIGHTS",
-    "can_plan_rows",
-    "plan_quantize_both_sum",
-    "plan_quantize_with_amax",
-    "plan_rows",
-    "plan_transpose",
-    "quantize_both_sum",
-    "quantize_weights",
-    "quantize_with_amax",
-    "transpose",
-]

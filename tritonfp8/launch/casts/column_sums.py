@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tritonfp8 import reference
 from tritonfp8.kernels.cast.quantize import column_sums_kernel
 from tritonfp8.launch import cast
-from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.tuning import cast_tiles
 
@@ -33,10 +34,8 @@ def plan_quantize_both_sum(plan: Planner, x: View, spec: str, spec_t: str) -> li
     return [*outputs, sums]
 
 
-def quantize_both_sum(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize_both_sum`."""
-    results = planned(plan_quantize_both_sum, (x,), (spec, spec_t))
-    if results is None:
-        return *cast.quantize_both(x, spec, spec_t), x.sum(0)
-    qdata, scale, qdata_t, scale_t, sums = results
-    return qdata, scale, qdata_t, scale_t, sums
+def _sum_alone(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, ...]:
+    return *cast.quantize_both(x, spec, spec_t), x.sum(0)
+
+
+quantize_both_sum = launcher(plan_quantize_both_sum, reference.quantize_both_sum, _sum_alone)

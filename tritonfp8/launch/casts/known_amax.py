@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.launch import cast
 from tritonfp8.launch.casts.rows import can_plan_rows, plan_rows
-from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, spec_of, transposed
 
@@ -39,10 +38,5 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> l
     return [qdata, scale, amax.strided((amax.shape[1], 1), (1, 1))]
 
 
-def quantize_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize_with_amax`; an amax of NaN may have any payload."""
-    results = planned(plan_quantize_with_amax, (x,), (spec, spec_t))
-    if results is None:
-        return reference.quantize_with_amax(x, spec, spec_t)
-    qdata, scale, amax = results
-    return qdata, scale, amax
+# An amax of NaN may have any payload.
+quantize_with_amax = launcher(plan_quantize_with_amax, reference.quantize_with_amax)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from tritonfp8 import reference
 from tritonfp8.kernels.cast import quantize as kernels
-from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.tuning import VECTOR_BYTES, cast_tiles
 
@@ -32,8 +32,4 @@ def plan_transpose(plan: Planner, qdata: View) -> list[View]:
     return [out]
 
 
-def transpose(qdata: Tensor) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.transpose`."""
-    results = planned(plan_transpose, (qdata,), ())
-    assert results is not None
-    return results[0]
+transpose = launcher(plan_transpose, reference.transpose)

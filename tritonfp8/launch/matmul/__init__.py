@@ -16,19 +16,3 @@ from tritonfp8.launch.matmul.scaled import (
     scaled_matmul,
 )
 from tritonfp8.launch.matmul.widened import ROW_UNIT, WIDE, plan_operand, too_many_scales
-
-__all__ = [
-    "PROMOTION",
-    "ROW_UNIT",
-    "SWIZZLE",
-    "WIDE",
-    "has_tma_layout",
-    "is_readable_along_k",
-    "plan_operand",
-    "plan_scaled_matmul",
-    "product_kind",
-    "readable_along_k",
-    "scale_along_k",
-    "scaled_matmul",
-    "too_many_scales",
-]

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8 import hardware, tuning
+from tritonfp8 import hardware, reference, tuning
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels.matmul import block_scaled as block_kernels
 from tritonfp8.kernels.matmul import hopper as hopper_kernels
 from tritonfp8.kernels.matmul import scaled as matmul_kernels
 from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.matmul import widened
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, SPECS, empty_scale, matmul_family, spec_of
@@ -316,6 +317,7 @@ def readable_along_k(scale: Tensor, spec: str) -> Tensor:
     return empty_scale(shape, BLOCK_1X128, "fp32", scale.device).copy_(scale)
 
 
+@served_by(plan_scaled_matmul, reference.scaled_matmul)
 def scaled_matmul(
     a: Tensor,
     a_scale: Tensor,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +16,7 @@ from tritonfp8.launch.cast import plan_quantize
 from tritonfp8.launch.casts import can_plan_rows, plan_rows
 from tritonfp8.launch.columns import plan_columns, run_together
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.moe.schedule import bounds_size
 from tritonfp8.launch.moe.sides import META, TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
 from tritonfp8.launch.plan import Planner, View
@@ -79,6 +84,8 @@ def plan_quantize_groups(
 ) -> list[View] | None:
     """Outputs: qdata, scale."""
     found = spec_of(spec)
+    if not transpose:
+        check_group_spec(found, "rows")
     of = _tokens(x, offsets, rows, factors, swiglu=swiglu)
     if of is None:
         return None
@@ -90,40 +97,19 @@ def plan_quantize_groups(
     return [qdata, scale]
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
+def _of_empty_groups(twin: Callable[..., Any]) -> Callable[..., Any]:
+    """What serves calls without elements: the reference. Their groups are empty, so the host need not read offsets."""
+    place = list(inspect.signature(twin).parameters).index("offsets")
+
+    def serve(*args: Any) -> Any:
+        if any(isinstance(x, Tensor) and not x.is_contiguous() for x in args):
+            return None
+        return twin(*args[:place], torch.zeros(args[place].shape, dtype=torch.int32), *args[place + 1 :])
+
+    return serve
 
 
-def quantize_groups(
-    x: Tensor,
-    offsets: Tensor,
-    spec: str,
-    transpose: bool = False,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
-    swiglu: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize_groups`."""
-    if not transpose:
-        check_group_spec(spec_of(spec), "rows")
-    results = planned(plan_quantize_groups, (x, offsets, rows, factors), (spec, transpose, swiglu))
-    if results is not None:
-        return results[0], results[1]
-    if not _has_elements(x, rows):
-        made = reference.read_rows(x, None, None, swiglu)
-        return _empty_groups(made, offsets, spec, transpose, rows)
-    rows, factors = _contiguous(rows, factors)
-    return quantize_groups(x.contiguous(), offsets.contiguous(), spec, transpose, rows, factors, swiglu)
-
-
-def _has_elements(x: Tensor, rows: Tensor | None) -> bool:
-    return bool(x.numel()) and (rows is None or bool(rows.numel()))
-
-
-def _empty_groups(x: Tensor, offsets: Tensor, spec: str, transpose: bool, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of tensors without elements, whose groups are empty: no offset has to be read."""
-    picked = x if rows is None else x.new_empty((len(rows), x.shape[1]))
-    return reference.quantize_groups(picked, torch.zeros(offsets.shape, dtype=torch.int32), spec, transpose)
+quantize_groups = launcher(plan_quantize_groups, reference.quantize_groups, _of_empty_groups(reference.quantize_groups))
 
 
 def plan_quantize_groups_both(
@@ -138,36 +124,20 @@ def plan_quantize_groups_both(
     swiglu: bool,
 ) -> list[View] | None:
     """Outputs: qdata, scale, and those of the transpose."""
+    found = spec_of(spec)
+    check_group_spec(found, "rows")
     of = _tokens(x, offsets, rows, factors, None, swiglu, amax)
     if of is None:
         return None
-    side, qdata, scale = side_of_tokens(plan, of, spec_of(spec), False)
+    side, qdata, scale = side_of_tokens(plan, of, found, False)
     side_t, qdata_t, scale_t = side_of_tokens(plan, of, spec_of(spec_t), True)
     plan_sides(plan, of, side, side_t)
     return [qdata, scale, qdata_t, scale_t]
 
 
-def quantize_groups_both(
-    x: Tensor,
-    offsets: Tensor,
-    spec: str,
-    spec_t: str,
-    rows: Tensor | None = None,
-    factors: Tensor | None = None,
-    swiglu: bool = False,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize_groups_both`."""
-    check_group_spec(spec_of(spec), "rows")
-    results = planned(plan_quantize_groups_both, (x, offsets, rows, factors, amax), (spec, spec_t, swiglu))
-    if results is not None:
-        qdata, scale, qdata_t, scale_t = results
-        return qdata, scale, qdata_t, scale_t
-    if not _has_elements(x, rows):
-        made = reference.read_rows(x, None, None, swiglu)
-        return *_empty_groups(made, offsets, spec, False, rows), *_empty_groups(made, offsets, spec_t, True, rows)
-    rows, factors, amax = _contiguous(rows, factors, amax)
-    return quantize_groups_both(x.contiguous(), offsets.contiguous(), spec, spec_t, rows, factors, swiglu, amax)
+quantize_groups_both = launcher(
+    plan_quantize_groups_both, reference.quantize_groups_both, _of_empty_groups(reference.quantize_groups_both)
+)
 
 
 def plan_swiglu_backward_amax(
@@ -200,18 +170,9 @@ def _swiglu_backward_amax(
     return of.x, of.amax
 
 
-def swiglu_backward_amax(
-    grad: Tensor, gate_up: Tensor, offsets: Tensor, spec: str, spec_t: str
-) -> tuple[Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.swiglu_backward_amax`."""
-    results = planned(plan_swiglu_backward_amax, (grad, gate_up, offsets), (spec, spec_t))
-    if results is not None:
-        return results[0], results[1]
-    if offsets.is_contiguous():
-        # No elements, or no amax.
-        offsets = torch.zeros(offsets.shape, dtype=torch.int32)
-        return reference.swiglu_backward_amax(grad, gate_up, offsets, spec, spec_t)
-    return swiglu_backward_amax(grad, gate_up, offsets.contiguous(), spec, spec_t)
+swiglu_backward_amax = launcher(
+    plan_swiglu_backward_amax, reference.swiglu_backward_amax, _of_empty_groups(reference.swiglu_backward_amax)
+)
 
 
 def swiglu_backward_amax_(
@@ -270,16 +231,7 @@ def plan_quantize_matrices(plan: Planner, x: View, amax: View | None, spec: str,
     return [qdata, scale]
 
 
-def quantize_matrices(
-    x: Tensor, spec: str, transpose: bool = False, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize_matrices`."""
-    results = planned(plan_quantize_matrices, (x, amax), (spec, transpose))
-    if results is not None:
-        return results[0], results[1]
-    if not x.numel() or (amax is not None and -1 not in spec_of(spec).block):
-        return reference.quantize_matrices(x, spec, transpose, amax)
-    return quantize_matrices(x.contiguous(), spec, transpose, None if amax is None else amax.contiguous())
+quantize_matrices = launcher(plan_quantize_matrices, reference.quantize_matrices)
 
 
 def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
@@ -302,12 +254,8 @@ def plan_quantize_matrices_with_amax(plan: Planner, x: View, spec: str, spec_t: 
     return [qdata, scale, of.amax.strided((groups, 1, 1), (1, 1, 1)).retyped(torch.float32)]
 
 
-def quantize_matrices_with_amax(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the twin of :func:`tritonfp8.reference.quantize_matrices_with_amax`; a NaN may have any payload."""
-    results = planned(plan_quantize_matrices_with_amax, (x,), (spec, spec_t))
-    if results is None:
-        return reference.quantize_matrices_with_amax(x, spec, spec_t)
-    return results[0], results[1], results[2]
+# An amax of NaN may have any payload.
+quantize_matrices_with_amax = launcher(plan_quantize_matrices_with_amax, reference.quantize_matrices_with_amax)
 
 
 def plan_grouped_sum(plan: Planner, x: View, offsets: View) -> list[View] | None:
@@ -340,11 +288,4 @@ def plan_grouped_sum(plan: Planner, x: View, offsets: View) -> list[View] | None
     return [out]
 
 
-def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.grouped_sum`."""
-    results = planned(plan_grouped_sum, (x, offsets), ())
-    if results is not None:
-        return results[0]
-    return (
-        x.new_zeros((len(offsets), x.shape[1])) if not x.numel() else grouped_sum(x.contiguous(), offsets.contiguous())
-    )
+grouped_sum = launcher(plan_grouped_sum, reference.grouped_sum, _of_empty_groups(reference.grouped_sum))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritonfp8 import hardware
+from tritonfp8 import hardware, reference
 from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.hardware import Abilities
 from tritonfp8.kernels.matmul.sizes import SPECIALIZED_WAVE_ROWS
 from tritonfp8.kernels.moe import hopper as hopper_kernels
 from tritonfp8.kernels.moe import matmul as kernels
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.matmul import (
     PROMOTION,
     ROW_UNIT,
@@ -245,6 +246,7 @@ def plan_scaled_grouped_matmul(
     return outputs if outputs is None or out is None else []
 
 
+@served_by(plan_scaled_grouped_matmul, reference.scaled_grouped_matmul)
 def scaled_grouped_matmul(
     a: Tensor,
     a_scale: Tensor,

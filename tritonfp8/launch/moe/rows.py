@@ -8,6 +8,7 @@ from torch import Tensor
 from tritonfp8 import reference
 from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.tuning import cast_tiles
 
@@ -54,16 +55,8 @@ def add_swiglu(plan: Planner, x: View, gate_up: View | None, out: View | None = 
     return out
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.swiglu`."""
-    results = planned(plan_swiglu, (x,), ())
-    return reference.swiglu(x) if results is None else results[0]
-
-
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.swiglu_backward`."""
-    results = planned(plan_swiglu_backward, (grad, gate_up), ())
-    return reference.swiglu_backward(grad, gate_up) if results is None else results[0]
+swiglu = launcher(plan_swiglu, reference.swiglu)
+swiglu_backward = launcher(plan_swiglu_backward, reference.swiglu_backward)
 
 
 def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> Tensor:
@@ -97,14 +90,7 @@ def plan_sum_of_rows(plan: Planner, x: View, places: View, factors: View | None)
     return [out]
 
 
-def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.sum_of_rows`."""
-    results = planned(plan_sum_of_rows, (x, places, factors), ())
-    if results is not None:
-        return results[0]
-    if not (x.numel() and places.numel()):
-        return reference.sum_of_rows(x, places, factors)
-    return sum_of_rows(x, places.contiguous(), None if factors is None else factors.contiguous())
+sum_of_rows = launcher(plan_sum_of_rows, reference.sum_of_rows)
 
 
 def plan_dots_of_rows(plan: Planner, grad: View, x: View, places: View, out_dtype: torch.dtype) -> list[View] | None:
@@ -129,11 +115,4 @@ def plan_dots_of_rows(plan: Planner, grad: View, x: View, places: View, out_dtyp
     return [out]
 
 
-def dots_of_rows(grad: Tensor, x: Tensor, places: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Launch the twin of :func:`tritonfp8.reference.dots_of_rows`."""
-    results = planned(plan_dots_of_rows, (grad, x, places), (out_dtype,))
-    if results is not None:
-        return results[0]
-    if not (x.numel() and places.numel()):
-        return reference.dots_of_rows(grad, x, places, out_dtype)
-    return dots_of_rows(grad, x, places.contiguous(), out_dtype)
+dots_of_rows = launcher(plan_dots_of_rows, reference.dots_of_rows)

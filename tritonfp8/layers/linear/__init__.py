@@ -22,7 +22,7 @@ Exports the layer as a function and as a module, and the parts that sharded laye
 """
 
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import traced  # noqa: F401  implements the ops of a trace
+from tritonfp8.layers.linear import traced
 from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_linear, is_distributed
 from tritonfp8.layers.linear.dispatch import linear, local_linear
 from tritonfp8.layers.linear.function import (
@@ -71,56 +71,3 @@ from tritonfp8.layers.linear.weight_scope import (
     register_scope,
     register_sharding,
 )
-
-__all__ = [
-    "LOCAL",
-    "NO_PAIR",
-    "Amaxes",
-    "CachedWeight",
-    "ConvertedLayer",
-    "Float8Conv1D",
-    "Float8Linear",
-    "LinearPlan",
-    "OperandProvider",
-    "OperandsOfOthers",
-    "Operands",
-    "Pair",
-    "PairsAndSum",
-    "Sharding",
-    "SharedInput",
-    "Watch",
-    "WholeTogether",
-    "autocast_all",
-    "found_together",
-    "autocast_dtype",
-    "check_linear",
-    "compared_casts",
-    "computes_linear",
-    "conv1d_class",
-    "first_order",
-    "forget",
-    "cached_for_backward",
-    "is_conv1d",
-    "is_converted",
-    "linear_class",
-    "is_distributed",
-    "linear",
-    "local_linear",
-    "multiply",
-    "pair_of",
-    "provider_of",
-    "quantize_for",
-    "quantize_weight",
-    "quantize_weights_once",
-    "raise_changed",
-    "raise_without_transpose",
-    "register_scope",
-    "register_sharding",
-    "register_weight_type",
-    "require_module",
-    "sample_of",
-    "serves_both",
-    "versions",
-    "weight_operands",
-    "weight_t",
-]

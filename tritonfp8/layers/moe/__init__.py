@@ -3,7 +3,7 @@
 Exports the layer as a function and as modules, and how the experts of other packages are converted.
 """
 
-from tritonfp8.layers.moe import weight_scope  # noqa: F401  registers the scope of experts
+from tritonfp8.layers.moe import weight_scope
 from tritonfp8.layers.moe.checks import check_offsets
 from tritonfp8.layers.moe.conversion import convert_experts, experts_before, revert_experts
 from tritonfp8.layers.moe.experts import (
@@ -18,26 +18,3 @@ from tritonfp8.layers.moe.experts import (
 )
 from tritonfp8.layers.moe.grouped_linear import MatricesReader, grouped_linear, has_values, register_matrices
 from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
-
-__all__ = [
-    "ConvertedExperts",
-    "Float8Experts",
-    "ExpertsObserver",
-    "MatricesReader",
-    "RoutedExperts",
-    "Routing",
-    "combine",
-    "check_offsets",
-    "class_of_experts",
-    "computing_class",
-    "convert_experts",
-    "experts_before",
-    "gather",
-    "grouped_linear",
-    "has_values",
-    "is_converted_experts",
-    "permute",
-    "register_matrices",
-    "revert_experts",
-    "why_unfit_experts",
-]
