@@ -8,8 +8,7 @@ from cases import INTERPRETER, normal
 from matmul_cases import PAIRS, Product, family
 
 from tritonfp8 import reference
-from tritonfp8.launch import cast
-from tritonfp8.launch.matmul import scaled
+from tritonfp8.launch import cast, matmul
 from tritonfp8.launch.plan import View
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec, empty_scale
 from tritonfp8.testing import assert_bitwise_equal
@@ -86,6 +85,6 @@ def test_scales_beyond_the_coordinates_of_tma_are_copied(far):
     copied = scaled.readable_along_k(far(scale, 1), VECTOR)
     assert copied.stride() == scale.stride()
     assert_bitwise_equal(copied, scale)
-    map, row, step = scaled.scale_along_k(View.of(copied), 1, 32)
+    map, row, step = matmul.scale_along_k(View.of(copied), 1, 32)
     assert (row, step) == (1, scale.stride(1))
     assert (map.view.shape, map.block) == ((3 * step + 8,), (32,))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +18,12 @@ from torch import Tensor
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels.cast import quantize as quantize_kernels
-from tritonfp8.launch.columns import Columns, plan_columns, run_together
+from tritonfp8.launch.columns import plan_columns, run_together
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.partial_maxima import PartialMaxima, row_chunks
 from tritonfp8.launch.plan import Planner, View, kernel_constants
+from tritonfp8.launch.side import Side
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, CastTile, cast_tiles
 
@@ -143,49 +143,24 @@ def _required(view: View | None) -> View:
     return view
 
 
-class _Side(NamedTuple):
-    """One result of a cast, in the coordinates of ``x``.
+def _step_parts(side: Side) -> int:
+    """How many partial maxima of the amax the kernel reduces in one step; 0 if it finds the amax itself.
 
-    ``amax``, unless the kernel finds it: ``[parts, groups_m, groups_n]``, float32 bits or magnitudes. ``given`` says
-    that it is a caller's.
+    The kernel's mark of an amax that a caller gave.
     """
+    if side.given:
+        return int(quantize_kernels.GIVEN.value)
+    return 0 if side.amax is None else cast_tiles.step_parts(side.parts)
 
-    qdata: View
-    scale: View
-    amax: View | None
-    block: BlockShape
-    spec: QuantSpec
-    given: bool = False
 
-    def runtime_args(self) -> list[int]:
-        parts = [0, 0, 0, 0]
-        if self.amax is not None:
-            part, *groups = self.amax.strides
-            parts = [*groups, self.amax.shape[0], part]
-        return [*self.scale.shape, *self.qdata.strides, *self.scale.strides, *parts]
+def _numerics(side: Side | None) -> Numerics | None:
+    """The properties that decide the compile-time arguments of a side."""
+    return side and (side.spec, side.block, _step_parts(side))
 
-    def pointers(self) -> list[View]:
-        exponent_only = SCALE_FORMATS[self.spec.scale_format].exponent_only
-        scale = self.scale.retyped(torch.uint8) if exponent_only else self.scale
-        return [self.qdata, scale, scale if self.amax is None else self.amax]
 
-    def step_parts(self) -> int:
-        """How many partial maxima of the amax the kernel reduces in one step; 0 if it finds the amax itself.
-
-        The kernel's mark of an amax that a caller gave.
-        """
-        if self.given:
-            return int(quantize_kernels.GIVEN.value)
-        return 0 if self.amax is None else cast_tiles.step_parts(self.amax.shape[0])
-
-    def numerics(self) -> Numerics:
-        """The properties that decide the compile-time arguments of this side."""
-        return self.spec, self.block, self.step_parts()
-
-    def t(self) -> _Side:
-        """The same result in the coordinates of ``x.T``."""
-        amax = None if self.amax is None else self.amax.transposed(1, 2)
-        return self._replace(qdata=self.qdata.t(), scale=self.scale.t(), amax=amax, block=transposed(self.block))
+def _runtime_args(side: Side) -> list[int]:
+    *lines, part = side.amax_strides
+    return [*side.scale_sizes, *side.q_strides[:2], *side.scale_strides[:2], *lines, side.parts, part]
 
 
 @functools.cache
@@ -213,7 +188,7 @@ def _constants(
     }
 
 
-def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[_Side | None]) -> list[_Side | None]:
+def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[Side | None]) -> list[Side | None]:
     """``sides`` with the amax of each block that no tile holds whole, in one pass over ``x [m, n]``."""
     m, n = x.shape
     missing = [s is not None and s.amax is None and not tile.fits(s.block, m, n) for s in sides]
@@ -223,8 +198,7 @@ def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[_Side | N
     normal, transposes = (side is not None for side in sides)
     maxima = whole_dim_amax(plan, x, blocks, normal, transposes)
     return [
-        s._replace(amax=maxima[s.block]) if lacks and s is not None else s
-        for s, lacks in zip(sides, missing, strict=True)
+        s.with_parts(maxima[s.block]) if lacks and s is not None else s for s, lacks in zip(sides, missing, strict=True)
     ]
 
 
@@ -233,7 +207,7 @@ def reads_along_columns(x: View) -> bool:
     return x.strides[1] != 1 and x.strides[0] == 1
 
 
-def _plan_columns(plan: Planner, x: View, side: _Side | None, side_t: _Side | None) -> bool:
+def _plan_columns(plan: Planner, x: View, side: Side | None, side_t: Side | None) -> bool:
     """Fill one side from ``x [m, n]`` if its scales are of whole columns and one read of ``x`` pays; else False."""
     one = side or side_t
     if one is None or (side and side_t) or one.block != COLUMNWISE or one.amax is not None or not x.is_contiguous():
@@ -241,18 +215,14 @@ def _plan_columns(plan: Planner, x: View, side: _Side | None, side_t: _Side | No
     m, n = x.shape
     if m * n < cast_tiles.COLUMNS_LEAST or not run_together(m, plan.device.num_sms):
         return False
-    qdata, scale, _ = one.pointers()
-    strides = ((*one.qdata.strides, 0), scale, (*one.scale.strides, 0))
-    plan_columns(plan, Columns(x, 1, qdata, *strides, one.scale.shape, one.spec, side_t is not None))
+    plan_columns(plan, one.of_columns(x, 1, side_t is not None))
     return True
 
 
-def plan_sides(
-    plan: Planner, x: View, side: _Side | None, side_t: _Side | None, with_sums: bool = False
-) -> View | None:
+def plan_sides(plan: Planner, x: View, side: Side | None, side_t: Side | None, with_sums: bool = False) -> View | None:
     """Fill one or two sides from ``x [m, n]``; with sums return ``[parts, n]``, float32, whose sum is that of rows."""
     if reads_along_columns(x):
-        x, side, side_t = x.t(), side_t and side_t.t(), side and side.t()
+        x, side, side_t = x.t(), side_t and side_t.swapped(), side and side.swapped()
     m, n = x.shape
     if not with_sums and _plan_columns(plan, x, side, side_t):
         return None
@@ -263,8 +233,8 @@ def plan_sides(
     assert second is not None
     constants = _constants(
         tile,
-        None if side is None else side.numerics(),
-        None if side_t is None else side_t.numerics(),
+        _numerics(side),
+        _numerics(side_t),
         with_sums,
         tile.holds_whole(m, n),
         plan.device.has_direct_cast,
@@ -274,7 +244,7 @@ def plan_sides(
         quantize_kernels.quantize_kernel,
         tile.programs(m, n),
         (x, *first.pointers(), *second.pointers(), x if sums is None else sums),
-        (m, n, *x.strides, *first.runtime_args(), *second.runtime_args()),
+        (m, n, *x.strides, *_runtime_args(first), *_runtime_args(second)),
         constants,
         **tile.options(),
     )
@@ -283,7 +253,7 @@ def plan_sides(
 
 def new_side(
     plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool, amax: View | None
-) -> tuple[_Side, View, View]:
+) -> tuple[Side, View, View]:
     """Allocate one result of casting a tensor of ``shape``: the side, and its views as the caller gets them."""
     sizes = shape[::-1] if transpose else shape
     qdata = plan.empty(sizes, FORMATS[spec.format].dtype)
@@ -291,8 +261,10 @@ def new_side(
     matrix, scales = _required(qdata.folded()), scale
     if matrix is not qdata:
         scales = _required(scale.viewed(scale_shape(matrix.shape, spec.block)))
-    side = _Side(matrix, scales, amax, spec.block, spec, amax is not None)
-    return side.t() if transpose else side, qdata, scale
+    side = Side.of_matrix(matrix, scales, spec)
+    if amax is not None:
+        side = side.with_parts(amax, given=True)
+    return side.swapped() if transpose else side, qdata, scale
 
 
 def plan_quantize(plan: Planner, x: View, amax: View | None, spec: str, transpose: bool) -> list[View] | None:

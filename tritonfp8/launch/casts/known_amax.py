@@ -24,7 +24,7 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> l
         amax = plan.empty((1, 1), torch.float32)
         # As for both orientations: the maxima of the programs are reduced to one before the cast.
         bits = cast.whole_dim_amax(plan, along, [TENSORWISE], True, True, amax)[TENSORWISE]
-        cast.plan_sides(plan, x, side._replace(amax=bits), None)
+        cast.plan_sides(plan, x, side.with_parts(bits), None)
     elif can_plan_rows(x):
         amax = plan_rows(plan, x, 1, found, qdata, scale)
     else:
@@ -33,7 +33,7 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> l
         of_lines = cast.whole_dim_amax(plan, along, [ROWWISE, COLUMNWISE], True, True, maxima)
         # Those of the rows of ``along`` come first.
         of_rows, start = (of_lines[ROWWISE], m) if along is x else (of_lines[COLUMNWISE].transposed(1, 2), 0)
-        cast.plan_sides(plan, x, side._replace(amax=of_rows), None)
+        cast.plan_sides(plan, x, side.with_parts(of_rows), None)
         amax = maxima.strided((1, n), (n, 1), start)
     return [qdata, scale, amax.strided((amax.shape[1], 1), (1, 1))]
 

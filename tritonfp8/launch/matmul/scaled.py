@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonfp8 import hardware, reference, tuning
-from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels.matmul import block_scaled as block_kernels
 from tritonfp8.kernels.matmul import hopper as hopper_kernels
 from tritonfp8.kernels.matmul import scaled as matmul_kernels
@@ -17,13 +16,11 @@ from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.matmul import widened
+from tritonfp8.launch.matmul.gemm import SWIZZLE, Gemm, is_readable_along_k, programs, scale_along_k, tile_sizes
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
-from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SCALE_ALIGNMENT, SPECS, empty_scale, matmul_family, spec_of
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SPECS, empty_scale, spec_of
 from tritonfp8.tuning import PARTIAL_BYTES, REDUCE_TILE, REDUCE_WARPS, MatmulConfig
 
-MAX_TMA_COORDINATE = 2**31 - 1
-PROMOTION = 128
-SWIZZLE = 128
 _MX = frozenset(text for text, spec in SPECS.items() if spec.block == BLOCK_1X32)
 
 
@@ -32,69 +29,14 @@ def has_tma_layout(x: Tensor) -> bool:
     return View.of(x).has_tma_layout()
 
 
-class _Gemm(NamedTuple):
-    """Operands of a GEMM as a kernel takes them: exponents of e8m0 scales as bytes, rows that share a scale."""
-
-    a: View
-    a_scale: View
-    a_format: str
-    a_rows: int
-    b: View
-    b_scale: View
-    b_format: str
-    b_rows: int
-    bias: View | None
-    activation: str | None
-    residual: View | None
-    out: View
-
-    def epilogue(self) -> dict[str, object]:
-        """Compile-time arguments of the epilogue, in the order of the kernels."""
-        return {
-            "HAS_BIAS": self.bias is not None,
-            "ACTIVATION": self.activation,
-            "HAS_RESIDUAL": self.residual is not None,
-        }
-
-    def pointers(self) -> tuple[View | None, ...]:
-        return self.a_scale, self.b_scale, self.bias, self.residual
-
-    def sizes(self) -> tuple[int, int, int]:
-        return self.a.shape[0], self.b.shape[0], self.a.shape[1]
-
-    def residual_strides(self) -> tuple[int, ...]:
-        return (0, 0) if self.residual is None else self.residual.strides
-
-    def scale_strides(self) -> tuple[int, int]:
-        """Strides from row to row of scales that leave K whole; 0 for a tensorwise one."""
-        a, b = (scale.strides[0] if scale.shape[0] > 1 else 0 for scale in (self.a_scale, self.b_scale))
-        return a, b
-
-    def partial_sums(self, workspace: View) -> _Gemm:
-        """The same GEMM without epilogue, its partial sums into ``workspace``."""
-        return self._replace(out=workspace, bias=None, activation=None, residual=None)
-
-
-_KERNELS = {
+_KERNELS: dict[str | None, Any] = {
     "epilogue": matmul_kernels.scaled_matmul_kernel,
     "blockwise": block_kernels.block_scaled_matmul_kernel,
     "mx": block_kernels.mx_matmul_kernel,
 }
 
 
-def _tile_sizes(config: MatmulConfig) -> dict[str, object]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-    }
-
-
-def _plan_tiles(
-    plan: Planner, p: _Gemm, family: str, accumulation: str, config: MatmulConfig, programs: int, tma: bool,
-    tma_out: bool,
-) -> None:  # fmt: skip
+def _plan_tiles(plan: Planner, p: Gemm, config: MatmulConfig, count: int, tma: bool, tma_out: bool) -> None:
     """Launch a plain Triton kernel, on any device."""
     m, n, k = p.sizes()
     split = config.split_k > 1
@@ -105,69 +47,46 @@ def _plan_tiles(
     columns = config.stored_columns
     out = TensorMap(p.out.strided((m, n), (n, 1)), (config.block_m, columns)) if tma_out else p.out
     constants: dict[str, object]
-    if family == "epilogue":
-        scale_strides = list(p.scale_strides())
-        # None leaves it to the tensor core, which adds up a whole K.
-        constants = {"PROMOTE_EVERY": min(config.block_k, PROMOTION) if accumulation == "precise" else None}
+    a_scale, b_scale = p.scales
+    scale_strides = [*a_scale.strides, *b_scale.strides]
+    if p.family == "epilogue":
+        scale_strides = [*p.row_strides()]
+        constants = {"PROMOTE_EVERY": p.promote_every(config)}
+    elif p.family == "blockwise":
+        constants = {"A_ROWS": p.rows[0], "B_ROWS": p.rows[1], "SCALE_K": BLOCK_1X128[1]}
     else:
-        scale_strides = [*p.a_scale.strides, *p.b_scale.strides]
-        constants = (
-            {"A_ROWS": p.a_rows, "B_ROWS": p.b_rows, "SCALE_K": BLOCK_1X128[1]}
-            if family == "blockwise"
-            else {
-                "A_FORMAT": p.a_format,
-                "B_FORMAT": p.b_format,
-                "SCALE_K": BLOCK_1X32[1],
-                "NATIVE": plan.device.has_native_mx,
-            }
-        )
+        formats = p.formats
+        constants = {
+            "A_FORMAT": formats[0], "B_FORMAT": formats[1], "SCALE_K": BLOCK_1X32[1],
+            "NATIVE": plan.device.has_native_mx,
+        }  # fmt: skip
     strides = (*p.a.strides, *p.b.strides, p.out.strides[0], *p.residual_strides(), *scale_strides)
     paths = {"TMA": tma, "TMA_OUT": tma_out, "HALVES": config.halves, "FLATTEN": config.flatten}
     paths |= {"SWAP": config.swap, "SPLIT": split}
     plan.launch(
-        _KERNELS[family],
-        programs,
-        (*operands, out, *p.pointers()),
+        _KERNELS[p.family],
+        count,
+        (*operands, out, *p.pointers(), p.bias, p.residual),
         (m, n, k, *strides, config.split_k),
-        {**_tile_sizes(config), **constants, **p.epilogue(), **paths},
+        {**tile_sizes(config), **constants, **p.epilogue(), **paths},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
-def is_readable_along_k(scale: View) -> bool:
-    """Whether TMA can read a step's rows of a scale along K, ``[rows, steps]``, as ``Quantized`` lays it out.
-
-    The Hopper kernel finds a step's rows by one 32-bit coordinate.
-    """
-    row, step = scale.strides
-    aligned = scale.aligned and scale.offset % TMA_ALIGNMENT == 0
-    return row == 1 and step % SCALE_ALIGNMENT == 0 and aligned and step * scale.shape[1] <= MAX_TMA_COORDINATE
-
-
-def scale_along_k(scale: View, rows: int, block_rows: int) -> tuple[Pointer, int, int]:
-    """A scale along K as the Hopper kernel reads it, with its strides of a row and of a step of K."""
-    if rows > 1:
-        return scale, scale.strides[0], scale.strides[1]
-    step = scale.strides[1]
-    size = step * (scale.shape[1] - 1) + scale.shape[0]
-    return TensorMap(scale.strided((size,), (1,)), (block_rows,), swizzle=0), 1, step
-
-
-def _plan_specialized(
-    plan: Planner, p: _Gemm, family: str, accumulation: str, config: MatmulConfig, programs: int
-) -> None:
+def _plan_specialized(plan: Planner, p: Gemm, config: MatmulConfig, count: int) -> None:
     """Launch the warp-specialized kernel; TMA addresses all three matrices."""
     m, n, k = p.sizes()
     split = config.split_k > 1
-    a_rows, b_rows = (p.a_rows, p.b_rows) if family == "blockwise" else (0, 0)
+    a_scale: Pointer
+    b_scale: Pointer
+    a_scale, b_scale = p.scales
+    a_rows, b_rows = p.rows if p.family == "blockwise" else (0, 0)
     if a_rows:
-        a_scale, *a_strides = scale_along_k(p.a_scale, a_rows, max(config.block_m, SCALE_VECTOR))
-        b_scale, *b_strides = scale_along_k(p.b_scale, b_rows, max(config.block_n, SCALE_VECTOR))
+        a_scale, *a_strides = scale_along_k(p.scales[0], a_rows, max(config.block_m, SCALE_VECTOR))
+        b_scale, *b_strides = scale_along_k(p.scales[1], b_rows, max(config.block_n, SCALE_VECTOR))
     else:
-        a_stride, b_stride = p.scale_strides()
-        a_scale, a_strides = p.a_scale, [a_stride, 0]
-        b_scale, b_strides = p.b_scale, [b_stride, 0]
+        a_strides, b_strides = ([stride, 0] for stride in p.row_strides())
     a = (p.a, config.block_m, a_scale, a_strides, a_rows, m)
     b = (p.b, config.block_n, b_scale, b_strides, b_rows, n)
     residual_strides = p.residual_strides()
@@ -183,7 +102,7 @@ def _plan_specialized(
     )
     plan.launch(
         hopper_kernels.hopper_matmul_kernel,
-        programs,
+        count,
         (*matrices, a_scale, b_scale, p.bias, p.residual),
         (m, n, k, *residual_strides, *a_strides, *b_strides, config.split_k),
         {
@@ -195,7 +114,7 @@ def _plan_specialized(
             "B_ROWS": b_rows,
             **p.epilogue(),
             "STAGES": config.num_stages,
-            "PROMOTE": accumulation == "precise" or family == "blockwise",
+            "PROMOTE": p.promotes,
             "SWAP": config.swap,
             "SPLIT": split,
             "STAGGER": config.stagger and not split,
@@ -207,7 +126,7 @@ def _plan_specialized(
     )
 
 
-def _workspace(plan: Planner, p: _Gemm, config: MatmulConfig) -> tuple[View, int]:
+def _workspace(plan: Planner, p: Gemm, config: MatmulConfig) -> tuple[View, int]:
     """Memory of the partial sums, in rows that TMA can address, and the number of rows of a part of K.
 
     Allocated for each launch: under the caching allocator that is safe on every stream and in a CUDA graph.
@@ -218,26 +137,23 @@ def _workspace(plan: Planner, p: _Gemm, config: MatmulConfig) -> tuple[View, int
     return plan.empty((config.split_k * rows, n), torch.float32, (-(-n // unit) * unit, 1)), rows
 
 
-def _plan_reduce(plan: Planner, p: _Gemm, family: str, config: MatmulConfig, workspace: View, rows: int) -> None:
+def _plan_reduce(plan: Planner, p: Gemm, config: MatmulConfig, workspace: View, rows: int) -> None:
     """Add up the partial sums in their order, so that every run gives the same bits, and apply the epilogue."""
     m, n, _ = p.sizes()
     tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
-    scaled = family == "epilogue"
-    scale_strides = p.scale_strides() if scaled else (0, 0)
+    scaled = p.family == "epilogue"
+    scale_strides = p.row_strides() if scaled else (0, 0)
     plan.launch(
         matmul_kernels.reduce_parts_kernel,
         tiles,
-        (workspace, p.out, *p.pointers()),
+        (workspace, p.out, *p.pointers(), p.bias, p.residual),
         (m, n, rows, workspace.strides[0], p.out.strides[0], *p.residual_strides(), *scale_strides),
         {**REDUCE_TILE, "SPLIT_K": config.split_k, "SCALED": scaled, **p.epilogue()},
         num_warps=REDUCE_WARPS,
     )
 
 
-def _plan_gemm(
-    plan: Planner, p: _Gemm, family: str, accumulation: str, batch_invariant: bool, config: MatmulConfig | None,
-    tma: bool | None,
-) -> bool:  # fmt: skip
+def _plan_gemm(plan: Planner, p: Gemm, batch_invariant: bool, config: MatmulConfig | None, tma: bool | None) -> bool:
     """Whether the GEMM was planned: not if a scale must be copied first."""
     device = plan.device
     m, n, k = p.sizes()
@@ -246,24 +162,24 @@ def _plan_gemm(
     tma_out = tma and p.out.has_tma_layout()
     if config is None:
         bare = p.activation is None and p.residual is None
-        scaled_rows = (p.a_rows, p.b_rows)
         rows = tuning.INVARIANT_M if batch_invariant else m
+        assert p.family is not None
         config = tuning.choose(
-            family, accumulation, scaled_rows, rows, n, k, p.out.itemsize, bare, tma_operands and tma_out, device
+            p.family, p.accumulation, p.rows, rows, n, k, p.out.itemsize, bare, tma_operands and tma_out, device
         )
     pieces = -(-m // config.block_m) * -(-n // config.block_n) * config.split_k
-    programs = min(device.num_sms * config.blocks_per_sm, pieces)
+    count = programs(plan, config, pieces)
     workspace, rows = _workspace(plan, p, config) if config.split_k > 1 else (None, 0)
     gemm = p if workspace is None else p.partial_sums(workspace)
     if config.specialized:
-        along_k = [(p.a_scale, p.a_rows), (p.b_scale, p.b_rows)] if family == "blockwise" else []
+        along_k = zip(p.scales, p.rows, strict=True) if p.family == "blockwise" else ()
         if not all(rows > 1 or is_readable_along_k(scale) for scale, rows in along_k):
             return False
-        _plan_specialized(plan, gemm, family, accumulation, config, programs)
+        _plan_specialized(plan, gemm, config, count)
     else:
-        _plan_tiles(plan, gemm, family, accumulation, config, programs, tma_operands, tma_out)
+        _plan_tiles(plan, gemm, config, count, tma_operands, tma_out)
     if workspace is not None:
-        _plan_reduce(plan, p, family, config, workspace, rows)
+        _plan_reduce(plan, p, config, workspace, rows)
     return True
 
 
@@ -286,8 +202,6 @@ def plan_scaled_matmul(
     batch_invariant: bool = False,
 ) -> list[View] | None:
     """One output, ``[M, N]``, or none if ``out`` is given. No plan if a bias or a scale must be copied first."""
-    spec, spec_b = spec_of(a_spec), spec_of(b_spec)
-    family = matmul_family(spec.block, spec_b.block)
     outputs = []
     if out is None:
         out = plan.empty((a.shape[0], b.shape[0]), out_dtype or torch.bfloat16)
@@ -296,13 +210,10 @@ def plan_scaled_matmul(
         return outputs
     if not (a_scale.within_32_bits() and b_scale.within_32_bits()) or (bias is not None and not bias.is_contiguous()):
         return None
-    if SCALE_FORMATS[spec.scale_format].exponent_only:
-        a_scale, b_scale = a_scale.retyped(torch.uint8), b_scale.retyped(torch.uint8)
-    gemm = _Gemm(
-        a, a_scale, spec.format, spec.block[0], b, b_scale, spec_b.format, spec_b.block[0],
-        bias, activation, residual, out,
+    gemm = Gemm(
+        a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), bias, out, accumulation, activation, residual
     )  # fmt: skip
-    return outputs if _plan_gemm(plan, gemm, family, accumulation, batch_invariant, config, tma) else None
+    return outputs if _plan_gemm(plan, gemm, batch_invariant, config, tma) else None
 
 
 def _within_32_bits(scale: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 from tritonfp8.kernels.cast.widen import widen_kernel
 from tritonfp8.kernels.matmul.scaled import reduce_parts_kernel
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.matmul.gemm import WIDE
 from tritonfp8.launch.plan import MAX_OFFSET, Planner, View
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.tuning import REDUCE_TILE, REDUCE_WARPS, cast_tiles
 
-WIDE = torch.bfloat16
 # cuBLAS reads rows fastest that start at multiples of 16 bytes.
 ROW_UNIT = 8
 

@@ -6,54 +6,46 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import hardware, reference
-from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.hardware import Abilities
-from tritonfp8.kernels.matmul.sizes import SPECIALIZED_WAVE_ROWS
+from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.kernels.moe import hopper as hopper_kernels
 from tritonfp8.kernels.moe import matmul as kernels
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.matmul import (
-    PROMOTION,
     ROW_UNIT,
     SWIZZLE,
+    WIDE,
+    Gemm,
+    has_usual_layout,
+    is_readable_along_k,
+    matrices,
     plan_operand,
     product_kind,
+    programs,
     readable_along_k,
+    scale_along_k,
+    tile_sizes,
     too_many_scales,
 )
 from tritonfp8.launch.moe.by_torch import can_sum, sum_tokens
-from tritonfp8.launch.moe.operands import (
-    Operands,
-    has_copy_engine,
-    has_usual_layout,
-    matrices,
-    scale_strides,
-    scales_of,
-)
 from tritonfp8.launch.moe.schedule import Table, plan_largest_first, plan_row_tiles
-from tritonfp8.launch.plan import MAX_OFFSET, Planner, TensorMap, View
+from tritonfp8.launch.plan import MAX_OFFSET, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import (
     BLOCK_1X32,
     BLOCK_1X128,
     GROUP_ALIGNMENT,
     SCALE_ALIGNMENT,
-    QuantSpec,
     spec_of,
 )
 from tritonfp8.tuning import MatmulConfig, choose_grouped, grouped_tiles, is_widened
 
 
-def _bytes_of(scale: View | None, spec: QuantSpec | None) -> View | None:
-    if scale is None or spec is None:
-        return None
-    return scale.retyped(torch.uint8) if SCALE_FORMATS[spec.scale_format].exponent_only else scale
-
-
-def _schedule(plan: Planner, p: Operands, config: MatmulConfig, step: int = 1) -> tuple[Table, int]:
+def _schedule(plan: Planner, p: Gemm, config: MatmulConfig, step: int = 1) -> tuple[Table, int]:
     """The table by which programs find their tiles, and the most tiles of the output that there can be."""
     m, n, _ = p.sizes()
     tiles_n = -(-n // config.block_n)
+    assert p.offsets is not None
     if p.is_columns:
         table = plan_largest_first(plan, p.offsets, p.tokens)
         return table, table.entries * -(-m // config.block_m) * tiles_n
@@ -61,38 +53,31 @@ def _schedule(plan: Planner, p: Operands, config: MatmulConfig, step: int = 1) -
     return table, table.entries * tiles_n
 
 
-def _plan_tiles(plan: Planner, p: Operands, tile: MatmulConfig) -> None:
+def _plan_tiles(plan: Planner, p: Gemm, tile: MatmulConfig) -> None:
     """Launch the plain Triton kernel, on any device."""
     m, n, k = p.sizes()
     family = p.family
-    groups = p.offsets.shape[0]
     table, pieces = _schedule(plan, p, tile)
     b_strides = (0, *p.b.strides)[-3:]
     out_strides = p.out.strides if p.is_columns else (0, p.out.strides[0])
     native = family == "mx" and plan.device.has_native_mx
     plan.launch(
         kernels.grouped_matmul_kernel,
-        min(pieces, plan.device.num_sms * tile.blocks_per_sm),
-        (
-            p.a, p.b, p.out, _bytes_of(p.a_scale, p.a_spec), _bytes_of(p.b_scale, p.b_spec), p.bias, table.buffer,
-        ),
-        (table.entries, groups, m, n, k, *p.a.strides, *b_strides, *out_strides[:2], *scale_strides(p)),
+        programs(plan, tile, pieces),
+        (p.a, p.b, p.out, *p.pointers(), p.bias, table.buffer),
+        (table.entries, p.groups, m, n, k, *p.a.strides, *b_strides, *out_strides[:2], *p.scale_strides()),
         {
             "SCALES": family,
             "COLUMNS": p.is_columns,
-            "A_ROWS": 0 if p.a_spec is None else p.a_spec.block[0],
-            "B_ROWS": 0 if p.b_spec is None else p.b_spec.block[0],
+            "A_ROWS": p.rows[0],
+            "B_ROWS": p.rows[1],
             "SCALE_K": BLOCK_1X32[1] if family == "mx" else BLOCK_1X128[1],
-            # None leaves it to the tensor core, which adds up a whole K.
-            "PROMOTE_EVERY": min(tile.block_k, PROMOTION) if p.accumulation == "precise" else None,
-            "A_FORMAT": None if p.a_spec is None else p.a_spec.format,
-            "B_FORMAT": None if p.b_spec is None else p.b_spec.format,
+            "PROMOTE_EVERY": p.promote_every(tile),
+            "A_FORMAT": p.formats[0],
+            "B_FORMAT": p.formats[1],
             "NATIVE": native,
             "HAS_BIAS": p.bias is not None,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "GROUP_M": tile.group_m,
+            **tile_sizes(tile),
             "ALIGNMENT": GROUP_ALIGNMENT,
         },
         num_warps=tile.num_warps,
@@ -100,13 +85,45 @@ def _plan_tiles(plan: Planner, p: Operands, tile: MatmulConfig) -> None:
     )  # fmt: skip
 
 
-def _problem(p: Operands) -> grouped_tiles.GroupedGemm:
+def _has_copy_engine(plan: Planner, p: Gemm) -> bool:
+    """Whether TMA can address all that the warp-specialized kernel reads, on a device that has it."""
+    if not plan.device.has_tma or p.family not in ("epilogue", "blockwise", None):
+        return False
+    if not (all(x.has_tma_layout() for x in (p.a, matrices(p.b), matrices(p.out))) and p.b.is_contiguous()):
+        return False
+    if p.family is None:
+        return p.a.itemsize == WIDE.itemsize and (p.is_aligned or not p.is_columns)
+    a_scale, b_scale = p.scales
+    along_k = zip((a_scale, matrices(b_scale)), p.rows, strict=True)
+    return p.family == "epilogue" or all(rows > 1 or is_readable_along_k(scale) for scale, rows in along_k)
+
+
+def _scales_of(p: Gemm, config: MatmulConfig) -> tuple[list[Pointer | None], tuple[int, ...], tuple[int, int]]:
+    """Scales, their strides (groups of a and of b; rows and steps of a, then of b), and the rows that share one."""
+    if p.family is None:
+        return [None, None], (0, 0, 0, 0, 0, 0), (-1, -1)
+    a_scale, b_scale = p.scales
+    a_rows, b_rows = p.rows
+    a_row, a_step, b_group, b_row, b_step = p.scale_strides()
+    if p.family == "epilogue":
+        if p.is_columns:
+            return [a_scale, b_scale], (a_step, b_step, a_row, 0, b_row, 0), (0, 0)
+        of_a = (0, a_row) if a_rows == 1 else (a_row, 0)
+        return [a_scale, b_scale], (of_a[0], b_group, of_a[1], 0, b_row, 0), (0, 0)
+    along_a, *of_a_rows = scale_along_k(a_scale, a_rows, max(config.block_m, SCALE_VECTOR))
+    along_b: Pointer = b_scale
+    of_b_rows = [b_row, b_step]
+    if b_rows == 1:
+        along_b, *of_b_rows = scale_along_k(matrices(b_scale), 1, max(config.block_n, SCALE_VECTOR))
+    return [along_a, along_b], (0, b_group, *of_a_rows, *of_b_rows), (a_rows, b_rows)
+
+
+def _problem(p: Gemm) -> grouped_tiles.GroupedGemm:
     assert p.family is not None
     m, n, k = p.sizes()
     tokens, sizes = (p.tokens, (m, n)) if p.is_columns else (m, (n, k))
-    a_rows, b_rows = (spec.block[0] for spec in p.specs)
     return grouped_tiles.GroupedGemm(
-        p.family, p.accumulation, (a_rows, b_rows), p.offsets.shape[0], tokens, sizes, p.is_columns, p.out.itemsize
+        p.family, p.accumulation, p.rows, p.groups, tokens, sizes, p.is_columns, p.out.itemsize
     )
 
 
@@ -117,35 +134,31 @@ def _of_usual_layout(scale: Tensor, spec: str) -> Tensor:
     return readable_along_k(scale, spec) if scale.ndim == 2 else scale.contiguous()
 
 
-def _plan_specialized(plan: Planner, p: Operands, config: MatmulConfig) -> None:
+def _plan_specialized(plan: Planner, p: Gemm, config: MatmulConfig) -> None:
     """Launch the warp-specialized kernel."""
     m, n, k = p.sizes()
-    groups = p.offsets.shape[0]
     # TMA reads scales along K from multiples of 16 bytes on.
     table, pieces = _schedule(plan, p, config, SCALE_ALIGNMENT if p.family == "blockwise" else 1)
-    scales, strides, (a_rows, b_rows) = scales_of(p, config)
+    scales, strides, (a_rows, b_rows) = _scales_of(p, config)
     out = matrices(p.out)
     plan.launch(
         hopper_kernels.hopper_grouped_kernel,
-        min(pieces, plan.device.num_sms * config.blocks_per_sm),
+        programs(plan, config, pieces),
         (
             TensorMap(p.a, (config.block_m, config.block_k), SWIZZLE),
             TensorMap(matrices(p.b), (config.block_n, config.block_k), SWIZZLE),
             TensorMap(out, (SPECIALIZED_WAVE_ROWS, config.stored_columns), SWIZZLE),
             out, *scales, p.bias, table.buffer,
         ),
-        (table.entries, groups, m, n, k, *strides),
+        (table.entries, p.groups, m, n, k, *strides),
         {
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
+            **tile_sizes(config),
             "A_ROWS": a_rows,
             "B_ROWS": b_rows,
             "COLUMNS": p.is_columns,
             "HAS_BIAS": p.bias is not None,
             "STAGES": config.num_stages,
-            "PROMOTE": p.family is not None and (p.accumulation == "precise" or p.family == "blockwise"),
+            "PROMOTE": p.promotes,
             "STAGGER": config.stagger and not p.is_columns,
             "TIGHT": config.tight,
             "SIDE_BY_SIDE": config.side_by_side,
@@ -157,12 +170,12 @@ def _plan_specialized(plan: Planner, p: Operands, config: MatmulConfig) -> None:
     )  # fmt: skip
 
 
-def _chosen(plan: Planner, p: Operands) -> MatmulConfig:
-    return choose_grouped(_problem(p), plan.device, has_copy_engine(plan, p))
+def _chosen(plan: Planner, p: Gemm) -> MatmulConfig:
+    return choose_grouped(_problem(p), plan.device, _has_copy_engine(plan, p))
 
 
-def _chosen_without_scales(plan: Planner, p: Operands) -> MatmulConfig:
-    specialized = plan.device.has_warpgroup_mma and has_copy_engine(plan, p)
+def _chosen_without_scales(plan: Planner, p: Gemm) -> MatmulConfig:
+    specialized = plan.device.has_warpgroup_mma and _has_copy_engine(plan, p)
     config = _wide(plan.device, p) if specialized else None
     if config is not None:
         return config
@@ -171,11 +184,11 @@ def _chosen_without_scales(plan: Planner, p: Operands) -> MatmulConfig:
     return grouped_tiles.UNSCALED[p.a.itemsize]
 
 
-def _wide(device: Abilities, p: Operands) -> MatmulConfig | None:
-    return grouped_tiles.wide(p.all_tokens, p.offsets.shape[0], p.is_columns, p.out.itemsize, device)
+def _wide(device: Abilities, p: Gemm) -> MatmulConfig | None:
+    return grouped_tiles.wide(p.all_tokens, p.groups, p.is_columns, p.out.itemsize, device)
 
 
-def _is_widened(device: Abilities, p: Operands, batch_invariant: bool) -> bool:
+def _is_widened(device: Abilities, p: Gemm, batch_invariant: bool) -> bool:
     """Whether MX operands are dequantized first: the warp-specialized kernel then multiplies them as bf16.
 
     The bits would depend on the number of tokens, if a batch-invariant GEMM chose by it.
@@ -183,22 +196,22 @@ def _is_widened(device: Abilities, p: Operands, batch_invariant: bool) -> bool:
     if p.family != "mx" or not device.has_warpgroup_mma or not p.out.numel():
         return False
     a_scale, b_scale = p.scales
-    many = is_widened(p.all_tokens // max(1, p.offsets.shape[0]), device.has_native_mx, batch_invariant)
+    many = is_widened(p.all_tokens // max(1, p.groups), device.has_native_mx, batch_invariant)
     readable = p.a.shape[1] % ROW_UNIT == 0 and matrices(p.out).has_tma_layout() and _wide(device, p) is not None
     small = max(a_scale.numel(), b_scale.numel()) < MAX_OFFSET
     return many and readable and small and p.b.is_contiguous() and b_scale.is_contiguous()
 
 
-def _widened(plan: Planner, p: Operands) -> Operands:
+def _widened(plan: Planner, p: Gemm) -> Gemm:
     """The same GEMM, of operands in bf16."""
     a, b = (plan_operand(plan, matrices(x), matrices(y)) for x, y in zip((p.a, p.b), p.scales, strict=True))
     b = b.strided(p.b.shape, (p.b.shape[-2] * b.strides[0], *b.strides)[-p.b.ndim :])
     return p._replace(a=a, a_scale=None, a_spec=None, b=b, b_scale=None, b_spec=None)
 
 
-def _plan(plan: Planner, p: Operands, config: MatmulConfig | None = None) -> list[View] | None:
+def _plan(plan: Planner, p: Gemm, config: MatmulConfig | None = None) -> list[View] | None:
     """One output; None if something must be copied first."""
-    if not p.offsets.is_contiguous() or (p.bias is not None and not p.bias.is_contiguous()):
+    if any(x is not None and not x.is_contiguous() for x in (p.offsets, p.bias)):
         return None
     if not all(has_usual_layout(scale, spec) for scale, spec in ((p.a_scale, p.a_spec), (p.b_scale, p.b_spec))):
         return None
@@ -237,8 +250,9 @@ def plan_scaled_grouped_matmul(
 ) -> list[View] | None:
     """One output, or none if ``out`` is given. No plan if something must be copied first."""
     result = _out(plan, a, b, offsets, out_dtype or torch.bfloat16) if out is None else out
-    gemm = Operands(
-        a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), offsets, bias, result, accumulation, tokens
+    gemm = Gemm(
+        a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), bias, result, accumulation, offsets=offsets,
+        tokens=tokens,
     )  # fmt: skip
     if config is None and _is_widened(plan.device, gemm, batch_invariant):
         gemm = _widened(plan, gemm)
@@ -297,9 +311,9 @@ def grouped_product_kind(
     out = torch.empty(shape, dtype=out_dtype or torch.bfloat16, device="meta")
     views = (View.of(x) for x in (a, a_scale, b, b_scale, offsets, out))
     of_a, of_a_scale, of_b, of_b_scale, of_offsets, of_out = views
-    gemm = Operands(
-        of_a, of_a_scale, spec_of(a_spec), of_b, of_b_scale, spec_of(b_spec), of_offsets, None, of_out, accumulation,
-        tokens,
+    gemm = Gemm(
+        of_a, of_a_scale, spec_of(a_spec), of_b, of_b_scale, spec_of(b_spec), None, of_out, accumulation,
+        offsets=of_offsets, tokens=tokens,
     )  # fmt: skip
     is_widened = _is_widened(hardware.abilities(a.device), gemm, batch_invariant)
     return "dequantized" if kind == "emulated" and is_widened else kind
@@ -309,7 +323,8 @@ def plan_grouped_matmul(plan: Planner, a: View, b: View, offsets: View, bias: Vi
     """One output, in the dtype of the operands. No plan if something must be copied first."""
     out = _out(plan, a, b, offsets, a.dtype)
     tokens = a.shape[1] if b.ndim == 2 else 0
-    return _plan(plan, Operands(a, None, None, b, None, None, offsets, bias, out, "precise", tokens, is_aligned=False))
+    gemm = Gemm(a, None, None, b, None, None, bias, out, "precise", offsets=offsets, tokens=tokens, is_aligned=False)
+    return _plan(plan, gemm)
 
 
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.cast import quantize
 from tritonfp8.kernels.moe import casts as kernels
-from tritonfp8.launch.columns import Columns
 from tritonfp8.launch.moe.rows import add_swiglu
 from tritonfp8.launch.moe.schedule import plan_row_tiles
 from tritonfp8.launch.partial_maxima import PartialMaxima
 from tritonfp8.launch.plan import Planner, View, kernel_constants
+from tritonfp8.launch.side import Side
 from tritonfp8.specs import (
     COLUMNWISE,
     GROUP_ALIGNMENT,
@@ -109,49 +109,6 @@ class Groups(NamedTuple):
         in_turn = self.picked is not None
         found = plan_row_tiles(plan, self.offsets, self.tokens, TILE.m, aligned=True, in_turn=in_turn)
         return found.buffer, found.entries
-
-
-class Side(NamedTuple):
-    """One result, in the coordinates of ``x``; strides of rows, columns and groups.
-
-    Attributes:
-        qdata, q_strides: the codes.
-        scale, scale_strides, scale_sizes: the scales, and how many rows and columns of them a group has.
-        block, spec: of the scales.
-        amax, amax_strides: amax bits, if no tile holds a block whole.
-    """
-
-    qdata: View
-    q_strides: tuple[int, ...]
-    scale: View
-    scale_strides: tuple[int, ...]
-    scale_sizes: tuple[int, ...]
-    block: BlockShape
-    spec: QuantSpec
-    amax: View | None = None
-    amax_strides: tuple[int, int, int] = (0, 0, 0)
-
-    def pointers(self) -> list[View]:
-        """The pointers of codes, scales and amaxes."""
-        exponent_only = SCALE_FORMATS[self.spec.scale_format].exponent_only
-        scale = self.scale.retyped(torch.uint8) if exponent_only else self.scale
-        return [self.qdata, scale, scale if self.amax is None else self.amax]
-
-    def of_columns(self, x: View, matrices: int, transposes: bool) -> Columns:
-        """This result of matrices, by scales of whole columns."""
-        qdata, scale, _ = self.pointers()
-        sizes = (self.q_strides, scale, self.scale_strides, self.scale_sizes)
-        return Columns(x, matrices, qdata, *sizes, self.spec, transposes)
-
-    def swapped(self) -> Side:
-        """The same result in the coordinates of the transpose of each matrix."""
-        (q_row, q_col, q_group), (row, col, group) = self.q_strides, self.scale_strides
-        return self._replace(
-            q_strides=(q_col, q_row, q_group),
-            scale_strides=(col, row, group),
-            scale_sizes=self.scale_sizes[::-1],
-            block=transposed(self.block),
-        )
 
 
 def side_of_tokens(plan: Planner, of: Groups, spec: QuantSpec, transpose: bool) -> tuple[Side, View, View]:
