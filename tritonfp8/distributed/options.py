@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tritonfp8.checks import require, shown
-from tritonfp8.layers import carry
 
 SCALES = ("global", "local")
 
@@ -74,7 +73,7 @@ def _set(**fields: Any) -> Iterator[None]:
         _thread.set(left)
 
 
-class _Restored:
+class Restored:
     """The options of a forward, for its recompute. It can be entered any number of times, also nested."""
 
     def __init__(self) -> None:
@@ -87,9 +86,6 @@ class _Restored:
 
     def __exit__(self, *error: object) -> None:
         _thread.set(self._before.pop())
-
-
-carry(_Restored)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from cases import normal
 
 from tritonfp8 import recipes
 from tritonfp8.functional import SharedInput, linear, quantize_weight
-from tritonfp8.layers.linear import LOCAL, OperandProvider, local_linear, provider_of, register_weight_type
-from tritonfp8.layers.linear.operands import _providers
+from tritonfp8.layers.linear import LOCAL, OperandProvider, local_linear, provider_of
 from tritonfp8.testing import assert_bitwise_equal
 
 
@@ -86,17 +85,18 @@ def test_the_input_is_made_of_the_own_rows():
     assert_bitwise_equal(out, linear(x, w, None, "rowwise"))
 
 
-def test_a_weight_type_may_bring_its_provider(monkeypatch):
-    class Special(torch.Tensor):
-        pass
+def test_a_weight_type_may_bring_its_provider():
+    provider = Noting()
 
-    (x, w), provider = operands(), Noting()
+    class Special(torch.Tensor):
+        operand_provider = provider
+
+    x, w = operands()
     assert provider_of(w) is provider_of(torch.nn.Parameter(w.detach())) is LOCAL
-    monkeypatch.setitem(_providers, Special, provider)
     assert provider_of(w.detach().as_subclass(Special)) is provider
     linear(x, w.detach().as_subclass(Special), None, "rowwise")
     assert [name for name, *_ in provider.asked] == ["input", "weight"]
-    register_weight_type(Special, LOCAL)
+    Special.operand_provider = LOCAL
     assert provider_of(w.detach().as_subclass(Special)) is LOCAL
 
 

@@ -21,7 +21,6 @@ from tritonfp8.distributed.tensor_parallel.placements import Layer, cached_layer
 from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands
 from tritonfp8.distributed.tensor_parallel.stored_operands import StoredShardOperands
 from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
-from tritonfp8.layers import register_linear
 from tritonfp8.layers.linear import OperandProvider, Operands, SharedInput, local_linear, weight_operands
 from tritonfp8.layers.stored import StoredRows, StoredWeight
 from tritonfp8.ops import sealed
@@ -275,6 +274,3 @@ def _local_bias(bias: Tensor | None, layer: Layer) -> Tensor | None:
     if any(isinstance(p, Partial) for p in layer.placements.output):
         return _AddedOnce.apply(local, layer.adds_bias)  # type: ignore[no-untyped-call]
     return local
-
-
-register_linear(DTensor, sharded_linear)

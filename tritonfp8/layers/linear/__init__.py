@@ -60,7 +60,6 @@ from tritonfp8.layers.linear.operands import (
     quantize_for,
     quantize_weight,
     raise_without_transpose,
-    register_weight_type,
     serves_both,
     weight_operands,
 )
@@ -82,12 +81,9 @@ from tritonfp8.layers.linear.quantized_input import (
 )
 from tritonfp8.layers.linear.weight_cache import CachedWeight, Watch, sample_of
 from tritonfp8.layers.linear.weight_scope import (
-    Sharding,
-    WholeTogether,
     quantize_weights_once,
     raise_changed,
     register_scope,
-    register_sharding,
 )
 
 __all__ = [
@@ -105,10 +101,8 @@ __all__ = [
     "Pair",
     "PairsAndSum",
     "QuantizedInput",
-    "Sharding",
     "SharedInput",
     "Watch",
-    "WholeTogether",
     "apply_linear",
     "as_input",
     "autocast_all",
@@ -147,8 +141,6 @@ __all__ = [
     "raise_changed",
     "raise_without_transpose",
     "register_scope",
-    "register_sharding",
-    "register_weight_type",
     "require_module",
     "sample_of",
     "serves_both",

@@ -167,17 +167,10 @@ class OperandsOfOthers(OperandProvider):
 LOCAL = OperandProvider()
 """The provider of layers whose operands are whole tensors on this rank."""
 
-_providers: dict[type, OperandProvider] = {}
-
-
-def register_weight_type(tensor_type: type, provider: OperandProvider) -> None:
-    """Let layers whose weight has this type get their operands from ``provider``."""
-    _providers[tensor_type] = provider
-
 
 def provider_of(weight: Tensor) -> OperandProvider:
-    """The provider of a layer with this weight: :data:`LOCAL`, unless the weight's type is registered."""
-    return _providers.get(type(weight), LOCAL)
+    """The provider of a layer with this weight: the attribute ``operand_provider`` of its type, else :data:`LOCAL`."""
+    return getattr(type(weight), "operand_provider", LOCAL)
 
 
 def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> Operands:

@@ -16,7 +16,7 @@ from tritonfp8.layers.moe.experts import (
     is_converted_experts,
     why_unfit_experts,
 )
-from tritonfp8.layers.moe.grouped_linear import MatricesReader, grouped_linear, has_values, register_matrices
+from tritonfp8.layers.moe.grouped_linear import MatricesReader, grouped_linear, has_values
 from tritonfp8.layers.moe.routing import Routing, combine, gather, permute
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "has_values",
     "is_converted_experts",
     "permute",
-    "register_matrices",
     "revert_experts",
     "why_unfit_experts",
 ]

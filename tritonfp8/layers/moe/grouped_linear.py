@@ -141,17 +141,11 @@ class _PlainReader(MatricesReader):
 
 
 _PLAIN = _PlainReader()
-_readers: dict[type, MatricesReader] = {}
-
-
-def register_matrices(tensor_type: type, reader: MatricesReader) -> None:
-    """Read weights of this type by ``reader``."""
-    _readers[tensor_type] = reader
 
 
 def has_values(weight: Tensor) -> bool:
     """Whether a weight can be quantized here: others hold codes, for the GEMMs of one recipe."""
-    return type(weight) not in _readers
+    return not hasattr(type(weight), "matrices_reader")
 
 
 class GroupedPlan(NamedTuple):
@@ -361,7 +355,7 @@ def checked(
     layer = counting.take_callers()[0] if counting.is_logging else None
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, needs_input)
-    is_cached, reader = quantized_weight is not None, _readers.get(type(w), _PLAIN)
+    is_cached, reader = quantized_weight is not None, getattr(type(w), "matrices_reader", _PLAIN)
     plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, is_cached, layer, reader)
     cached = [] if quantized_weight is None else [*_pair(quantized_weight[0]), *_pair(quantized_weight[1])]
     return x, w, b, plan, cached

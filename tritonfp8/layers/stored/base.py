@@ -5,17 +5,19 @@ Shards of them have the hooks by which FSDP2 gathers their bytes.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
+from tritonfp8.layers.extensions import distributed
+from tritonfp8.layers.linear import OperandProvider
+from tritonfp8.layers.moe import MatricesReader
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
@@ -87,6 +89,9 @@ class CodesTensor(Tensor, metaclass=_Made):
     __torch_function__ = torch_private.without_torch_function
     # Whether other ranks may have a part of its blocks.
     is_part = False
+    # Of types whose codes a GEMM reads.
+    operand_provider: ClassVar[OperandProvider]
+    matrices_reader: ClassVar[MatricesReader]
 
     def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in the shape of the weight: a plain tensor without a gradient, exact.
@@ -237,7 +242,7 @@ class Gathered:
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """The bytes that this rank sends, as many on every rank."""
         if not self.is_checked:
-            importlib.import_module("tritonfp8.distributed").check_stored_gather(self)
+            distributed().check_gather(self)
             self.is_checked = True
         total = self.shape[0] if self.total is None else self.total
         # With torch's replicate, a rank has more than a shard of this mesh: all of the weight.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers.linear import Pair
-from tritonfp8.layers.moe import MatricesReader, register_matrices
+from tritonfp8.layers.moe import MatricesReader
 from tritonfp8.layers.stored.base import Gathered
 from tritonfp8.layers.stored.rows import row_spec
 from tritonfp8.layers.stored.weight import StoredWeight
@@ -176,5 +176,4 @@ class _Reader(MatricesReader):
         return found
 
 
-for _kind in (StoredMatrices, MatricesShard):
-    register_matrices(_kind, _Reader())
+StoredMatrices.matrices_reader = _Reader()

@@ -16,7 +16,7 @@ from tritonfp8.distributed.fsdp.gathered_weight import source_of
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
 from tritonfp8.distributed.torch_private import disable_dynamo
 from tritonfp8.layers.linear import Pair
-from tritonfp8.layers.moe import MatricesReader, register_matrices
+from tritonfp8.layers.moe import MatricesReader
 from tritonfp8.layers.stored import CodesTensor
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, spec_of
@@ -205,7 +205,7 @@ class _Reader(MatricesReader):
         return found
 
 
-register_matrices(GatheredExperts, _Reader())
+GatheredExperts.matrices_reader = _Reader()
 
 
 class ExpertsSource(Protocol):
