@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 # They check torch, and register the rules of the ops.
 from tritonfp8.distributed import dtensor_rules, options, stored_weights, torch_private  # noqa: F401
 from tritonfp8.distributed.expert_parallel import shard_experts
-from tritonfp8.distributed.fsdp import enable_float8_all_gather
+from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands, enable_float8_all_gather
+from tritonfp8.distributed.fsdp.experts import GatheredExperts, GatheredExpertsReader
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
@@ -29,6 +30,7 @@ from tritonfp8.distributed.tensor_parallel import (
 from tritonfp8.distributed.traffic import count_collective_bytes
 from tritonfp8.distributed.weight_scope import whole_together
 from tritonfp8.layers import extensions
+from tritonfp8.layers.linear import LOCAL
 
 __all__ = [
     "Float8ColwiseParallel",
@@ -46,6 +48,8 @@ extensions.fill(
     extensions.Extensions(
         tensor_type=DTensor,
         linear=sharded_linear,
+        providers={GatheredWeight: GatheredWeightOperands(LOCAL)},
+        readers={GatheredExperts: GatheredExpertsReader()},
         carried=options.Restored,
         whole_together=whole_together,
         quantize=quantize_shard,

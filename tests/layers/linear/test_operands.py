@@ -8,6 +8,7 @@ from cases import normal
 
 from tritonfp8 import recipes
 from tritonfp8.functional import SharedInput, linear, quantize_weight
+from tritonfp8.layers.extensions import PROVIDERS
 from tritonfp8.layers.linear import LOCAL, OperandProvider, local_linear, provider_of
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -85,18 +86,17 @@ def test_the_input_is_made_of_the_own_rows():
     assert_bitwise_equal(out, linear(x, w, None, "rowwise"))
 
 
-def test_a_weight_type_may_bring_its_provider():
-    provider = Noting()
-
+def test_a_weight_type_may_bring_its_provider(monkeypatch):
     class Special(torch.Tensor):
-        operand_provider = provider
+        pass
 
-    x, w = operands()
+    (x, w), provider = operands(), Noting()
     assert provider_of(w) is provider_of(torch.nn.Parameter(w.detach())) is LOCAL
+    monkeypatch.setitem(PROVIDERS, Special, provider)
     assert provider_of(w.detach().as_subclass(Special)) is provider
     linear(x, w.detach().as_subclass(Special), None, "rowwise")
     assert [name for name, *_ in provider.asked] == ["input", "weight"]
-    Special.operand_provider = LOCAL
+    monkeypatch.setitem(PROVIDERS, Special, LOCAL)
     assert provider_of(w.detach().as_subclass(Special)) is LOCAL
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.checks import check_floating, require_flag, shown
+from tritonfp8.layers.extensions import PROVIDERS
 from tritonfp8.ops.passes import may_batch
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
@@ -169,8 +170,8 @@ LOCAL = OperandProvider()
 
 
 def provider_of(weight: Tensor) -> OperandProvider:
-    """The provider of a layer with this weight: the attribute ``operand_provider`` of its type, else :data:`LOCAL`."""
-    return getattr(type(weight), "operand_provider", LOCAL)
+    """The provider of a layer with this weight: that of its type in the table, else :data:`LOCAL`."""
+    return PROVIDERS.get(type(weight), LOCAL)
 
 
 def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> Operands:

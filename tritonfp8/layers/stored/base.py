@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from types import FrameType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.extensions import distributed
-from tritonfp8.layers.linear import OperandProvider
-from tritonfp8.layers.moe import MatricesReader
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
@@ -89,9 +87,6 @@ class CodesTensor(Tensor, metaclass=_Made):
     __torch_function__ = torch_private.without_torch_function
     # Whether other ranks may have a part of its blocks.
     is_part = False
-    # Of types whose codes a GEMM reads.
-    operand_provider: ClassVar[OperandProvider]
-    matrices_reader: ClassVar[MatricesReader]
 
     def plain_values(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in the shape of the weight: a plain tensor without a gradient, exact.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.layers.extensions import READERS
 from tritonfp8.layers.linear import Pair
 from tritonfp8.layers.moe import MatricesReader
 from tritonfp8.layers.stored.base import Gathered
@@ -176,4 +177,4 @@ class _Reader(MatricesReader):
         return found
 
 
-StoredMatrices.matrices_reader = _Reader()
+READERS.update(dict.fromkeys((StoredMatrices, MatricesShard), _Reader()))

@@ -192,7 +192,7 @@ def _read_now(weight: GatheredExperts, spec: QuantSpec, transposed: bool) -> tup
 
 
 @dataclass(frozen=True)
-class _Reader(MatricesReader):
+class GatheredExpertsReader(MatricesReader):
     """Reads weights of the type :class:`GatheredExperts`."""
 
     def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
@@ -203,9 +203,6 @@ class _Reader(MatricesReader):
             return qdata, scale
         found: Pair = _read_now(weight, spec, transposed)
         return found
-
-
-GatheredExperts.matrices_reader = _Reader()
 
 
 class ExpertsSource(Protocol):
