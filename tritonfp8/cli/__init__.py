@@ -1,10 +1,8 @@
-"""The ``tritonfp8`` command.
+"""The ``tritonfp8`` command, whose help ``tritonfp8_command`` prints without this package.
 
 Exports its entry point, ``main``.
 """
 
-from tritonfp8.cli.app import main
+from tritonfp8_command import main
 
-__all__ = [
-    "main",
-]
+__all__ = ["main"]
