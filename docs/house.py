@@ -47,6 +47,14 @@ def direct(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
+def floors(found: Mapping[str, set[str]]) -> int:
+    """The rooms on the longest way down: one floor each."""
+    height: dict[str, int] = {}
+    for room in graphlib.TopologicalSorter(found).static_order():
+        height[room] = 1 + max((height[each] for each in found.get(room, ())), default=0)
+    return max(height.values())
+
+
 def outdated() -> list[str]:
     """The rooms whose row in CONTRIBUTING.md is missing or has other imports than the code."""
     lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()

@@ -14,6 +14,7 @@ from architecture import (
     ROOT,
     RULES,
     Module,
+    class_name_violations,
     environment_violations,
     folder_violations,
     format_violations,
@@ -25,6 +26,7 @@ from architecture import (
     package,
     pickle_violations,
     private_violations,
+    room_violations,
     schema_violations,
     size_violations,
     stride_violations,
@@ -64,6 +66,27 @@ def test_the_map_in_contributing_is_true(monkeypatch):
     assert not house.outdated()
     monkeypatch.setattr(house, "arrows", lambda: {"specs": {"ops"}})
     assert house.outdated() == ["CONTRIBUTING.md: specs imports `ops`; run python -m docs.build"]
+
+
+def test_the_house_does_not_grow():
+    """Both figures may fall: to 11 floors and 22 rooms."""
+    rooms = house.arrows()
+    assert house.floors(rooms) == 15
+    assert len(rooms) == 33
+    assert house.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
+
+
+def test_rooms_keep_to_their_lines():
+    found = room_violations(package())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("lines", "limit"), [(301, 300), (269, 300), (899, 1000), (10, None), (0, 100)])
+def test_a_room_that_grows_or_leaves_its_limit_behind_fails(lines, limit):
+    limits = {} if limit is None else {"launch": limit}
+    found = room_violations([sample(source="\n" * lines)] if lines else [], limits)
+    assert found == [f"launch has {lines} lines, and ROOM_LINES allows {limit or 0}"]
+    assert not room_violations([sample(source="\n" * lines)], {"launch": lines + 9})
 
 
 def test_the_hook_runs_all_rules_without_torch():
@@ -267,6 +290,12 @@ BAD_SAMPLES = [
     (frozen_violations, [sample(source="@dataclass(frozen=False)\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="@dataclasses.dataclass(eq=False)\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="def f(r):\n    object.__setattr__(r, 'a', 1)")], "f writes"),
+    (
+        class_name_violations,
+        [sample("tritonfp8.ops.a", "class Call: pass"), sample("tritonfp8.ops.b", "class Call: pass")],
+        "Call is a class in tritonfp8.ops.a, tritonfp8.ops.b",
+    ),
+    (class_name_violations, [sample(source="class A:\n    class B: pass\n    class B: pass")], "A.B is a class in"),
     (size_violations, [sample(source="\n" * 401)], "401 lines"),
     (size_violations, [sample(source="class A:\n    def f():\n" + "        x\n" * 59)], "f has 60 lines"),
 ]
@@ -293,6 +322,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 @dataclass(frozen=True)
 class A:
     x: int
+
+    class Config:
+        pass
+
+class B:
+    class Config:
+        pass
 
     def __post_init__(self):
         object.__setattr__(self, "x", 1)

@@ -17,7 +17,7 @@ from .code_rules import (
 )
 from .import_rules import import_violations, string_violations
 from .modules import LAYERS, ROOT, Module, imported_modules, modules_below, package
-from .size_rules import folder_violations, size_violations
+from .size_rules import class_name_violations, folder_violations, room_violations, size_violations
 
 RULES = (
     import_violations,
@@ -32,6 +32,7 @@ RULES = (
     private_violations,
     frozen_violations,
     size_violations,
+    class_name_violations,
 )
 RULES_OF_ALL = (folder_violations, size_violations)
 """The rules that tests, bench and docs keep, too."""
@@ -50,6 +51,7 @@ __all__ = [
     "RULES",
     "RULES_OF_ALL",
     "Module",
+    "class_name_violations",
     "environment_violations",
     "folder_violations",
     "format_violations",
@@ -62,6 +64,7 @@ __all__ = [
     "package",
     "pickle_violations",
     "private_violations",
+    "room_violations",
     "schema_violations",
     "size_violations",
     "stride_violations",

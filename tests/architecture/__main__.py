@@ -4,8 +4,8 @@ import sys
 
 from docs import house
 
-from . import RULES, violations
+from . import RULES, package, room_violations, violations
 
-found = [line for rule in RULES for line in violations(rule)] + house.outdated()
+found = [line for rule in RULES for line in violations(rule)] + room_violations(package()) + house.outdated()
 print("\n".join(found) or "all rules are kept")
 sys.exit(bool(found))

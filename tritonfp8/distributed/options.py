@@ -34,7 +34,7 @@ class _Scope:
         self.fields = fields
 
 
-class _Thread(threading.local):
+class _ThreadOptions(threading.local):
     # A thread-local attribute and not a ContextVar, which Dynamo cannot trace: compiled graphs are guarded on it. A
     # default on the class would not be guarded, so __init__ sets it.
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Thread(threading.local):
         self.blocks, self.options = blocks, options
 
 
-_thread = _Thread()
+_thread = _ThreadOptions()
 
 
 def current() -> Options:

@@ -37,7 +37,7 @@ _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
-class _Thread(threading.local):
+class _ThreadRegions(threading.local):
     def __init__(self) -> None:
         self.noted_by: tuple[Region, ...] = ()
         self.replayed: Region | None = None
@@ -48,7 +48,7 @@ class _Thread(threading.local):
         self.active = bool(noted_by) or replayed is not None
 
 
-_thread = _Thread()
+_thread = _ThreadRegions()
 
 
 # The recipe of a module before each swap, since the oldest region began. Nothing is noted in compiled layers, but they

@@ -160,7 +160,7 @@ _SHARD_OPERATIONS: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class _Reader(MatricesReader):
+class _StoredReader(MatricesReader):
     """Reads the operands of a :class:`StoredMatrices` from its codes."""
 
     def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
@@ -177,4 +177,4 @@ class _Reader(MatricesReader):
         return found
 
 
-READERS.update(dict.fromkeys((StoredMatrices, MatricesShard), _Reader()))
+READERS.update(dict.fromkeys((StoredMatrices, MatricesShard), _StoredReader()))
