@@ -1,6 +1,6 @@
-"""The ``tritonfp8`` command, whose help ``tritonfp8_command`` prints without this package.
+"""The ``tritonfp8`` command.
 
-Exports its entry point, ``main``.
+Its entry point is ``tritonfp8_command``, which prints the help without this package. Exports ``main``.
 """
 
 from tritonfp8_command import main
