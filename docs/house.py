@@ -6,29 +6,18 @@ import ast
 import graphlib
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from bench.tables import table
-from tests.architecture import LAYERS, imported_modules, read_module
+from tests.architecture import LAYERS, ROOT, imported_modules, package
 
-ROOT = Path(__file__).resolve().parents[1]
 # Not part of the map: the entry point of `python -m`.
 LEFT_OUT = {"__main__"}
-
-
-def modules() -> list[Any]:
-    """All modules of the package; the files of kernels/ are in tritonfp8.kernels."""
-    tops = (("tritonfp8", ("tritonfp8",)), ("kernels", ("tritonfp8", "kernels")))
-    return [
-        read_module(path, ROOT / top, package) for top, package in tops for path in sorted((ROOT / top).rglob("*.py"))
-    ]
 
 
 def purposes() -> dict[str, str]:
     """The purpose of each room: the first sentence of its docstring."""
     found = {}
-    for module in modules():
+    for module in package():
         if module.room not in LEFT_OUT and (module.name in (f"tritonfp8.{module.room}", module.room)):
             text = " ".join((ast.get_docstring(module.tree) or "").split("\n\n")[0].split())
             sentence = text.partition(". ")[0].rstrip(".")
@@ -39,7 +28,7 @@ def purposes() -> dict[str, str]:
 
 def arrows() -> dict[str, set[str]]:
     """The rooms that each room imports."""
-    by_name = {module.name: module for module in modules()}
+    by_name = {module.name: module for module in package()}
     found: dict[str, set[str]] = {}
     for module in by_name.values():
         rooms = {by_name[name].room for name in imported_modules(module, by_name)} - {module.room}
@@ -58,8 +47,29 @@ def direct(found: Mapping[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
+def floors(found: Mapping[str, set[str]]) -> int:
+    """The rooms on the longest way down: one floor each."""
+    height: dict[str, int] = {}
+    for room in graphlib.TopologicalSorter(found).static_order():
+        height[room] = 1 + max((height[each] for each in found.get(room, ())), default=0)
+    return max(height.values())
+
+
+def outdated() -> list[str]:
+    """The rooms whose row in CONTRIBUTING.md is missing or has other imports than the code."""
+    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    wanted = {room: ", ".join(f"`{each}`" for each in sorted(imported)) for room, imported in arrows().items()}
+    return [
+        f"CONTRIBUTING.md: {room} imports {imported or 'nothing'}; run python -m docs.build"
+        for room, imported in wanted.items()
+        if not any(line.startswith(f"| `{room}` |") and line.endswith(f"| {imported} |") for line in lines)
+    ]
+
+
 def rooms_table() -> str:
     """Table of the rooms from the top down: purpose and imports."""
+    from bench.tables import table
+
     found, what = arrows(), purposes()
     rooms = [room for layer in reversed(LAYERS) for room in sorted(layer) if room in what]
     lines = [(f"`{room}`", what[room], ", ".join(f"`{each}`" for each in sorted(found[room]))) for room in rooms]

@@ -2,13 +2,19 @@
 
 import importlib
 import importlib.metadata
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from architecture import (
+    FORMAT_NAMES,
+    ROOT,
+    RULES,
     Module,
+    class_name_violations,
     environment_violations,
     folder_violations,
     format_violations,
@@ -16,50 +22,36 @@ from architecture import (
     import_violations,
     inverse_scale_violations,
     kernel_violations,
+    modules_below,
+    package,
     pickle_violations,
     private_violations,
-    read_module,
+    room_violations,
     schema_violations,
     size_violations,
     stride_violations,
+    string_violations,
+    violations,
 )
 from packaging.requirements import Requirement
 
 import tritonfp8
 from docs import house
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def modules_below(folder, package):
-    return [read_module(path, ROOT / folder, package) for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-MODULES = modules_below("tritonfp8", ("tritonfp8",)) + modules_below("kernels", ("tritonfp8", "kernels"))
 OTHERS = [module for folder in ("tests", "bench", "docs") for module in modules_below(folder, (folder,))]
-
-
-RULES = {
-    import_violations: MODULES,
-    folder_violations: MODULES + OTHERS,
-    kernel_violations: MODULES,
-    stride_violations: MODULES,
-    format_violations: MODULES,
-    inverse_scale_violations: MODULES,
-    environment_violations: MODULES,
-    pickle_violations: MODULES,
-    private_violations: MODULES,
-    frozen_violations: MODULES,
-    size_violations: [module for module in MODULES if not module.is_kernel] + OTHERS,
-}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.removesuffix("_violations"))
 def test_the_package_keeps_the_rule(rule):
-    modules = RULES[rule]
-    assert len(modules) > 8, "the source was not found"
-    violations = rule(modules)
-    assert not violations, "\n".join(violations)
+    assert len(package()) > 200, "the source was not found"
+    assert len(OTHERS) > 200, "the source was not found"
+    found = violations(rule, OTHERS)
+    assert not found, "\n".join(found)
+
+
+def test_the_formats_are_those_of_the_tables():
+    assert {*FORMATS, *SCALE_FORMATS} == FORMAT_NAMES
 
 
 def test_registered_schemas_take_plain_types():
@@ -69,12 +61,42 @@ def test_registered_schemas_take_plain_types():
     assert not schema_violations([torch._C._get_schema(*name.partition(".")[::2]) for name in names])
 
 
-def test_the_map_in_contributing_is_true():
+def test_the_map_in_contributing_is_true(monkeypatch):
     """Every room with its imports; the page is made by `python -m docs.build`."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    for room, imported in house.arrows().items():
-        line = next(line for line in text.splitlines() if line.startswith(f"| `{room}` |"))
-        assert line.endswith(f"| {', '.join(f'`{each}`' for each in sorted(imported))} |"), line
+    assert not house.outdated()
+    monkeypatch.setattr(house, "arrows", lambda: {"specs": {"ops"}})
+    assert house.outdated() == ["CONTRIBUTING.md: specs imports `ops`; run python -m docs.build"]
+
+
+def test_the_house_does_not_grow():
+    """Both figures may fall: to 11 floors and 22 rooms."""
+    rooms = house.arrows()
+    assert house.floors(rooms) == 15
+    assert len(rooms) == 32
+    assert house.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
+
+
+def test_rooms_keep_to_their_lines():
+    found = room_violations(package())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("lines", "limit"), [(301, 300), (269, 300), (899, 1000), (10, None), (0, 100)])
+def test_a_room_that_grows_or_leaves_its_limit_behind_fails(lines, limit):
+    limits = {} if limit is None else {"launch": limit}
+    found = room_violations([sample(source="\n" * lines)] if lines else [], limits)
+    assert found == [f"launch has {lines} lines, and ROOM_LINES allows {limit or 0}"]
+    assert not room_violations([sample(source="\n" * lines)], {"launch": lines + 9})
+
+
+def test_the_hook_runs_all_rules_without_torch():
+    found = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tests.architecture"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+    assert {"tests.architecture", "docs.house"} <= loaded
+    assert not {"torch", "numpy", "pytest", "tritonfp8"} & loaded
 
 
 def pyproject():
@@ -168,6 +190,31 @@ BAD_SAMPLES = [
     ),
     (
         import_violations,
+        [
+            sample("tritonfp8.ops.a", "from tritonfp8.ops import b"),
+            sample("tritonfp8.ops.b", "def f():\n    import_module('tritonfp8.ops.a')"),
+        ],
+        "in a circle",
+    ),
+    *(
+        (string_violations, [sample(source=f"import importlib\n{call}")], f"launch:2 imports {name} by a string")
+        for call, name in (
+            ("importlib.import_module('tritonfp8.distributed')", "tritonfp8.distributed"),
+            ("import_module(f'tritonfp8.{name}')", "tritonfp8."),
+            ("import_module(f'triton{name}')", "triton"),
+            ("import_module(f'{name}.ops')", "what nobody can read"),
+            ("importlib.import_module(name)", "what nobody can read"),
+            ("importlib.import_module(name=module)", "what nobody can read"),
+            ("__import__('tritonfp8').distributed", "tritonfp8"),
+            ("import_module('.ops', 'tritonfp8')", "tritonfp8.ops"),
+            ("import_module('.ops', package)", "what nobody can read"),
+            ("import_module('..ops', 'tritonfp8.a.b')", "what nobody can read"),
+            ("pkgutil.resolve_name('tritonfp8:ops')", "tritonfp8:ops"),
+        )
+    ),
+    (string_violations, [sample(source="from importlib import import_module as f\nf(name)")], "launch:2 imports"),
+    (
+        import_violations,
         [sample("tritonfp8.cli.app", "import tritonfp8.distributed"), folder("tritonfp8.distributed")],
         "only distributed, workflow, integrations may",
     ),
@@ -238,6 +285,12 @@ BAD_SAMPLES = [
     (frozen_violations, [sample(source="@dataclass(frozen=False)\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="@dataclasses.dataclass(eq=False)\nclass A: pass")], "A is not frozen"),
     (frozen_violations, [sample(source="def f(r):\n    object.__setattr__(r, 'a', 1)")], "f writes"),
+    (
+        class_name_violations,
+        [sample("tritonfp8.ops.a", "class Call: pass"), sample("tritonfp8.ops.b", "class Call: pass")],
+        "Call is a class in tritonfp8.ops.a, tritonfp8.ops.b",
+    ),
+    (class_name_violations, [sample(source="class A:\n    class B: pass\n    class B: pass")], "A.B is a class in"),
     (size_violations, [sample(source="\n" * 401)], "401 lines"),
     (size_violations, [sample(source="class A:\n    def f():\n" + "        x\n" * 59)], "f has 60 lines"),
 ]
@@ -245,9 +298,9 @@ BAD_SAMPLES = [
 
 @pytest.mark.parametrize(("rule", "modules", "violation"), BAD_SAMPLES)
 def test_the_rule_can_fail(rule, modules, violation):
-    violations = rule(modules)
-    assert len(violations) == 1
-    assert violation in violations[0]
+    found = rule(modules)
+    assert len(found) == 1
+    assert violation in found[0]
 
 
 def test_every_rule_has_a_bad_sample():
@@ -265,10 +318,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class A:
     x: int
 
+    class Config:
+        pass
+
+class B:
+    class Config:
+        pass
+
     def __post_init__(self):
         object.__setattr__(self, "x", 1)
 
 def f(spec, dtype):
+    importlib.import_module("torch.nn")
+    importlib.import_module(f"torch.{spec}")
+    importlib.import_module(f".{spec}", "triton")
     row = FORMATS[spec.format]
     weights = torch.load("x", weights_only=True)
     return spec.format == other.format and dtype == torch.bfloat16

@@ -94,13 +94,13 @@ class GemmLog:
         self.gemms.append(ran)
 
 
-class _Thread(threading.local):
+class _ThreadLogs(threading.local):
     # The layers that were called and whose plan is not made yet, and the GEMM that runs next.
     callers: tuple[Any, ...] = ()
     announced: tuple[Any, str] | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadLogs()
 listeners: list[_Listener] = []
 """The open counts and logs. The list object never changes, so callers may keep it."""
 _logs: list[GemmLog] = []

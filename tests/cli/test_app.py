@@ -42,6 +42,23 @@ def test_module_is_the_same_command(invoke):
     assert module.stdout == invoke("--version").output
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
+def test_help_and_version_come_without_torch(invoke, arguments):
+    program = (
+        "import sys, tritonfp8_command as command\n"
+        "try:\n"
+        "    command.main()\n"
+        "finally:\n"
+        "    assert not {'torch', 'tritonfp8'} & {*sys.modules}"
+    )
+    run = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert "AssertionError" not in run.stderr
+    whole = invoke(*arguments)
+    # The test of the whole command calls it by another name.
+    assert run.stdout.split() == whole.output.replace("Usage: root", "Usage: tritonfp8").split()
+    assert run.returncode == whole.exit_code
+
+
 def test_help_names_the_defaults_of_each_device(invoke):
     text = " ".join(re.sub("[│╭╮╰╯─]", " ", invoke("train", "--help").output).split())
     for device, defaults in training.DEFAULTS.items():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import cpu_and_cuda
 
-from tritonfp8 import launch, reference
+from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
-from tritonfp8.launch import figures
+from tritonfp8.launch import executor, figures
 from tritonfp8.specs import SPECS
 
 # The sums are float64, in another order; the logarithm differs in the last bits.
@@ -38,11 +38,11 @@ def arguments(x, spec, limit=None):
 
 
 def check(args):
-    planned = figures.planned(
+    planned = executor.planned(
         figures.plan_operand_figures, (args[0], args[1], *args[4:], *[None] * (8 - len(args))), args[2:4]
     )
     assert planned is not None
-    found, expected = launch.figures.operand_figures(*args), reference.operand_figures(*args)
+    found, expected = figures.operand_figures(*args), reference.operand_figures(*args)
     assert torch.equal(planned[0].isnan(), found.isnan())
     torch.testing.assert_close(found, expected, equal_nan=True, **TOLERANCE)
     shares, others = [3, 4, 5, 6], [0, 1, 2, 8, 9]
@@ -121,11 +121,11 @@ def test_what_no_plan_serves_is_copied_or_computed_in_plain_torch():
     view = x.transpose(1, 2).contiguous().transpose(1, 2)
     assert not view.is_contiguous()
     torch.testing.assert_close(
-        launch.figures.operand_figures(view, whole, elements, limit), launch.figures.operand_figures(x, whole, elements, limit),
+        figures.operand_figures(view, whole, elements, limit), figures.operand_figures(x, whole, elements, limit),
         rtol=0, atol=0, equal_nan=True,
     )  # fmt: skip
     wide = x.double()
     assert torch.equal(
-        launch.figures.operand_figures(wide, whole, elements, limit).nan_to_num(),
+        figures.operand_figures(wide, whole, elements, limit).nan_to_num(),
         reference.operand_figures(wide, whole, elements, limit).nan_to_num(),
     )

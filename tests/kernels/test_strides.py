@@ -81,8 +81,8 @@ def test_casts(device, far, dim):
 def test_scales_beyond_the_coordinates_of_tma_are_copied(far):
     """A step's rows are found by one int32: here the fourth step begins beyond it."""
     scale = empty_scale((8, 4 * 128), BLOCK_1X128, "fp32", "cpu").copy_(normal(8, 4))
-    assert scaled.readable_along_k(scale, VECTOR) is scale
-    copied = scaled.readable_along_k(far(scale, 1), VECTOR)
+    assert matmul.readable_along_k(scale, VECTOR) is scale
+    copied = matmul.readable_along_k(far(scale, 1), VECTOR)
     assert copied.stride() == scale.stride()
     assert_bitwise_equal(copied, scale)
     map, row, step = matmul.scale_along_k(View.of(copied), 1, 32)

@@ -49,7 +49,7 @@ def compare(settings):
     return run
 
 
-class InterruptAt(loop.Observer):
+class InterruptAt(loop.RunObserver):
     """Presses Ctrl-C after a step of a recipe."""
 
     def __init__(self, recipe, step):

@@ -1,10 +1,8 @@
 """The ``tritonfp8`` command.
 
-Exports its entry point, ``main``.
+Its entry point is ``tritonfp8_command``, which prints the help without this package. Exports ``main``.
 """
 
-from tritonfp8.cli.app import main
+from tritonfp8_command import main
 
-__all__ = [
-    "main",
-]
+__all__ = ["main"]

@@ -7,39 +7,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.cli.console import console_of, fail
 from tritonfp8.cli.train import train
 from tritonfp8.cli.verify import verify
 from tritonfp8.cli.warmup import warmup
 from tritonfp8.workflow import doctor
+from tritonfp8_command import root
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
-)
-
-
-def main() -> None:
-    """Run the command line."""
-    app(prog_name="tritonfp8")
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"tritonfp8 {tritonfp8.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """FP8, block-scaled and MX training for PyTorch."""
-
-
+app = root()
 app.command()(train)
 
 

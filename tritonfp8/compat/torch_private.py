@@ -123,6 +123,15 @@ def constant_for_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def statically_known_true(condition: Any) -> bool:
+    """torch's, whose module imports sympy: that takes two thirds as long as torch, and numbers do not need it."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes.statically_known_true(condition)
+
+
 def current_device_getter() -> Callable[[], int]:
     """A function that returns the index of the current CUDA device, without the check that CUDA is initialized."""
     return getattr(_C, "_cuda_getDevice", torch.cuda.current_device)

@@ -43,7 +43,7 @@ INTERPRETING = bool(getattr(_runtime, "interpret", False))
 def _lacks(place: str) -> bool:
     module, _, path = place.partition(":")
     try:
-        owner: Any = importlib.import_module(module)
+        owner: Any = importlib.import_module(f".{module.partition('.')[2]}", "triton")
         for name in path.split("."):
             owner = getattr(owner, name)
     except (ImportError, AttributeError):

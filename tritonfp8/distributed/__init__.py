@@ -9,28 +9,33 @@
     weight_scope     weights that are quantized once for several passes
 
 A layer gets its quantized operands from an :class:`~tritonfp8.layers.linear.OperandProvider`, from which both folders
-derive. The core never imports this package.
+derive. The core does not import this package: layers reach it by :mod:`tritonfp8.layers.extensions`.
 """
 
-# They check torch, and register the rules of the ops and the weights of quantize_weights_once.
-from tritonfp8.distributed import dtensor_rules, stored_weights, torch_private, weight_scope
+from torch.distributed.tensor import DTensor
+
+# They check torch, and register the rules of the ops.
+from tritonfp8.distributed import dtensor_rules, options, stored_weights, torch_private
 from tritonfp8.distributed.expert_parallel import shard_experts
-from tritonfp8.distributed.fsdp import enable_float8_all_gather
+from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands, enable_float8_all_gather
+from tritonfp8.distributed.fsdp.experts import GatheredExperts, GatheredExpertsReader
 from tritonfp8.distributed.options import scales, token_counts
-from tritonfp8.distributed.stored_weights import check_stored_gather
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    quantize_shard,
     sharded_linear,
 )
 from tritonfp8.distributed.traffic import count_collective_bytes
+from tritonfp8.distributed.weight_scope import whole_together
+from tritonfp8.layers import extensions
+from tritonfp8.layers.linear import LOCAL
 
 __all__ = [
     "Float8ColwiseParallel",
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
-    "check_stored_gather",
     "count_collective_bytes",
     "enable_float8_all_gather",
     "scales",
@@ -38,3 +43,28 @@ __all__ = [
     "sharded_linear",
     "token_counts",
 ]
+
+extensions.fill(
+    extensions.Extensions(
+        tensor_type=DTensor,
+        linear=sharded_linear,
+        providers={GatheredWeight: GatheredWeightOperands(LOCAL)},
+        readers={GatheredExperts: GatheredExpertsReader()},
+        carried=options.Restored,
+        whole_together=whole_together,
+        quantize=quantize_shard,
+        check_gather=stored_weights.check_stored_gather,
+        store=stored_weights.store_sharded,
+        shard=stored_weights.shard,
+        values=stored_weights.values_of,
+        whole=stored_weights.whole,
+        reshard=stored_weights.reshard,
+        put=stored_weights.put,
+        place=stored_weights.place,
+        starts=stored_weights.starts,
+        local=stored_weights.local,
+        cut_as=stored_weights.cut_as,
+        distribute=stored_weights.distributed_as,
+        amaxes=stored_weights.whole_amaxes,
+    )
+)

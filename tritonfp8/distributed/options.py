@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tritonfp8.checks import require, shown
-from tritonfp8.layers import carry
 
 SCALES = ("global", "local")
 
@@ -35,7 +34,7 @@ class _Scope:
         self.fields = fields
 
 
-class _Thread(threading.local):
+class _ThreadOptions(threading.local):
     # A thread-local attribute and not a ContextVar, which Dynamo cannot trace: compiled graphs are guarded on it. A
     # default on the class would not be guarded, so __init__ sets it.
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class _Thread(threading.local):
         self.blocks, self.options = blocks, options
 
 
-_thread = _Thread()
+_thread = _ThreadOptions()
 
 
 def current() -> Options:
@@ -74,7 +73,7 @@ def _set(**fields: Any) -> Iterator[None]:
         _thread.set(left)
 
 
-class _Restored:
+class Restored:
     """The options of a forward, for its recompute. It can be entered any number of times, also nested."""
 
     def __init__(self) -> None:
@@ -87,9 +86,6 @@ class _Restored:
 
     def __exit__(self, *error: object) -> None:
         _thread.set(self._before.pop())
-
-
-carry(_Restored)
 
 
 @contextmanager

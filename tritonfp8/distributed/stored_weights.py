@@ -22,10 +22,8 @@ from tritonfp8.layers.stored import (
     MatricesShard,
     StoredMatrices,
     StoredRows,
-    StoredSharding,
     StoredWeight,
     read_operand,
-    register_stored_sharding,
     store,
     stored_part,
 )
@@ -42,7 +40,8 @@ def _interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) 
     return found
 
 
-def _distributed(local: Tensor, like: Tensor) -> DTensor:
+def distributed_as(local: Tensor, like: Tensor) -> DTensor:
+    """A DTensor that lies as ``like`` does, of this rank's part."""
     assert isinstance(like, DTensor)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -72,7 +71,7 @@ def shard(layer: nn.Module, name: str, stored: StoredWeight, like: Tensor | None
     assert isinstance(part, StoredRows | MatricesShard)
     managed = managed_of([layer]).get((layer, name))
     part.total = None if managed is None else managed.shape[0]
-    return _distributed(part, like)
+    return distributed_as(part, like)
 
 
 @torch.no_grad()
@@ -88,7 +87,7 @@ def split_experts(stored: StoredMatrices, mesh: DeviceMesh) -> DTensor:
 def cut_as(x: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor that each rank has the whole of, as a DTensor that lies as ``like`` does."""
     assert isinstance(like, DTensor)
-    return _distributed(_cut(x, like), like)
+    return distributed_as(_cut(x, like), like)
 
 
 @torch.no_grad()
@@ -106,7 +105,7 @@ def values_of(weight: Tensor) -> Tensor:
     assert isinstance(weight, DTensor)
     part = stored_part(weight)
     assert part is not None
-    return _distributed(part.dequantize(), weight)
+    return distributed_as(part.dequantize(), weight)
 
 
 @torch.no_grad()
@@ -123,7 +122,7 @@ def whole(weight: Tensor) -> Tensor:
         qdata, scale = part.of_bytes(_joined(codes, weight), _joined(scales, weight))
         return StoredMatrices(qdata, scale, part.spec, part.dtype, part.is_transposed)
     if any(not p.is_replicate() and p.dim != 0 for p in weight.placements):  # type: ignore[attr-defined]
-        return _distributed(part.dequantize(), weight).full_tensor()
+        return distributed_as(part.dequantize(), weight).full_tensor()
     rows = part if isinstance(part, StoredRows) else part.as_shard()
     assert isinstance(rows, StoredRows)
     qdata, exponents = (_joined(x, weight) for x in rows.as_bytes())
@@ -266,10 +265,3 @@ def _part_of(grid: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
     for dim, (start, size, count) in enumerate(zip(place(weight), _block(weight), shape, strict=True)):
         grid = grid.narrow(dim, 0 if size == -1 else start // size, count)
     return grid
-
-
-register_stored_sharding(
-    StoredSharding(
-        store_sharded, shard, values_of, whole, reshard, put, place, starts, local, cut_as, _distributed, whole_amaxes
-    )
-)

@@ -166,7 +166,7 @@ def _owner(wanted: PrivateName) -> Any:
     """The object with the name, or None where torch lacks the object, too."""
     module, _, path = wanted.owner.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = importlib.import_module(f".{module.partition('.')[2]}", "torch")
         for part in filter(None, path.split(".")):
             found = getattr(found, part)
     except (ImportError, AttributeError):

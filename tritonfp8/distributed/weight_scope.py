@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from tritonfp8.distributed.fsdp import Managed, gather_of, managed_weights
-from tritonfp8.distributed.tensor_parallel import quantize_shard
-from tritonfp8.layers.linear import ConvertedLayer, Sharding, WholeTogether, register_sharding
+from tritonfp8.layers.extensions import WholeTogether
+from tritonfp8.layers.linear import ConvertedLayer
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def _whole(group: Any) -> Iterator[None]:
             managed.shard_again()
 
 
-def _whole_together(layers: Any) -> list[WholeTogether]:
+def whole_together(layers: Any) -> list[WholeTogether]:
     """The layers whose weights FSDP2 shards: by the object that gathers them in 8 bits, else by parameter group."""
     managed = managed_weights(layers.values())
     by_gather: dict[Any, dict[str, ConvertedLayer]] = {}
@@ -48,6 +48,3 @@ def _whole_together(layers: Any) -> list[WholeTogether]:
         keeps: Callable[[], AbstractContextManager[object]] = partial(gather.keeping_segments, found)
         groups.append(WholeTogether(found, keeps, stored, keeps))
     return groups
-
-
-register_sharding(Sharding(_whole_together, quantize_shard))

@@ -22,7 +22,7 @@ _ELSEWHERE = {
 }
 
 
-class Group(NamedTuple):
+class FormatGroup(NamedTuple):
     """Layers of one checkpoint format: names, regular expressions after ``re:``, or names of classes."""
 
     targets: tuple[str, ...]
@@ -42,7 +42,7 @@ class Group(NamedTuple):
         return None
 
 
-def groups(config: Mapping[str, Any]) -> list[Group]:
+def groups(config: Mapping[str, Any]) -> list[FormatGroup]:
     """The groups of a quantization config.
 
     Raises:
@@ -60,7 +60,7 @@ def groups(config: Mapping[str, Any]) -> list[Group]:
     return _READERS[str(method)](config)
 
 
-def row_of(found: list[Group], names: tuple[str, ...], classes: tuple[str, ...]) -> CheckpointFormat | None:
+def row_of(found: list[FormatGroup], names: tuple[str, ...], classes: tuple[str, ...]) -> CheckpointFormat | None:
     """The checkpoint format of a layer, or None if no group has it.
 
     Args:
@@ -72,7 +72,7 @@ def row_of(found: list[Group], names: tuple[str, ...], classes: tuple[str, ...])
     return found[min(ranked)[1]].row if ranked else None
 
 
-def _fine_grained(config: Mapping[str, Any]) -> list[Group]:
+def _fine_grained(config: Mapping[str, Any]) -> list[FormatGroup]:
     row = CHECKPOINT_FORMATS["fine_grained"]
     require("fmt of the quantization config", config.get("fmt", row.spec.format), (row.spec.format,))
     require("scale_fmt of the quantization config", config.get("scale_fmt"), (None, FLOAT, UE8M0))
@@ -82,7 +82,7 @@ def _fine_grained(config: Mapping[str, Any]) -> list[Group]:
     block = TENSORWISE if size is None else _block("weight_block_size", size, row)
     for key in ("modules_to_not_convert", "ignored_layers"):
         _names(key, config.get(key) or [])
-    return [Group(("re:.*",), _with_block(row, block))]
+    return [FormatGroup(("re:.*",), _with_block(row, block))]
 
 
 def _activations(config: Mapping[str, Any]) -> object:
@@ -99,7 +99,7 @@ def scales_of_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _compressed(config: Mapping[str, Any]) -> list[Group]:
+def _compressed(config: Mapping[str, Any]) -> list[FormatGroup]:
     _names("ignore", config.get("ignore") or [])
     schemes = config.get("config_groups")
     if not isinstance(schemes, dict) or not schemes:
@@ -111,11 +111,11 @@ def _compressed(config: Mapping[str, Any]) -> list[Group]:
         # A group of activations alone, such as those of a cache.
         if scheme.get("weights") is not None:
             targets = _names(f"targets of {name}", scheme.get("targets"))
-            found.append(Group(targets, _compressed_row(name, scheme["weights"])))
+            found.append(FormatGroup(targets, _compressed_row(name, scheme["weights"])))
     return found
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], list[Group]]] = {
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], list[FormatGroup]]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed,
 }

@@ -15,7 +15,7 @@ from torch import nn
 
 from tritonfp8.checks import require_type
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, READ_SCALES, CheckpointFormat
-from tritonfp8.export.configs import Group, row_of
+from tritonfp8.export.configs import FormatGroup, row_of
 from tritonfp8.export.experts import Part, all_parts
 from tritonfp8.export.files import Stored
 from tritonfp8.export.places import Place
@@ -29,7 +29,7 @@ CODES = frozenset(row.dtype for row in CHECKPOINT_FORMATS.values())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Job(NamedTuple):
+class Placed(NamedTuple):
     """A tensor of the checkpoint and its place in the model.
 
     Attributes:
@@ -91,7 +91,7 @@ class Match(NamedTuple):
         of_activations: static scales of activations, which are not used.
     """
 
-    jobs: list[Job]
+    jobs: list[Placed]
     ignored: tuple[str, ...]
     left: tuple[str, ...]
     of_activations: tuple[str, ...]
@@ -100,7 +100,7 @@ class Match(NamedTuple):
 def match(
     stored: Mapping[str, Stored],
     model_places: Iterable[Place],
-    found: list[Group],
+    found: list[FormatGroup],
     patterns: Collection[str],
     static: Collection[str] = (),
 ) -> Match:
@@ -188,7 +188,7 @@ def _scale_of(weight: str, row: CheckpointFormat, others: Collection[str]) -> st
     raise ValueError(f"{what}; got no scale. The checkpoint is incomplete")
 
 
-def _check_ignored(ignored: Iterable[str], jobs: Iterable[Job]) -> None:
+def _check_ignored(ignored: Iterable[str], jobs: Iterable[Placed]) -> None:
     """Raise ValueError for a scale of codes that a pattern leaves out: the values would be others."""
     weights = {_beside(job.name, ""): job for job in jobs if job.row is not None}
     for name in ignored:
@@ -202,8 +202,8 @@ def _check_ignored(ignored: Iterable[str], jobs: Iterable[Job]) -> None:
 
 
 def _jobs(
-    stored: Mapping[str, Stored], of_name: Mapping[str, Place], parts: Mapping[str, Part], found: list[Group]
-) -> tuple[list[Job], list[str]]:
+    stored: Mapping[str, Stored], of_name: Mapping[str, Place], parts: Mapping[str, Part], found: list[FormatGroup]
+) -> tuple[list[Placed], list[str]]:
     """What is read where, and the names of the tensors that nothing reads."""
     jobs, used = [], set()
     others = stored.keys() - of_name.keys() - parts.keys()
@@ -214,9 +214,9 @@ def _jobs(
             continue
         used.add(name)
         if header.dtype not in CODES:
-            jobs.append(Job(name, header, place, part=part))
+            jobs.append(Placed(name, header, place, part=part))
             continue
-        job = Job(name, header, place, part=part)
+        job = Placed(name, header, place, part=part)
         row = row_of(found, (_without_weight(name), job.layer), job.classes)
         if row is None:
             raise ValueError(
@@ -254,7 +254,7 @@ def _check_left(left: Iterable[Place]) -> None:
         raise ValueError(f"{listed(on_meta)} must have values, as the checkpoint has none: they are on the meta device")
 
 
-def _check_job(job: Job, stored: Mapping[str, Stored]) -> None:
+def _check_job(job: Placed, stored: Mapping[str, Stored]) -> None:
     target, header = job.place.tensor, job.stored
     if job.shape != header.shape:
         raise ValueError(f"{job.name} must have shape {job.shape}, as in the model; got {header.shape}")

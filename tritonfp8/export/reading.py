@@ -18,7 +18,7 @@ from tritonfp8.checks import require_type
 from tritonfp8.export.configs import groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
-from tritonfp8.export.matching import Job, match, patterns_of
+from tritonfp8.export.matching import Placed, match, patterns_of
 from tritonfp8.export.places import Place, bare, buffers_on_meta, check_has_memory, places, reshard, whole
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
@@ -99,7 +99,7 @@ def load(
     return LoadReport(layers, copied, ignored, left, tuple(on_meta), unused)
 
 
-def _scale(job: Job, read: Read) -> Tensor:
+def _scale(job: Placed, read: Read) -> Tensor:
     """The scale of a job, in the dtype and shape of its spec."""
     assert job.scale is not None
     assert job.row is not None
@@ -108,7 +108,7 @@ def _scale(job: Job, read: Read) -> Tensor:
     return x.view(scales.dtype) if scales.exponent_only else x.to(scales.dtype)
 
 
-def _check_scales(jobs: Iterable[Job], read: Read) -> None:
+def _check_scales(jobs: Iterable[Placed], read: Read) -> None:
     for job in jobs:
         if job.row is not None:
             x = _scale(job, read).float()
@@ -118,12 +118,12 @@ def _check_scales(jobs: Iterable[Job], read: Read) -> None:
                 )
 
 
-def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
+def _fill_all(jobs: list[Placed], read: Read, device: torch.device) -> tuple[dict[str, LoadedLayer], dict[str, str]]:
     """Read every tensor into its place, file by file. Returns the layers and the other tensors of the report."""
     layers: dict[str, LoadedLayer] = {}
     copied: dict[str, str] = {}
     filled: dict[int, Tensor] = {}
-    stacks: dict[int, list[Job]] = {}
+    stacks: dict[int, list[Placed]] = {}
     for job in sorted(jobs, key=lambda job: job.stored.file):
         if job.part is not None:
             stacks.setdefault(id(job.place), []).append(job)
@@ -153,7 +153,7 @@ def _fill_all(jobs: list[Job], read: Read, device: torch.device) -> tuple[dict[s
     return layers, copied
 
 
-def _check_tied(job: Job, target: Tensor, x: Tensor) -> None:
+def _check_tied(job: Placed, target: Tensor, x: Tensor) -> None:
     if not torch.equal(plain_weight(whole(target)), x):
         raise ValueError(
             f"{' and '.join(job.place.names)} are one tensor in the model, and differ in the checkpoint: build the "
@@ -161,7 +161,7 @@ def _check_tied(job: Job, target: Tensor, x: Tensor) -> None:
         )
 
 
-def _values(job: Job, read: Read, device: torch.device) -> tuple[Tensor, Quantized | str]:
+def _values(job: Placed, read: Read, device: torch.device) -> tuple[Tensor, Quantized | str]:
     """A tensor as the model has it, and what it was made from."""
     target = job.place.tensor
     to = _device_of(target, device)
@@ -202,7 +202,7 @@ def _are_powers(scale: Tensor) -> bool:
     return bool((torch.frexp(scale.float()).mantissa == 0.5).all())
 
 
-def _fill_stack(jobs: list[Job], read: Read, device: torch.device) -> str | None:
+def _fill_stack(jobs: list[Placed], read: Read, device: torch.device) -> str | None:
     """Read a weight of experts from the matrices of all experts. Returns what its recipe makes of it.
 
     It is in memory once more meanwhile: in codes, unless a block would have rows of two matrices.
@@ -220,7 +220,7 @@ def _fill_stack(jobs: list[Job], read: Read, device: torch.device) -> str | None
     return _again_stack(jobs[0].owner, made, weight, plain_weight(x) if is_exact else None)
 
 
-def _stacked_values(jobs: list[Job], read: Read, device: torch.device) -> tuple[Tensor, bool]:
+def _stacked_values(jobs: list[Placed], read: Read, device: torch.device) -> tuple[Tensor, bool]:
     """The values of all experts, and whether the dtype of the parameter holds them exactly."""
     target, is_exact = jobs[0].place.tensor, True
     x = torch.empty(target.shape, dtype=target.dtype, device=_device_of(target, device))
@@ -258,7 +258,7 @@ def _device_of(target: Tensor, device: torch.device) -> torch.device:
     return device if target.device.type == "meta" else target.device
 
 
-def _stacked_codes(jobs: list[Job], read: Read, device: torch.device) -> StoredMatrices | None:
+def _stacked_codes(jobs: list[Placed], read: Read, device: torch.device) -> StoredMatrices | None:
     """The codes of all experts as one weight; None if a block of it would have rows of two of their matrices.
 
     Raises:
@@ -307,7 +307,7 @@ def _fill(place: Place, x: Tensor) -> Tensor:
     return tensor
 
 
-def _again(job: Job, weight: Tensor, q: Quantized) -> str | None:
+def _again(job: Placed, weight: Tensor, q: Quantized) -> str | None:
     """What the recipe of the layer makes of its new weight."""
     owner: Any = job.owner
     spec = owner.recipe.output.rhs if is_converted(owner) else None

@@ -24,7 +24,7 @@ from tritonfp8.layers.stored import StoredWeight, plain_weight
 from tritonfp8.quantized import Quantized
 
 
-class Entry(NamedTuple):
+class WrittenTensor(NamedTuple):
     """One tensor of a model that is written.
 
     Attributes:
@@ -82,10 +82,10 @@ def _codes(x: Tensor, row: CheckpointFormat) -> Quantized:
     return quantize(plain_weight(x), row.spec)
 
 
-class Plan(NamedTuple):
+class StreamPlan(NamedTuple):
     """What an export writes, its report, and the model that has these tensors under their plain names."""
 
-    entries: list[Entry]
+    entries: list[WrittenTensor]
     report: ExportReport
     model: nn.Module
 
@@ -169,7 +169,7 @@ def tensors(
     return _stream(planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters).entries)
 
 
-def _stream(entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
+def _stream(entries: list[WrittenTensor]) -> Iterator[tuple[str, Tensor]]:
     for entry in entries:
         yield from entry.tensors()
 
@@ -182,7 +182,7 @@ def planned(
     scale_fmt: str | None,
     dtype: torch.dtype | None,
     adapters: str | None,
-) -> Plan:
+) -> StreamPlan:
     """The entries and the report of an export; see :func:`plan`."""
     require_module(model)
     model = bare(model)
@@ -202,8 +202,8 @@ def planned(
             check_floating(place.name, place.tensor)
         to = dtype if dtype is not None and place.tensor.dtype.is_floating_point else place.tensor.dtype
         parts = parts_of(place) if chosen else {}
-        entries.append(Entry(place.written_name, place.tensor, row if chosen else None, to, parts))
-    return Plan(entries, _report(row, reasons, found, entries, scale_fmt), model)
+        entries.append(WrittenTensor(place.written_name, place.tensor, row if chosen else None, to, parts))
+    return StreamPlan(entries, _report(row, reasons, found, entries, scale_fmt), model)
 
 
 def _check_written(place: Place) -> None:
@@ -220,7 +220,7 @@ def _report(
     row: CheckpointFormat,
     reasons: dict[str, str | None],
     found: list[Place],
-    entries: list[Entry],
+    entries: list[WrittenTensor],
     scale_fmt: str | None,
 ) -> ExportReport:
     modules = {name: owner.module for place in found for name, owner in zip(place.names, place.owners, strict=True)}

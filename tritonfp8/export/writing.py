@@ -20,7 +20,7 @@ from tritonfp8.conversion import Filter
 from tritonfp8.export.files import CONFIG, GENERATION_CONFIG, INDEX, ONE_FILE, QUANTIZATION_CONFIG, written_before
 from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.report import ExportReport
-from tritonfp8.export.stream import Entry, planned
+from tritonfp8.export.stream import WrittenTensor, planned
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -95,8 +95,8 @@ def _temporary(root: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _shards(entries: list[Entry], limit: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = []
+def _shards(entries: list[WrittenTensor], limit: int) -> list[list[WrittenTensor]]:
+    shards: list[list[WrittenTensor]] = []
     room = 0
     for entry in entries:
         if not shards or entry.nbytes > room:
@@ -107,7 +107,7 @@ def _shards(entries: list[Entry], limit: int) -> list[list[Entry]]:
     return shards
 
 
-def _write_shards(entries: list[Entry], draft: Path, limit: int) -> list[str]:
+def _write_shards(entries: list[WrittenTensor], draft: Path, limit: int) -> list[str]:
     """Write the shards and their index. Returns the names of the files, the index last."""
     shards = _shards(entries, limit)
     count = len(shards)

@@ -177,7 +177,7 @@ class Float8Callback(TrainerCallback):
         self.report: ConversionReport | None = None
         self.gathered: ConversionReport | None = None
         self.schedule: RecipeSchedule | None = None
-        self._gradients = _Gradients()
+        self._gradients = _FiniteGradients()
         self._check: TrainingCheck | None = None
         self._is_checked = not self.config.verify
         self._told_of_norm = False
@@ -292,7 +292,7 @@ def _moves_weights(optimizer: Any) -> bool:
     return all(float(group.get("lr", 1.0)) > 0 for group in groups)
 
 
-class _Gradients:
+class _FiniteGradients:
     """Counts the steps whose gradients are not finite, on the device: nothing waits for it before :meth:`take`."""
 
     def __init__(self) -> None:

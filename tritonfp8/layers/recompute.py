@@ -18,17 +18,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from tritonfp8.layers import extensions
 from tritonfp8.recipes import Recipe
 
-Capture = Callable[[], AbstractContextManager[object]]
-_captures: list[Capture] = []
 _ENTRY = "CheckpointFunction"
 # The first one that exists is wrapped: since torch 2.14 it is called by the other.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -36,18 +34,10 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_with
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 
-def carry(capture: Capture) -> None:
-    """Call ``capture()`` when a forward begins; it returns a context manager that restores its state.
-
-    Each recompute enters and leaves the context manager, on the thread that it runs on.
-    """
-    _captures.append(capture)
-
-
 _regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
-class _Thread(threading.local):
+class _ThreadRegions(threading.local):
     def __init__(self) -> None:
         self.noted_by: tuple[Region, ...] = ()
         self.replayed: Region | None = None
@@ -58,7 +48,7 @@ class _Thread(threading.local):
         self.active = bool(noted_by) or replayed is not None
 
 
-_thread = _Thread()
+_thread = _ThreadRegions()
 
 
 # The recipe of a module before each swap, since the oldest region began. Nothing is noted in compiled layers, but they
@@ -83,7 +73,8 @@ class Region:
         self._first_swap: int = len(_swaps) if outer is None else outer._first_swap
         _regions.add(self)
         self._recipes: dict[int, tuple[weakref.ref[Tensor], Recipe]] = {}
-        self._restore = [capture() for capture in _captures]
+        record = extensions.filled()
+        self._options = contextlib.nullcontext() if record is None else record.carried()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -101,8 +92,7 @@ class Region:
         """The forward runs again."""
         before = _thread.replayed
         with contextlib.ExitStack() as stack:
-            for restore in self._restore:
-                stack.enter_context(restore)
+            stack.enter_context(self._options)
             stack.enter_context(self._recipes_of_forward())
             _thread.set(_thread.noted_by, self)
             try:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
 from tritonfp8.compat.torch_private import constant_for_dynamo
+from tritonfp8.layers import extensions
 
 PLAIN = (Tensor, nn.Parameter, type(None))
 """Types of operands that are their own data, or missing."""
 
 Handler = Callable[..., Tensor]
 """``handler(input, weight, bias, recipe, shared_input, quantized_weight)``."""
-_handlers: dict[type, Handler] = {}
-
-
-# By the module of a tensor type, the part of this package that registers its handler. It is imported on demand.
-_REGISTERED_BY = {"torch.distributed.tensor": "tritonfp8.distributed"}
-
-
-def register_linear(tensor_type: type, handler: Handler) -> None:
-    """Let ``handler(*arguments of linear)`` compute :func:`linear` on operands of this type.
-
-    For types whose local data is not the whole tensor, such as DTensor.
-    """
-    _handlers[tensor_type] = handler
 
 
 @constant_for_dynamo
-def _import(module: str) -> bool:
-    """Import a module, also while Dynamo traces, which cannot follow an import."""
-    importlib.import_module(module)
+def _fill() -> bool:
+    """Import tritonfp8.distributed, also while Dynamo traces, which cannot follow an import."""
+    extensions.distributed()
     return True
 
 
@@ -49,11 +36,11 @@ def handler_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> Handler | 
             if x is None and name != "bias":
                 raise TypeError(f"{name} must be a torch.Tensor; got None")
             continue
-        for place, module in _REGISTERED_BY.items():
-            # The type of an asynchronous collective's result is in torch.distributed, too. It needs no handler.
-            if kind.__module__.startswith(place):
-                _import(module)
-        if kind in _handlers:
-            return _handlers[kind]
+        # The type of an asynchronous collective's result is in torch.distributed, too. It needs no handler.
+        if kind.__module__.startswith("torch.distributed.tensor"):
+            _fill()
+            record = extensions.filled()
+            if record is not None and kind is record.tensor_type:
+                return record.linear
         require_type(name, x, Tensor, "a torch.Tensor" if name != "bias" else "a torch.Tensor or None")
     return None

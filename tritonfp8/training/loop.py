@@ -115,7 +115,7 @@ class Result:
         return next((run for run in self.runs if run.recipe == recipe), None)
 
 
-class Observer:
+class RunObserver:
     """Receives the progress of a comparison. This class does nothing; derive from it."""
 
     def started(self, recipe: str, steps: int) -> None:
@@ -128,13 +128,13 @@ class Observer:
         """The last recipe of ``result`` has ended: by its last step, a failure or the user."""
 
 
-def run(job: Job, observer: Observer | None = None) -> Result:
+def run(job: Job, observer: RunObserver | None = None) -> Result:
     """Train in every recipe of the job. Measurements up to an error or interruption are in the result.
 
     KeyboardInterrupt ends the comparison; an error ends only its recipe. The :class:`Run` of that recipe records both.
     Losses are reproducible on the CPU; on a GPU, as far as torch's own backward passes are.
     """
-    observer = observer or Observer()
+    observer = observer or RunObserver()
     result = Result(job)
     device, threads = torch.device(job.settings.device), torch.get_num_threads()
     if device.type == "cuda":
@@ -237,7 +237,7 @@ class _Meter:
         run.peak_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
-def _train(job: Job, run: Run, observer: Observer) -> None:
+def _train(job: Job, run: Run, observer: RunObserver) -> None:
     """Train one recipe into ``run``; an error or a KeyboardInterrupt ends it and is recorded there."""
     meter = _Meter(torch.device(job.settings.device))
     with _recorded(run):
@@ -284,7 +284,7 @@ def _run_experts_in_bf16(model: nn.Module) -> None:
         convert(model, BASELINE, filter=lambda module, name: not isinstance(module, nn.Linear), experts=True)
 
 
-def _loop(job: Job, model: nn.Module, meter: _Meter, observer: Observer) -> None:
+def _loop(job: Job, model: nn.Module, meter: _Meter, observer: RunObserver) -> None:
     settings, device = job.settings, meter.device
     step = TrainingStep(model, settings)
     sizes = {name: getattr(settings, name) for name in ("steps", "batch_size", "seq_len", "seed")}

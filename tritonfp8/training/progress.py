@@ -9,13 +9,13 @@ import rich.progress
 from rich.console import Console
 
 from tritonfp8.training import report
-from tritonfp8.training.loop import Observer, Result
+from tritonfp8.training.loop import Result, RunObserver
 from tritonfp8.workflow import MISSING
 
 _LINES_A_RECIPE = 10
 
 
-class Progress(Observer):
+class Progress(RunObserver):
     """Progress on a console: bars with loss, tokens/s and ETA; without a terminal, ten lines a recipe.
 
     A context manager; use it around :func:`tritonfp8.training.run`.

@@ -35,7 +35,7 @@ _REFERENCES: Mapping[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True)
-class _Gemm:
+class _AnyGemmCall:
     """A call of an op that multiplies, with the key of its tuned configuration."""
 
     call: Call
@@ -73,7 +73,7 @@ class _Gemm:
 
 
 @dataclass(frozen=True)
-class GemmCall(_Gemm):
+class GemmCall(_AnyGemmCall):
     """A call of ``scaled_matmul``."""
 
     m: int
@@ -137,7 +137,7 @@ class GemmCall(_Gemm):
 
 
 @dataclass(frozen=True)
-class GroupedGemmCall(_Gemm):
+class GroupedGemmCall(_AnyGemmCall):
     """A call of ``scaled_grouped_matmul``."""
 
     gemm: GroupedGemm

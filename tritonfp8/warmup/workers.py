@@ -17,7 +17,7 @@ MAX_WORKERS = 8
 _JOIN_SECONDS = 5.0
 
 
-class Job(Protocol):
+class Portable(Protocol):
     """Work on a device that can be sent to another process."""
 
     def run(self, device: torch.device) -> object:
@@ -30,7 +30,7 @@ def default_workers() -> int:
 
 
 def run_jobs(
-    jobs: Sequence[Job], device: torch.device, workers: int, done: Callable[[int, str | None], object]
+    jobs: Sequence[Portable], device: torch.device, workers: int, done: Callable[[int, str | None], object]
 ) -> None:
     """Run every job once.
 
@@ -68,7 +68,7 @@ def run_jobs(
             _end(connection, process)
 
 
-def _run_here(jobs: Sequence[Job], device: torch.device, done: Callable[[int, str | None], object]) -> None:
+def _run_here(jobs: Sequence[Portable], device: torch.device, done: Callable[[int, str | None], object]) -> None:
     for index, job in enumerate(jobs):
         outcome = None
         try:
@@ -112,7 +112,7 @@ def _end(connection: Connection, process: Any) -> None:
         process.kill()
 
 
-def _give(connection: Connection, job: Job) -> None:
+def _give(connection: Connection, job: Portable) -> None:
     # A worker may have ended: `_outcome` then reports how.
     with contextlib.suppress(OSError):
         connection.send(job)
@@ -139,7 +139,7 @@ def _work(connection: Connection, device_name: str) -> None:
         torch.cuda.set_device(device)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            job: Job = connection.recv()
+            job: Portable = connection.recv()
             try:
                 job.run(device)
             except Exception as error:

@@ -40,7 +40,7 @@ _INEXACT = {
 _GEMMS = {"grouped_matmul", "scaled_grouped_matmul"}
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an op.
 
     Attributes:
@@ -54,13 +54,13 @@ class Call(NamedTuple):
     on_host: tuple[int, ...] = ()
 
 
-def calls() -> Iterator[Call]:
+def calls() -> Iterator[OpCall]:
     """The calls, those of an op adjacent."""
     found = itertools.chain(_casts(), _of_shards(), _of_groups(), _of_matrices(), _of_rows(), _steps())
     return iter(sorted(found, key=lambda call: call.name))
 
 
-def agrees(group: Iterable[Call], device: torch.device) -> str:
+def agrees(group: Iterable[OpCall], device: torch.device) -> str:
     """Compare the results of calls of one op on ``device`` with those of the reference on the CPU.
 
     Returns:
@@ -86,7 +86,7 @@ def agrees(group: Iterable[Call], device: torch.device) -> str:
     return f"{what} the reference in {count} calls"
 
 
-def _run(function: Any, call: Call, device: torch.device) -> list[Tensor]:
+def _run(function: Any, call: OpCall, device: torch.device) -> list[Tensor]:
     """What a call returns, and for an op that writes to its arguments, these; on the CPU."""
     args = [
         arg if i in call.on_host else pytree.tree_map_only(Tensor, lambda x: x.to(device, copy=True), arg)
@@ -118,24 +118,24 @@ def _dominated(m: int, n: int, seed: int) -> Tensor:
     return x
 
 
-def _casts() -> Iterator[Call]:
+def _casts() -> Iterator[OpCall]:
     x = _normal(TOKENS, 336)
     for spec in (ROW, TENSOR, VECTOR, SQUARE, MX):
-        yield Call("amax", (x, list(spec.block)))
-        yield Call("quantize_both_sum", (x, *spec.args, *spec.args))
+        yield OpCall("amax", (x, list(spec.block)))
+        yield OpCall("quantize_both_sum", (x, *spec.args, *spec.args))
     for spec in (ROW, TENSOR):
-        yield Call("quantize_with_amax", (x, *spec.args, *spec.args))
-    yield Call("quantize_weights", (x, [x[:40].contiguous()], *ROW.args))
-    yield Call("transpose", (reference.quantize(x, *ROW.args)[0],))
+        yield OpCall("quantize_with_amax", (x, *spec.args, *spec.args))
+    yield OpCall("quantize_weights", (x, [x[:40].contiguous()], *ROW.args))
+    yield OpCall("transpose", (reference.quantize(x, *ROW.args)[0],))
     # Of two operands that are quantized by scales which may clip. Without scales, figures are NaN, which equal nothing.
     x, spec = _normal(2, 65, 70), QuantSpec("e4m3", BLOCK_1X32, "e8m0", "floor")
     qdata, scale = reference.quantize(x, *spec.args)
     result, flat = reference.dequantize(qdata, scale, *spec.args, torch.float32), scale.float().flatten(1)
     whole = x.float().abs().amax((1, 2))
-    yield Call("operand_figures", (x, whole, 10_000, 448.0, result, qdata, flat.amin(1), flat.amax(1)))
+    yield OpCall("operand_figures", (x, whole, 10_000, 448.0, result, qdata, flat.amin(1), flat.amax(1)))
 
 
-def _of_shards() -> Iterator[Call]:
+def _of_shards() -> Iterator[OpCall]:
     """Of one weight ``[330, 70]``: shards of 256 rows, 74 rows and none; in one orientation or two."""
     x = _normal(330, 70, dtype=torch.float32)
     shards, starts = [x[:256], x[256:], x[330:]], (0, 256, 330)
@@ -146,7 +146,7 @@ def _of_shards() -> Iterator[Call]:
             grids.append((330, 70))
         places = [[ops.GridPlace(first, cols, start, 0) for first, cols in grids] for start in starts]
         amaxes, to_read = torch.zeros(330 + 70), ops.places_to_read(places)
-        yield Call("amax_of_shards", (amaxes, shards, to_read, blocks), on_host=(2,))
+        yield OpCall("amax_of_shards", (amaxes, shards, to_read, blocks), on_host=(2,))
         found = amaxes.clone()
         reference.amax_of_shards(found, shards, to_read, blocks)
         for i, transpose in enumerate((False, True)[: len(grids)]):
@@ -154,58 +154,58 @@ def _of_shards() -> Iterator[Call]:
             offsets = (0, 70 * 330, 70 * 400) if transpose else (0, 70 * 256, 70 * 330)
             to = ops.places_to_write([(o, r, of[i]) for o, r, of in zip(offsets, rows, places, strict=True)])
             args = (torch.zeros(70 * 800, dtype=torch.uint8), shards, to, found, *(spec_t or spec).args)
-            yield Call("quantize_shards", (*args, transpose, torch.bfloat16), on_host=(2,))
+            yield OpCall("quantize_shards", (*args, transpose, torch.bfloat16), on_host=(2,))
 
 
-def _of_groups() -> Iterator[Call]:
+def _of_groups() -> Iterator[OpCall]:
     offsets = torch.tensor(ENDS, dtype=torch.int32)
     x = _normal(TOKENS, 70)
-    yield Call("grouped_sum", (x, offsets))
+    yield OpCall("grouped_sum", (x, offsets))
     for lhs, rhs in PAIRS:
         for transpose, spec in ((False, lhs), (True, rhs)):
-            yield Call("quantize_groups", (x, offsets, *spec.args, transpose))
-        yield Call("quantize_groups_both", (x, offsets, *lhs.args, *rhs.args))
+            yield OpCall("quantize_groups", (x, offsets, *spec.args, transpose))
+        yield OpCall("quantize_groups_both", (x, offsets, *lhs.args, *rhs.args))
     for (n, k), (lhs, rhs) in itertools.product(SIZES, PAIRS):
         x, grad, weight = _normal(TOKENS, k), _normal(TOKENS, n, seed=1), _normal(3, n, k, seed=2)
         rows = *reference.quantize_groups(x, offsets, *lhs.args), *lhs.args
         matrices = *reference.quantize_matrices(weight, *rhs.args), *rhs.args
-        yield Call("scaled_grouped_matmul", (*rows, *matrices, offsets, None, torch.float32))
+        yield OpCall("scaled_grouped_matmul", (*rows, *matrices, offsets, None, torch.float32))
         columns = [
             part
             for each, spec in ((grad, lhs), (x, rhs))
             for part in (*reference.quantize_groups(each, offsets, *spec.args, True), *spec.args)
         ]
         options = (None, torch.float32, "precise", False, TOKENS)
-        yield Call("scaled_grouped_matmul", (*columns, offsets, *options))
+        yield OpCall("scaled_grouped_matmul", (*columns, offsets, *options))
         if lhs is ROW:
-            yield Call("grouped_matmul", (x, weight, offsets, _normal(3, n, seed=3)))
-            yield Call("grouped_matmul", (grad.t(), x.t(), offsets))
+            yield OpCall("grouped_matmul", (x, weight, offsets, _normal(3, n, seed=3)))
+            yield OpCall("grouped_matmul", (grad.t(), x.t(), offsets))
 
 
-def _of_matrices() -> Iterator[Call]:
+def _of_matrices() -> Iterator[OpCall]:
     weight = _normal(3, 24, 70)
     for spec in (ROW, TENSOR, VECTOR, SQUARE, MX):
         for transpose in (False, True):
-            yield Call("quantize_matrices", (weight, *spec.args, transpose))
+            yield OpCall("quantize_matrices", (weight, *spec.args, transpose))
         if spec in (ROW, TENSOR):
-            yield Call("quantize_matrices_with_amax", (weight, *spec.args, *spec.args))
+            yield OpCall("quantize_matrices_with_amax", (weight, *spec.args, *spec.args))
 
 
-def _of_rows() -> Iterator[Call]:
+def _of_rows() -> Iterator[OpCall]:
     """SwiGLU, and the sums of each token's experts."""
     offsets = torch.tensor(ENDS, dtype=torch.int32)
     for n in (72, 192):
         gate_up, grad = _dominated(TOKENS, 2 * n, 0), _dominated(TOKENS, n, 1)
-        yield Call("swiglu", (gate_up,))
-        yield Call("swiglu_backward", (grad, gate_up))
-        yield Call("swiglu_backward_amax", (grad, gate_up, offsets, *ROW.args, *ROW.args))
+        yield OpCall("swiglu", (gate_up,))
+        yield OpCall("swiglu_backward", (grad, gate_up))
+        yield OpCall("swiglu_backward_amax", (grad, gate_up, offsets, *ROW.args, *ROW.args))
     places = torch.arange(TOKENS).view(-1, 4).flip(1)
     x, grad = _normal(TOKENS, 70), _normal(TOKENS // 4, 70, seed=1)
-    yield Call("sum_of_rows", (x, places, _normal(TOKENS // 4, 4, seed=2, dtype=torch.float32)))
-    yield Call("dots_of_rows", (grad, x, places, torch.float32))
+    yield OpCall("sum_of_rows", (x, places, _normal(TOKENS // 4, 4, seed=2, dtype=torch.float32)))
+    yield OpCall("dots_of_rows", (grad, x, places, torch.float32))
 
 
-def _steps() -> Iterator[Call]:
+def _steps() -> Iterator[OpCall]:
     """Steps of a stored weight by AdamW, whole and as a shard, with moments in float32 and in 8 bits."""
     numbers = torch.tensor([0.999, 0.1, 0.99, 0.01, 0.04, 5.8, 1e-8])
     keys = reference.rounding_keys(7, torch.tensor([3.0]), torch.tensor([5]))[0]
@@ -216,5 +216,5 @@ def _steps() -> Iterator[Call]:
         scales = [torch.full((40, 2), 120, dtype=torch.uint8) if dtype.itemsize == 1 else None for _ in moments]
         place = [70 if spec is SQUARE else 0, 0]
         head, layout = (qdata, scale, *moments, grad, numbers), (*spec.args, list(spec.block), place)
-        yield Call("adamw_amax", (*head, *layout, *scales))
-        yield Call("adamw", (*head, keys, *layout, True, *scales))
+        yield OpCall("adamw_amax", (*head, *layout, *scales))
+        yield OpCall("adamw", (*head, keys, *layout, True, *scales))

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from tritonfp8.layers import tensor_types
+from tritonfp8.layers import extensions, tensor_types
 
 PROGRAM = """
 import sys
@@ -41,7 +41,11 @@ def test_an_eager_layer_imports_it_and_its_name_does():
     class Distributed:
         __module__ = "torch.distributed.tensor.experimental"
 
-    with mock.patch.dict(tensor_types._handlers, clear=True), mock.patch.object(tensor_types, "_import") as imported:
-        imported.side_effect = lambda name: tensor_types.register_linear(Distributed, "handler")
+    record = mock.Mock(tensor_type=Distributed, linear="handler", providers={}, readers={})
+    with (
+        mock.patch.object(extensions, "_filled", None),
+        mock.patch.object(extensions.importlib, "import_module") as imported,
+    ):
+        imported.side_effect = lambda name: extensions.fill(record)
         assert tensor_types.handler_of(torch.ones(1), Distributed(), None) == "handler"
     imported.assert_called_once_with("tritonfp8.distributed")

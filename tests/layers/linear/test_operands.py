@@ -8,8 +8,8 @@ from cases import normal
 
 from tritonfp8 import recipes
 from tritonfp8.functional import SharedInput, linear, quantize_weight
-from tritonfp8.layers.linear import LOCAL, OperandProvider, local_linear, provider_of, register_weight_type
-from tritonfp8.layers.linear.operands import _providers
+from tritonfp8.layers.extensions import PROVIDERS
+from tritonfp8.layers.linear import LOCAL, OperandProvider, local_linear, provider_of
 from tritonfp8.testing import assert_bitwise_equal
 
 
@@ -92,11 +92,11 @@ def test_a_weight_type_may_bring_its_provider(monkeypatch):
 
     (x, w), provider = operands(), Noting()
     assert provider_of(w) is provider_of(torch.nn.Parameter(w.detach())) is LOCAL
-    monkeypatch.setitem(_providers, Special, provider)
+    monkeypatch.setitem(PROVIDERS, Special, provider)
     assert provider_of(w.detach().as_subclass(Special)) is provider
     linear(x, w.detach().as_subclass(Special), None, "rowwise")
     assert [name for name, *_ in provider.asked] == ["input", "weight"]
-    register_weight_type(Special, LOCAL)
+    monkeypatch.setitem(PROVIDERS, Special, LOCAL)
     assert provider_of(w.detach().as_subclass(Special)) is LOCAL
 
 

@@ -108,7 +108,7 @@ class GatherPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class GatherGroup:
     """Weights that FSDP gathers together.
 
     Attributes:
@@ -177,12 +177,12 @@ class Batch:
         return any(plan.split for plan in self.plans.values())
 
     @cached_property
-    def groups(self) -> dict[int, Group]:
+    def groups(self) -> dict[int, GatherGroup]:
         """The weights that FSDP gathers together, by the identity of its parameter group."""
         found: dict[int, dict[str, GatherPlan]] = {}
         for name, plan in self.plans.items():
             found.setdefault(id(plan.managed.group), {})[name] = plan
-        return {key: Group(key, members) for key, members in found.items()}
+        return {key: GatherGroup(key, members) for key, members in found.items()}
 
     def split(self, flat: Tensor) -> dict[str, list[Tensor]]:
         """``flat``, with one value for each amax, as grids: a list for each weight, by its name."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, read_rank_segments
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
-from tritonfp8.layers.linear import LOCAL, OperandsOfOthers, Pair, register_weight_type
+from tritonfp8.layers.linear import OperandsOfOthers, Pair
 from tritonfp8.layers.stored import CodesTensor
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
@@ -307,9 +307,6 @@ class GatheredWeightOperands(OperandsOfOthers):
     def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
         """As :meth:`weight`."""
         return _read(weight, spec_t, True, grad_output)
-
-
-register_weight_type(GatheredWeight, GatheredWeightOperands(LOCAL))
 
 
 # A buffer that holds one of two orientations has a tag that says which. The tag is a tensor on the CPU, so that a

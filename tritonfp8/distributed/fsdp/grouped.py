@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import WeightOrientation
-from tritonfp8.distributed.fsdp.gather_plan import Batch, Group, Reduction
+from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherGroup, Reduction
 from tritonfp8.distributed.fsdp.shard_casts import fill_amax, fill_amax_of_tensors
 from tritonfp8.ops import GridPlace
 from tritonfp8.specs import TENSORWISE
@@ -80,7 +80,7 @@ def _fill_one_by_one(batch: Batch, names: Sequence[str], amaxes: Tensor) -> None
     fill_amax_of_tensors(tensors)
 
 
-def segments_to_send(group: Group, reduction: Reduction, wanted: Sequence[int]) -> dict[str, Tensor]:
+def segments_to_send(group: GatherGroup, reduction: Reduction, wanted: Sequence[int]) -> dict[str, Tensor]:
     """The rank segments of weights that are gathered together.
 
     Args:
@@ -114,7 +114,7 @@ def segments_to_send(group: Group, reduction: Reduction, wanted: Sequence[int]) 
     return {name: buffer[start : start + plan.layout.rank_segment_size] for (name, plan), start in found}
 
 
-def _places_in_buffer(batch: Batch, group: Group, i: int, names: Sequence[str]) -> Tensor:
+def _places_in_buffer(batch: Batch, group: GatherGroup, i: int, names: Sequence[str]) -> Tensor:
     starts = dict(zip(group.plans, group.starts, strict=False))
     places = []
     for name in names:

@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from tritonfp8.distributed import options
 from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands
 from tritonfp8.distributed.shard_layout import align, largest_blocks, plain_mesh, unalign
-from tritonfp8.distributed.tensor_parallel.placements import Layer, cached_layer_of, layer_of
+from tritonfp8.distributed.tensor_parallel.placements import ShardedLayer, cached_layer_of, layer_of
 from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands
 from tritonfp8.distributed.tensor_parallel.stored_operands import StoredShardOperands
 from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
-from tritonfp8.layers import register_linear
 from tritonfp8.layers.linear import OperandProvider, Operands, SharedInput, local_linear, weight_operands
 from tritonfp8.layers.stored import StoredRows, StoredWeight
 from tritonfp8.ops import sealed
@@ -48,14 +47,14 @@ class _FromShards(torch.autograd.Function):
     """The gathered rows of a DTensor whose tokens are sharded; its gradient is a DTensor that ranks sum later."""
 
     @staticmethod
-    def forward(ctx: Any, input: DTensor, gathered: Tensor, layer: Layer) -> Tensor:
+    def forward(ctx: Any, input: DTensor, gathered: Tensor, layer: ShardedLayer) -> Tensor:
         ctx.layer = layer
         ctx.like = input.device_mesh, input.shape, input.stride()
         return sealed(gathered.view_as(gathered), input._local_tensor, gathered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        layer: Layer = ctx.layer
+        layer: ShardedLayer = ctx.layer
         mesh, shape, stride = ctx.like
         grad = unalign(layer.k, unalign(layer.m, grad, 0), 1).reshape(*layer.lead, layer.k.local_size)
         placements = layer.placements.grad_input
@@ -118,7 +117,7 @@ def quantize_shard(weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> Ca
     assert isinstance(weight, DTensor)
     scaling = options.current().scales
     came = (Replicate(),) * weight.device_mesh.ndim, tuple(weight.placements)
-    layer: Layer = cached_layer_of(
+    layer: ShardedLayer = cached_layer_of(
         plain_mesh(weight.device_mesh), (0,), tuple(weight.shape), came, largest_blocks(recipe), False, scaling, None
     )
     provider = ShardedOperands(*layer.scaled, None, layer.k)
@@ -138,7 +137,7 @@ def _cached_operands(cached: object) -> Operands | None:
     return cached.operands
 
 
-def _aligned_weight(weight: DTensor, layer: Layer) -> Tensor:
+def _aligned_weight(weight: DTensor, layer: ShardedLayer) -> Tensor:
     return align(layer.k, align(layer.n, weight.to_local(grad_placements=layer.placements.grad_weight), 0), 1)
 
 
@@ -206,7 +205,7 @@ def _local(
     bias: Tensor | None,
     recipe: Recipe,
     shared_input: SharedInput | None,
-    layer: Layer,
+    layer: ShardedLayer,
     cached: Operands | None,
 ) -> Tensor:
     """This rank's part of the output."""
@@ -253,7 +252,7 @@ def _placed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     return x if same else x.redistribute(placements=placements)
 
 
-def _aligned_rows(rows: Tensor, layer: Layer, input: DTensor, shared_input: SharedInput | None) -> Tensor:
+def _aligned_rows(rows: Tensor, layer: ShardedLayer, input: DTensor, shared_input: SharedInput | None) -> Tensor:
     """The rows that the GEMMs read, gathered if tokens are sharded and the layer needs all."""
 
     def make() -> Tensor:
@@ -266,7 +265,7 @@ def _aligned_rows(rows: Tensor, layer: Layer, input: DTensor, shared_input: Shar
     return shared_input.once(input, (rows.dtype, rows.shape, layer.gather, layer.k), make)
 
 
-def _local_bias(bias: Tensor | None, layer: Layer) -> Tensor | None:
+def _local_bias(bias: Tensor | None, layer: ShardedLayer) -> Tensor | None:
     if bias is None:
         return None
     assert isinstance(bias, DTensor)
@@ -275,6 +274,3 @@ def _local_bias(bias: Tensor | None, layer: Layer) -> Tensor | None:
     if any(isinstance(p, Partial) for p in layer.placements.output):
         return _AddedOnce.apply(local, layer.adds_bias)  # type: ignore[no-untyped-call]
     return local
-
-
-register_linear(DTensor, sharded_linear)

@@ -64,7 +64,7 @@ class Placements(NamedTuple):
     output: tuple[Placement, ...]
 
 
-class Layer(NamedTuple):
+class ShardedLayer(NamedTuple):
     """One call of a linear layer on this rank."""
 
     placements: Placements
@@ -175,7 +175,7 @@ def layer_of(
     gathered: bool,
     scaling: str,
     counts: tuple[int, ...] | None,
-) -> Layer:
+) -> ShardedLayer:
     """Work out one call.
 
     Args:
@@ -204,7 +204,7 @@ def layer_of(
     gather = None
     if gathers:
         gather = _token_gather(leading, token_mesh, placements.input, gathers[0], m, blocks[0])
-    return Layer(
+    return ShardedLayer(
         placements,
         rows=m.local_size if gather is None else gather.sources[gather.rank].local_size,
         lead=tuple(local_sizes(leading, placements.output, token_mesh)),

@@ -8,7 +8,7 @@ widened    MX operands where no tensor core takes them, dequantized to bf16 firs
 from tritonfp8.launch.matmul.gemm import (
     SWIZZLE,
     WIDE,
-    Gemm,
+    GemmOperands,
     has_usual_layout,
     is_readable_along_k,
     matrices,

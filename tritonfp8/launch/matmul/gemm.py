@@ -18,7 +18,7 @@ SWIZZLE = 128
 WIDE = torch.bfloat16
 
 
-class Gemm(NamedTuple):
+class GemmOperands(NamedTuple):
     """``a [M, K] @ b [N, K].T``; of groups of rows ``b [groups, N, K]``, of groups of columns a product for each.
 
     Attributes:
@@ -124,7 +124,7 @@ class Gemm(NamedTuple):
         """Rows and columns of the residual."""
         return (0, 0) if self.residual is None else self.residual.strides
 
-    def partial_sums(self, workspace: View) -> Gemm:
+    def partial_sums(self, workspace: View) -> GemmOperands:
         """The same GEMM without epilogue, its partial sums into ``workspace``."""
         return self._replace(out=workspace, bias=None, activation=None, residual=None)
 

@@ -16,7 +16,7 @@ from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.matmul import widened
-from tritonfp8.launch.matmul.gemm import SWIZZLE, Gemm, is_readable_along_k, programs, scale_along_k, tile_sizes
+from tritonfp8.launch.matmul.gemm import SWIZZLE, GemmOperands, is_readable_along_k, programs, scale_along_k, tile_sizes
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SPECS, empty_scale, spec_of
 from tritonfp8.tuning import PARTIAL_BYTES, REDUCE_TILE, REDUCE_WARPS, MatmulConfig
@@ -36,7 +36,7 @@ _KERNELS: dict[str | None, Any] = {
 }
 
 
-def _plan_tiles(plan: Planner, p: Gemm, config: MatmulConfig, count: int, tma: bool, tma_out: bool) -> None:
+def _plan_tiles(plan: Planner, p: GemmOperands, config: MatmulConfig, count: int, tma: bool, tma_out: bool) -> None:
     """Launch a plain Triton kernel, on any device."""
     m, n, k = p.sizes()
     split = config.split_k > 1
@@ -74,7 +74,7 @@ def _plan_tiles(plan: Planner, p: Gemm, config: MatmulConfig, count: int, tma: b
     )
 
 
-def _plan_specialized(plan: Planner, p: Gemm, config: MatmulConfig, count: int) -> None:
+def _plan_specialized(plan: Planner, p: GemmOperands, config: MatmulConfig, count: int) -> None:
     """Launch the warp-specialized kernel; TMA addresses all three matrices."""
     m, n, k = p.sizes()
     split = config.split_k > 1
@@ -126,7 +126,7 @@ def _plan_specialized(plan: Planner, p: Gemm, config: MatmulConfig, count: int) 
     )
 
 
-def _workspace(plan: Planner, p: Gemm, config: MatmulConfig) -> tuple[View, int]:
+def _workspace(plan: Planner, p: GemmOperands, config: MatmulConfig) -> tuple[View, int]:
     """Memory of the partial sums, in rows that TMA can address, and the number of rows of a part of K.
 
     Allocated for each launch: under the caching allocator that is safe on every stream and in a CUDA graph.
@@ -137,7 +137,7 @@ def _workspace(plan: Planner, p: Gemm, config: MatmulConfig) -> tuple[View, int]
     return plan.empty((config.split_k * rows, n), torch.float32, (-(-n // unit) * unit, 1)), rows
 
 
-def _plan_reduce(plan: Planner, p: Gemm, config: MatmulConfig, workspace: View, rows: int) -> None:
+def _plan_reduce(plan: Planner, p: GemmOperands, config: MatmulConfig, workspace: View, rows: int) -> None:
     """Add up the partial sums in their order, so that every run gives the same bits, and apply the epilogue."""
     m, n, _ = p.sizes()
     tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
@@ -153,7 +153,9 @@ def _plan_reduce(plan: Planner, p: Gemm, config: MatmulConfig, workspace: View, 
     )
 
 
-def _plan_gemm(plan: Planner, p: Gemm, batch_invariant: bool, config: MatmulConfig | None, tma: bool | None) -> bool:
+def _plan_gemm(
+    plan: Planner, p: GemmOperands, batch_invariant: bool, config: MatmulConfig | None, tma: bool | None
+) -> bool:
     """Whether the GEMM was planned: not if a scale must be copied first."""
     device = plan.device
     m, n, k = p.sizes()
@@ -210,7 +212,7 @@ def plan_scaled_matmul(
         return outputs
     if not (a_scale.within_32_bits() and b_scale.within_32_bits()) or (bias is not None and not bias.is_contiguous()):
         return None
-    gemm = Gemm(
+    gemm = GemmOperands(
         a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), bias, out, accumulation, activation, residual
     )  # fmt: skip
     return outputs if _plan_gemm(plan, gemm, batch_invariant, config, tma) else None

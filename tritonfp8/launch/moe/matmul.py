@@ -16,7 +16,7 @@ from tritonfp8.launch.matmul import (
     ROW_UNIT,
     SWIZZLE,
     WIDE,
-    Gemm,
+    GemmOperands,
     has_usual_layout,
     is_readable_along_k,
     matrices,
@@ -41,7 +41,7 @@ from tritonfp8.specs import (
 from tritonfp8.tuning import MatmulConfig, choose_grouped, grouped_tiles, is_widened
 
 
-def _schedule(plan: Planner, p: Gemm, config: MatmulConfig, step: int = 1) -> tuple[Table, int]:
+def _schedule(plan: Planner, p: GemmOperands, config: MatmulConfig, step: int = 1) -> tuple[Table, int]:
     """The table by which programs find their tiles, and the most tiles of the output that there can be."""
     m, n, _ = p.sizes()
     tiles_n = -(-n // config.block_n)
@@ -53,7 +53,7 @@ def _schedule(plan: Planner, p: Gemm, config: MatmulConfig, step: int = 1) -> tu
     return table, table.entries * tiles_n
 
 
-def _plan_tiles(plan: Planner, p: Gemm, tile: MatmulConfig) -> None:
+def _plan_tiles(plan: Planner, p: GemmOperands, tile: MatmulConfig) -> None:
     """Launch the plain Triton kernel, on any device."""
     m, n, k = p.sizes()
     family = p.family
@@ -85,7 +85,7 @@ def _plan_tiles(plan: Planner, p: Gemm, tile: MatmulConfig) -> None:
     )  # fmt: skip
 
 
-def _has_copy_engine(plan: Planner, p: Gemm) -> bool:
+def _has_copy_engine(plan: Planner, p: GemmOperands) -> bool:
     """Whether TMA can address all that the warp-specialized kernel reads, on a device that has it."""
     if not plan.device.has_tma or p.family not in ("epilogue", "blockwise", None):
         return False
@@ -98,7 +98,7 @@ def _has_copy_engine(plan: Planner, p: Gemm) -> bool:
     return p.family == "epilogue" or all(rows > 1 or is_readable_along_k(scale) for scale, rows in along_k)
 
 
-def _scales_of(p: Gemm, config: MatmulConfig) -> tuple[list[Pointer | None], tuple[int, ...], tuple[int, int]]:
+def _scales_of(p: GemmOperands, config: MatmulConfig) -> tuple[list[Pointer | None], tuple[int, ...], tuple[int, int]]:
     """Scales, their strides (groups of a and of b; rows and steps of a, then of b), and the rows that share one."""
     if p.family is None:
         return [None, None], (0, 0, 0, 0, 0, 0), (-1, -1)
@@ -118,7 +118,7 @@ def _scales_of(p: Gemm, config: MatmulConfig) -> tuple[list[Pointer | None], tup
     return [along_a, along_b], (0, b_group, *of_a_rows, *of_b_rows), (a_rows, b_rows)
 
 
-def _problem(p: Gemm) -> grouped_tiles.GroupedGemm:
+def _problem(p: GemmOperands) -> grouped_tiles.GroupedGemm:
     assert p.family is not None
     m, n, k = p.sizes()
     tokens, sizes = (p.tokens, (m, n)) if p.is_columns else (m, (n, k))
@@ -134,7 +134,7 @@ def _of_usual_layout(scale: Tensor, spec: str) -> Tensor:
     return readable_along_k(scale, spec) if scale.ndim == 2 else scale.contiguous()
 
 
-def _plan_specialized(plan: Planner, p: Gemm, config: MatmulConfig) -> None:
+def _plan_specialized(plan: Planner, p: GemmOperands, config: MatmulConfig) -> None:
     """Launch the warp-specialized kernel."""
     m, n, k = p.sizes()
     # TMA reads scales along K from multiples of 16 bytes on.
@@ -170,11 +170,11 @@ def _plan_specialized(plan: Planner, p: Gemm, config: MatmulConfig) -> None:
     )  # fmt: skip
 
 
-def _chosen(plan: Planner, p: Gemm) -> MatmulConfig:
+def _chosen(plan: Planner, p: GemmOperands) -> MatmulConfig:
     return choose_grouped(_problem(p), plan.device, _has_copy_engine(plan, p))
 
 
-def _chosen_without_scales(plan: Planner, p: Gemm) -> MatmulConfig:
+def _chosen_without_scales(plan: Planner, p: GemmOperands) -> MatmulConfig:
     specialized = plan.device.has_warpgroup_mma and _has_copy_engine(plan, p)
     config = _wide(plan.device, p) if specialized else None
     if config is not None:
@@ -184,11 +184,11 @@ def _chosen_without_scales(plan: Planner, p: Gemm) -> MatmulConfig:
     return grouped_tiles.UNSCALED[p.a.itemsize]
 
 
-def _wide(device: Abilities, p: Gemm) -> MatmulConfig | None:
+def _wide(device: Abilities, p: GemmOperands) -> MatmulConfig | None:
     return grouped_tiles.wide(p.all_tokens, p.groups, p.is_columns, p.out.itemsize, device)
 
 
-def _is_widened(device: Abilities, p: Gemm, batch_invariant: bool) -> bool:
+def _is_widened(device: Abilities, p: GemmOperands, batch_invariant: bool) -> bool:
     """Whether MX operands are dequantized first: the warp-specialized kernel then multiplies them as bf16.
 
     The bits would depend on the number of tokens, if a batch-invariant GEMM chose by it.
@@ -202,14 +202,14 @@ def _is_widened(device: Abilities, p: Gemm, batch_invariant: bool) -> bool:
     return many and readable and small and p.b.is_contiguous() and b_scale.is_contiguous()
 
 
-def _widened(plan: Planner, p: Gemm) -> Gemm:
+def _widened(plan: Planner, p: GemmOperands) -> GemmOperands:
     """The same GEMM, of operands in bf16."""
     a, b = (plan_operand(plan, matrices(x), matrices(y)) for x, y in zip((p.a, p.b), p.scales, strict=True))
     b = b.strided(p.b.shape, (p.b.shape[-2] * b.strides[0], *b.strides)[-p.b.ndim :])
     return p._replace(a=a, a_scale=None, a_spec=None, b=b, b_scale=None, b_spec=None)
 
 
-def _plan(plan: Planner, p: Gemm, config: MatmulConfig | None = None) -> list[View] | None:
+def _plan(plan: Planner, p: GemmOperands, config: MatmulConfig | None = None) -> list[View] | None:
     """One output; None if something must be copied first."""
     if any(x is not None and not x.is_contiguous() for x in (p.offsets, p.bias)):
         return None
@@ -250,7 +250,7 @@ def plan_scaled_grouped_matmul(
 ) -> list[View] | None:
     """One output, or none if ``out`` is given. No plan if something must be copied first."""
     result = _out(plan, a, b, offsets, out_dtype or torch.bfloat16) if out is None else out
-    gemm = Gemm(
+    gemm = GemmOperands(
         a, a_scale, spec_of(a_spec), b, b_scale, spec_of(b_spec), bias, result, accumulation, offsets=offsets,
         tokens=tokens,
     )  # fmt: skip
@@ -311,7 +311,7 @@ def grouped_product_kind(
     out = torch.empty(shape, dtype=out_dtype or torch.bfloat16, device="meta")
     views = (View.of(x) for x in (a, a_scale, b, b_scale, offsets, out))
     of_a, of_a_scale, of_b, of_b_scale, of_offsets, of_out = views
-    gemm = Gemm(
+    gemm = GemmOperands(
         of_a, of_a_scale, spec_of(a_spec), of_b, of_b_scale, spec_of(b_spec), None, of_out, accumulation,
         offsets=of_offsets, tokens=tokens,
     )  # fmt: skip
@@ -323,7 +323,9 @@ def plan_grouped_matmul(plan: Planner, a: View, b: View, offsets: View, bias: Vi
     """One output, in the dtype of the operands. No plan if something must be copied first."""
     out = _out(plan, a, b, offsets, a.dtype)
     tokens = a.shape[1] if b.ndim == 2 else 0
-    gemm = Gemm(a, None, None, b, None, None, bias, out, "precise", offsets=offsets, tokens=tokens, is_aligned=False)
+    gemm = GemmOperands(
+        a, None, None, b, None, None, bias, out, "precise", offsets=offsets, tokens=tokens, is_aligned=False
+    )
     return _plan(plan, gemm)
 
 

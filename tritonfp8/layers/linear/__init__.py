@@ -58,16 +58,12 @@ from tritonfp8.layers.linear.operands import (
     quantize_for,
     quantize_weight,
     raise_without_transpose,
-    register_weight_type,
     serves_both,
     weight_operands,
 )
 from tritonfp8.layers.linear.weight_cache import CachedWeight, Watch, sample_of
 from tritonfp8.layers.linear.weight_scope import (
-    Sharding,
-    WholeTogether,
     quantize_weights_once,
     raise_changed,
     register_scope,
-    register_sharding,
 )

@@ -34,13 +34,13 @@ class _Entry:
         self.values = values
 
 
-class _Thread(threading.local):
+class _ThreadCasts(threading.local):
     entry: _Entry | None = None
     # Where casts are made again to compare them: the layers that took a cast of other values.
     stale: set[SharedInput] | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadCasts()
 
 
 @contextmanager

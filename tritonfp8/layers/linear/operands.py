@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.checks import check_floating, require_flag, shown
+from tritonfp8.layers.extensions import PROVIDERS
 from tritonfp8.ops.passes import may_batch
 from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
@@ -167,17 +168,10 @@ class OperandsOfOthers(OperandProvider):
 LOCAL = OperandProvider()
 """The provider of layers whose operands are whole tensors on this rank."""
 
-_providers: dict[type, OperandProvider] = {}
-
-
-def register_weight_type(tensor_type: type, provider: OperandProvider) -> None:
-    """Let layers whose weight has this type get their operands from ``provider``."""
-    _providers[tensor_type] = provider
-
 
 def provider_of(weight: Tensor) -> OperandProvider:
-    """The provider of a layer with this weight: :data:`LOCAL`, unless the weight's type is registered."""
-    return _providers.get(type(weight), LOCAL)
+    """The provider of a layer with this weight: that of its type in the table, else :data:`LOCAL`."""
+    return PROVIDERS.get(type(weight), LOCAL)
 
 
 def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> Operands:

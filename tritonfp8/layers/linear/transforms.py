@@ -31,7 +31,7 @@ def _cast(weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> _Cached:
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of :class:`_Linear` that are needed. They have no derivative."""
+    """The gradients of :class:`_LinearInTransform` that are needed. They have no derivative."""
 
     @staticmethod
     def forward(
@@ -69,7 +69,7 @@ class _Gradients(torch.autograd.Function):
         return each_sample(_Gradients.apply, info.batch_size, dims, args)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearInTransform(torch.autograd.Function):
     """The op ``whole_linear`` in the form that transforms take; it saves weight and input in high precision."""
 
     @staticmethod
@@ -105,7 +105,7 @@ class _Linear(torch.autograd.Function):
         if in_dims[1] is None and args[5] is None and recipe.output.rhs is not None:
             args, in_dims = (*args[:5], *_cast(weight, recipe, input.requires_grad)), (*in_dims[:5], *[None] * 4)
         dims = tuple(dim if isinstance(x, Tensor) else None for x, dim in zip(args, in_dims, strict=True))
-        return each_sample(_Linear.apply, info.batch_size, dims, args)
+        return each_sample(_LinearInTransform.apply, info.batch_size, dims, args)
 
 
 def transformed(
@@ -114,7 +114,7 @@ def transformed(
     """:func:`linear` of checked operands in the dtype to compute in, inside a transform."""
     layer = counting.take_callers()[0] if counting.is_logging else None
     cached = (None, None) if quantized_weight is None else quantized_weight
-    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _LinearInTransform.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, recipe, layer, *pair_of(cached[0]), *pair_of(cached[1])
     )
     return out

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,43 +12,15 @@ from torch.nn.utils import parametrize
 
 from tritonfp8.checks import shown
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.layers import extensions
+from tritonfp8.layers.extensions import Extensions, WholeTogether
 from tritonfp8.layers.linear.module import ConvertedLayer, as_matrix, is_converted, require_module
 from tritonfp8.layers.linear.operands import provider_of, quantize_weight
 from tritonfp8.layers.linear.weight_cache import CachedWeight
-from tritonfp8.recipes import Recipe
 
 Layers = Mapping[str, ConvertedLayer]
 
 
-class WholeTogether(NamedTuple):
-    """Layers whose weights become whole together, because FSDP2 gathers them together.
-
-    Attributes:
-        layers: by name.
-        whole: a context in which each layer has the weight that its forward reads.
-        stored: the tensors that hold the weight of a layer between forwards.
-        keeps_codes: a context in which the gather sends codes that it keeps; None if the layer quantizes the weight.
-    """
-
-    layers: Layers
-    whole: Callable[[], AbstractContextManager[object]]
-    stored: Callable[[ConvertedLayer], Sequence[Tensor]]
-    keeps_codes: Callable[[], AbstractContextManager[object]] | None = None
-
-
-class Sharding(NamedTuple):
-    """The functions of ``tritonfp8.distributed`` that :func:`quantize_weights_once` needs.
-
-    Attributes:
-        whole_together: from the layers to those whose weights FSDP2 shards.
-        quantize: ``quantize(weight, recipe, needs_grad_input)`` of a weight that is a DTensor.
-    """
-
-    whole_together: Callable[[Layers], list[WholeTogether]]
-    quantize: Callable[[Tensor, Recipe, bool], Any]
-
-
-_registered: list[Sharding] = []
 Scope = Callable[[nn.Module, torch.dtype | None], AbstractContextManager[bool]]
 _scopes: list[Scope] = []
 
@@ -62,19 +33,13 @@ def register_scope(scope: Scope) -> None:
     _scopes.append(scope)
 
 
-def register_sharding(sharding: Sharding) -> None:
-    """Let :func:`quantize_weights_once` work on sharded weights."""
-    _registered[:] = [sharding]
-
-
-def _sharding(layers: Layers) -> Sharding | None:
-    """The registered functions for sharded weights, imported on demand; None if no weight is sharded."""
+def _sharding(layers: Layers) -> Extensions | None:
+    """The functions for sharded weights, imported on demand; None if no weight is sharded."""
     kinds = {type(p) for layer in layers.values() for p in layer._parameters.values()}
     bases = {base for layer in layers.values() for base in type(layer).__mro__}
-    if _registered or any(cls.__module__.startswith("torch.distributed") for cls in kinds | bases):
-        importlib.import_module("tritonfp8.distributed")
-        return _registered[0]
-    return None
+    if any(cls.__module__.startswith("torch.distributed") for cls in kinds | bases):
+        return extensions.distributed()
+    return extensions.filled()
 
 
 def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:

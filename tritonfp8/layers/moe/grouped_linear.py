@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tritonfp8 import counting, ops
 from tritonfp8.compat.torch_private import is_transformed
+from tritonfp8.layers.extensions import READERS
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_all, found_together
 from tritonfp8.layers.moe.checks import check_cached, check_grouped_linear, check_recipe, check_tensors
@@ -141,17 +142,11 @@ class _PlainReader(MatricesReader):
 
 
 _PLAIN = _PlainReader()
-_readers: dict[type, MatricesReader] = {}
-
-
-def register_matrices(tensor_type: type, reader: MatricesReader) -> None:
-    """Read weights of this type by ``reader``."""
-    _readers[tensor_type] = reader
 
 
 def has_values(weight: Tensor) -> bool:
     """Whether a weight can be quantized here: others hold codes, for the GEMMs of one recipe."""
-    return type(weight) not in _readers
+    return type(weight) not in READERS
 
 
 class GroupedPlan(NamedTuple):
@@ -361,7 +356,7 @@ def checked(
     layer = counting.take_callers()[0] if counting.is_logging else None
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, needs_input)
-    is_cached, reader = quantized_weight is not None, _readers.get(type(w), _PLAIN)
+    is_cached, reader = quantized_weight is not None, READERS.get(type(w), _PLAIN)
     plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, is_cached, layer, reader)
     cached = [] if quantized_weight is None else [*_pair(quantized_weight[0]), *_pair(quantized_weight[1])]
     return x, w, b, plan, cached

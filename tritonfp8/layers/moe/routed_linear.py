@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tritonfp8 import ops
+from tritonfp8.compat.torch_private import statically_known_true
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import Pair, autocast_dtype
 from tritonfp8.layers.moe.grouped_linear import GroupedOperands, GroupedPlan, Rows, checked, tokens_of

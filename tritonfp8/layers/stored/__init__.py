@@ -5,7 +5,7 @@
     views        ValuesView: views of the values of a whole weight, which write through
     matrices     StoredMatrices: the weights of experts, [E, N, K]
     rows         StoredRows: the part of a weight that lies on one rank
-    sharding     what tritonfp8.distributed adds for such parts
+    sharding     what is read and written of parts by way of tritonfp8.distributed
     base         what all tensors of codes have: gradients of reads, and what other programs do with a Parameter
     direct       operations of others on the values
     update       what an optimizer reads and writes
@@ -29,10 +29,8 @@ from tritonfp8.layers.stored.replace import (
 )
 from tritonfp8.layers.stored.rows import StoredRows
 from tritonfp8.layers.stored.sharding import (
-    StoredSharding,
     copy_whole,
     plain_weight,
-    register_stored_sharding,
     stored_part,
     whole_weight,
 )

@@ -5,7 +5,6 @@ Shards of them have the hooks by which FSDP2 gathers their bytes.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from types import FrameType
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
+from tritonfp8.layers.extensions import distributed
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
@@ -237,7 +237,7 @@ class Gathered:
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """The bytes that this rank sends, as many on every rank."""
         if not self.is_checked:
-            importlib.import_module("tritonfp8.distributed").check_stored_gather(self)
+            distributed().check_gather(self)
             self.is_checked = True
         total = self.shape[0] if self.total is None else self.total
         # With torch's replicate, a rank has more than a shard of this mesh: all of the weight.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.layers.extensions import READERS
 from tritonfp8.layers.linear import Pair
-from tritonfp8.layers.moe import MatricesReader, register_matrices
+from tritonfp8.layers.moe import MatricesReader
 from tritonfp8.layers.stored.base import Gathered
 from tritonfp8.layers.stored.rows import row_spec
 from tritonfp8.layers.stored.weight import StoredWeight
@@ -159,7 +160,7 @@ _SHARD_OPERATIONS: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class _Reader(MatricesReader):
+class _StoredReader(MatricesReader):
     """Reads the operands of a :class:`StoredMatrices` from its codes."""
 
     def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
@@ -176,5 +177,4 @@ class _Reader(MatricesReader):
         return found
 
 
-for _kind in (StoredMatrices, MatricesShard):
-    register_matrices(_kind, _Reader())
+READERS.update(dict.fromkeys((StoredMatrices, MatricesShard), _StoredReader()))

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.compat import torch_private
+from tritonfp8.layers.extensions import distributed
 from tritonfp8.layers.linear import Float8Conv1D, is_distributed
 from tritonfp8.layers.stored.base import CodesTensor, carry_marks, replacing
 from tritonfp8.layers.stored.matrices import StoredMatrices
-from tritonfp8.layers.stored.sharding import plain_weight, reshard, sharding, spec_of_weight, stored_part
+from tritonfp8.layers.stored.sharding import plain_weight, reshard, spec_of_weight, stored_part
 from tritonfp8.layers.stored.storable import names_of_weights, recipe_of_storage
 from tritonfp8.layers.stored.weight import store
 from tritonfp8.recipes import Recipe
@@ -67,7 +68,7 @@ def store_weights(layers: Mapping[str, Any], freeze: bool = True) -> None:
 def _stored(layer: Any, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
     """The stored weight of a layer from values, whole or sharded as these are."""
     if is_distributed(values):
-        return sharding().store(layer, name, values, spec)
+        return distributed().store(layer, name, values, spec)
     if values.ndim == 3:
         return StoredMatrices.of(values, spec, layer.is_transposed)
     return store(values, spec, isinstance(layer, Float8Conv1D))
@@ -77,7 +78,7 @@ def _put(layer: Any, name: str, weight: Tensor, requires_grad: bool) -> None:
     """Give a layer another weight."""
     parameter = replacing(layer._parameters[name], weight, requires_grad)
     if is_distributed(weight):
-        sharding().put(layer, name, parameter)
+        distributed().put(layer, name, parameter)
     else:
         layer._parameters[name] = parameter
 

@@ -1,65 +1,18 @@
-"""What ``tritonfp8.distributed`` does for stored weights: the core does not import it, and calls what it registers."""
+"""Stored weights that may be sharded: ``tritonfp8.distributed`` reads and changes what lies on several ranks."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.layers.extensions import distributed
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored.rows import StoredRows
 from tritonfp8.layers.stored.weight import StoredWeight
 from tritonfp8.specs import QuantSpec
-
-
-class StoredSharding(NamedTuple):
-    """What sharded weights need. ``store`` and ``whole`` are called on all ranks together.
-
-    Attributes:
-        store: ``store(layer, name, values, spec)``, the stored DTensor of a DTensor of values, for a parameter.
-        shard: ``shard(layer, name, stored)``, this rank's part of a whole stored weight, a DTensor as the parameter is.
-        values: ``values(weight)``, the plain DTensor of a stored one.
-        whole: ``whole(weight)``, all of a stored DTensor: a stored weight, or a plain tensor of the values.
-        reshard: ``reshard(layers)``, has FSDP2 drop what it gathered of their weights.
-        put: ``put(layer, name, parameter)`` in place of a parameter of the layer, also where FSDP2 manages it.
-        place: ``place(weight)``, row and column of this rank's first element.
-        starts: ``starts(weight)``, the rows, and the columns, at which the parts of ranks begin.
-        local: ``local(x, weight)``, this rank's part of ``x``, cut as the weight is.
-        cut_as: ``cut_as(x, like)``, this rank's part of a tensor that each rank has: a DTensor that lies as ``like``.
-        distribute: ``distribute(local, weight)``, a DTensor that lies as the weight does.
-        amaxes: :func:`tritonfp8.layers.stored.whole_amaxes`, called on all ranks together.
-    """
-
-    store: Callable[[nn.Module, str, Tensor, QuantSpec], Tensor]
-    shard: Callable[[nn.Module, str, StoredWeight], Tensor]
-    values: Callable[[Tensor], Tensor]
-    whole: Callable[[Tensor], Tensor]
-    reshard: Callable[[Iterable[nn.Module]], None]
-    put: Callable[[nn.Module, str, nn.Parameter], None]
-    place: Callable[[Tensor], tuple[int, int]]
-    starts: Callable[[Tensor], tuple[Sequence[int], Sequence[int]]]
-    local: Callable[[Tensor, Tensor], Tensor]
-    cut_as: Callable[[Tensor, Tensor], Tensor]
-    distribute: Callable[[Tensor, Tensor], Tensor]
-    amaxes: Callable[[Sequence[Tensor], Callable[[int], Tensor]], list[Tensor | None]]
-
-
-_registered: list[StoredSharding] = []
-
-
-def register_stored_sharding(sharding: StoredSharding) -> None:
-    """Let stored weights be sharded."""
-    _registered[:] = [sharding]
-
-
-def sharding() -> StoredSharding:
-    """The registered functions, imported on demand."""
-    importlib.import_module("tritonfp8.distributed")
-    return _registered[0]
 
 
 def stored_part(weight: Tensor | None) -> StoredWeight | StoredRows | None:
@@ -73,20 +26,20 @@ def plain_weight(weight: Tensor) -> Tensor:
     part = stored_part(weight)
     if part is None:
         return weight
-    return sharding().values(weight) if is_distributed(weight) else part.dequantize()
+    return distributed().values(weight) if is_distributed(weight) else part.dequantize()
 
 
 def reshard(layers: Iterable[nn.Module]) -> None:
     """Have FSDP2 drop what it gathered of the weights of these layers: a change of that would be lost with it."""
     # Without this module no weight is gathered, and tritonfp8.distributed is not needed.
     if "torch.distributed.fsdp" in sys.modules:
-        sharding().reshard(layers)
+        distributed().reshard(layers)
 
 
 def whole_weight(weight: Tensor) -> Tensor:
     """All of a stored weight if it is sharded, which all ranks call together; any other weight as it is."""
     is_sharded = is_distributed(weight) and stored_part(weight) is not None
-    return sharding().whole(weight) if is_sharded else weight
+    return distributed().whole(weight) if is_sharded else weight
 
 
 @torch.no_grad()
@@ -103,12 +56,12 @@ def copy_whole(layer: nn.Module, weight: Tensor, x: Tensor) -> None:
         return
     part = stored_part(weight)
     if part is None:
-        weight.copy_(sharding().cut_as(x, weight))
+        weight.copy_(distributed().cut_as(x, weight))
         return
     kind = type(part) if isinstance(part, StoredWeight) else StoredWeight
     whole = x if isinstance(x, StoredWeight) and x.spec == part.spec else kind.of(plain_weight(x), part.spec)
     name = next(key for key, parameter in layer._parameters.items() if parameter is weight)
-    source = stored_part(sharding().shard(layer, name, whole))
+    source = stored_part(distributed().shard(layer, name, whole))
     assert source is not None
     part.copy_(source)
 

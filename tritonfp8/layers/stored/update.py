@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
+from tritonfp8.layers.extensions import distributed
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored.direct import register_writer
 from tritonfp8.layers.stored.rows import StoredRows
-from tritonfp8.layers.stored.sharding import sharding, stored_part
+from tritonfp8.layers.stored.sharding import stored_part
 from tritonfp8.layers.stored.weight import StoredWeight
 from tritonfp8.specs import QuantSpec
 
@@ -48,7 +49,7 @@ def part_to_update(weight: Tensor) -> StoredPart | None:
         return None
     if isinstance(part, StoredWeight):
         return StoredPart(part, *part._both(), part.spec, part.spec.block, (0, 0))
-    place = sharding().place(weight) if is_distributed(weight) else (0, 0)
+    place = distributed().place(weight) if is_distributed(weight) else (0, 0)
     return StoredPart(part, *part._both(), part.spec, (1, part.cols), place)
 
 
@@ -67,19 +68,19 @@ def gradient_of(weight: Tensor, grad: Tensor | None = None) -> Tensor:
     """
     grad = weight.grad if grad is None else grad
     assert grad is not None
-    local = sharding().local(grad, weight) if is_distributed(weight) else grad
+    local = distributed().local(grad, weight) if is_distributed(weight) else grad
     return _turned(local, weight)
 
 
 def distribute(x: Tensor, weight: Tensor) -> Tensor:
     """The inverse of :func:`gradient_of`: a DTensor if the weight is one."""
     x = _turned(x, weight)
-    return sharding().distribute(x, weight) if is_distributed(weight) else x
+    return distributed().distribute(x, weight) if is_distributed(weight) else x
 
 
 def starts_of(weight: Tensor) -> tuple[Sequence[int], Sequence[int]]:
     """The rows, and the columns, at which the parts of ranks begin."""
-    return sharding().starts(weight) if is_distributed(weight) else ((0,), (0,))
+    return distributed().starts(weight) if is_distributed(weight) else ((0,), (0,))
 
 
 def write_values(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -175,4 +176,4 @@ def whole_amaxes(weights: Sequence[Tensor], amax: Callable[[int], Tensor]) -> li
     """
     if not any(map(is_distributed, weights)):
         return [None] * len(weights)
-    return sharding().amaxes(weights, amax)
+    return distributed().amaxes(weights, amax)

@@ -14,7 +14,8 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
-from tritonfp8.layers.linear import OperandProvider, Pair, register_weight_type
+from tritonfp8.layers.extensions import PROVIDERS
+from tritonfp8.layers.linear import OperandProvider, Pair
 from tritonfp8.layers.stored.base import DTYPES, CodesTensor
 from tritonfp8.layers.stored.direct import OVERWRITES, STORED, TRAINED, counted, on_values
 from tritonfp8.layers.stored.rows import StoredRows, raise_other_spec, rows_of
@@ -310,5 +311,4 @@ def read_operand(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Te
     return found
 
 
-for _kind in (StoredWeight, StoredRows):
-    register_weight_type(_kind, StoredWeightOperands())
+PROVIDERS.update(dict.fromkeys((StoredWeight, StoredRows), StoredWeightOperands()))

@@ -14,8 +14,8 @@ import functools
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from tritonfp8.compat.torch_private import statically_known_true
 from tritonfp8.ops.passes.nodes import source
 
 _CASTS = (

@@ -26,7 +26,7 @@ GROUP_BYTES = 64 << 20
 """The rows of a group are measured, and freed, when they take so much memory."""
 
 
-class Kind(NamedTuple):
+class OperandKind(NamedTuple):
     """What operands must have in common to be measured together."""
 
     shape: torch.Size
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     spec: QuantSpec | None
 
 
-class Group:
+class OperandGroup:
     """Operands of one kind whose figures are not computed yet."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def _figures_of(matrices: Sequence[Tensor], rows: int, spec: QuantSpec | None) -
     return torch.cat(found)
 
 
-class Groups:
+class StepOperands:
     """The operands of one step.
 
     Args:
@@ -70,7 +70,7 @@ class Groups:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._waiting: dict[Kind, Group] = {}
+        self._waiting: dict[OperandKind, OperandGroup] = {}
         self._figures: dict[Key, Tensor | None] = {}
         self._equal_to: dict[Key, Key] = {}
 
@@ -81,8 +81,8 @@ class Groups:
     def add(self, key: Key, x: Tensor, spec: QuantSpec | None) -> None:
         """Add an operand ``[M, K]``. What is measured of it is copied: the caller may overwrite it afterwards."""
         self._figures[key] = None
-        kind = Kind(x.shape, x.dtype, x.device, spec)
-        group = self._waiting.setdefault(kind, Group())
+        kind = OperandKind(x.shape, x.dtype, x.device, spec)
+        group = self._waiting.setdefault(kind, OperandGroup())
         group.keys.append(key)
         group.parts.append(some_rows(x, self._rows))
         group.amaxes.append(whole_amax(x))
@@ -92,10 +92,10 @@ class Groups:
     @torch.no_grad()
     def measure_now(self, operands: Iterable[tuple[Key, Tensor, QuantSpec | None]]) -> None:
         """Add operands that nobody overwrites meanwhile: two launches less for each."""
-        by_kind: dict[Kind, list[tuple[Key, Tensor]]] = {}
+        by_kind: dict[OperandKind, list[tuple[Key, Tensor]]] = {}
         for key, x, spec in operands:
             self._figures[key] = None
-            by_kind.setdefault(Kind(x.shape, x.dtype, x.device, spec), []).append((key, x))
+            by_kind.setdefault(OperandKind(x.shape, x.dtype, x.device, spec), []).append((key, x))
         for kind, found in by_kind.items():
             figures = _figures_of([x for _, x in found], self._rows, kind.spec)
             self._figures.update(zip([key for key, _ in found], figures.unbind(), strict=True))
@@ -118,7 +118,7 @@ class Groups:
         found = {key: self._figures[self._equal_to.get(key, key)] for key in self._figures}
         return {key: figures for key, figures in found.items() if figures is not None}
 
-    def _measure(self, kind: Kind) -> None:
+    def _measure(self, kind: OperandKind) -> None:
         group = self._waiting.pop(kind)
         found = measure_all(torch.stack(group.parts), torch.stack(group.amaxes), kind.shape.numel(), kind.spec)
         self._figures.update(zip(group.keys, found.unbind(), strict=True))

@@ -16,7 +16,7 @@ from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, versions
 from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
-from tritonfp8.workflow.health.groups import Groups, Key
+from tritonfp8.workflow.health.groups import Key, StepOperands
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
 
 # What torch.compile and activation checkpointing put into the names of modules.
@@ -81,7 +81,7 @@ class _Seen(NamedTuple):
 class _ExpertsOfModel:
     """Notes what the layers of one module of experts read: see :class:`tritonfp8.layers.moe.ExpertsObserver`."""
 
-    def __init__(self, observer: Observer, name: str, recipe: Recipe, groups: Groups) -> None:
+    def __init__(self, observer: Observer, name: str, recipe: Recipe, groups: StepOperands) -> None:
         self._observer, self._name, self._recipe, self._groups = observer, name, recipe, groups
 
     def saw_input(self, weight: str, rows: Tensor, offsets: Tensor) -> None:
@@ -109,13 +109,13 @@ class Observer:
     def __init__(self, model: nn.Module, rows: int) -> None:
         self._model, self._rows = model, rows
         self._stack = ExitStack()
-        self.groups = Groups(rows)
+        self.groups = StepOperands(rows)
         self.has_run = False
         self._seen: _Seen | None = None
 
     def start(self) -> None:
         """Register the hooks, and measure the weights."""
-        self.groups, self.has_run, self._seen = Groups(self._rows), False, None
+        self.groups, self.has_run, self._seen = StepOperands(self._rows), False, None
         with ExitStack() as stack:
             stack.enter_context(eager())
             layers = layer_names(self._model)
@@ -143,7 +143,7 @@ class Observer:
     def stop(self) -> dict[Key, Tensor]:
         """Remove the hooks. Returns the figures by layer and operand, on their devices."""
         self._stack.close()
-        groups, self.groups = self.groups, Groups(self._rows)
+        groups, self.groups = self.groups, StepOperands(self._rows)
         return groups.figures()
 
     def note(self, name: str, operand: str, x: Tensor, recipe: Recipe) -> bool:
@@ -161,7 +161,7 @@ class Observer:
             added = self.note(name, "input", local_matrix(x), recipe)
             self._seen = _Seen(weakref.ref(x), versions(x), spec, key) if added else None
 
-    def note_grad(self, name: str, grad: Tensor, recipe: Recipe, groups: Groups) -> None:
+    def note_grad(self, name: str, grad: Tensor, recipe: Recipe, groups: StepOperands) -> None:
         """Add a gradient, if ``groups`` are still those of this step."""
         # A backward after the end of its step belongs to no sample.
         if groups is self.groups:

@@ -27,19 +27,19 @@ OTHER_DIM = "it is sharded along another dim than that of the experts"
 FEWER = "it is resharded to fewer ranks after forward (reshard_after_forward=int)"
 
 
-class Owner(NamedTuple):
+class ExpertsOwner(NamedTuple):
     """The module of experts that a parameter belongs to, and the parameter's name there."""
 
     module: ConvertedExperts
     parameter: str
 
 
-def experts_to_gather(model: nn.Module) -> dict[str, list[Owner]]:
+def experts_to_gather(model: nn.Module) -> dict[str, list[ExpertsOwner]]:
     """The weights of experts that can be gathered in 8 bits, by the name of their module."""
     found = {}
     for name, module in model.named_modules():
         if is_converted_experts(module) and weight_orientations(module.recipe) and not is_stored(module):
-            found[name] = [Owner(module, parameter) for parameter in module.weights()]
+            found[name] = [ExpertsOwner(module, parameter) for parameter in module.weights()]
     return found
 
 

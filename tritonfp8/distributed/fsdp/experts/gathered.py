@@ -16,7 +16,7 @@ from tritonfp8.distributed.fsdp.gathered_weight import source_of
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
 from tritonfp8.distributed.torch_private import disable_dynamo
 from tritonfp8.layers.linear import Pair
-from tritonfp8.layers.moe import MatricesReader, register_matrices
+from tritonfp8.layers.moe import MatricesReader
 from tritonfp8.layers.stored import CodesTensor
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, spec_of
@@ -192,7 +192,7 @@ def _read_now(weight: GatheredExperts, spec: QuantSpec, transposed: bool) -> tup
 
 
 @dataclass(frozen=True)
-class _Reader(MatricesReader):
+class GatheredExpertsReader(MatricesReader):
     """Reads weights of the type :class:`GatheredExperts`."""
 
     def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
@@ -203,9 +203,6 @@ class _Reader(MatricesReader):
             return qdata, scale
         found: Pair = _read_now(weight, spec, transposed)
         return found
-
-
-register_matrices(GatheredExperts, _Reader())
 
 
 class ExpertsSource(Protocol):

@@ -1,47 +1,12 @@
-"""The rules of the layout, as functions from modules to violations. They read the source and run none of it."""
+"""What code may say: kernels, strides, formats, environment variables, pickles, private names, frozen data classes."""
 
 import ast
-import graphlib
 import re
 import sys
-from collections import Counter
-from dataclasses import dataclass
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from .modules import LAYERS, RANKS, ROOT, imports, is_within
 
-# Rooms, lowest first: a folder of the package, or a module that lies in no folder. Those of a layer do not import each
-# other; `tritonfp8` is the package's own namespace.
-LAYERS = (
-    {"kernels"},
-    {"checks", "compat", "counting", "formats", "hardware"},
-    {"specs"},
-    {"quantized", "recipes", "reference", "testing"},
-    {"tuning"},
-    {"launch"},
-    {"ops"},
-    {"layers"},
-    {"layers.linear"},
-    {"layers.moe"},
-    {"layers.stored"},
-    {"functional", "modules"},
-    {"conversion"},
-    {"convert"},
-    {"export", "optim", "stored_init"},
-    {"tritonfp8"},
-    {"distributed"},
-    {"workflow"},
-    {"training"},
-    {"warmup"},
-    {"integrations"},
-    {"cli"},
-    {"__main__"},
-)
-RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 ABOVE_THE_CORE = set().union(*LAYERS[RANKS["tritonfp8"] + 1 :])
-# What lies above the ops reaches kernels through the dispatcher only.
-ABOVE_OPS = set().union(*LAYERS[RANKS["ops"] + 1 : RANKS["tritonfp8"]], {"distributed"})
-BEHIND_OPS = {"kernels", "launch", "reference"}
-MAY_IMPORT_DISTRIBUTED = ("distributed", "workflow", "integrations")
 # Plain numbers, which the host reads too.
 KERNEL_DATA = "tritonfp8.kernels.matmul.sizes"
 
@@ -81,7 +46,6 @@ DOCUMENTED = {
     "torch.utils._python_dispatch.TorchDispatchMode": "how a mode sees every operation",
     "torch._subclasses.fake_tensor.FakeTensorMode": "how a model is run without memory",
 }
-MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 12, 400, 60
 # As torch spells them. None stands for what is left out.
 SCHEMA_TYPES = {
     "Tensor",
@@ -101,112 +65,14 @@ SCHEMA_TYPES = {
 INVERSE_SCALE = re.compile(r"inv(erse)?_?scale|scales?_?inv", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Module:
-    name: str
-    source: str
-    is_package: bool = False
-
-    @property
-    def tree(self):
-        return ast.parse(self.source)
-
-    @property
-    def folder(self):
-        """The package that this is, or lies in."""
-        return self.name if self.is_package else self.name.rpartition(".")[0]
-
-    @property
-    def room(self):
-        """The key of LAYERS: the longest that the name begins with."""
-        name = self.name.partition(".")[2] or self.name
-        parts = name.split(".")
-        return next((room for n in (2, 1) if (room := ".".join(parts[:n])) in RANKS), name)
-
-    @property
-    def is_kernel(self):
-        return self.room == "kernels" and not self.is_package
+def _format_names():
+    """The names of the tables in formats.py, which this reads and does not import: torch takes seconds."""
+    body = ast.parse((ROOT / "tritonfp8" / "formats.py").read_text()).body
+    tables = {node.target.id: node.value.args[0] for node in body if isinstance(node, ast.AnnAssign)}
+    return {key.value for name in ("FORMATS", "SCALE_FORMATS") for key in tables[name].keys}
 
 
-def read_module(path, root, package):
-    parts = path.relative_to(root).with_suffix("").parts
-    is_package = parts[-1] == "__init__"
-    return Module(".".join((*package, *parts[: -1 if is_package else None])), path.read_text(), is_package)
-
-
-def imports(module):
-    """Each import, wherever in the module: ``(a, None)`` for ``import a``, ``(a, b)`` for ``from a import b``."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = [node.module] if node.module else []
-            if node.level:
-                package = module.name.split(".")[: None if module.is_package else -1]
-                base = package[: len(package) - node.level + 1] + base
-            yield from ((".".join(base), alias.name) for alias in node.names)
-
-
-def imported_modules(module, names):
-    """Those of ``names`` that ``module`` imports: ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
-    found = (
-        base if f"{base}.{attribute}" not in names else f"{base}.{attribute}" for base, attribute in imports(module)
-    )
-    return {name for name in found if name in names} - {module.name}
-
-
-def _is_within(name, folder):
-    return f"{name}.".startswith(f"{folder}.")
-
-
-def _is_exported(module, by_name):
-    """Whether its folder lists this module in `__all__`."""
-    body = by_name[module.folder].tree.body if module.folder in by_name else []
-    lists = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
-    return any(module.name.rpartition(".")[2] in ast.literal_eval(names) for names in lists)
-
-
-def import_violations(modules):
-    by_name = {module.name: module for module in modules}
-    graph = {module.name: imported_modules(module, by_name) for module in modules}
-    violations = []
-    for name, imports in graph.items():
-        module = by_name[name]
-        if module.room not in RANKS:
-            violations.append(f"{name}: give {module.room!r} its place in LAYERS")
-            continue
-        for imported in sorted(imports):
-            other = by_name[imported]
-            if RANKS.get(other.room, -1) > RANKS[module.room]:
-                violations.append(f"{name} imports {imported}, which lies above it")
-            elif other.room != module.room and RANKS.get(other.room, -1) == RANKS[module.room]:
-                violations.append(f"{name} imports {imported}, which lies beside it")
-            elif other.room == "distributed" and module.room not in MAY_IMPORT_DISTRIBUTED:
-                violations.append(f"{name} imports {imported}: only {', '.join(MAY_IMPORT_DISTRIBUTED)} may")
-            elif module.room in ABOVE_OPS and other.room in BEHIND_OPS:
-                violations.append(f"{name} imports {imported} past the ops")
-            elif not (
-                other.is_package or other.is_kernel or _is_within(name, other.folder) or _is_exported(other, by_name)
-            ):
-                violations.append(f"{name} imports {imported}, a file of another folder: import {other.folder}")
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        violations.append("imports in a circle: " + " -> ".join(error.args[1]))
-    return violations
-
-
-def folder_violations(modules):
-    """Folders of more files than one can keep in view, or that do not say what they are for."""
-    violations = []
-    files = Counter(module.folder for module in modules)
-    packages = {module.name: module for module in modules if module.is_package}
-    for folder, count in files.items():
-        if count > MAX_FILES:
-            violations.append(f"{folder} has {count} files, more than {MAX_FILES}")
-        if folder in packages and not ast.get_docstring(packages[folder].tree):
-            violations.append(f"{folder} has no docstring that says what it is for")
-    return violations
+FORMAT_NAMES = _format_names()
 
 
 def kernel_violations(modules):
@@ -217,7 +83,7 @@ def kernel_violations(modules):
             standard = base.split(".")[0] in sys.stdlib_module_names and module.name == KERNEL_DATA
             if not (standard or re.match(r"triton(\.|$)|tritonfp8\.kernels(\.|$)", base)):
                 violations.append(f"{module.name} imports {base}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Assert):
                 violations.append(f"{module.name}:{node.lineno} asserts; use tl.static_assert")
     return violations
@@ -246,7 +112,7 @@ def _is_format(node):
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
         return any(map(_is_format, node.elts))
     if isinstance(node, ast.Constant):
-        return isinstance(node.value, str) and node.value in {*FORMATS, *SCALE_FORMATS}
+        return isinstance(node.value, str) and node.value in FORMAT_NAMES
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name.startswith("float8")
 
@@ -257,7 +123,7 @@ def format_violations(modules):
     for module in modules:
         if module.name == "tritonfp8.formats":
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             compared = {
                 ast.Compare: lambda n: [n.left, *n.comparators],
                 ast.MatchValue: lambda n: [n.value],
@@ -268,8 +134,8 @@ def format_violations(modules):
     return violations
 
 
-def _identifiers(tree):
-    for node in ast.walk(tree):
+def _identifiers(module):
+    for node in module.nodes:
         for field in ("id", "attr", "arg", "name", "asname"):
             if isinstance(value := getattr(node, field, None), str):
                 yield value, getattr(node, "lineno", 0)
@@ -279,7 +145,7 @@ def inverse_scale_violations(modules):
     return [
         f"{module.name}:{line} names {name}: `scale` always multiplies to dequantize"
         for module in modules
-        for name, line in _identifiers(module.tree)
+        for name, line in _identifiers(module)
         if INVERSE_SCALE.search(name)
     ]
 
@@ -293,7 +159,7 @@ def environment_violations(modules):
         for base, attribute in imports(module):
             if base == "os" and attribute in readers:
                 violations.append(f"{module.name} imports os.{attribute}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Attribute) and node.attr in readers and ast.unparse(node.value) == "os":
                 violations.append(f"{module.name}:{node.lineno} uses os.{node.attr}")
     return violations
@@ -304,7 +170,7 @@ def pickle_violations(modules):
     for module in modules:
         for name in sorted({base.split(".")[0] for base, _ in imports(module)} & PICKLERS):
             violations.append(f"{module.name} imports {name}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.Call):
                 continue
             function, keywords = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
@@ -316,7 +182,7 @@ def pickle_violations(modules):
 def _is_private(name):
     root, *path = name.split(".")
     if root == "torch":
-        return any(re.match(r"_(?!_)", part) for part in path) and not any(_is_within(name, d) for d in DOCUMENTED)
+        return any(re.match(r"_(?!_)", part) for part in path) and not any(is_within(name, d) for d in DOCUMENTED)
     return bool(TRITON_INTERNALS.match(name))
 
 
@@ -324,10 +190,10 @@ def private_violations(modules):
     """Private names of torch and triton, as attributes and imports, anywhere but in the modules that check them."""
     violations = []
     for module in modules:
-        if any(_is_within(module.name, adapter) for adapter in ADAPTERS):
+        if any(is_within(module.name, adapter) for adapter in ADAPTERS):
             continue
         named = [f"{base}.{attribute}" if attribute else base for base, attribute in imports(module)]
-        attributes = [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+        attributes = [node for node in module.nodes if isinstance(node, ast.Attribute)]
         inner = {id(node.value) for node in attributes}
         named += [ast.unparse(node) for node in attributes if id(node) not in inner]
         for name in sorted(filter(_is_private, named)):
@@ -353,7 +219,7 @@ def frozen_violations(modules):
     """Data classes that are not frozen, and writes past the freeze."""
     violations = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             name = f"{module.name}.{getattr(node, 'name', '')}"
             if isinstance(node, ast.ClassDef) and _dataclass_is_mutable(node) and name not in MUTABLE_DATACLASSES:
                 violations.append(f"{module.name}:{node.lineno} {node.name} is not frozen, nor in MUTABLE_DATACLASSES")
@@ -361,19 +227,6 @@ def frozen_violations(modules):
                 for call in ast.walk(node):
                     if isinstance(call, ast.Call) and ast.unparse(call.func) == "object.__setattr__":
                         violations.append(f"{module.name}:{call.lineno} {node.name} writes to a frozen object")
-    return violations
-
-
-def size_violations(modules):
-    violations = []
-    for module in modules:
-        if (lines := len(module.source.splitlines())) > MAX_FILE_LINES:
-            violations.append(f"{module.name} has {lines} lines")
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = node.end_lineno - node.lineno + 1
-                if lines >= MAX_FUNCTION_LINES:
-                    violations.append(f"{module.name}:{node.lineno} {node.name} has {lines} lines")
     return violations
 
 
