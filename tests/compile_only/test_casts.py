@@ -51,9 +51,9 @@ def cast(x, spec, side):
     """``spec`` in one orientation or both, the transposed one as e5m2."""
     spec_t = dataclasses.replace(spec, format="e5m2")
     return {
-        "normal": lambda: launch.cast.quantize(x, *spec.args),
-        "transposed": lambda: launch.cast.quantize(x, *spec_t.args, True),
-        "both": lambda: launch.cast.quantize_both(x, *spec.args, *spec_t.args),
+        "normal": lambda: launch.quantize(x, *spec.args),
+        "transposed": lambda: launch.quantize(x, *spec_t.args, True),
+        "both": lambda: launch.quantize_both(x, *spec.args, *spec_t.args),
         "amax": lambda: known_amax.quantize_with_amax(x, *spec.args, *spec.args),
         "sums": lambda: column_sums.quantize_both_sum(x, *spec.args, *spec_t.args),
     }[side]
@@ -182,7 +182,7 @@ def test_transposes_move_as_vectors(launches, cc):
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32), (1, -1), (-1, -1)], ids=str)
 def test_amax_compiles_for_every_target(launches, block, cc):
     # Rows of so many parts that a launch of their own joins them.
-    found = launches(cc, lambda: launch.cast.amax(matrix(512, 32768), block))
+    found = launches(cc, lambda: launch.amax(matrix(512, 32768), block))
     assert len(found) == (2 if block == ROWWISE else 1)
     for launched in found:
         assert launched.compile(cc).spill_bytes == 0
@@ -191,7 +191,7 @@ def test_amax_compiles_for_every_target(launches, block, cc):
 @pytest.mark.parametrize("cc", [89, 90, 100])
 def test_a_cast_that_joins_parts_of_columns_compiles_for_every_target(launches, cc):
     (spec,) = (spec for spec in CASTS if spec.block == ROWWISE)
-    found = launches(cc, lambda: launch.cast.quantize(matrix(2048, 2048), *spec.args, True))
+    found = launches(cc, lambda: launch.quantize(matrix(2048, 2048), *spec.args, True))
     assert len(found) == 2
     for launched in found:
         assert launched.compile(cc).spill_bytes == 0
@@ -201,7 +201,7 @@ def test_a_cast_that_joins_parts_of_columns_compiles_for_every_target(launches, 
 def test_dequantize_compiles_for_every_target(launches, cc):
     spec = CASTS[-1]
     qdata, scale = reference.quantize(torch.zeros(4096, 64), *spec.args)
-    (launched,) = launches(cc, lambda: launch.cast.dequantize(qdata, scale, *spec.args, torch.bfloat16))
+    (launched,) = launches(cc, lambda: launch.dequantize(qdata, scale, *spec.args, torch.bfloat16))
     assert launched.compile(cc).spill_bytes == 0
 
 

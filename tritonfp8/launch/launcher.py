@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -47,10 +48,13 @@ class Plannable(NamedTuple):
         is_one = signature.return_annotation in (Tensor, "Tensor")
         return cls(planner, tuple(signature.parameters), defaults, tensors, options, is_one)
 
-    def completed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a call, with the defaults of those that it leaves out."""
+    def completed(self, args: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, ...]:
+        """The arguments of a call, optional ones perhaps by name, and the defaults of those that it leaves out."""
         missing = len(self.parameters) - len(args)
-        return (*args, *self.defaults[-missing:]) if missing else args
+        values = [*args, *self.defaults[len(self.defaults) - missing :]]
+        for name, value in named.items():
+            values[self.parameters.index(name)] = value
+        return tuple(values)
 
     def pick(self, names: Sequence[str]) -> Pick:
         """A function that takes the arguments of these names from all arguments of a call."""
@@ -90,9 +94,9 @@ def launcher(
 
     @served_by(planner, like)
     @functools.wraps(like)
-    def run(*args: Any) -> Any:
-        if len(args) < count:
-            args = complete(args)
+    def run(*args: Any, **named: Any) -> Any:
+        if named or len(args) < count:
+            args = complete(args, named)
         results = planned(planner, tensors(args), options(args))
         if results is not None:
             return results[0] if is_one else results
