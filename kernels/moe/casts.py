@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, quantize_tile, spread_rows, tile_index
 from tritonfp8.kernels.moe.rows import (
     grad_of_gate,
     load_rows,
@@ -173,13 +173,15 @@ def quantize_groups_kernel(
         )  # fmt: skip
         quantize_tile(
             x, place, pid_n, place == 0, count, N,
-            q_ptr + start.to(tl.int64) * stride_qm,
-            of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
-            of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
-            count if ROWS == 1 and not MATRICES else groups_m,
-            groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
-            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-            DIRECT_CAST, False, WHOLE, R,
+            CastSide(
+                q_ptr + start.to(tl.int64) * stride_qm,
+                of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
+                of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
+                count if ROWS == 1 and not MATRICES else groups_m,
+                groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
+            ),
+            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS),
+            False, WHOLE, R,
         )  # fmt: skip
     if TRANSPOSED:
         x = load_rows(
@@ -189,12 +191,15 @@ def quantize_groups_kernel(
         quantize_tile(
             x, place if MATRICES else start // TILE_M + group + place, pid_n, place == 0,
             rows if MATRICES else blocks * TILE_M, N,
-            qt_ptr + group.to(tl.int64) * stride_qtg,
-            st_ptr + group.to(tl.int64) * stride_stg,
-            amax_t_ptr + group.to(tl.int64) * stride_atg,
-            groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, 1, 0,
-            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
-            DIRECT_CAST, True, EVEN, R,
+            CastSide(
+                qt_ptr + group.to(tl.int64) * stride_qtg,
+                st_ptr + group.to(tl.int64) * stride_stg,
+                amax_t_ptr + group.to(tl.int64) * stride_atg,
+                groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
+            ),
+            Encoding(ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T,
+                     DIRECT_CAST, PARTS_T),
+            True, EVEN, R,
         )  # fmt: skip
 
 
@@ -225,11 +230,12 @@ def quantize_rest_kernel(
                 x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, False,
             )  # fmt: skip
             quantize_tile(
-                x, place, pid_n, place == 0, count, N, q_ptr + start.to(tl.int64) * stride_qm,
-                s_ptr + start.to(tl.int64) * stride_sm, amax_ptr + start.to(tl.int64) * stride_am,
-                count, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
-                ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-                DIRECT_CAST, False, False, 1,
+                x, place, pid_n, place == 0, count, N,
+                CastSide(q_ptr + start.to(tl.int64) * stride_qm, s_ptr + start.to(tl.int64) * stride_sm,
+                         amax_ptr + start.to(tl.int64) * stride_am, count, groups_n,
+                         stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an),
+                Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS),
+                False, False, 1,
             )  # fmt: skip
         else:
             offsets = (start + within).to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn

@@ -90,8 +90,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernels/matmul/tiles.py",
-        "right, out, bias_ptr, residual_ptr, row, col + HALF, M, N,",
-        "right, out, bias_ptr, residual_ptr, row, col, M, N,",
+        "_store_columns(right, target, row, col + HALF,",
+        "_store_columns(right, target, row, col,",
         "a tile that is stored in halves stores the second one over the first",
         ("tests/kernels/test_matmul.py", "-k", "every_configuration"),
     ),
