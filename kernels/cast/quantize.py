@@ -13,6 +13,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.names import DISABLE_LICM
 from tritonfp8.kernels.numerics import (
     MAGNITUDE_MASK,
     amax_bits,
@@ -26,7 +27,6 @@ from tritonfp8.kernels.numerics import (
     saturate,
 )
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM
 
 # PARTS = GIVEN: the caller gave one amax a block, so there are no partial maxima to reduce.
 GIVEN: tl.constexpr = tl.constexpr(-1)

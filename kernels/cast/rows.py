@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile
+from tritonfp8.kernels.names import DISABLE_LICM
 from tritonfp8.kernels.numerics import magnitudes, reduce_max
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM
 
 
 @triton.jit

@@ -33,8 +33,7 @@ def _find(
             tile, part, end, parts = program, 0, 0, 0
         elif program >= end:
             x_ptr, q_ptr, s_ptr = pointers[i]
-            M = m
-            N = n
+            M, N = m, n
             tile = program - end
             part = parts
         end += tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N)

@@ -1,21 +1,19 @@
 """The pipeline of a warp-specialized GEMM for Hopper: stages of shared memory, each one step of K of both operands.
 
 A producer warp fills the stages by TMA (:func:`fill_stage`). A warp group sums the steps of a tile (:func:`sum_steps`):
-it waits for a stage's ``full`` barrier, multiplies, and arrives at its ``empty`` barrier. With two groups of one wave,
-STAGGER, and three stages, time from left to right, ``0`` to ``4`` the steps of K:
+it waits for a stage's ``full`` barrier, multiplies, and arrives at its ``empty`` barrier. Time runs to the right,
+numbers are steps of K. STAGGER with two groups of one wave each, and three stages:
 
-    producer            | fill 0 | fill 1 | fill 2 |  wait for empty 0  | fill 3 | wait for empty 1 | fill 4 ...
-    group 0, tensor core         | multiply 0 |           | multiply 1 |           | multiply 2 |
-    group 0, promotion                        | promote 0 |            | promote 1 |            | promote 2 |
-    group 1, tensor core                      | multiply 0 |           | multiply 1 |           | multiply 2 |
-    group 1, promotion                                     | promote 0 |            | promote 1 |            | ...
-    stage 0               full 0 .................... empty 0 ............ full 3
+    producer   | fill 0, 1, 2 |               |              | fill 3       |              | fill 4       |
+    group 0    |              | multiply 0    | promote 0    | multiply 1   | promote 1    | multiply 2   |
+    group 1    |              | wait for turn | multiply 0   | promote 0    | multiply 1   | promote 1    |
 
-Group 1 starts when group 0 arrives at ``turn``, once a tile. A stage is empty when both groups have arrived. A group of
-two waves promotes one wave while it multiplies the other. OVERLAP, within one group of one wave:
+Group 0 arrives at ``turn`` once a tile, when its first product is there: from then on one group promotes while the
+other multiplies. A stage is empty, and the producer fills it again, when both groups have multiplied it: stage 0 with
+step 3 after group 1 has multiplied step 0. OVERLAP = 4, within a group of one wave:
 
-    tensor core         | multiply 0 | multiply 1 | multiply 2 |           | multiply 3 | ...
-    promotion                        | promote 0  | promote 1  | promote 2 |            | ...
+    tensor cores  | multiply 0 | multiply 1 | multiply 2 | multiply 3 |            | multiply 4 |
+    promotion     |            | promote 0  | promote 1  | promote 2  | promote 3  |            |
 """
 
 from collections import namedtuple
@@ -24,9 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR as MIN_SCALES
-from tritonfp8.kernels.matmul.sizes import SPECIALIZED_WAVE_ROWS
-from tritonfp8.kernels.triton_names import tma_load
+from tritonfp8.kernels.gemm.sizes import SCALE_VECTOR as MIN_SCALES
+from tritonfp8.kernels.gemm.sizes import SPECIALIZED_WAVE_ROWS
+from tritonfp8.kernels.names import tma_load
 
 WAVE_ROWS: gl.constexpr = gl.constexpr(SPECIALIZED_WAVE_ROWS)
 SCALE_VECTOR: gl.constexpr = gl.constexpr(MIN_SCALES)

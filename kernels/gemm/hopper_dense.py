@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from tritonfp8.kernels.matmul.epilogue import (
+from tritonfp8.kernels.gemm.epilogue import (
     Epilogue,
     Halves,
     Output,
@@ -26,7 +26,7 @@ from tritonfp8.kernels.matmul.epilogue import (
     read_rows,
     store_wave,
 )
-from tritonfp8.kernels.matmul.pipeline import (
+from tritonfp8.kernels.gemm.pipeline import (
     WAVE_ROWS,
     Problem,
     Schedule,

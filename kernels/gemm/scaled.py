@@ -6,9 +6,9 @@ Also the reduction of the partial sums of every split-K GEMM.
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.matmul.tiles import Target, load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.gemm.tiles import Target, load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.names import DISABLE_LICM_OF_TILES
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 
 @triton.jit

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from tritonfp8.kernels.matmul.pipeline import WAVE_ROWS
-from tritonfp8.kernels.triton_names import tma_store
+from tritonfp8.kernels.gemm.pipeline import WAVE_ROWS
+from tritonfp8.kernels.names import tma_store
 
 WARP_SIZE: gl.constexpr = gl.constexpr(32)
 GROUP_WARPS: gl.constexpr = gl.constexpr(4)

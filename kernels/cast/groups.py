@@ -3,15 +3,16 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import CastSide, Encoding, quantize_tile, spread_rows, tile_index
-from tritonfp8.kernels.moe.rows import (
+from tritonfp8.kernels.cast.group_rows import (
+    Source,
     grad_of_gate,
     load_rows,
     of_group,
     rows_of,
     swiglu,
 )
-from tritonfp8.kernels.moe.schedule import FIELDS, bounds_of
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.group_table import FIELDS, bounds_of
 from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max, within_threads
 from tritonfp8.kernels.pdl import begin
 
@@ -46,6 +47,7 @@ def group_amax_kernel(
     by atomics: the maximum of integers is the same in every order.
     """
     begin(DEPENDENT)
+    source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     L: tl.constexpr = TILE_M // R
     pid_m, pid_n = tile_index(tl.program_id(0), blocks * ALIGNMENT, N, ALIGNMENT, TILE_N, 1)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
@@ -60,9 +62,7 @@ def group_amax_kernel(
         for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
             within = part + tl.arange(0, TILE_M)
             mask = (within < count)[:, None] & (cols < N)[None, :]
-            x = load_rows(
-                x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, False,
-            )  # fmt: skip
+            x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
             values = magnitudes(x)
             if ROW:
                 tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
@@ -159,6 +159,7 @@ def quantize_groups_kernel(
     the rows of a matrix.
     """
     begin(DEPENDENT)
+    source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), blocks * TILE_M, N, TILE_M, TILE_N, GROUP)
     group, start, count, place = rows_of(pid_m, table_ptr, rows, MATRICES, TILE_M)
     within = spread_rows(place, TILE_M, R)
@@ -168,9 +169,7 @@ def quantize_groups_kernel(
         mask = mask & (cols < N)[None, :]
     WHOLE: tl.constexpr = EVEN and MATRICES
     if NORMAL:
-        x = load_rows(
-            x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, WHOLE,
-        )  # fmt: skip
+        x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
         quantize_tile(
             x, place, pid_n, place == 0, count, N,
             CastSide(
@@ -184,9 +183,7 @@ def quantize_groups_kernel(
             False, WHOLE, R,
         )  # fmt: skip
     if TRANSPOSED:
-        x = load_rows(
-            x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, WHOLE,
-        )  # fmt: skip
+        x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
         # Of groups of columns by their absolute place, whose alignment is known.
         quantize_tile(
             x, place if MATRICES else start // TILE_M + group + place, pid_n, place == 0,
@@ -217,6 +214,7 @@ def quantize_rest_kernel(
     In a launch of its own: a loop takes registers of which ``quantize_groups_kernel`` has none to spare.
     """
     begin(DEPENDENT)
+    source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     tiles_n = tl.cdiv(N, TILE_N)
     rest = tl.load(table_ptr + entries * FIELDS) - blocks
     for piece in range(tl.program_id(0), rest * tiles_n, tl.num_programs(0)):
@@ -226,9 +224,7 @@ def quantize_rest_kernel(
         within = place * TILE_M + tl.arange(0, TILE_M)
         mask = (within < count)[:, None] & (cols < N)[None, :]
         if ROWS == 1:
-            x = load_rows(
-                x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, False,
-            )  # fmt: skip
+            x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
             quantize_tile(
                 x, place, pid_n, place == 0, count, N,
                 CastSide(q_ptr + start.to(tl.int64) * stride_qm, s_ptr + start.to(tl.int64) * stride_sm,

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.matmul.tiles import Target, load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.gemm.tiles import Target, load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.names import DISABLE_LICM_OF_TILES
 from tritonfp8.kernels.numerics import decode_e8m0, scale_blocks
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The warp-specialized GEMM for Hopper (:mod:`tritonfp8.kernels.matmul.hopper`) over groups of rows or of columns.
+"""The warp-specialized GEMM for Hopper (:mod:`tritonfp8.kernels.gemm.hopper_dense`) over groups of rows or of columns.
 
 The groups differ in three things only: where the operands of a tile begin, how many steps of K it has, and how many of
 its rows are stored. So pipeline and epilogue of the dense kernel are used as they are. A tile that reaches beyond its
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from tritonfp8.kernels.matmul.epilogue import (
+from tritonfp8.kernels.gemm.epilogue import (
     GROUP_WARPS,
     WARP_SIZE,
     Epilogue,
@@ -24,8 +24,8 @@ from tritonfp8.kernels.matmul.epilogue import (
     read_rows,
     store_wave,
 )
-from tritonfp8.kernels.matmul.hopper import tile_origin
-from tritonfp8.kernels.matmul.pipeline import (
+from tritonfp8.kernels.gemm.hopper_dense import tile_origin
+from tritonfp8.kernels.gemm.pipeline import (
     WAVE_ROWS,
     Problem,
     Schedule,
@@ -36,14 +36,14 @@ from tritonfp8.kernels.matmul.pipeline import (
     next_stage,
     sum_steps,
 )
-from tritonfp8.kernels.moe.schedule import FIELDS as TABLE_FIELDS
+from tritonfp8.kernels.group_table import FIELDS as TABLE_FIELDS
 
 FIELDS: gl.constexpr = gl.constexpr(TABLE_FIELDS.value)
 # By which the producer tells the consumers a tile: the fields of its entry in the table and its first column take five.
 TILE_WORDS: gl.constexpr = gl.constexpr(8)
 
 # An entry of the table, and the first column of a tile: what the producer tells the consumers.
-Entry = namedtuple("Entry", "group row end start col")
+TileEntry = namedtuple("TileEntry", "group row end start col")
 
 
 @gluon.jit
@@ -75,7 +75,7 @@ def _read_word(buf, WORD: gl.constexpr):
 
 @gluon.jit
 def _read_entry(buf):
-    return Entry(_read_word(buf, 0), _read_word(buf, 1), _read_word(buf, 2), _read_word(buf, 3), _read_word(buf, 4))
+    return TileEntry(_read_word(buf, 0), _read_word(buf, 1), _read_word(buf, 2), _read_word(buf, 3), _read_word(buf, 4))
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def _load(a_desc, b_desc, table_ptr, ring, tile_bufs, problem, pieces, SCHEDULE:
         if not SCHEDULE.COLUMNS:
             row = table_row
             first_col += group * problem.N
-        entry = Entry(group, row, end, start, col)
+        entry = TileEntry(group, row, end, start, col)
         first, last = _steps(entry, problem, SCHEDULE)
         mbarrier.wait(ring.empty.index(stage.slot), stage.phase ^ 1)
         _write_entry(tile_bufs.index(stage.slot), entry)
@@ -189,9 +189,7 @@ def _multiply(
             beside = Wave(row, col + WIDTH, out_row, row_start - row, row_end - row)
             store_wave(acc1, out, beside, Vectors(a_scale0, b_scale1, bias1), problem, EPILOGUE, LAYOUT)
         elif WAVES == 2:
-            below = Wave(
-                row, col, out_row + WAVE_ROWS, row_start - row - WAVE_ROWS, row_end - row - WAVE_ROWS
-            )  # fmt: skip
+            below = Wave(row, col, out_row + WAVE_ROWS, row_start - row - WAVE_ROWS, row_end - row - WAVE_ROWS)
             store_wave(acc1, out, below, Vectors(a_scale1, b_scale0, bias0), problem, EPILOGUE, LAYOUT)
     tma.store_wait(0)
 
