@@ -246,6 +246,7 @@ BAD_SAMPLES = [
     (folder_violations, [folder("tritonfp8.ops")], "no docstring"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "import torch")], "imports torch"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "from math import log2")], "imports math"),
+    (kernel_violations, [sample("tritonfp8.kernels.gemm.tiles", "from collections import deque")], "imports coll"),
     (
         kernel_violations,
         [sample("tritonfp8.kernels.gemm.sizes", "import tritonfp8.specs")],
