@@ -120,6 +120,17 @@ def encode_e8m0(bits, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, ROUND_UP:
 
 
 @triton.jit
+def encode(
+    bits, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr
+):
+    """amax bits -> (encode factor float32, scale), float32 or with E8M0 a biased exponent."""
+    if E8M0:
+        return encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
+    else:
+        return encode_fp32(bits, QMAX, POW2)
+
+
+@triton.jit
 def decode_e8m0(scale):
     """Biased exponents (uint8) -> float32. 0 is the subnormal 2^-127, 255 is NaN."""
     bits = scale.to(tl.int32)

@@ -15,6 +15,7 @@ from architecture import (
     RULES,
     Module,
     class_name_violations,
+    device_violations,
     environment_violations,
     folder_violations,
     format_violations,
@@ -152,6 +153,10 @@ def sample(name="tritonfp8.launch", source=""):
     return Module(name, source)
 
 
+def device(source, decorator="triton.jit"):
+    return sample("tritonfp8.kernels.numerics", f"@{decorator}\n{source}")
+
+
 def folder(name):
     return Module(name, "", is_package=True)
 
@@ -241,23 +246,34 @@ BAD_SAMPLES = [
     (folder_violations, [folder("tritonfp8.ops")], "no docstring"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "import torch")], "imports torch"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "from math import log2")], "imports math"),
+    (kernel_violations, [sample("tritonfp8.kernels.gemm.tiles", "from collections import deque")], "imports coll"),
     (
         kernel_violations,
-        [sample("tritonfp8.kernels.matmul.sizes", "import tritonfp8.specs")],
+        [sample("tritonfp8.kernels.gemm.sizes", "import tritonfp8.specs")],
         "imports tritonfp8.specs",
     ),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "from ..specs import x")], "imports tritonfp8.specs"),
     (kernel_violations, [sample("tritonfp8.kernels.numerics", "def f(x):\n    assert x")], "static_assert"),
     (
         stride_violations,
-        [sample("tritonfp8.kernels.matmul.tiles", "def f(x, row, stride_m):\n    x + row.to(tl.int32) * stride_m")],
+        [sample("tritonfp8.kernels.gemm.tiles", "def f(x, row, stride_m):\n    x + row.to(tl.int32) * stride_m")],
         "tiles:2",
     ),
     (
         stride_violations,
-        [sample("tritonfp8.kernels.matmul.tiles", "def f(x, row, stride):\n    x += stride * row")],
+        [sample("tritonfp8.kernels.gemm.tiles", "def f(x, row, stride):\n    x += stride * row")],
         "tiles:2",
     ),
+    (
+        stride_violations,
+        [sample("tritonfp8.kernels.gemm.tiles", "def f(x, row, side):\n    x += row * side.stride_m")],
+        "tiles:2",
+    ),
+    (device_violations, [device("def f(a, b, c, d, e, f, g, h, i, j, k, l, M: tl.constexpr):\n    pass")], "13 param"),
+    (device_violations, [device("def f(a, b, c, d, e, f, g, h, i, j, k, l, *, m):\n    pass")], "13 parameters"),
+    (device_violations, [device("def f(shared, x):\n    x = shared[5]")], "shared[5]"),
+    (device_violations, [device("def a_kernel(x):\n    return find(x)[-1]")], "find(x)[-1]"),
+    (device_violations, [device("def f(x):\n    return x[0][None, :]", "gluon.jit(do_not_specialize=['x'])")], "x[0]"),
     (format_violations, [sample(source="if format == 'e4m3': pass")], "launch:1"),
     (format_violations, [sample(source="x = spec.format in ('e5m2', 'e4m3')")], "launch:1"),
     (format_violations, [sample(source="x = 'e8m0' != scale_format")], "launch:1"),

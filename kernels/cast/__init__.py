@@ -1,1 +1,1 @@
-"""Casts: quantize, dequantize, transpose, and the amax of blocks; one tensor, or many shards at once."""
+"""Casts: quantize, dequantize, transpose, the amax of blocks; one tensor, groups of rows, or many shards at once."""

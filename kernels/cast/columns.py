@@ -9,7 +9,7 @@ only. Then it leaves its tile on a list, whose tiles a second launch casts.
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile, spread_rows
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile, spread_rows
 from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max, within_threads
 from tritonfp8.kernels.pdl import begin
 
@@ -63,10 +63,10 @@ def quantize_columns_kernel(
     if done >= tiles:
         quantize_tile(
             x, place, pid_n, place == 0, rows, N,
-            q_ptr + matrix.to(tl.int64) * stride_qg, s_ptr + matrix.to(tl.int64) * stride_sg, found,
-            groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, 0, 1, 1, 0,
-            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 1,
-            DIRECT_CAST, TRANSPOSED, EVEN, R,
+            CastSide(q_ptr + matrix.to(tl.int64) * stride_qg, s_ptr + matrix.to(tl.int64) * stride_sg, found,
+                     groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, 0, 1),
+            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, 1),
+            TRANSPOSED, EVEN, R,
         )  # fmt: skip
     else:
         tl.store(left_ptr + tl.atomic_add(progress_ptr + 1, 1, sem="relaxed"), tile)
@@ -90,9 +90,9 @@ def quantize_left_kernel(
         )
         quantize_tile(
             x, place, pid_n, place == 0, rows, N,
-            q_ptr + matrix.to(tl.int64) * stride_qg, s_ptr + matrix.to(tl.int64) * stride_sg,
-            amax_ptr + matrix.to(tl.int64) * N,
-            groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, 0, 1, 1, 0,
-            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 1,
-            DIRECT_CAST, TRANSPOSED, EVEN, R,
+            CastSide(q_ptr + matrix.to(tl.int64) * stride_qg, s_ptr + matrix.to(tl.int64) * stride_sg,
+                     amax_ptr + matrix.to(tl.int64) * N,
+                     groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, 0, 1),
+            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, 1),
+            TRANSPOSED, EVEN, R,
         )  # fmt: skip

@@ -8,16 +8,18 @@ tile's rows are loaded in *spread* order: index ``i`` of a spread tile of ``R * 
 A thread with every L-th index then has R consecutive rows. R = 1 is the plain order.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
+from tritonfp8.kernels.names import DISABLE_LICM
 from tritonfp8.kernels.numerics import (
     MAGNITUDE_MASK,
     amax_bits,
     block_amax,
     decode_e8m0,
-    encode_e8m0,
-    encode_fp32,
+    encode,
     magnitude_bits,
     magnitudes,
     reduce_max,
@@ -25,10 +27,22 @@ from tritonfp8.kernels.numerics import (
     saturate,
 )
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM
 
 # PARTS = GIVEN: the caller gave one amax a block, so there are no partial maxima to reduce.
 GIVEN: tl.constexpr = tl.constexpr(-1)
+
+# One orientation of a cast: codes, scales and amaxes, with their strides in the coordinates of ``x``. Scales and amaxes
+# have ``groups_m x groups_n`` blocks; ``parts`` partial maxima of each lie ``stride_part`` apart.
+CastSide = namedtuple(
+    "CastSide",
+    "q_ptr s_ptr amax_ptr groups_m groups_n stride_qm stride_qn stride_sm stride_sn stride_am stride_an parts "
+    "stride_part",
+    defaults=(0, 0, 1, 0),
+)
+# Constants of a spec: block and format. PARTS is 0 if every block lies inside one tile, or see ``_given_amax``.
+Encoding = namedtuple(
+    "Encoding", "ROWS COLS QMAX EMAX QMAX_MANTISSA MANTISSA_BITS EMIN E8M0 POW2 DIRECT_CAST PARTS", defaults=(0,)
+)
 
 
 @triton.jit
@@ -233,77 +247,70 @@ def maxima_kernel(
 
 
 @triton.jit
-def _given_amax(
-    amax_ptr, group_m, group_n, groups_m, groups_n, stride_am, stride_an, parts, stride_part,
-    dtype: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def _given_amax(side, group_m, group_n, dtype: tl.constexpr, PARTS: tl.constexpr):
     """amax bits of blocks, reduced from ``parts`` partial maxima, ``PARTS`` at a time.
 
     Partial maxima are magnitudes of ``dtype`` or int32 bits. With PARTS = GIVEN the caller's amax may have a sign bit,
     as -0.0, -inf or a negative NaN. The bit is cleared: a negative integer would order below all magnitudes, so inf
     and NaN would count as finite.
     """
-    offsets = group_m.to(tl.int64)[:, None] * stride_am + group_n.to(tl.int64)[None, :] * stride_an
-    mask = (group_m < groups_m)[:, None] & (group_n < groups_n)[None, :]
+    offsets = group_m.to(tl.int64)[:, None] * side.stride_am + group_n.to(tl.int64)[None, :] * side.stride_an
+    mask = (group_m < side.groups_m)[:, None] & (group_n < side.groups_n)[None, :]
     if PARTS == 1:
-        return amax_bits(tl.load(amax_ptr + offsets, mask=mask, other=0), dtype)
+        return amax_bits(tl.load(side.amax_ptr + offsets, mask=mask, other=0), dtype)
     elif PARTS == GIVEN:
-        return tl.load(amax_ptr + offsets, mask=mask, other=0) & MAGNITUDE_MASK
+        return tl.load(side.amax_ptr + offsets, mask=mask, other=0) & MAGNITUDE_MASK
     else:
-        highest = tl.zeros((PARTS, group_m.shape[0], group_n.shape[0]), amax_ptr.dtype.element_ty)
-        for first in range(0, parts, PARTS):
+        highest = tl.zeros((PARTS, group_m.shape[0], group_n.shape[0]), side.amax_ptr.dtype.element_ty)
+        for first in range(0, side.parts, PARTS):
             part = first + tl.arange(0, PARTS)
-            pointers = amax_ptr + part.to(tl.int64)[:, None, None] * stride_part + offsets[None, :, :]
-            values = tl.load(pointers, mask=(part < parts)[:, None, None] & mask[None, :, :], other=0)
+            pointers = side.amax_ptr + part.to(tl.int64)[:, None, None] * side.stride_part + offsets[None, :, :]
+            values = tl.load(pointers, mask=(part < side.parts)[:, None, None] & mask[None, :, :], other=0)
             highest = tl.maximum(highest, values)
         return amax_bits(reduce_max(highest, 0), dtype)
 
 
 @triton.jit
 def quantize_tile(
-    x, pid_m, pid_n, is_first, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
-    stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
-    ROWS: tl.constexpr, COLS: tl.constexpr, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, E8M0: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr,
-    DIRECT_CAST: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
+    x, pid_m, pid_n, is_first, M, N, side,
+    ENCODING: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a spread tile and store it with its scales. ``PARTS`` is 0 if every block lies inside one tile.
+    """Quantize a spread tile and store it with its scales.
 
     ``is_first``: the tile has the first rows of ``x``. It stores the scales of blocks of all rows.
     """
+    ROWS: tl.constexpr = ENCODING.ROWS
+    COLS: tl.constexpr = ENCODING.COLS
     TILE_M: tl.constexpr = x.shape[0]
     TILE_N: tl.constexpr = x.shape[1]
     group_m = _group_offsets(pid_m, TILE_M, ROWS)
     group_n = _group_offsets(pid_n, TILE_N, COLS)
-    if PARTS:
-        bits = _given_amax(
-            amax_ptr, group_m, group_n, groups_m, groups_n, stride_am, stride_an, parts, stride_part, x.dtype, PARTS
-        )
+    if ENCODING.PARTS:
+        bits = _given_amax(side, group_m, group_n, x.dtype, ENCODING.PARTS)
         bits = _spread(bits, R) if ROWS == 1 else bits
     else:
         bits = amax_bits(_spread_amax(magnitudes(x), ROWS, COLS, R), x.dtype)
-    if E8M0:
-        enc, scale = encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
-    else:
-        enc, scale = encode_fp32(bits, QMAX, POW2)
+    enc, scale = encode(bits, ENCODING.QMAX, ENCODING.EMAX, ENCODING.QMAX_MANTISSA, ENCODING.E8M0, ENCODING.POW2)
     scaled = _spread_scale(x.to(tl.float32), enc, ROWS, COLS, R)
-    if not DIRECT_CAST:
+    if not ENCODING.DIRECT_CAST:
         # A direct conversion saturates.
-        scaled = round_to_format(saturate(scaled, QMAX), MANTISSA_BITS, EMIN)
-    q = scaled.to(q_ptr.dtype.element_ty)
+        scaled = round_to_format(saturate(scaled, ENCODING.QMAX), ENCODING.MANTISSA_BITS, ENCODING.EMIN)
+    q = scaled.to(side.q_ptr.dtype.element_ty)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
     if TRANSPOSED:
         rows = pid_m * TILE_M + tl.arange(0, TILE_M)
-        offsets = cols.to(tl.int64)[:, None] * stride_qn + rows.to(tl.int64)[None, :] * stride_qm
-        _store(q_ptr + offsets, transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)
+        offsets = cols.to(tl.int64)[:, None] * side.stride_qn + rows.to(tl.int64)[None, :] * side.stride_qm
+        _store(side.q_ptr + offsets, transpose_tile(q, R), (cols < N)[:, None] & (rows < M)[None, :], EVEN)
     else:
         rows = spread_rows(pid_m, TILE_M, R)
-        offsets = rows.to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn
-        _store(q_ptr + offsets, q, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
+        offsets = rows.to(tl.int64)[:, None] * side.stride_qm + cols.to(tl.int64)[None, :] * side.stride_qn
+        _store(side.q_ptr + offsets, q, (rows < M)[:, None] & (cols < N)[None, :], EVEN)
     # All tiles of a block compute its scale; the first one stores it.
     if (ROWS != -1 or is_first) and (COLS != -1 or pid_n == 0):
         in_order = _in_order(scale, R) if ROWS == 1 else scale
-        _store_blocks(s_ptr, in_order, group_m, group_n, groups_m, groups_n, stride_sm, stride_sn)
+        _store_blocks(
+            side.s_ptr, in_order, group_m, group_n, side.groups_m, side.groups_n, side.stride_sm, side.stride_sn
+        )
 
 
 @triton.jit
@@ -353,10 +360,11 @@ def quantize_kernel(
         tl.store(sums_ptr + pid_m.to(tl.int64) * N + cols, tl.sum(x.to(tl.float32), 0), mask=cols < N)
     if NORMAL:
         quantize_tile(
-            x, pid_m, pid_n, pid_m == 0, M, N, q_ptr, s_ptr, amax_ptr, groups_m, groups_n,
-            stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, parts, stride_part,
-            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-            DIRECT_CAST, False, EVEN, R,
+            x, pid_m, pid_n, pid_m == 0, M, N,
+            CastSide(q_ptr, s_ptr, amax_ptr, groups_m, groups_n, stride_qm, stride_qn, stride_sm, stride_sn,
+                     stride_am, stride_an, parts, stride_part),
+            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS),
+            False, EVEN, R,
         )  # fmt: skip
     if TRANSPOSED:
         if NORMAL:
@@ -364,10 +372,12 @@ def quantize_kernel(
             # merging two equal casts; Triton 3.6 moved the bytes of a merged cast to wrong places on Hopper.
             x = load_masked(pointers, mask, EVEN)
         quantize_tile(
-            x, pid_m, pid_n, pid_m == 0, M, N, qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn,
-            stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, parts_t, stride_part_t,
-            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
-            DIRECT_CAST, True, EVEN, R,
+            x, pid_m, pid_n, pid_m == 0, M, N,
+            CastSide(qt_ptr, st_ptr, amax_t_ptr, groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn,
+                     stride_atm, stride_atn, parts_t, stride_part_t),
+            Encoding(ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T,
+                     DIRECT_CAST, PARTS_T),
+            True, EVEN, R,
         )  # fmt: skip
 
 

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile
+from tritonfp8.kernels.names import DISABLE_LICM
 from tritonfp8.kernels.numerics import magnitudes, reduce_max
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM
 
 
 @triton.jit
@@ -39,10 +39,10 @@ def quantize_rows_kernel(
         highest = tl.maximum(highest, magnitudes(x))
         quantize_tile(
             x, tile, 0, tile == 0, rows, N,
-            q_ptr + above.to(tl.int64) * stride_qm, s_ptr + above.to(tl.int64) * stride_sm, s_ptr,
-            rows, 1, stride_qm, 1, stride_sm, 1, 0, 0, 1, 0,
-            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, 0,
-            DIRECT_CAST, False, EVEN, 1,
+            CastSide(q_ptr + above.to(tl.int64) * stride_qm, s_ptr + above.to(tl.int64) * stride_sm, s_ptr,
+                     rows, 1, stride_qm, 1, stride_sm, 1),
+            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST),
+            False, EVEN, 1,
         )  # fmt: skip
     found = col_ptr + chunk.to(tl.int64) * stride_part + matrix.to(tl.int64) * N
     tl.store(found + cols, reduce_max(highest, 0), mask=cols < N)

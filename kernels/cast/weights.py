@@ -7,7 +7,7 @@ matrix come first, then those of the second.
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import load_masked, quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, load_masked, quantize_tile, spread_rows, tile_index
 from tritonfp8.kernels.numerics import magnitudes, reduce_max
 from tritonfp8.kernels.pdl import begin
 
@@ -25,18 +25,15 @@ def _find(
         The matrix, its codes and scales; its rows and columns; the number of its tile; the index of the first partial
         maximum of its columns.
     """
-    x_ptr, q_ptr, s_ptr = pointers[0]
-    M, N = sizes[0]
-    tile = program
-    part = 0
-    end = tl.cdiv(M, TILE_M) * tl.cdiv(N, TILE_N)
-    parts = tl.cdiv(M, CHUNK) * N
-    for i in tl.static_range(1, COUNT):
+    for i in tl.static_range(COUNT):
         m, n = sizes[i]
-        if program >= end:
+        if i == 0:
             x_ptr, q_ptr, s_ptr = pointers[i]
-            M = m
-            N = n
+            M, N = m, n
+            tile, part, end, parts = program, 0, 0, 0
+        elif program >= end:
+            x_ptr, q_ptr, s_ptr = pointers[i]
+            M, N = m, n
             tile = program - end
             part = parts
         end += tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N)
@@ -96,7 +93,8 @@ def quantize_weights_kernel(
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = load_masked(x_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], mask, EVEN)
     quantize_tile(
-        x, pid_m, pid_n, pid_m == 0, M, N, q_ptr, s_ptr, parts_ptr + part, 1, N, 1, M, N, 1, N, 1,
-        tl.cdiv(M, CHUNK), N, ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-        DIRECT_CAST, True, EVEN, R,
+        x, pid_m, pid_n, pid_m == 0, M, N,
+        CastSide(q_ptr, s_ptr, parts_ptr + part, 1, N, 1, M, N, 1, N, 1, tl.cdiv(M, CHUNK), N),
+        Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS),
+        True, EVEN, R,
     )  # fmt: skip

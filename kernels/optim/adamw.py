@@ -5,6 +5,8 @@ the amaxes (``AMAX``), and another steps and rounds by them (``GIVEN``): its pro
 these afterwards. Tiles begin where blocks of the whole weight do, also if this rank has only a part of the first block.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -13,7 +15,7 @@ from tritonfp8.kernels.numerics import (
     NAN_BITS,
     block_amax,
     decode_e8m0,
-    encode_e8m0,
+    encode,
     encode_fp32,
     magnitude_bits,
     scale_blocks,
@@ -39,6 +41,15 @@ MOMENT_COLS: tl.constexpr = tl.constexpr(128)
 MOMENT_QMAX: tl.constexpr = tl.constexpr(448.0)
 MOMENT_MANTISSA: tl.constexpr = tl.constexpr(3)
 MOMENT_EMIN: tl.constexpr = tl.constexpr(-6)
+
+# This rank's part ``[M, K]`` of a weight as codes with scales, its moments and their scales, its gradient.
+StepTensors = namedtuple(
+    "StepTensors", "q_ptr scale_ptr m_ptr v_ptr m_scale_ptr v_scale_ptr grad_ptr M K stride_sr stride_sc"
+)
+# The format of codes, the block of stored scales, and how a tile is stepped: see ``adamw_kernel``.
+StepConstants = namedtuple(
+    "StepConstants", "QMAX MANTISSA_BITS EMIN S_ROWS S_COLS SCALED STOCHASTIC EVEN ALIGNED TILE_M TILE_N"
+)
 
 
 @triton.jit
@@ -139,41 +150,43 @@ def _write_scale(
 
 
 @triton.jit
-def _read_scale(ptr, row, col, M, K, stride_r, stride_c, S_ROWS: tl.constexpr, S_COLS: tl.constexpr,
-                EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+def _read_scale(tensors, row, col, STEP: tl.constexpr):
     """The scales of a tile as they are stored, one for each group of columns."""
-    rows = row + tl.arange(0, TILE_M)
-    inside = ((rows >= 0) & (rows < M))[:, None]
-    at = (rows * 0 if S_ROWS == -1 else rows // S_ROWS).to(tl.int64)[:, None] * stride_r
+    S_ROWS: tl.constexpr = STEP.S_ROWS
+    S_COLS: tl.constexpr = STEP.S_COLS
+    TILE_N: tl.constexpr = STEP.TILE_N
+    rows = row + tl.arange(0, STEP.TILE_M)
+    inside = ((rows >= 0) & (rows < tensors.M))[:, None]
+    at = (rows * 0 if S_ROWS == -1 else rows // S_ROWS).to(tl.int64)[:, None] * tensors.stride_sr
     parts = tl.arange(0, TILE_N // GROUP) // ((TILE_N if S_COLS == -1 else S_COLS) // GROUP)
     if S_COLS != -1:
         parts += col // S_COLS
-        inside = inside & ((parts >= 0) & (parts < tl.cdiv(K, S_COLS)))[None, :]
-    if EVEN:
-        inside = tl.full((TILE_M, TILE_N // GROUP), True, tl.int1)
-    return tl.load(ptr + (at + parts.to(tl.int64)[None, :] * stride_c), mask=inside, other=0)
+        inside = inside & ((parts >= 0) & (parts < tl.cdiv(tensors.K, S_COLS)))[None, :]
+    if STEP.EVEN:
+        inside = tl.full((STEP.TILE_M, TILE_N // GROUP), True, tl.int1)
+    return tl.load(tensors.scale_ptr + (at + parts.to(tl.int64)[None, :] * tensors.stride_sc), mask=inside, other=0)
 
 
 @triton.jit
-def _places(row, col, M, K, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def _places(row, col, tensors, STEP: tl.constexpr):
     """Offsets and masks of the elements of a tile, and of the scales of its 8-bit moments for each group of columns.
 
     A thread loads the scale of its group. Of one thread for each scale, the others would get it by shared memory.
     """
-    rows, cols = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
-    parts = tl.arange(0, TILE_N // GROUP) // (MOMENT_COLS // GROUP)
+    rows, cols = tl.arange(0, STEP.TILE_M), tl.arange(0, STEP.TILE_N)
+    parts = tl.arange(0, STEP.TILE_N // GROUP) // (MOMENT_COLS // GROUP)
     # 64 bits for a tile, and 32 for the elements in it, which take half the registers.
-    at = (tl.cast(row, tl.int64) * K + col) + (rows[:, None] * K + cols[None, :])
-    per_row = tl.cdiv(K, MOMENT_COLS)
+    at = (tl.cast(row, tl.int64) * tensors.K + col) + (rows[:, None] * tensors.K + cols[None, :])
+    per_row = tl.cdiv(tensors.K, MOMENT_COLS)
     first = col // MOMENT_COLS
     scale_at = (tl.cast(row, tl.int64) * per_row + first) + (rows[:, None] * per_row + parts[None, :])
-    if EVEN:
+    if STEP.EVEN:
         # The compiler leaves out what depends on them.
-        mask = tl.full((TILE_M, TILE_N), True, tl.int1)
-        scale_mask = tl.full((TILE_M, TILE_N // GROUP), True, tl.int1)
+        mask = tl.full((STEP.TILE_M, STEP.TILE_N), True, tl.int1)
+        scale_mask = tl.full((STEP.TILE_M, STEP.TILE_N // GROUP), True, tl.int1)
     else:
-        mask_r = (row + rows >= 0) & (row + rows < M)
-        mask = mask_r[:, None] & ((col + cols >= 0) & (col + cols < K))[None, :]
+        mask_r = (row + rows >= 0) & (row + rows < tensors.M)
+        mask = mask_r[:, None] & ((col + cols >= 0) & (col + cols < tensors.K))[None, :]
         scale_mask = mask_r[:, None] & (first + parts < per_row)[None, :]
     return at, mask, scale_at, scale_mask
 
@@ -187,21 +200,17 @@ def _load_numbers(ptr):
 
 
 @triton.jit
-def _load(
-    q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, row, col, M, K,
-    stride_sr, stride_sc, S_ROWS: tl.constexpr, S_COLS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+def _load(tensors, row, col, STEP: tl.constexpr):
     """What a step reads of a tile, as it is stored: weight, gradient and moments with their scales."""
-    at, mask, scale_at, scale_mask = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
-    scale = _read_scale(scale_ptr, row, col, M, K, stride_sr, stride_sc, S_ROWS, S_COLS, EVEN, TILE_M, TILE_N)
-    q = tl.load(q_ptr + at, mask=mask, other=0.0)
-    grad = tl.load(grad_ptr + at, mask=mask, other=0.0)
-    m, v = tl.load(m_ptr + at, mask=mask, other=0.0), tl.load(v_ptr + at, mask=mask, other=0.0)
+    at, mask, scale_at, scale_mask = _places(row, col, tensors, STEP)
+    scale = _read_scale(tensors, row, col, STEP)
+    q = tl.load(tensors.q_ptr + at, mask=mask, other=0.0)
+    grad = tl.load(tensors.grad_ptr + at, mask=mask, other=0.0)
+    m, v = tl.load(tensors.m_ptr + at, mask=mask, other=0.0), tl.load(tensors.v_ptr + at, mask=mask, other=0.0)
     m_scale, v_scale = scale, scale
-    if SCALED:
-        m_scale = tl.load(m_scale_ptr + scale_at, mask=scale_mask, other=0)
-        v_scale = tl.load(v_scale_ptr + scale_at, mask=scale_mask, other=0)
+    if STEP.SCALED:
+        m_scale = tl.load(tensors.m_scale_ptr + scale_at, mask=scale_mask, other=0)
+        v_scale = tl.load(tensors.v_scale_ptr + scale_at, mask=scale_mask, other=0)
     return q, scale, grad, m, m_scale, v, v_scale
 
 
@@ -224,51 +233,40 @@ def _step(loaded, numbers, mask, SCALED: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _write_moments(
-    m, v, root, states, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, row, col, left_of_all, M, K, ALIGNED: tl.constexpr,
-    SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+def _write_moments(tensors, m, v, root, states, row, col, left_of_all, STEP: tl.constexpr):
     """Round and store the moments of a tile."""
-    at, mask, scale_at, scale_mask = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+    at, mask, scale_at, scale_mask = _places(row, col, tensors, STEP)
     col_of_all = left_of_all + col
-    if SCALED:
+    if STEP.SCALED:
         _write_scaled_moment(
-            m, states, m_ptr, m_scale_ptr, at, mask, scale_at, scale_mask, col_of_all, ALIGNED, False, STOCHASTIC
+            m, states, tensors.m_ptr, tensors.m_scale_ptr, at, mask, scale_at, scale_mask, col_of_all,
+            STEP.ALIGNED, False, STEP.STOCHASTIC,
         )  # fmt: skip
         _write_scaled_moment(
-            root, states, v_ptr, v_scale_ptr, at, mask, scale_at, scale_mask, col_of_all, ALIGNED, True, STOCHASTIC
+            root, states, tensors.v_ptr, tensors.v_scale_ptr, at, mask, scale_at, scale_mask, col_of_all,
+            STEP.ALIGNED, True, STEP.STOCHASTIC,
         )  # fmt: skip
-    elif m_ptr.dtype.element_ty == tl.bfloat16:
-        words = random_words(states, col_of_all, MEANS, ALIGNED, TILE_N)
-        tl.store(m_ptr + at, round_to_bfloat16(m, words, STOCHASTIC), mask=mask)
-        words = random_words(states, col_of_all, SQUARES, ALIGNED, TILE_N)
-        tl.store(v_ptr + at, round_to_bfloat16(v, words, STOCHASTIC), mask=mask)
+    elif tensors.m_ptr.dtype.element_ty == tl.bfloat16:
+        words = random_words(states, col_of_all, MEANS, STEP.ALIGNED, STEP.TILE_N)
+        tl.store(tensors.m_ptr + at, round_to_bfloat16(m, words, STEP.STOCHASTIC), mask=mask)
+        words = random_words(states, col_of_all, SQUARES, STEP.ALIGNED, STEP.TILE_N)
+        tl.store(tensors.v_ptr + at, round_to_bfloat16(v, words, STEP.STOCHASTIC), mask=mask)
     else:
-        tl.store(m_ptr + at, m, mask=mask)
-        tl.store(v_ptr + at, v, mask=mask)
+        tl.store(tensors.m_ptr + at, m, mask=mask)
+        tl.store(tensors.v_ptr + at, v, mask=mask)
 
 
 @triton.jit
 def _write_codes(
-    p, enc, states, q_ptr, row, col, left_of_all, M, K, R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr, EMIN: tl.constexpr, QMAX: tl.constexpr, STOCHASTIC: tl.constexpr,
-    BOUNDED: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tensors, p, enc, states, row, col, left_of_all,
+    R: tl.constexpr, C: tl.constexpr, BOUNDED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Round and store the weight of a tile."""
-    at, mask, _, _ = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+    at, mask, _, _ = _places(row, col, tensors, STEP)
     scaled = scale_blocks(p, enc, R, C)
-    words = random_words(states, left_of_all + col, CODES, ALIGNED, TILE_N)
-    codes = round_to_code(scaled, words, MANTISSA_BITS, EMIN, QMAX, STOCHASTIC, True, BOUNDED)
-    tl.store(q_ptr + at, codes.to(tl.uint8).to(q_ptr.dtype.element_ty, bitcast=True), mask=mask)
-
-
-@triton.jit
-def _encode(bits, QMAX: tl.constexpr, EMAX: tl.constexpr, QMAX_MANTISSA: tl.constexpr, E8M0: tl.constexpr,
-            POW2: tl.constexpr):  # fmt: skip
-    if E8M0:
-        return encode_e8m0(bits, EMAX, QMAX_MANTISSA, POW2)
-    else:
-        return encode_fp32(bits, QMAX, POW2)
+    words = random_words(states, left_of_all + col, CODES, STEP.ALIGNED, STEP.TILE_N)
+    codes = round_to_code(scaled, words, STEP.MANTISSA_BITS, STEP.EMIN, STEP.QMAX, STEP.STOCHASTIC, True, BOUNDED)
+    tl.store(tensors.q_ptr + at, codes.to(tl.uint8).to(tensors.q_ptr.dtype.element_ty, bitcast=True), mask=mask)
 
 
 @triton.jit
@@ -287,6 +285,12 @@ def adamw_kernel(
     ``left`` in its block. The other arguments are those of ``reference.adamw``.
     """
     begin(DEPENDENT)
+    tensors = StepTensors(
+        q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, M, K, stride_sr, stride_sc
+    )  # fmt: skip
+    STEP: tl.constexpr = StepConstants(
+        QMAX, MANTISSA_BITS, EMIN, S_ROWS, S_COLS, SCALED, STOCHASTIC, EVEN, ALIGNED, TILE_M, TILE_N
+    )
     R: tl.constexpr = TILE_M if ROWS == -1 or ROWS > TILE_M else ROWS
     C: tl.constexpr = TILE_N if COLS == -1 or COLS > TILE_N else COLS
     tiles_n = tl.cdiv(K + left, TILE_N)
@@ -294,11 +298,8 @@ def adamw_kernel(
     first_row = tl.program_id(0) // tiles_n * TILE_M
     first_col = tl.program_id(0) % tiles_n * TILE_N
     row, col = first_row - above, first_col - left
-    loaded = _load(
-        q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, row, col, M, K,
-        stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, EVEN, TILE_M, TILE_N,
-    )  # fmt: skip
-    _, mask, _, _ = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+    loaded = _load(tensors, row, col, STEP)
+    _, mask, _, _ = _places(row, col, tensors, STEP)
     p, m, v, root = _step(loaded, _load_numbers(numbers_ptr), mask, SCALED, COMPILED)
     block_rows = (first_row // ROWS if ROWS != -1 else 0) + tl.arange(0, TILE_M // R)
     block_cols = (first_col // COLS if COLS != -1 else 0) + tl.arange(0, TILE_N // C)
@@ -309,16 +310,10 @@ def adamw_kernel(
         tl.atomic_max(amax_ptr + grid_at, block_amax(magnitude_bits(p), R, C), mask=in_grid, sem="relaxed")
     else:
         given = tl.load(amax_ptr + grid_at, mask=in_grid, other=0) & MAGNITUDE_MASK
-        enc, _ = _encode(given, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+        enc, _ = encode(given, QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
         states = random_states(keys_ptr, above_all + row, left_of_all + col, ALIGNED, TILE_M, TILE_N)
-        _write_codes(
-            p, enc, states, q_ptr, row, col, left_of_all, M, K, R, C, ALIGNED, MANTISSA_BITS, EMIN, QMAX, STOCHASTIC,
-            False, EVEN, TILE_M, TILE_N,
-        )  # fmt: skip
-        _write_moments(
-            m, v, root, states, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, row, col, left_of_all, M, K, ALIGNED, SCALED,
-            STOCHASTIC, EVEN, TILE_M, TILE_N,
-        )  # fmt: skip
+        _write_codes(tensors, p, enc, states, row, col, left_of_all, R, C, False, STEP)
+        _write_moments(tensors, m, v, root, states, row, col, left_of_all, STEP)
 
 
 @triton.jit
@@ -337,6 +332,12 @@ def adamw_blocks_kernel(
     the moments of so many elements.
     """
     begin(DEPENDENT)
+    tensors = StepTensors(
+        q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, M, K, stride_sr, stride_sc
+    )  # fmt: skip
+    STEP: tl.constexpr = StepConstants(
+        QMAX, MANTISSA_BITS, EMIN, S_ROWS, S_COLS, SCALED, STOCHASTIC, EVEN, ALIGNED, TILE_M, TILE_N
+    )
     R: tl.constexpr = TILE_M if ROWS > TILE_M else ROWS
     C: tl.constexpr = TILE_N if COLS == -1 or COLS > TILE_N else COLS
     program = tl.program_id(0)
@@ -358,38 +359,25 @@ def adamw_blocks_kernel(
     for i in tl.static_range(DOWN * RIGHT):
         row, col = first_row + i // RIGHT * TILE_M, first_col + i % RIGHT * TILE_N
         if i == 0 or i >= AHEAD:
-            loaded = _load(
-                q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr, row, col, M, K,
-                stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, EVEN, TILE_M, TILE_N,
-            )  # fmt: skip
+            loaded = _load(tensors, row, col, STEP)
         here, states = loaded, 0
         if ROUNDED:
             states = random_states(keys_ptr, above_all + row, left_of_all + col, ALIGNED, TILE_M, TILE_N)
         if i + 1 < AHEAD:
-            loaded = _load(
-                q_ptr, scale_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, grad_ptr,
-                first_row + (i + 1) // RIGHT * TILE_M, first_col + (i + 1) % RIGHT * TILE_N, M, K,
-                stride_sr, stride_sc, S_ROWS, S_COLS, SCALED, EVEN, TILE_M, TILE_N,
-            )  # fmt: skip
-        _, mask, _, _ = _places(row, col, M, K, EVEN, TILE_M, TILE_N)
+            loaded = _load(tensors, first_row + (i + 1) // RIGHT * TILE_M, first_col + (i + 1) % RIGHT * TILE_N, STEP)
+        _, mask, _, _ = _places(row, col, tensors, STEP)
         p, m, v, root = _step(here, numbers, mask, SCALED, COMPILED)
-        _write_moments(
-            m, v, root, states, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, row, col, left_of_all, M, K, ALIGNED, SCALED,
-            STOCHASTIC, EVEN, TILE_M, TILE_N,
-        )  # fmt: skip
+        _write_moments(tensors, m, v, root, states, row, col, left_of_all, STEP)
         # Of the elements of each thread, which takes no barrier: one reduction of all at the end.
         largest = _larger(largest, tl.reduce(tl.reshape(tl.abs(p), (TILE_M, TILE_N // GROUP, GROUP)), 2, _larger))
         weights += ((p, states),)
-    enc, scale = _encode(_amax(largest, R, C // GROUP), QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
+    enc, scale = encode(_amax(largest, R, C // GROUP), QMAX, EMAX, QMAX_MANTISSA, E8M0, POW2)
     for i in tl.static_range(DOWN * RIGHT):
         row, col = first_row + i // RIGHT * TILE_M, first_col + i % RIGHT * TILE_N
         p, states = weights[i]
         if not ROUNDED:
             states = random_states(keys_ptr, above_all + row, left_of_all + col, ALIGNED, TILE_M, TILE_N)
-        _write_codes(
-            p, enc, states, q_ptr, row, col, left_of_all, M, K, R, C, ALIGNED, MANTISSA_BITS, EMIN, QMAX, STOCHASTIC,
-            POW2, EVEN, TILE_M, TILE_N,
-        )  # fmt: skip
+        _write_codes(tensors, p, enc, states, row, col, left_of_all, R, C, POW2, STEP)
     # All threads have read the scales before some overwrite them.
     tl.debug_barrier()
     # Where each row has exponents of its own, those of a block are written for each of its rows.

@@ -5,6 +5,7 @@
 
 from .code_rules import (
     FORMAT_NAMES,
+    device_violations,
     environment_violations,
     format_violations,
     frozen_violations,
@@ -24,6 +25,7 @@ RULES = (
     string_violations,
     folder_violations,
     kernel_violations,
+    device_violations,
     stride_violations,
     format_violations,
     inverse_scale_violations,
@@ -52,6 +54,7 @@ __all__ = [
     "RULES_OF_ALL",
     "Module",
     "class_name_violations",
+    "device_violations",
     "environment_violations",
     "folder_violations",
     "format_violations",

@@ -8,7 +8,11 @@ from .modules import LAYERS, RANKS, ROOT, imports, is_within
 
 ABOVE_THE_CORE = set().union(*LAYERS[RANKS["tritonfp8"] + 1 :])
 # Plain numbers, which the host reads too.
-KERNEL_DATA = "tritonfp8.kernels.matmul.sizes"
+KERNEL_DATA = "tritonfp8.kernels.gemm.sizes"
+# Of the standard library, what makes the records of device code.
+DEVICE_RECORD = ("collections", "namedtuple")
+# Of a device helper. An entry, named `*_kernel`, takes what the host launches it with, one by one.
+MAX_DEVICE_PARAMETERS = 12
 
 MUTABLE_DATACLASSES = {
     "tritonfp8.counting.GemmCounts": "counts",
@@ -79,13 +83,30 @@ def kernel_violations(modules):
     """Device code imports triton and siblings; and asserts by ``tl.static_assert``, which runs when it compiles."""
     violations = []
     for module in filter(lambda m: m.is_kernel, modules):
-        for base in sorted({base for base, _ in imports(module)}):
+        for base in sorted({each[0] for each in imports(module) if each != DEVICE_RECORD}):
             standard = base.split(".")[0] in sys.stdlib_module_names and module.name == KERNEL_DATA
             if not (standard or re.match(r"triton(\.|$)|tritonfp8\.kernels(\.|$)", base)):
                 violations.append(f"{module.name} imports {base}")
         for node in module.nodes:
             if isinstance(node, ast.Assert):
                 violations.append(f"{module.name}:{node.lineno} asserts; use tl.static_assert")
+    return violations
+
+
+def device_violations(modules):
+    """Device helpers of too many parameters, and tuples that are read by number: both become records."""
+    violations = []
+    for module in filter(lambda m: m.is_kernel, modules):
+        for function in filter(lambda node: isinstance(node, ast.FunctionDef), module.tree.body):
+            if not any(re.match(r"(triton|gluon)\.jit\b", ast.unparse(each)) for each in function.decorator_list):
+                continue
+            count = len([*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs])
+            if count > MAX_DEVICE_PARAMETERS and not function.name.endswith("_kernel"):
+                violations.append(f"{module.name}:{function.lineno} {function.name} has {count} parameters")
+            for node in filter(lambda node: isinstance(node, ast.Subscript), ast.walk(function)):
+                of_shape = isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+                if re.fullmatch(r"-?\d+", ast.unparse(node.slice)) and not of_shape:
+                    violations.append(f"{module.name}:{node.lineno} reads by number: {ast.unparse(node)}")
     return violations
 
 
@@ -98,10 +119,10 @@ def stride_violations(modules):
                 if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
                     continue
                 sides = ast.unparse(node.left), ast.unparse(node.right)
-                strides = [side for side in sides if re.match(r"stride(_|$)", side)]
+                strides = [side for side in sides if re.match(r"(\w+\.)*stride(_|$)", side)]
                 allowed = {
                     function.name,
-                    *(f"{function.name}.{stride}" for stride in strides),
+                    *(f"{function.name}.{stride.rpartition('.')[2]}" for stride in strides),
                 } & STRIDES_OF_32_BITS.keys()
                 if strides and not any("int64" in side for side in sides) and not allowed:
                     violations.append(f"{module.name}:{node.lineno} multiplies in 32 bits: {ast.unparse(node)}")

@@ -54,7 +54,7 @@ def class_name_violations(modules):
 
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
-    "kernels": 3960,
+    "kernels": 3895,
     "checks": 90,
     "compat": 960,
     "counting": 180,

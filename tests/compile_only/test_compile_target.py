@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from tritonfp8 import kernels
 from tritonfp8.compat import triton_private, triton_since
+from tritonfp8.kernels.names import tma_load
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import tma_load
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
 

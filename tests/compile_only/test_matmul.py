@@ -15,7 +15,7 @@ from matmul_compiles import (
     compiled_once,
 )
 
-from tritonfp8.kernels.matmul.hopper import EARLY_STEPS
+from tritonfp8.kernels.gemm.hopper_dense import EARLY_STEPS
 from tritonfp8.tuning.matmul_space import SPACES, has_registers, shared_bytes, supports
 
 

@@ -20,7 +20,7 @@ from matmul_compiles import (
 )
 
 from tritonfp8.compat import triton_since
-from tritonfp8.kernels.matmul.scaled import reduce_parts_kernel
+from tritonfp8.kernels.gemm.scaled import reduce_parts_kernel
 from tritonfp8.tuning import REDUCE_TILE
 from tritonfp8.tuning.matmul_space import SPACES, MatmulConfig, shared_bytes, supports
 

@@ -5,7 +5,7 @@ import torch
 import triton
 from cases import each_device
 
-from tritonfp8.kernels.moe import schedule as kernels
+from tritonfp8.kernels import group_table as kernels
 from tritonfp8.launch.moe.schedule import ELEMENTS, FIELDS
 from tritonfp8.specs import GROUP_ALIGNMENT, grouped_columns
 

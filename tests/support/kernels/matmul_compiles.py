@@ -6,9 +6,9 @@ import pytest
 from compile_target import compile_kernel, descriptor
 from triton.experimental.gluon import language as gl
 
-from tritonfp8.kernels.matmul.block_scaled import block_scaled_matmul_kernel, mx_matmul_kernel
-from tritonfp8.kernels.matmul.hopper import hopper_matmul_kernel
-from tritonfp8.kernels.matmul.scaled import scaled_matmul_kernel
+from tritonfp8.kernels.gemm.block_scaled import block_scaled_matmul_kernel, mx_matmul_kernel
+from tritonfp8.kernels.gemm.hopper_dense import hopper_matmul_kernel
+from tritonfp8.kernels.gemm.scaled import scaled_matmul_kernel
 from tritonfp8.tuning.matmul_space import SCALE_VECTOR, SPACES, SPECIALIZED_WAVE_ROWS
 
 HOPPER_SHARED_BYTES = 232448

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import hardware, reference, tuning
-from tritonfp8.kernels.matmul import block_scaled as block_kernels
-from tritonfp8.kernels.matmul import hopper as hopper_kernels
-from tritonfp8.kernels.matmul import scaled as matmul_kernels
-from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
+from tritonfp8.kernels.gemm import block_scaled as block_kernels
+from tritonfp8.kernels.gemm import hopper_dense as hopper_kernels
+from tritonfp8.kernels.gemm import scaled as matmul_kernels
+from tritonfp8.kernels.gemm.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.matmul import widened

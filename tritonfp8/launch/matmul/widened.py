@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8.kernels.cast.widen import widen_kernel
-from tritonfp8.kernels.matmul.scaled import reduce_parts_kernel
+from tritonfp8.kernels.gemm.scaled import reduce_parts_kernel
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.matmul.gemm import WIDE
 from tritonfp8.launch.plan import MAX_OFFSET, Planner, View

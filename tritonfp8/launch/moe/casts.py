@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
-from tritonfp8.kernels.moe import casts as kernels
+from tritonfp8.kernels.cast import groups as kernels
 from tritonfp8.launch.cast import plan_quantize
 from tritonfp8.launch.casts import can_plan_rows, plan_rows
 from tritonfp8.launch.columns import plan_columns, run_together

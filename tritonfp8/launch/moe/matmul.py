@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tritonfp8 import hardware, reference
 from tritonfp8.hardware import Abilities
-from tritonfp8.kernels.matmul.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
-from tritonfp8.kernels.moe import hopper as hopper_kernels
-from tritonfp8.kernels.moe import matmul as kernels
+from tritonfp8.kernels.gemm import grouped as kernels
+from tritonfp8.kernels.gemm import hopper_grouped as hopper_kernels
+from tritonfp8.kernels.gemm.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.matmul import (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import reference
-from tritonfp8.kernels.moe import casts as kernels
+from tritonfp8.kernels.cast import groups as kernels
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from tritonfp8.kernels.moe import schedule as kernels
+from tritonfp8.kernels import group_table as kernels
 from tritonfp8.launch.plan import Planner, View
 
 FIELDS = int(kernels.FIELDS.value)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from tritonfp8.formats import FORMATS
+from tritonfp8.kernels.cast import groups as kernels
 from tritonfp8.kernels.cast import quantize
-from tritonfp8.kernels.moe import casts as kernels
 from tritonfp8.launch.moe.rows import add_swiglu
 from tritonfp8.launch.moe.schedule import plan_row_tiles
 from tritonfp8.launch.partial_maxima import PartialMaxima
@@ -75,7 +75,7 @@ class Groups(NamedTuple):
 
     @property
     def source(self) -> str:
-        """How the kernels read rows (kernels/moe/rows.py)."""
+        """How the kernels read rows (kernels/cast/group_rows.py)."""
         if self.picked is None:
             return "rows"
         return "picked" if self.factors is None else "scaled"

@@ -1,7 +1,12 @@
 """Device code shared by the GEMM kernels: tile order, operand loads, epilogue."""
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
+
+# Where an epilogue stores ``[M, N]``, and what it adds. ``out`` is a TMA descriptor or a pointer.
+Target = namedtuple("Target", "out bias_ptr residual_ptr M N stride_out stride_rm stride_rn")
 
 
 @triton.jit
@@ -75,31 +80,31 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _store_columns(
-    acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+    acc, target, row, col,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     rows = row + tl.arange(0, acc.shape[0])
     cols = col + tl.arange(0, acc.shape[1])
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    mask = (rows < target.M)[:, None] & (cols < target.N)[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(target.bias_ptr + cols, mask=cols < target.N, other=0.0).to(tl.float32)[None, :]
     acc = activate(acc, ACTIVATION)
     if HAS_RESIDUAL:
-        offsets = rows.to(tl.int64)[:, None] * stride_rm + cols.to(tl.int64)[None, :] * stride_rn
-        acc += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        offsets = rows.to(tl.int64)[:, None] * target.stride_rm + cols.to(tl.int64)[None, :] * target.stride_rn
+        acc += tl.load(target.residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if TMA:
-        out.store([row, col], acc.to(out.dtype))
+        target.out.store([row, col], acc.to(target.out.dtype))
     else:
-        pointers = out + rows.to(tl.int64)[:, None] * stride_out + cols[None, :]
-        tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+        pointers = target.out + rows.to(tl.int64)[:, None] * target.stride_out + cols[None, :]
+        tl.store(pointers, acc.to(target.out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_tile(
-    acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
+    acc, target, row, col, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    TMA: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue: bias -> activation -> residual -> output dtype -> store.
+    """Epilogue: bias -> activation -> residual -> output dtype -> store in a :class:`Target`.
 
     HALVES stores half of the columns at a time. That takes half the shared memory, which leaves room for one more stage
     of the main loop.
@@ -108,19 +113,10 @@ def store_tile(
         BLOCK_M: tl.constexpr = acc.shape[0]
         HALF: tl.constexpr = acc.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        _store_columns(
-            left, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
-            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA,
-        )  # fmt: skip
-        _store_columns(
-            right, out, bias_ptr, residual_ptr, row, col + HALF, M, N, stride_out, stride_rm, stride_rn,
-            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA,
-        )  # fmt: skip
+        _store_columns(left, target, row, col, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA)
+        _store_columns(right, target, row, col + HALF, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA)
     else:
-        _store_columns(
-            acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
-            HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA,
-        )  # fmt: skip
+        _store_columns(acc, target, row, col, HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA)
 
 
 @triton.jit

@@ -7,9 +7,9 @@ columns   out[g] = a[:, columns of g] @ b[:, columns of g].T
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.matmul.block_scaled import load_exponents, scale_product, widen_tile
-from tritonfp8.kernels.matmul.tiles import load_operand, multiply, tile_index
-from tritonfp8.kernels.moe.schedule import FIELDS
+from tritonfp8.kernels.gemm.block_scaled import load_exponents, scale_product, widen_tile
+from tritonfp8.kernels.gemm.tiles import load_operand, multiply, tile_index
+from tritonfp8.kernels.group_table import FIELDS
 from tritonfp8.kernels.pdl import begin
 
 

@@ -6,9 +6,9 @@ Also the reduction of the partial sums of every split-K GEMM.
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.matmul.tiles import load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.gemm.tiles import Target, load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.names import DISABLE_LICM_OF_TILES
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def scaled_matmul_kernel(
         else:
             acc = scale_tile(acc, a_scale_ptr, b_scale_ptr, row, col, M, N, stride_a_scale, stride_b_scale)
             store_tile(
-                acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+                acc, Target(out, bias_ptr, residual_ptr, M, N, stride_out, stride_rm, stride_rn), row, col,
                 HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,
             )  # fmt: skip
 
@@ -90,6 +90,6 @@ def reduce_parts_kernel(
     if SCALED:
         acc = scale_tile(acc, a_scale_ptr, b_scale_ptr, row, col, M, N, stride_a_scale, stride_b_scale)
     store_tile(
-        acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+        acc, Target(out, bias_ptr, residual_ptr, M, N, stride_out, stride_rm, stride_rn), row, col,
         HAS_BIAS, ACTIVATION, HAS_RESIDUAL, False, False,
     )  # fmt: skip

@@ -3,15 +3,16 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.cast.quantize import quantize_tile, spread_rows, tile_index
-from tritonfp8.kernels.moe.rows import (
+from tritonfp8.kernels.cast.group_rows import (
+    Source,
     grad_of_gate,
     load_rows,
     of_group,
     rows_of,
     swiglu,
 )
-from tritonfp8.kernels.moe.schedule import FIELDS, bounds_of
+from tritonfp8.kernels.cast.quantize import CastSide, Encoding, quantize_tile, spread_rows, tile_index
+from tritonfp8.kernels.group_table import FIELDS, bounds_of
 from tritonfp8.kernels.numerics import amax_bits, magnitudes, reduce_max, within_threads
 from tritonfp8.kernels.pdl import begin
 
@@ -46,6 +47,7 @@ def group_amax_kernel(
     by atomics: the maximum of integers is the same in every order.
     """
     begin(DEPENDENT)
+    source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     L: tl.constexpr = TILE_M // R
     pid_m, pid_n = tile_index(tl.program_id(0), blocks * ALIGNMENT, N, ALIGNMENT, TILE_N, 1)
     cols = pid_n * TILE_N + tl.arange(0, TILE_N)
@@ -60,9 +62,7 @@ def group_amax_kernel(
         for part in range(first, tl.minimum(first + ALIGNMENT, count), TILE_M):
             within = part + tl.arange(0, TILE_M)
             mask = (within < count)[:, None] & (cols < N)[None, :]
-            x = load_rows(
-                x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, False,
-            )  # fmt: skip
+            x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
             values = magnitudes(x)
             if ROW:
                 tl.store(row_maxima + within, reduce_max(values, 1), mask=within < count)
@@ -159,6 +159,7 @@ def quantize_groups_kernel(
     the rows of a matrix.
     """
     begin(DEPENDENT)
+    source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     pid_m, pid_n = tile_index(tl.num_programs(0) - 1 - tl.program_id(0), blocks * TILE_M, N, TILE_M, TILE_N, GROUP)
     group, start, count, place = rows_of(pid_m, table_ptr, rows, MATRICES, TILE_M)
     within = spread_rows(place, TILE_M, R)
@@ -168,33 +169,34 @@ def quantize_groups_kernel(
         mask = mask & (cols < N)[None, :]
     WHOLE: tl.constexpr = EVEN and MATRICES
     if NORMAL:
-        x = load_rows(
-            x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, WHOLE,
-        )  # fmt: skip
+        x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
         quantize_tile(
             x, place, pid_n, place == 0, count, N,
-            q_ptr + start.to(tl.int64) * stride_qm,
-            of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
-            of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
-            count if ROWS == 1 and not MATRICES else groups_m,
-            groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
-            ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-            DIRECT_CAST, False, WHOLE, R,
+            CastSide(
+                q_ptr + start.to(tl.int64) * stride_qm,
+                of_group(s_ptr, group, start, stride_sm, stride_sg, ROWS, MATRICES),
+                of_group(amax_ptr, group, start, stride_am, stride_ag, ROWS, MATRICES),
+                count if ROWS == 1 and not MATRICES else groups_m,
+                groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an,
+            ),
+            Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS),
+            False, WHOLE, R,
         )  # fmt: skip
     if TRANSPOSED:
-        x = load_rows(
-            x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, WHOLE,
-        )  # fmt: skip
+        x = load_rows(source, start, count, within, cols, mask, SOURCE, WHOLE)
         # Of groups of columns by their absolute place, whose alignment is known.
         quantize_tile(
             x, place if MATRICES else start // TILE_M + group + place, pid_n, place == 0,
             rows if MATRICES else blocks * TILE_M, N,
-            qt_ptr + group.to(tl.int64) * stride_qtg,
-            st_ptr + group.to(tl.int64) * stride_stg,
-            amax_t_ptr + group.to(tl.int64) * stride_atg,
-            groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn, 1, 0,
-            ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T, PARTS_T,
-            DIRECT_CAST, True, EVEN, R,
+            CastSide(
+                qt_ptr + group.to(tl.int64) * stride_qtg,
+                st_ptr + group.to(tl.int64) * stride_stg,
+                amax_t_ptr + group.to(tl.int64) * stride_atg,
+                groups_tm, groups_tn, stride_qtm, stride_qtn, stride_stm, stride_stn, stride_atm, stride_atn,
+            ),
+            Encoding(ROWS_T, COLS_T, QMAX_T, EMAX_T, QMAX_MANTISSA_T, MANTISSA_BITS_T, EMIN_T, E8M0_T, POW2_T,
+                     DIRECT_CAST, PARTS_T),
+            True, EVEN, R,
         )  # fmt: skip
 
 
@@ -212,6 +214,7 @@ def quantize_rest_kernel(
     In a launch of its own: a loop takes registers of which ``quantize_groups_kernel`` has none to spare.
     """
     begin(DEPENDENT)
+    source = Source(x_ptr, picked_ptr, factors_ptr, stride_xm, stride_xn)
     tiles_n = tl.cdiv(N, TILE_N)
     rest = tl.load(table_ptr + entries * FIELDS) - blocks
     for piece in range(tl.program_id(0), rest * tiles_n, tl.num_programs(0)):
@@ -221,15 +224,14 @@ def quantize_rest_kernel(
         within = place * TILE_M + tl.arange(0, TILE_M)
         mask = (within < count)[:, None] & (cols < N)[None, :]
         if ROWS == 1:
-            x = load_rows(
-                x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn, SOURCE, False,
-            )  # fmt: skip
+            x = load_rows(source, start, count, within, cols, mask, SOURCE, False)
             quantize_tile(
-                x, place, pid_n, place == 0, count, N, q_ptr + start.to(tl.int64) * stride_qm,
-                s_ptr + start.to(tl.int64) * stride_sm, amax_ptr + start.to(tl.int64) * stride_am,
-                count, groups_n, stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an, 1, 0,
-                ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, PARTS,
-                DIRECT_CAST, False, False, 1,
+                x, place, pid_n, place == 0, count, N,
+                CastSide(q_ptr + start.to(tl.int64) * stride_qm, s_ptr + start.to(tl.int64) * stride_sm,
+                         amax_ptr + start.to(tl.int64) * stride_am, count, groups_n,
+                         stride_qm, stride_qn, stride_sm, stride_sn, stride_am, stride_an),
+                Encoding(ROWS, COLS, QMAX, EMAX, QMAX_MANTISSA, MANTISSA_BITS, EMIN, E8M0, POW2, DIRECT_CAST, PARTS),
+                False, False, 1,
             )  # fmt: skip
         else:
             offsets = (start + within).to(tl.int64)[:, None] * stride_qm + cols.to(tl.int64)[None, :] * stride_qn

@@ -1,11 +1,16 @@
 """Which rows a tile of a cast has, and their values: as they lie, picked from others, or made by SwiGLU."""
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from tritonfp8.kernels.cast.quantize import load_masked
-from tritonfp8.kernels.moe.schedule import FIELDS
+from tritonfp8.kernels.group_table import FIELDS
 from tritonfp8.kernels.numerics import logistic
+
+# Where rows come from: ``x``, the rows of it that are picked, and their factors.
+Source = namedtuple("Source", "x_ptr picked_ptr factors_ptr stride_m stride_n")
 
 
 @triton.jit
@@ -48,20 +53,16 @@ def grad_of_gate(grad, gate, up):
 
 
 @triton.jit
-def load_rows(
-    x_ptr, picked_ptr, factors_ptr, start, count, within, cols, mask, stride_xm, stride_xn,
-    SOURCE: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def load_rows(source, start, count, within, cols, mask, SOURCE: tl.constexpr, EVEN: tl.constexpr):
     """Rows ``within`` of a group. SOURCE: ``rows`` of x, or rows that are ``picked``; ``scaled`` by their factors."""
     if SOURCE == "rows":
-        pointers = x_ptr + start.to(tl.int64) * stride_xm
-        pointers = pointers + within.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
+        pointers = source.x_ptr + start.to(tl.int64) * source.stride_m + within.to(tl.int64)[:, None] * source.stride_m
     else:
-        source = tl.load(picked_ptr + start + within, mask=within < count, other=0)
-        pointers = x_ptr + source.to(tl.int64)[:, None] * stride_xm + cols.to(tl.int64)[None, :] * stride_xn
-    x = load_masked(pointers, mask, EVEN)
+        row = tl.load(source.picked_ptr + start + within, mask=within < count, other=0)
+        pointers = source.x_ptr + row.to(tl.int64)[:, None] * source.stride_m
+    x = load_masked(pointers + cols.to(tl.int64)[None, :] * source.stride_n, mask, EVEN)
     if SOURCE == "scaled":
-        factors = tl.load(factors_ptr + start + within, mask=within < count, other=0.0).to(tl.float32)
+        factors = tl.load(source.factors_ptr + start + within, mask=within < count, other=0.0).to(tl.float32)
         return (x.to(tl.float32) * factors[:, None]).to(x.dtype)
     else:
         return x

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from tritonfp8.kernels.matmul.tiles import load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.gemm.tiles import Target, load_operand, multiply, piece_of_work, store_part, store_tile
+from tritonfp8.kernels.names import DISABLE_LICM_OF_TILES
 from tritonfp8.kernels.numerics import decode_e8m0, scale_blocks
 from tritonfp8.kernels.pdl import begin
-from tritonfp8.kernels.triton_names import DISABLE_LICM_OF_TILES
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def block_scaled_matmul_kernel(
             store_part(acc, out, part, row, col, M, N, tiles_m * BLOCK_M, stride_out)
         else:
             store_tile(
-                acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+                acc, Target(out, bias_ptr, residual_ptr, M, N, stride_out, stride_rm, stride_rn), row, col,
                 HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,
             )  # fmt: skip
 
@@ -127,6 +127,7 @@ def mx_matmul_kernel(
     begin(DEPENDENT)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
+    BLOCKS: tl.constexpr = BLOCK_K // SCALE_K
     k_blocks = tl.cdiv(K, SCALE_K)
     pieces = tiles_m * tiles_n * split_k
     for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=FLATTEN):
@@ -138,26 +139,10 @@ def mx_matmul_kernel(
             lhs = load_operand(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA)
             rhs = load_operand(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, TMA)
             a_scale = load_exponents(
-                a_scale_ptr,
-                row,
-                k // SCALE_K,
-                M,
-                k_blocks,
-                stride_a_scale_m,
-                stride_a_scale_k,
-                BLOCK_M,
-                BLOCK_K // SCALE_K,
+                a_scale_ptr, row, k // SCALE_K, M, k_blocks, stride_a_scale_m, stride_a_scale_k, BLOCK_M, BLOCKS
             )
             b_scale = load_exponents(
-                b_scale_ptr,
-                col,
-                k // SCALE_K,
-                N,
-                k_blocks,
-                stride_b_scale_n,
-                stride_b_scale_k,
-                BLOCK_N,
-                BLOCK_K // SCALE_K,
+                b_scale_ptr, col, k // SCALE_K, N, k_blocks, stride_b_scale_n, stride_b_scale_k, BLOCK_N, BLOCKS
             )
             if NATIVE:
                 tl.static_assert(not SWAP, "the native instruction takes 128 rows of the input")
@@ -170,6 +155,6 @@ def mx_matmul_kernel(
             store_part(acc, out, part, row, col, M, N, tiles_m * BLOCK_M, stride_out)
         else:
             store_tile(
-                acc, out, bias_ptr, residual_ptr, row, col, M, N, stride_out, stride_rm, stride_rn,
+                acc, Target(out, bias_ptr, residual_ptr, M, N, stride_out, stride_rm, stride_rn), row, col,
                 HAS_BIAS, ACTIVATION, HAS_RESIDUAL, TMA_OUT, HALVES,
             )  # fmt: skip

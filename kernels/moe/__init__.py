@@ -1,1 +1,0 @@
-"""Casts and GEMMs of groups of adjacent rows, such as the tokens of each expert: all groups in one launch."""
