@@ -39,12 +39,12 @@ class _NoSecondDerivative(torch.autograd.Function):
         refuse_second_derivative()
 
 
-def first_order(compute: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """The gradients that ``compute`` returns, which raise if they are differentiated again."""
+def first_order(compute: Callable[..., tuple[Tensor | None, ...]], *args: Any) -> tuple[Tensor | None, ...]:
+    """The gradients that ``compute(*args)`` returns, which raise if they are differentiated again."""
     # Grad mode is on here if the caller asked for create_graph. Compiled graphs refuse create_graph by themselves.
     differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     with torch.no_grad():
-        grads = compute()
+        grads = compute(*args)
     if not differentiable:
         return grads
     anchor = torch.zeros((), requires_grad=True)

@@ -10,7 +10,8 @@ from tritonfp8.checks import require_type
 from tritonfp8.compat.torch_private import constant_for_dynamo
 from tritonfp8.layers import extensions
 
-PLAIN = (Tensor, nn.Parameter, type(None))
+TENSORS = (Tensor, nn.Parameter)
+PLAIN = (*TENSORS, type(None))
 """Types of operands that are their own data, or missing."""
 
 Handler = Callable[..., Tensor]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tritonfp8 import counting, hardware, launch
 from tritonfp8.compat import torch_private
+from tritonfp8.counting import listeners
 
 
 def on_cuda(
@@ -37,7 +38,7 @@ def on_cuda(
             # Triton launches on the current device, whatever the tensors are on.
             with torch.cuda.device(index):
                 out = function(x, *args)
-        if kind is not None and counting.is_active():
+        if kind is not None and listeners:
             _count(kind, contraction, out, x, *args)
         return out
 
@@ -51,7 +52,7 @@ def counted(
 
     def run(a: Tensor, *args: Any) -> Any:
         out = function(a, *args)
-        if counting.is_active():
+        if listeners:
             _count(kind, contraction, out, a, *args)
         return out
 

@@ -26,9 +26,12 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 def autocast_all(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in the dtype of autocast, as ``F.linear`` casts them; unchanged if autocast is off."""
     dtype = autocast_dtype(device)
-    if dtype is None:
-        return list(tensors)
-    return [x if x is None or x.dtype in (torch.float64, dtype) else x.to(dtype) for x in tensors]
+    return list(tensors) if dtype is None else [cast_to(dtype, x) for x in tensors]
+
+
+def cast_to(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
+    """``x`` as autocast to ``dtype`` casts it."""
+    return x if x is None or x.dtype in (torch.float64, dtype) else x.to(dtype)
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -40,6 +43,24 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _are_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dense = input.layout is _STRIDED and weight.layout is _STRIDED and not input.is_nested and not weight.is_nested
     return dense and (bias is None or (bias.layout is _STRIDED and not bias.is_nested))
+
+
+def fit(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether operands certainly pass :func:`check_linear`, at little host time."""
+    dtype, device = input.dtype, input.device
+    if dtype not in HIGH_PRECISION_DTYPES or weight.dtype is not dtype or weight.device != device:
+        return False
+    if torch.compiler.is_dynamo_compiling() or input.layout is not _STRIDED or weight.layout is not _STRIDED:
+        return False
+    if weight.ndim != 2 or input.ndim == 0 or input.is_nested or weight.is_nested or input.shape[-1] != weight.shape[1]:
+        return False
+    return bias is None or (
+        bias.dtype is dtype
+        and bias.device == device
+        and bias.layout is _STRIDED
+        and not bias.is_nested
+        and bias.shape == weight.shape[:1]
+    )
 
 
 def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -18,11 +18,12 @@ from tritonfp8 import counting, ops
 from tritonfp8.checks import require_type
 from tritonfp8.compat.torch_private import is_functionalized, is_transformed
 from tritonfp8.layers import recompute
-from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_dtypes, check_linear, check_shapes
-from tritonfp8.layers.linear.function import LinearPlan, apply_linear
+from tritonfp8.layers.linear.checks import autocast_dtype, cast_to, check_dtypes, check_linear, check_shapes, fit
+from tritonfp8.layers.linear.function import LinearFunction, LinearPlan
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
 from tritonfp8.layers.linear.operands import (
     LOCAL,
+    NO_PAIR,
     OperandProvider,
     Operands,
     Pair,
@@ -31,7 +32,7 @@ from tritonfp8.layers.linear.operands import (
     provider_of,
 )
 from tritonfp8.layers.linear.transforms import transformed
-from tritonfp8.layers.tensor_types import PLAIN, handler_of
+from tritonfp8.layers.tensor_types import PLAIN, TENSORS, handler_of
 from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
 from tritonfp8.ops import graph_op, is_exporting, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
@@ -90,13 +91,14 @@ def _is_made_in_graph(x: Tensor) -> bool:
     return x.grad_fn is not None and x.grad_fn.name() != "torch::autograd::Error"
 
 
-def _cast_operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def cast_operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands in the dtype to compute in, checked."""
-    x, w, b = autocast_all(input.device.type, input, weight, bias)
-    assert x is not None
-    assert w is not None
-    check_linear(x, w, b)
-    return x, w, b
+    dtype = autocast_dtype(input.device.type)
+    if dtype is not None:
+        input, weight, bias = (cast_to(dtype, x) for x in (input, weight, bias))  # type: ignore[assignment]
+    if not fit(input, weight, bias):
+        check_linear(input, weight, bias)
+    return input, weight, bias
 
 
 def local_linear(
@@ -121,37 +123,9 @@ def local_linear(
         provider: see :class:`OperandProvider`.
         may_cast_again: whether backward of a compiled graph may cast the input again; see :func:`_may_cast_again`.
     """
-    cast_input, cast_weight, cast_bias = _cast_operands(input, weight, bias)
-    return computed_linear(
-        cast_input,
-        cast_weight,
-        cast_bias,
-        recipe,
-        quantized_weight=quantized_weight,
-        shared_input=shared_input,
-        # Siblings are called with the input that autocast has not cast yet.
-        shared_as=input if shared_as is None else shared_as,
-        own_rows=own_rows,
-        provider=provider,
-        may_cast_again=may_cast_again,
-    )
-
-
-def computed_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    *,
-    quantized_weight: Operands | None = None,
-    shared_input: SharedInput | None = None,
-    shared_as: Tensor | None = None,
-    own_rows: Tensor | None = None,
-    provider: OperandProvider = LOCAL,
-    may_cast_again: bool = False,
-) -> Tensor:
-    """:func:`local_linear` of operands that are checked already, in the dtype to compute in."""
+    # Siblings are called with the input that autocast has not cast yet.
     shared_as = input if shared_as is None else shared_as
+    input, weight, bias = cast_operands(input, weight, bias)
     rows = torch.atleast_2d(input).flatten(0, -2) if input.ndim != 2 else input
     grad = torch.is_grad_enabled()
     needs = (grad and input.requires_grad, grad and weight.requires_grad)
@@ -174,9 +148,19 @@ def computed_linear(
             forget()
         pairs = provider.input(data, *specs)
     else:
-        require_type("shared_input", shared_input, SharedInput, "a tritonfp8.functional.SharedInput or None")
+        if not isinstance(shared_input, SharedInput):
+            require_type("shared_input", shared_input, SharedInput, "a tritonfp8.functional.SharedInput or None")
         pairs = shared_input.quantize(shared_as, data, specs, provider)
-    out = apply_linear(rows, pairs, weight, bias, plan, quantized_weight)
+    if quantized_weight is None:
+        spec_t = recipe.grad_input.rhs if plan.needs_grad_input else None
+        weight_pair, amax_t = provider.weight(weight, recipe.output.rhs, spec_t)
+        cached = NO_PAIR
+    else:
+        check_cached(quantized_weight, weight, recipe, plan.needs_grad_input)
+        (weight_pair, cached), amax_t = map(pair_of, quantized_weight), None
+    out: Tensor = LinearFunction.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, plan, amax_t, *pairs[0], *pairs[1], *weight_pair, *cached
+    )
     return out if input.ndim == 2 else out.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -189,7 +173,7 @@ def _linear_in_transform(
     if is_functionalized():
         # It takes ops, not autograd functions.
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
-    x, w, b = _cast_operands(input, weight, bias)
+    x, w, b = cast_operands(input, weight, bias)
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, False)
     return transformed(x, w, b, recipe, quantized_weight)
@@ -224,7 +208,7 @@ def _linear_in_trace(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantized_weight: Operands | None
 ) -> Tensor:
     """:func:`linear` as one op with its gradient, for the graph that is being traced."""
-    x, w, b = _cast_operands(input, weight, bias)
+    x, w, b = cast_operands(input, weight, bias)
     cached: Operands = (None, None)
     if quantized_weight is not None:
         needs_grad_input = torch.is_grad_enabled() and x.requires_grad
@@ -281,10 +265,12 @@ def linear(
     in_graph = compiling and not traced and quantized_weight is None
     if in_graph and type(input) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN:
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
-    handler = handler_of(input, weight, bias)
-    if handler is not None:
-        return handler(input, weight, bias, recipe, shared_input, quantized_weight)
-    provider = provider_of(weight)
+    provider = LOCAL
+    if type(input) not in TENSORS or type(weight) not in TENSORS or type(bias) not in PLAIN:
+        handler = handler_of(input, weight, bias)
+        if handler is not None:
+            return handler(input, weight, bias, recipe, shared_input, quantized_weight)
+        provider = provider_of(weight)
     if traced and provider is LOCAL:
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
     again = compiling and _may_cast_again(weight, shared_input is not None)

@@ -13,10 +13,7 @@ from tritonfp8.layers.linear.operands import (
     LOCAL,
     NO_PAIR,
     OperandProvider,
-    Operands,
     Pair,
-    check_cached,
-    pair_of,
     serves_both,
 )
 from tritonfp8.ops import sealed
@@ -60,7 +57,7 @@ class LinearPlan(NamedTuple):
     layer: Any = None
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """``input [M, K] @ weight [N, K].T + bias`` by a recipe, on operands that are quantized already.
 
     It runs only the GEMMs whose result somebody needs, and saves only what they read. For ``grad_weight`` that is
@@ -70,7 +67,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         input: Tensor,
         weight: Tensor,
@@ -79,7 +76,8 @@ class _Linear(torch.autograd.Function):
         weight_amax_t: Tensor | None,
         *quantized: Tensor | None,
     ) -> Tensor:
-        input_pair, kept, weight_pair, cached = ((quantized[i], quantized[i + 1]) for i in range(0, 8, 2))
+        input_pair, kept = (quantized[0], quantized[1]), (quantized[2], quantized[3])
+        weight_pair, cached = (quantized[4], quantized[5]), (quantized[6], quantized[7])
         recipe = plan.recipe
         if plan.layer is not None:
             counting.announce(plan.layer, "output")
@@ -87,7 +85,8 @@ class _Linear(torch.autograd.Function):
             out = multiply(recipe.output, input_pair, weight_pair, bias, input.dtype)
         else:
             out = ops.matmul(input, weight, bias)
-        cached = cached_for_backward(plan, weight_pair, cached)
+        if plan.weight_is_cached:
+            cached = cached_for_backward(plan, weight_pair, cached)
         keep_weight = plan.needs_grad_input and cached[0] is None
         keep_input = plan.needs_grad_weight and kept[0] is None
         ctx.save_for_backward(
@@ -100,8 +99,8 @@ class _Linear(torch.autograd.Function):
         return out if plan.provider is LOCAL else sealed(out, input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return (*first_order(lambda: _Linear._grads(ctx, grad_output)), *[None] * 10)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        return (*first_order(LinearFunction._grads, ctx, grad_output), *[None] * 10)
 
     @staticmethod
     def _grads(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,40 +205,3 @@ def cached_for_backward(plan: LinearPlan, weight_pair: Pair, cached: Pair) -> Pa
     if not plan.weight_is_cached:
         return NO_PAIR
     return weight_pair if serves_both(plan.recipe) else cached
-
-
-def weight_pairs(
-    weight: Tensor, plan: LinearPlan, quantized_weight: Operands | None
-) -> tuple[Pair, Pair, Tensor | None]:
-    """The operands of a weight, in forward.
-
-    Returns:
-        The weight as ``output`` reads it; the transposed weight, if the caller keeps it quantized; and the reduced
-        amaxes of the transposed weight, see :meth:`OperandProvider.weight`.
-    """
-    if quantized_weight is not None:
-        check_cached(quantized_weight, weight, plan.recipe, plan.needs_grad_input)
-        return pair_of(quantized_weight[0]), pair_of(quantized_weight[1]), None
-    spec_t = plan.recipe.grad_input.rhs if plan.needs_grad_input else None
-    pair, amax_t = plan.provider.weight(weight, plan.recipe.output.rhs, spec_t)
-    return pair, NO_PAIR, amax_t
-
-
-def apply_linear(
-    rows: Tensor,
-    pairs: tuple[Pair, Pair],
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: LinearPlan,
-    quantized_weight: Operands | None,
-) -> Tensor:
-    """:func:`linear` of an input that is quantized as ``pairs`` already.
-
-    ``rows [M, K]`` carries the dtype and the gradient. A GEMM reads it only if the recipe keeps that GEMM in high
-    precision.
-    """
-    weight_pair, cached, amax_t = weight_pairs(weight, plan, quantized_weight)
-    out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, plan, amax_t, *pairs[0], *pairs[1], *weight_pair, *cached
-    )
-    return out

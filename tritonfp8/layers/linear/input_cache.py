@@ -89,7 +89,7 @@ def versions(x: Tensor) -> int | tuple[Any, ...] | None:
 
 def _state(x: Tensor) -> tuple[Any, ...] | None:
     """The state in which a cast of ``x`` is made: it serves a layer in an equal state. None: it serves nobody."""
-    counted = versions(x)
+    counted = x._version if type(x) in _PLAIN and not x.is_inference() else versions(x)
     if counted is None:
         return None
     # Selective checkpointing counts the ops in its mode, so a cast made outside of it must be made again inside.

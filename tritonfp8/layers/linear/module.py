@@ -11,7 +11,6 @@ from tritonfp8 import counting
 from tritonfp8.checks import require_type
 from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
-from tritonfp8.layers.linear.operands import Operands
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.unsupported import refuse_script
@@ -75,7 +74,7 @@ class Float8Linear(ParameterHooks, nn.Linear):
             counting.calling(self)
         # Read once: a parametrization computes it each time.
         weight = self.weight
-        cached = _cached_operands(self, weight)
+        cached = None if self.cached_weight is None else self.cached_weight.of(self, weight)
         return linear(input, weight, self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -121,15 +120,6 @@ def _empty_linear(cls: type[nn.Linear]) -> Float8Linear:
     return found.__new__(found)
 
 
-def _cached_operands(layer: Float8Linear | Float8Conv1D, weight: Tensor) -> Operands | None:
-    cached = layer.cached_weight
-    # A shallow copy of the layer may outlive the scope.
-    if cached is None or not cached.open:
-        return None
-    cached.check(layer, weight)
-    return cached.operands
-
-
 class Float8Conv1D(ParameterHooks):
     """The part of a converted ``Conv1D`` of transformers that computes: a linear layer of weight ``[K, N]``.
 
@@ -159,7 +149,7 @@ class Float8Conv1D(ParameterHooks):
         if counting.is_logging:
             counting.calling(self)
         weight = self.weight
-        cached = _cached_operands(self, weight)
+        cached = None if self.cached_weight is None else self.cached_weight.of(self, weight)
         return linear(x, weight.t(), self.bias, self.recipe, quantized_weight=cached, shared_input=self.shared_input)
 
     def __prepare_scriptable__(self) -> NoReturn:

@@ -47,8 +47,10 @@ def found_together(spec: QuantSpec | None, spec_t: QuantSpec | None) -> bool:
 
 def quantize_now(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
     """``(qdata, scale)`` of ``x``; and the amax of ``x.T`` for :func:`quantize_later`, if it is known then."""
-    if spec is None or spec_t is None or not found_together(spec, spec_t):
-        return quantize_for(x, spec, None)[0], None
+    if spec is None:
+        return NO_PAIR, None
+    if spec_t is None or not found_together(spec, spec_t):
+        return ops.quantize(x, *spec.args), None
     qdata, scale, amax = ops.quantize_with_amax(x, *spec.args, *spec_t.args)
     return (qdata, scale), amax
 

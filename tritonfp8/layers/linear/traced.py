@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonfp8 import counting, ops
 from tritonfp8.layers.first_order import refuse_second_derivative
-from tritonfp8.layers.linear.dispatch import computed_linear
+from tritonfp8.layers.linear.dispatch import local_linear
 from tritonfp8.layers.linear.function import LinearPlan, Saved, cached_for_backward, gradients
 from tritonfp8.layers.linear.operands import LOCAL, Operands
 from tritonfp8.ops import implement, saved
@@ -46,7 +46,7 @@ def _forward(
     cached = _operands(how, (qdata, scale, qdata_t, scale_t))
     # The operands have the compute dtype already: an autocast around the graph must not change it.
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-        return computed_linear(input, weight, bias, how, quantized_weight=cached)
+        return local_linear(input, weight, bias, how, quantized_weight=cached)
 
 
 def _rows(x: Tensor) -> Tensor:

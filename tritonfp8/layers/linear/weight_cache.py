@@ -157,6 +157,13 @@ class CachedWeight:
         if self.computed is not None:
             self.computed.note([weight])
 
+    def of(self, layer: Any, weight: Tensor) -> Any:
+        """The operands of the weight of ``layer``; None after the scope, which a shallow copy of the layer may outlive."""
+        if not self.open:
+            return None
+        self.check(layer, weight)
+        return self.operands
+
     def check(self, layer: Any, weight: Tensor) -> None:
         """Raise if ``layer`` would quantize ``weight`` to something else now, as far as the host can tell."""
         if layer.recipe != self.recipe:

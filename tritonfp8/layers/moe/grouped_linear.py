@@ -259,7 +259,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = first_order(lambda: _GroupedLinear._grads(ctx, grad_output))
+        grads = first_order(_GroupedLinear._grads, ctx, grad_output)
         return (*grads, *[None] * (6 if ctx.plan.is_cached else 2))
 
     @staticmethod

@@ -248,7 +248,7 @@ class _RoutedSwiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = first_order(lambda: _RoutedSwiglu._grads(ctx, grad_output))
+        grads = first_order(_RoutedSwiglu._grads, ctx, grad_output)
         return (*grads, *[None] * (5 + ctx.cached))
 
     @staticmethod
