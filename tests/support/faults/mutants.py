@@ -110,7 +110,7 @@ MUTANTS = (
         (COMPILED, "-k", "every_config"),
     ),
     Mutant(
-        "tritonfp8/launch/matmul/scaled.py",
+        "tritonfp8/launch/matmul/gemm.py",
         " and aligned and step * scale.shape[1] <= MAX_TMA_COORDINATE",
         " and aligned",
         "the Hopper kernel is given scales that TMA's coordinates do not reach",

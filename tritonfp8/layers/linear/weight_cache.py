@@ -158,7 +158,7 @@ class CachedWeight:
             self.computed.note([weight])
 
     def of(self, layer: Any, weight: Tensor) -> Any:
-        """The operands of the weight of ``layer``; None after the scope, which a shallow copy of the layer may outlive."""
+        """The operands of the layer's weight; None after the scope, which a copy of the layer may outlive."""
         if not self.open:
             return None
         self.check(layer, weight)
