@@ -52,7 +52,7 @@ def test_figures_are_those_of_each_alone(text, calls):
     spec = None if text is None else SPECS[text]
     operands = [operand(seed) for seed in range(3)]
     operands[1][3, 5] = math.inf
-    together = groups.Groups(rows=1024)
+    together = groups.StepOperands(rows=1024)
     for index, x in enumerate(operands):
         together.add((str(index), "input"), x, spec)
     found = together.figures()
@@ -64,7 +64,7 @@ def test_figures_are_those_of_each_alone(text, calls):
 def test_kinds_are_measured_apart_and_keep_their_order(calls):
     operands = [operand(0), operand(1, rows=128), operand(2, dtype=torch.float32), operand(3), operand(4)]
     specs = [ROWWISE, ROWWISE, ROWWISE, None, ROWWISE]
-    together = groups.Groups(rows=1024)
+    together = groups.StepOperands(rows=1024)
     for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
         together.add((str(index), "input"), x, spec)
     found = together.figures()
@@ -77,7 +77,7 @@ def test_kinds_are_measured_apart_and_keep_their_order(calls):
 def test_a_full_group_is_measured_at_once(calls, monkeypatch):
     x = operand(0)
     monkeypatch.setattr(groups, "GROUP_BYTES", 2 * x.nbytes)
-    together = groups.Groups(rows=1024)
+    together = groups.StepOperands(rows=1024)
     for index in range(5):
         together.add((str(index), "input"), x, ROWWISE)
     assert calls == [2, 2]
@@ -89,14 +89,14 @@ def test_a_full_group_is_measured_at_once(calls, monkeypatch):
 def test_an_operand_may_be_overwritten_after_it_was_added(rows):
     x = operand(0, rows=300)
     alone = measure(x, ROWWISE, rows)
-    together = groups.Groups(rows)
+    together = groups.StepOperands(rows)
     together.add(("layer", "input"), x, ROWWISE)
     x.zero_()
     assert_same(together.figures()["layer", "input"], alone)
 
 
 def test_an_operand_equal_to_another_is_not_measured_again(calls):
-    together = groups.Groups(rows=1024)
+    together = groups.StepOperands(rows=1024)
     together.add(("q", "input"), operand(0), ROWWISE)
     together.add(("o", "input"), operand(1), ROWWISE)
     together.add_equal(("k", "input"), ("q", "input"))
