@@ -130,14 +130,8 @@ def local_linear(
     grad = torch.is_grad_enabled()
     needs = (grad and input.requires_grad, grad and weight.requires_grad)
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
-    plan = LinearPlan(
-        recipe,
-        *needs,
-        quantized_weight is not None,
-        provider,
-        again,
-        counting.take_callers()[0] if counting.is_logging else None,
-    )
+    layer = counting.take_callers()[0] if counting.is_logging else None
+    plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, again, layer)
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
     data = (rows if own_rows is None else own_rows).detach()
     if again:
@@ -248,7 +242,7 @@ def linear(
     ``shared_input``) with K > N whose input is made of more than one tensor, such as SwiGLU's. The weight is saved for
     ``grad_input``, as by ``F.linear`` (under autocast a copy of 2 N K bytes), and its amaxes (rowwise 4 K bytes).
 
-    ``torch.func.grad`` gives the bits of autograd, ``vmap`` those of a loop. Both save the input in high precision.
+    ``torch.func.grad`` gives the bits of autograd, ``vmap`` the bits of a loop; both save the input in high precision.
 
     Raises:
         TypeError: a dtype other than bfloat16, float16 or float32, or dtypes that differ.
@@ -267,14 +261,12 @@ def linear(
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
     provider = LOCAL
     if type(input) not in TENSORS or type(weight) not in TENSORS or type(bias) not in PLAIN:
-        handler = handler_of(input, weight, bias)
-        if handler is not None:
+        if (handler := handler_of(input, weight, bias)) is not None:
             return handler(input, weight, bias, recipe, shared_input, quantized_weight)
         provider = provider_of(weight)
     if traced and provider is LOCAL:
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
-    again = compiling and _may_cast_again(weight, shared_input is not None)
     return local_linear(
         input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input, provider=provider,
-        may_cast_again=again,
+        may_cast_again=compiling and _may_cast_again(weight, shared_input is not None),
     )  # fmt: skip
