@@ -17,6 +17,7 @@ from architecture import (
     class_name_violations,
     device_violations,
     environment_violations,
+    export_violations,
     folder_violations,
     format_violations,
     frozen_violations,
@@ -49,6 +50,17 @@ def test_the_package_keeps_the_rule(rule):
     assert len(OTHERS) > 200, "the source was not found"
     found = violations(rule, OTHERS)
     assert not found, "\n".join(found)
+
+
+def test_every_export_of_a_folder_is_read_outside():
+    found = export_violations(package(), [*package(), *OTHERS])
+    assert not found, "\n".join(found)
+    init = Module("tritonfp8.ops", "from tritonfp8.ops.registry import used, unused", True)
+    reader = Module("tritonfp8.functional", "from tritonfp8 import ops\nops.used()")
+    inside = Module("tritonfp8.ops.direct", "from tritonfp8.ops import unused")
+    assert export_violations([init], [init, reader, inside]) == [
+        "tritonfp8.ops exports unused, which nothing outside reads"
+    ]
 
 
 def test_the_formats_are_those_of_the_tables():

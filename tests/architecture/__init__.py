@@ -16,7 +16,7 @@ from .code_rules import (
     schema_violations,
     stride_violations,
 )
-from .import_rules import import_violations, string_violations
+from .import_rules import export_violations, import_violations, string_violations
 from .modules import LAYERS, ROOT, Module, imported_modules, modules_below, package
 from .size_rules import class_name_violations, folder_violations, room_violations, size_violations
 
@@ -56,6 +56,7 @@ __all__ = [
     "class_name_violations",
     "device_violations",
     "environment_violations",
+    "export_violations",
     "folder_violations",
     "format_violations",
     "frozen_violations",

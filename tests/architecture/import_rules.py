@@ -65,3 +65,25 @@ def string_violations(modules):
         for line, name in string_imports(module)
         if re.match(r"tritonfp8\b", name) or "tritonfp8".startswith(name)
     ]
+
+
+def _read_names(module):
+    """Every name that a module imports or looks up."""
+    yield from (attribute for _, attribute in imports(module))
+    for node in module.nodes:
+        yield getattr(node, "attr", None) or getattr(node, "id", None)
+
+
+def export_violations(modules, readers):
+    """What the `__init__` of a folder imports of its files, and no module outside of it, or in a folder below, reads.
+
+    A folder with `__all__` is public.
+    """
+    read = [(module.folder, set(_read_names(module))) for module in readers]
+    violations = []
+    for folder in filter(lambda module: module.is_package and "__all__ = " not in module.source, modules):
+        outside = set().union(*(names for reader, names in read if reader != folder.name))
+        for base, name in imports(folder):
+            if is_within(base, folder.name) and base != folder.name and name not in outside:
+                violations.append(f"{folder.name} exports {name}, which nothing outside reads")
+    return violations

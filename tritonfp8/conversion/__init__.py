@@ -18,7 +18,7 @@ from tritonfp8.conversion.counters import teach_counters
 from tritonfp8.conversion.coverage import coverage
 from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.conversion.replaced import keep_layers
-from tritonfp8.conversion.report import ConversionReport, HighPrecision
+from tritonfp8.conversion.report import ConversionReport
 from tritonfp8.conversion.roles import Roles
 from tritonfp8.conversion.select import (
     Selected,

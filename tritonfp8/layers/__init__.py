@@ -8,7 +8,7 @@ by tensor type, the door to
 from tritonfp8.layers import extensions
 from tritonfp8.layers.codes import check_not_torchao, refuse_codes
 from tritonfp8.layers.converted import forget_names, record_names, recorded_modules
-from tritonfp8.layers.in_place import all_or_nothing, change_class, is_bound, is_own_forward, rebase
+from tritonfp8.layers.in_place import all_or_nothing, change_class, is_own_forward, rebase
 from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.recompute import decided, swapping
 from tritonfp8.layers.tensor_types import PLAIN, handler_of

@@ -23,11 +23,9 @@ Exports the layer as a function and as a module, and the parts that sharded laye
 
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import traced
-from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, check_linear, is_distributed
+from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, is_distributed
 from tritonfp8.layers.linear.dispatch import linear, local_linear
 from tritonfp8.layers.linear.function import (
-    LinearPlan,
-    cached_for_backward,
     multiply,
     weight_t,
 )
@@ -53,7 +51,6 @@ from tritonfp8.layers.linear.operands import (
     Pair,
     PairsAndSum,
     found_together,
-    pair_of,
     provider_of,
     quantize_for,
     quantize_weight,

@@ -8,7 +8,6 @@ from tritonfp8.layers.moe.checks import check_offsets
 from tritonfp8.layers.moe.conversion import convert_experts, experts_before, revert_experts
 from tritonfp8.layers.moe.experts import (
     ConvertedExperts,
-    ExpertsObserver,
     Float8Experts,
     RoutedExperts,
     class_of_experts,
