@@ -23,7 +23,7 @@ Exports the layer as a function and as a module, and the parts that sharded laye
 
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import traced
-from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, is_distributed
+from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, cast_to, is_distributed
 from tritonfp8.layers.linear.dispatch import linear, local_linear
 from tritonfp8.layers.linear.function import (
     multiply,

@@ -11,7 +11,7 @@ from tritonfp8.checks import check_strided, require_type
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.codes import refuse_codes
 from tritonfp8.layers.linear import raise_without_transpose
-from tritonfp8.layers.tensor_types import PLAIN
+from tritonfp8.layers.tensor_types import PLAIN, TENSORS
 from tritonfp8.quantized import QuantizedGroups
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import check_group_spec
@@ -32,7 +32,7 @@ def _check_plain(tensors: Mapping[str, Tensor | None]) -> None:
     for name, x in tensors.items():
         if x is None:
             continue
-        if not torch.compiler.is_compiling() and type(x) not in PLAIN and _is_sharded(x):
+        if not torch.compiler.is_compiling() and type(x) not in PLAIN and hasattr(x, "_local_tensor"):
             raise TypeError(
                 f"grouped_linear needs plain tensors; got {name} of type {type(x).__name__}. Give it to_local() of a "
                 "DTensor that is sharded over experts"
@@ -42,7 +42,8 @@ def _check_plain(tensors: Mapping[str, Tensor | None]) -> None:
 
 def check_routed(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
     """Raise unless each token has as many experts as weights of experts."""
-    check_tensors(**{"hidden states": hidden, "top_k_index": top_k_index, "top_k_weights": top_k_weights})
+    if not (type(hidden) in TENSORS and type(top_k_index) in TENSORS and type(top_k_weights) in TENSORS):
+        check_tensors(**{"hidden states": hidden, "top_k_index": top_k_index, "top_k_weights": top_k_weights})
     if top_k_index.is_floating_point():
         raise TypeError(f"top_k_index must be integers, the experts of each token; got {top_k_index.dtype}")
     shape = (*hidden.shape[:1], *top_k_index.shape[-1:])
@@ -60,14 +61,27 @@ def check_tensors(bias: Tensor | None = None, **tensors: object) -> None:
     require_type("bias", bias, Tensor | None, "a torch.Tensor or None")
 
 
-def _is_sharded(x: Tensor) -> bool:
-    return hasattr(x, "_local_tensor")
+def are_plain(input: object, weight: object, offsets: object, bias: object) -> bool:
+    """Whether the operands certainly pass :func:`check_tensors`, at little host time."""
+    return type(input) in TENSORS and type(weight) in TENSORS and type(offsets) in TENSORS and type(bias) in PLAIN
 
 
-def check_grouped_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, rows: int | None = None
-) -> None:
-    """Raise unless the operands, after autocast, fit together; ``rows`` if not all of input are multiplied once."""
+def fit_groups(input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> bool:
+    """Whether plain operands certainly pass :func:`check_grouped_linear`, but for the offsets, at little host time."""
+    dtype, device = input.dtype, input.device
+    if dtype not in HIGH_PRECISION_DTYPES or weight.dtype is not dtype or torch.compiler.is_dynamo_compiling():
+        return False
+    operands = (input, weight, offsets) if bias is None else (input, weight, offsets, bias)
+    for x in operands:
+        if x.layout is not torch.strided or x.is_nested or x.device != device:
+            return False
+    if input.ndim != 2 or weight.ndim != 3 or input.shape[1] != weight.shape[2] or not weight.shape[0]:
+        return False
+    return bias is None or (bias.dtype is dtype and bias.shape == weight.shape[:2])
+
+
+def check_grouped_linear(input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
+    """Raise unless the operands, after autocast, fit together; :func:`check_offsets` checks the offsets."""
     _check_plain({"input": input, "weight": weight, "bias": bias, "offsets": offsets})
     for name, x in (("weight", weight), ("bias", bias), ("offsets", offsets)):
         if x is not None and x.device != input.device:
@@ -90,7 +104,6 @@ def check_grouped_linear(
         raise ValueError(f"grouped_linear needs one group or more; got weight of shape {tuple(weight.shape)}")
     if bias is not None and tuple(bias.shape) != tuple(weight.shape[:2]):
         raise ValueError(f"bias must have shape {tuple(weight.shape[:2])}; got {tuple(bias.shape)}")
-    check_offsets(offsets, weight.shape[0], input.shape[0] if rows is None else rows)
 
 
 def check_cached(cached: object, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:

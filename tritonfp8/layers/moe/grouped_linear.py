@@ -21,8 +21,16 @@ from tritonfp8 import counting, ops
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.extensions import READERS
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_all, found_together
-from tritonfp8.layers.moe.checks import check_cached, check_grouped_linear, check_recipe, check_tensors
+from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_dtype, cast_to, found_together
+from tritonfp8.layers.moe.checks import (
+    are_plain,
+    check_cached,
+    check_grouped_linear,
+    check_offsets,
+    check_recipe,
+    check_tensors,
+    fit_groups,
+)
 from tritonfp8.layers.recompute import decided
 from tritonfp8.layers.unsupported import refuse_transform
 from tritonfp8.quantized import QuantizedGroups
@@ -132,7 +140,7 @@ class _PlainReader(MatricesReader):
     def now(self, weight: Any, spec: QuantSpec, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
         """As of :class:`MatricesReader`."""
         if spec_t is None or not found_together(spec, spec_t) or not weight.is_contiguous():
-            return self.operand(weight, spec, False), None
+            return ops.quantize_matrices(weight, *spec.args, False), None
         qdata, scale, amax = ops.quantize_matrices_with_amax(weight, *spec.args, *spec_t.args)
         return (qdata, scale), amax
 
@@ -168,11 +176,6 @@ class GroupedPlan(NamedTuple):
     layer: Any = None
     reader: MatricesReader = _PLAIN
 
-    def announce(self, gemm: str) -> None:
-        """Say which GEMM comes next, where somebody logs them."""
-        if self.layer is not None:
-            counting.announce(self.layer, gemm)
-
     def output(
         self, rows: Rows, lhs: Pair, weight: Tensor, cached: Sequence[Any], offsets: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, list[Any]]:
@@ -182,7 +185,8 @@ class GroupedPlan(NamedTuple):
             The rows; and what :meth:`grad_input` reads of the weight: the weight or None, the amaxes of its transposes
             or None, the codes that the caller keeps.
         """
-        self.announce("output")
+        if self.layer is not None:
+            counting.announce(self.layer, "output")
         gemm, amax_t = self.recipe.output, None
         if gemm.rhs is None:
             out = ops.grouped_matmul(rows.tensor(), weight, offsets, bias)
@@ -199,7 +203,8 @@ class GroupedPlan(NamedTuple):
 
     def grad_input(self, grad: Rows, lhs: Pair, kept: Sequence[Any], offsets: Tensor) -> Tensor:
         """The gradient of the rows; ``kept`` as :meth:`output` returned it."""
-        self.announce("grad_input")
+        if self.layer is not None:
+            counting.announce(self.layer, "grad_input")
         gemm = self.recipe.grad_input
         weight, amax_t, *codes = kept
         if gemm.rhs is None:
@@ -212,7 +217,8 @@ class GroupedPlan(NamedTuple):
         self, grad: Rows, lhs: Pair, rows: Rows | None, rhs: Pair, offsets: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """The gradient of the weight; the rows are None where their codes are ``rhs``."""
-        self.announce("grad_weight")
+        if self.layer is not None:
+            counting.announce(self.layer, "grad_weight")
         gemm = self.recipe.grad_weight
         if gemm.rhs is not None:
             return _multiply(gemm, lhs, rhs, offsets, None, dtype, grad.number)
@@ -340,15 +346,20 @@ def checked(
         TypeError, ValueError, RuntimeError: see :func:`grouped_linear`.
     """
     recipe = recipe if isinstance(recipe, Recipe) else get(recipe)
-    check_tensors(bias, input=input, weight=weight, offsets=offsets)
+    plain = are_plain(input, weight, offsets, bias)
+    if not plain:
+        check_tensors(bias, input=input, weight=weight, offsets=offsets)
     if not torch.compiler.is_dynamo_compiling():
         recipe = decided(weight, recipe)
         if is_transformed():
             refuse_transform("grouped_linear", "Call it outside of the transform")
-    x, w, b = autocast_all(input.device.type, input, weight, bias)
+    dtype = autocast_dtype(input.device.type)
+    x, w, b = (input, weight, bias) if dtype is None else (cast_to(dtype, t) for t in (input, weight, bias))
     assert x is not None
     assert w is not None
-    check_grouped_linear(x, w, b, offsets, rows)
+    if not plain or not fit_groups(x, w, b, offsets):
+        check_grouped_linear(x, w, b, offsets)
+    check_offsets(offsets, w.shape[0], x.shape[0] if rows is None else rows)
     check_recipe(recipe)
     grad = torch.is_grad_enabled()
     needs_own, needs_weight, needs_bias = (grad and t is not None and t.requires_grad for t in (x, w, b))
