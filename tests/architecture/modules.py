@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Rooms, lowest first: a folder of the package, or a module that lies in no folder. Those of a layer do not import each
+# Rooms, lowest first: a folder of the package, or a module that lies in no folder. Rooms of a layer do not import each
 # other; `tritonfp8` is the package's own namespace.
 LAYERS = (
     {"kernels"},
@@ -109,7 +109,7 @@ def string_imports(module):
 
 
 def imported_modules(module, names):
-    """Those of ``names`` that ``module`` imports: ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
+    """The modules of ``names`` that ``module`` imports: ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
     found = (
         base if f"{base}.{attribute}" not in names else f"{base}.{attribute}" for base, attribute in imports(module)
     )

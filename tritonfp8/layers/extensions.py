@@ -35,7 +35,7 @@ class Extensions(NamedTuple):
     Attributes:
         tensor_type: DTensor.
         linear: ``linear(input, weight, bias, recipe, shared_input, quantized_weight)``, where an operand is a DTensor.
-        providers, readers: what is added to :data:`PROVIDERS` and :data:`READERS`.
+        providers, readers: entries for :data:`PROVIDERS` and :data:`READERS`.
         carried: a context manager, made when a forward begins; its recompute enters it, to restore the options.
         whole_together: from the layers to those whose weights FSDP2 shards.
         quantize: ``quantize(weight, recipe, needs_grad_input)`` of a weight that is a DTensor.

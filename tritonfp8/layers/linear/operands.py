@@ -172,7 +172,7 @@ LOCAL = OperandProvider()
 
 
 def provider_of(weight: Tensor) -> OperandProvider:
-    """The provider of a layer with this weight: that of its type in the table, else :data:`LOCAL`."""
+    """The provider of a layer with this weight: the one that the table has for its type, else :data:`LOCAL`."""
     return PROVIDERS.get(type(weight), LOCAL)
 
 
