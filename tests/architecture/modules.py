@@ -109,7 +109,7 @@ def string_imports(module):
 
 
 def imported_modules(module, names):
-    """The modules of ``names`` that ``module`` imports: ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
+    """The modules of ``names`` that it imports: ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
     found = (
         base if f"{base}.{attribute}" not in names else f"{base}.{attribute}" for base, attribute in imports(module)
     )
