@@ -93,39 +93,43 @@ def kernel_violations(modules):
     return violations
 
 
+def _device_functions(modules):
+    """Each function of device code, with its module."""
+    for module in filter(lambda m: m.is_kernel, modules):
+        yield from ((module, node) for node in module.tree.body if isinstance(node, ast.FunctionDef))
+
+
 def device_violations(modules):
     """Device helpers of too many parameters, and tuples that are read by number: both become records."""
     violations = []
-    for module in filter(lambda m: m.is_kernel, modules):
-        for function in filter(lambda node: isinstance(node, ast.FunctionDef), module.tree.body):
-            if not any(re.match(r"(triton|gluon)\.jit\b", ast.unparse(each)) for each in function.decorator_list):
-                continue
-            count = len([*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs])
-            if count > MAX_DEVICE_PARAMETERS and not function.name.endswith("_kernel"):
-                violations.append(f"{module.name}:{function.lineno} {function.name} has {count} parameters")
-            for node in filter(lambda node: isinstance(node, ast.Subscript), ast.walk(function)):
-                of_shape = isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-                if re.fullmatch(r"-?\d+", ast.unparse(node.slice)) and not of_shape:
-                    violations.append(f"{module.name}:{node.lineno} reads by number: {ast.unparse(node)}")
+    for module, function in _device_functions(modules):
+        if not any(re.match(r"(triton|gluon)\.jit\b", ast.unparse(each)) for each in function.decorator_list):
+            continue
+        count = len([*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs])
+        if count > MAX_DEVICE_PARAMETERS and not function.name.endswith("_kernel"):
+            violations.append(f"{module.name}:{function.lineno} {function.name} has {count} parameters")
+        for node in filter(lambda node: isinstance(node, ast.Subscript), ast.walk(function)):
+            of_shape = isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+            if re.fullmatch(r"-?\d+", ast.unparse(node.slice)) and not of_shape:
+                violations.append(f"{module.name}:{node.lineno} reads by number: {ast.unparse(node)}")
     return violations
 
 
 def stride_violations(modules):
     """Device code multiplies strides in 64 bits: a stride is a caller's, and an offset may lie beyond 2^31."""
     violations = []
-    for module in filter(lambda m: m.is_kernel, modules):
-        for function in filter(lambda node: isinstance(node, ast.FunctionDef), module.tree.body):
-            for node in ast.walk(function):
-                if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
-                    continue
-                sides = ast.unparse(node.left), ast.unparse(node.right)
-                strides = [side for side in sides if re.match(r"(\w+\.)*stride(_|$)", side)]
-                allowed = {
-                    function.name,
-                    *(f"{function.name}.{stride.rpartition('.')[2]}" for stride in strides),
-                } & STRIDES_OF_32_BITS.keys()
-                if strides and not any("int64" in side for side in sides) and not allowed:
-                    violations.append(f"{module.name}:{node.lineno} multiplies in 32 bits: {ast.unparse(node)}")
+    for module, function in _device_functions(modules):
+        for node in ast.walk(function):
+            if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+                continue
+            sides = ast.unparse(node.left), ast.unparse(node.right)
+            strides = [side for side in sides if re.match(r"(\w+\.)*stride(_|$)", side)]
+            allowed = {
+                function.name,
+                *(f"{function.name}.{stride.rpartition('.')[2]}" for stride in strides),
+            } & STRIDES_OF_32_BITS.keys()
+            if strides and not any("int64" in side for side in sides) and not allowed:
+                violations.append(f"{module.name}:{node.lineno} multiplies in 32 bits: {ast.unparse(node)}")
     return violations
 
 

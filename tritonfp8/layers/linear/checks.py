@@ -40,11 +40,6 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_shapes(input, weight, bias)
 
 
-def _are_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    dense = input.layout is _STRIDED and weight.layout is _STRIDED and not input.is_nested and not weight.is_nested
-    return dense and (bias is None or (bias.layout is _STRIDED and not bias.is_nested))
-
-
 def fit(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether operands certainly pass :func:`check_linear`, at little host time."""
     dtype, device = input.dtype, input.device
@@ -68,7 +63,7 @@ def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     dtype, device = input.dtype, input.device
     fits = weight.dtype is dtype and weight.device == device and dtype in HIGH_PRECISION_DTYPES
     fits = fits and (bias is None or (bias.dtype is dtype and bias.device == device))
-    if fits and (torch.compiler.is_dynamo_compiling() or _are_dense(input, weight, bias)):
+    if fits and torch.compiler.is_dynamo_compiling():
         return
     for name, x in (("input", input), ("weight", weight), ("bias", bias)):
         if x is None:

@@ -151,7 +151,7 @@ def local_linear(
         cached = NO_PAIR
     else:
         check_cached(quantized_weight, weight, recipe, plan.needs_grad_input)
-        (weight_pair, cached), amax_t = map(pair_of, quantized_weight), None
+        weight_pair, cached, amax_t = pair_of(quantized_weight[0]), pair_of(quantized_weight[1]), None
     out: Tensor = LinearFunction.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, plan, amax_t, *pairs[0], *pairs[1], *weight_pair, *cached
     )
