@@ -8,8 +8,9 @@
     stored_weights   weights that are stored in 8 bits and sharded
     weight_scope     weights that are quantized once for several passes
 
-A layer gets its quantized operands from an :class:`~tritonfp8.layers.linear.OperandProvider`, from which both folders
-derive. The core does not import this package: layers reach it by :mod:`tritonfp8.layers.extensions`.
+A layer gets its quantized operands from an :class:`~tritonfp8.layers.linear.OperandProvider` and, of its weight, from a
+:class:`~tritonfp8.layers.linear.WeightSource`: ``tensor_parallel`` derives from both. The core does not import this
+package: layers reach it by :mod:`tritonfp8.layers.extensions`.
 """
 
 from torch.distributed.tensor import DTensor
@@ -17,8 +18,8 @@ from torch.distributed.tensor import DTensor
 # They check torch, and register the rules of the ops.
 from tritonfp8.distributed import dtensor_rules, options, stored_weights, torch_private
 from tritonfp8.distributed.expert_parallel import shard_experts
-from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands, enable_float8_all_gather
-from tritonfp8.distributed.fsdp.experts import GatheredExperts, GatheredExpertsReader
+from tritonfp8.distributed.fsdp import GatheredWeight, enable_float8_all_gather
+from tritonfp8.distributed.fsdp.experts import GatheredExperts
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
@@ -30,7 +31,7 @@ from tritonfp8.distributed.tensor_parallel import (
 from tritonfp8.distributed.traffic import count_collective_bytes
 from tritonfp8.distributed.weight_scope import whole_together
 from tritonfp8.layers import extensions
-from tritonfp8.layers.linear import LOCAL
+from tritonfp8.layers.linear import CodesSource
 
 __all__ = [
     "Float8ColwiseParallel",
@@ -48,8 +49,7 @@ extensions.fill(
     extensions.Extensions(
         tensor_type=DTensor,
         linear=sharded_linear,
-        providers={GatheredWeight: GatheredWeightOperands(LOCAL)},
-        readers={GatheredExperts: GatheredExpertsReader()},
+        sources=dict.fromkeys((GatheredWeight, GatheredExperts), CodesSource()),
         carried=options.Restored,
         whole_together=whole_together,
         quantize=quantize_shard,

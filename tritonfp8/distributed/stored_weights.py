@@ -23,7 +23,6 @@ from tritonfp8.layers.stored import (
     StoredMatrices,
     StoredRows,
     StoredWeight,
-    read_operand,
     store,
     stored_part,
 )
@@ -127,7 +126,7 @@ def whole(weight: Tensor) -> Tensor:
     assert isinstance(rows, StoredRows)
     qdata, exponents = (_joined(x, weight) for x in rows.as_bytes())
     found = StoredRows(qdata.view(FORMATS[rows.spec.format].dtype), exponents, rows.spec, rows.dtype, rows.cols)
-    return StoredWeight(*read_operand(found, rows.spec, False), rows.spec, rows.dtype)  # type: ignore[arg-type]
+    return StoredWeight(*found.read_operand(rows.spec, False), rows.spec, rows.dtype)
 
 
 def _joined(local: Tensor, like: DTensor) -> Tensor:

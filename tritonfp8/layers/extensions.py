@@ -35,7 +35,7 @@ class Extensions(NamedTuple):
     Attributes:
         tensor_type: DTensor.
         linear: ``linear(input, weight, bias, recipe, shared_input, quantized_weight)``, where an operand is a DTensor.
-        providers, readers: entries for :data:`PROVIDERS` and :data:`READERS`.
+        sources: entries for :data:`SOURCES`.
         carried: a context manager, made when a forward begins; its recompute enters it, to restore the options.
         whole_together: from the layers to those whose weights FSDP2 shards.
         quantize: ``quantize(weight, recipe, needs_grad_input)`` of a weight that is a DTensor.
@@ -56,8 +56,7 @@ class Extensions(NamedTuple):
 
     tensor_type: type
     linear: Callable[..., Tensor]
-    providers: Mapping[type, Any]
-    readers: Mapping[type, Any]
+    sources: Mapping[type, Any]
     carried: Callable[[], AbstractContextManager[object]]
     whole_together: Callable[[Mapping[str, Any]], list[WholeTogether]]
     quantize: Callable[..., Any]
@@ -76,11 +75,9 @@ class Extensions(NamedTuple):
     amaxes: Callable[[Sequence[Tensor], Callable[[int], Tensor]], list[Tensor | None]]
 
 
-# Tables and no attributes of the types, which Dynamo cannot read of a tensor that a graph makes.
-PROVIDERS: dict[type, Any] = {}
-"""By the type of a weight with codes: the :class:`~tritonfp8.layers.linear.OperandProvider` of its layer."""
-READERS: dict[type, Any] = {}
-"""By the type of a weight ``[E, N, K]`` with codes: its :class:`~tritonfp8.layers.moe.MatricesReader`."""
+# A table and no attribute of the types, which Dynamo cannot read of a tensor that a graph makes.
+SOURCES: dict[type, Any] = {}
+"""By the type of a weight with codes: the :class:`~tritonfp8.layers.linear.WeightSource` of its operands."""
 _filled: Extensions | None = None
 
 
@@ -88,8 +85,7 @@ def fill(record: Extensions) -> None:
     """Let layers use these functions; :mod:`tritonfp8.distributed` calls it once."""
     global _filled
     _filled = record
-    PROVIDERS.update(record.providers)
-    READERS.update(record.readers)
+    SOURCES.update(record.sources)
 
 
 def filled() -> Extensions | None:

@@ -41,7 +41,7 @@ def test_an_eager_layer_imports_it_and_its_name_does():
     class Distributed:
         __module__ = "torch.distributed.tensor.experimental"
 
-    record = mock.Mock(tensor_type=Distributed, linear="handler", providers={}, readers={})
+    record = mock.Mock(tensor_type=Distributed, linear="handler", sources={})
     with (
         mock.patch.object(extensions, "_filled", None),
         mock.patch.object(extensions.importlib, "import_module") as imported,

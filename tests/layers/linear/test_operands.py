@@ -1,4 +1,4 @@
-"""A layer gets the operands of its GEMMs from a provider, and from nowhere else."""
+"""A layer gets the operands of its GEMMs from a provider and from the source of its weight, and from nowhere else."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,8 @@ from cases import normal
 
 from tritonfp8 import recipes
 from tritonfp8.functional import SharedInput, linear, quantize_weight
-from tritonfp8.layers.extensions import PROVIDERS
-from tritonfp8.layers.linear import LOCAL, OperandProvider, local_linear, provider_of
+from tritonfp8.layers.extensions import SOURCES
+from tritonfp8.layers.linear import CASTS, LOCAL, OperandProvider, WeightSource, local_linear, source_of
 from tritonfp8.testing import assert_bitwise_equal
 
 
@@ -28,18 +28,28 @@ class Noting(OperandProvider):
         self.asked.append(("input", spec is not None, spec_t is not None))
         return super().input(x, spec, spec_t)
 
-    def weight(self, weight, spec, spec_t):
-        self.asked.append(("weight", spec is not None, spec_t is not None))
-        pair, _ = super().weight(weight, spec, spec_t)
-        return pair, torch.full((1,), 7.0)
-
-    def weight_t(self, weight, spec_t, amax_t, grad_output):
-        self.asked.append(("weight_t", amax_t.item(), tuple(grad_output.shape)))
-        return super().weight_t(weight, spec_t, amax_t, grad_output)
-
     def grad_output(self, x, spec, spec_t):
         self.asked.append(("grad_output", spec is not None, spec_t is not None))
         return super().grad_output(x, spec, spec_t)
+
+    def source(self):
+        return NotingSource(self.asked)
+
+
+@dataclass(frozen=True)
+class NotingSource(WeightSource):
+    """Notes in ``asked`` what it is asked for."""
+
+    asked: list = field(compare=False)
+
+    def now(self, weight, spec, spec_t):
+        self.asked.append(("now", spec is not None, spec_t is not None))
+        pair, _ = super().now(weight, spec, spec_t)
+        return pair, torch.full((1,), 7.0)
+
+    def later(self, weight, spec_t, amax_t, grad_output):
+        self.asked.append(("later", amax_t.item(), tuple(grad_output.shape)))
+        return super().later(weight, spec_t, amax_t, grad_output)
 
 
 def operands():
@@ -49,24 +59,25 @@ def operands():
 def test_every_operand_comes_from_the_provider():
     (x, w), provider = operands(), Noting()
     expected = linear(x, w, None, "rowwise")
-    out = local_linear(x, w, None, recipes.get("rowwise"), provider=provider)
-    assert provider.asked == [("input", True, True), ("weight", True, True)]
+    out = local_linear(x, w, None, recipes.get("rowwise"), provider=provider, source=provider.source())
+    assert provider.asked == [("input", True, True), ("now", True, True)]
     grads = torch.autograd.grad(out, [x, w], torch.ones_like(out))
-    assert provider.asked[2:] == [("grad_output", True, True), ("weight_t", 7.0, (33, 24))]
+    assert provider.asked[2:] == [("grad_output", True, True), ("later", 7.0, (33, 24))]
     assert_bitwise_equal([out, *grads], [expected, *torch.autograd.grad(expected, [x, w], torch.ones_like(expected))])
 
 
 def test_operands_that_no_gemm_reads_are_not_asked_for():
     (x, w), provider = operands(), Noting()
-    out = local_linear(x.detach(), w, None, recipes.get("rowwise"), provider=provider)
+    out = local_linear(x.detach(), w, None, recipes.get("rowwise"), provider=provider, source=provider.source())
     torch.autograd.grad(out, [w], torch.ones_like(out))
-    assert provider.asked == [("input", True, True), ("weight", True, False), ("grad_output", False, True)]
+    assert provider.asked == [("input", True, True), ("now", True, False), ("grad_output", False, True)]
 
 
 def test_a_cached_weight_is_not_asked_for():
     (x, w), provider = operands(), Noting()
     cached = quantize_weight(w, "rowwise")
-    local_linear(x, w, None, recipes.get("rowwise"), quantized_weight=cached, provider=provider).sum().backward()
+    how = {"provider": provider, "source": provider.source()}
+    local_linear(x, w, None, recipes.get("rowwise"), quantized_weight=cached, **how).sum().backward()
     assert [name for name, *_ in provider.asked] == ["input", "grad_output"]
 
 
@@ -86,21 +97,23 @@ def test_the_input_is_made_of_the_own_rows():
     assert_bitwise_equal(out, linear(x, w, None, "rowwise"))
 
 
-def test_a_weight_type_may_bring_its_provider(monkeypatch):
+def test_a_weight_type_may_bring_its_source(monkeypatch):
     class Special(torch.Tensor):
         pass
 
-    (x, w), provider = operands(), Noting()
-    assert provider_of(w) is provider_of(torch.nn.Parameter(w.detach())) is LOCAL
-    monkeypatch.setitem(PROVIDERS, Special, provider)
-    assert provider_of(w.detach().as_subclass(Special)) is provider
+    (x, w), source = operands(), NotingSource([])
+    assert source_of(w) is source_of(torch.nn.Parameter(w.detach())) is CASTS
+    monkeypatch.setitem(SOURCES, Special, source)
+    assert source_of(w.detach().as_subclass(Special)) is source
     linear(x, w.detach().as_subclass(Special), None, "rowwise")
-    assert [name for name, *_ in provider.asked] == ["input", "weight"]
-    monkeypatch.setitem(PROVIDERS, Special, LOCAL)
-    assert provider_of(w.detach().as_subclass(Special)) is LOCAL
+    assert [name for name, *_ in source.asked] == ["now"]
+    monkeypatch.setitem(SOURCES, Special, CASTS)
+    assert source_of(w.detach().as_subclass(Special)) is CASTS
 
 
-def test_providers_are_compared_by_value():
+def test_providers_and_sources_are_compared_by_value():
     assert OperandProvider() == LOCAL
     assert hash(OperandProvider()) == hash(LOCAL)
     assert Noting("a") == Noting("a") != Noting("b")
+    assert WeightSource() == CASTS
+    assert hash(WeightSource()) == hash(CASTS)

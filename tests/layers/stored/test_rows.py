@@ -6,8 +6,7 @@ import pytest
 import torch
 from cases import SPECS, normal
 
-from tritonfp8.layers.stored import StoredRows, store
-from tritonfp8.layers.stored.exponents import exponents_of, scales_of
+from tritonfp8.layers.stored import StoredRows, exponents_of, scales_of, store
 from tritonfp8.specs import SCALE_FORMATS
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -27,7 +26,7 @@ def as_bits(x):
 
 
 def assert_same_operand(rows, whole, spec):
-    for got, wanted in zip(rows._operand(spec, False), whole._operand(spec, False), strict=True):
+    for got, wanted in zip(rows.read_operand(spec, False), whole.read_operand(spec, False), strict=True):
         assert got.shape == wanted.shape
         assert torch.equal(as_bits(got), as_bits(wanted))
     assert_bitwise_equal([rows.dequantize()], [whole.dequantize()])
@@ -76,7 +75,7 @@ def test_zeros_before_a_part_move_its_blocks(spec):
     part = whole.as_shard()[73:, 40:]
     above, left = (0 if block == -1 else at % block for at, block in zip((73, 40), spec.block, strict=True))
     padded = torch.nn.functional.pad(part, (left, 0, above, 0))
-    qdata, scale = padded._operand(spec, False)
+    qdata, scale = padded.read_operand(spec, False)
     assert torch.equal(as_bits(qdata[above:, left:]), as_bits(whole._qdata[73:, 40:]))
     rows, cols = (0 if block == -1 else at // block for at, block in zip((73, 40), spec.block, strict=True))
     assert torch.equal(as_bits(scale), as_bits(whole._scale[rows:, cols:]))

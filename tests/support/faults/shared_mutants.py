@@ -16,7 +16,7 @@ FAULTS = (
         ("tests/distributed/fsdp/test_limits.py", "-k", "alone and reverted"),
     ),
     (
-        "tritonfp8/layers/stored/base.py",
+        "tritonfp8/layers/stored/shard.py",
         "size = max(-(-total // mesh.size()), self.shape[0])",
         "size = -(-total // mesh.size())",
         "a stored weight that each rank has all of is taken for a shard",

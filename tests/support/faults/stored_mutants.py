@@ -16,7 +16,7 @@ FAULTS = (
         ("tests/layers/stored/test_rows.py",),
     ),
     (
-        "tritonfp8/distributed/tensor_parallel/stored_operands.py",
+        "tritonfp8/distributed/tensor_parallel/sharded_operands.py",
         "return pair, global_amax(_values(weight), None, spec_t, layouts)[1]",
         "return pair, None",
         "each rank scales the transpose of its part of a stored weight by itself",

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.collectives import all_to_all_rows
 from tritonfp8.distributed.expert_parallel.exchange import exchange, part, payload_of
-from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, has_values, permute
+from tritonfp8.layers.linear import source_of
+from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, permute
 
 
 class _Trip(NamedTuple):
@@ -72,7 +73,7 @@ class ExpertDispatch:
             if not isinstance(weight, DTensor) or weight.device_mesh != self.mesh:
                 return None
             found[name] = weight.to_local()
-            if not found[name].numel() or not has_values(found[name]):
+            if not found[name].numel() or source_of(found[name]).has_codes:
                 return None
         return found
 

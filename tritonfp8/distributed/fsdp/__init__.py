@@ -5,12 +5,11 @@ that FSDP2 manages.
 """
 
 from tritonfp8.distributed.fsdp.enable import enable_float8_all_gather, gather_of
-from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight, GatheredWeightOperands
+from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed, all_managed, managed_of, managed_weights
 
 __all__ = [
     "GatheredWeight",
-    "GatheredWeightOperands",
     "Managed",
     "all_managed",
     "enable_float8_all_gather",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, read_rank_segments
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
-from tritonfp8.layers.linear import OperandsOfOthers, Pair
 from tritonfp8.layers.stored import CodesTensor
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, empty_scale, spec_of
@@ -218,6 +216,15 @@ class GatheredWeight(CodesTensor):
         ones[counts[0] :, counts[1] :].copy_(scale)
         return padded, ones
 
+    def read_operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of the weight, or of its transpose; bytes that lie in order are not copied.
+
+        Raises:
+            ValueError: it was gathered for another recipe.
+        """
+        with hidden_from_selective_checkpointing():
+            return self._operand(spec, transposed)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -278,35 +285,6 @@ _FACTORIES: dict[Any, Callable[..., Tensor]] = {
     aten.ones_like.default: torch.ones,
     aten.empty_like.default: torch.empty,
 }
-
-
-def _read(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
-    """``(qdata, scale)`` of a :class:`GatheredWeight`, quantized by ``spec``."""
-    if torch.compiler.is_compiling():
-        # A graph does not look into subclasses. This op dispatches to _operand when the graph is made.
-        qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
-        return qdata, scale
-    with hidden_from_selective_checkpointing():
-        found: tuple[Tensor, Tensor] = weight._operand(spec, transposed)
-    return found
-
-
-@dataclass(frozen=True)
-class GatheredWeightOperands(OperandsOfOthers):
-    """Reads the weight's operands from the gathered bytes; bytes that lie in order are not copied."""
-
-    def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
-        """``weight`` is a :class:`GatheredWeight`.
-
-        Raises:
-            ValueError: it was gathered for another recipe.
-        """
-        assert spec is not None
-        return _read(weight, spec, False), None
-
-    def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
-        """As :meth:`weight`."""
-        return _read(weight, spec_t, True, grad_output)
 
 
 # A buffer that holds one of two orientations has a tag that says which. The tag is a tensor on the CPU, so that a

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from tritonfp8.distributed import options
-from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands
+from tritonfp8.distributed.fsdp import GatheredWeight
 from tritonfp8.distributed.shard_layout import align, largest_blocks, plain_mesh, unalign
 from tritonfp8.distributed.tensor_parallel.placements import ShardedLayer, cached_layer_of, layer_of
-from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands
-from tritonfp8.distributed.tensor_parallel.stored_operands import StoredShardOperands
+from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands, ShardedWeight, StoredShard
 from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
-from tritonfp8.layers.linear import OperandProvider, Operands, SharedInput, local_linear, weight_operands
+from tritonfp8.layers.linear import Operands, SharedInput, local_linear, source_of, weight_operands
 from tritonfp8.layers.stored import StoredRows, StoredWeight
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
@@ -120,8 +119,8 @@ def quantize_shard(weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> Ca
     layer: ShardedLayer = cached_layer_of(
         plain_mesh(weight.device_mesh), (0,), tuple(weight.shape), came, largest_blocks(recipe), False, scaling, None
     )
-    provider = ShardedOperands(*layer.scaled, None, layer.k)
-    return CachedShard(weight_operands(_aligned_weight(weight, layer), recipe, needs_grad_input, provider), scaling)
+    source = ShardedWeight(*layer.scaled[1:])
+    return CachedShard(weight_operands(_aligned_weight(weight, layer), recipe, needs_grad_input, source), scaling)
 
 
 def _cached_operands(cached: object) -> Operands | None:
@@ -234,13 +233,15 @@ def _local(
     if summed_later:
         operand = _FromShards.apply(moved, operand, layer)  # type: ignore[no-untyped-call]
     w = _aligned_weight(weight, layer)
-    operands = StoredShardOperands if isinstance(weight._local_tensor, _STORED) else ShardedOperands
-    provider: OperandProvider = operands(*layer.scaled, layer.gather if in_8_bits else None, layer.k)
+    provider = ShardedOperands(*layer.scaled, layer.gather if in_8_bits else None, layer.k)
     if isinstance(weight._local_tensor, GatheredWeight):
-        provider = GatheredWeightOperands(provider)
+        source = source_of(weight._local_tensor)
+    else:
+        kind = StoredShard if isinstance(weight._local_tensor, _STORED) else ShardedWeight
+        source = kind(*layer.scaled[1:])
     out = local_linear(
         operand, w, _local_bias(bias, layer), recipe, quantized_weight=cached, shared_input=shared_input,
-        shared_as=input, own_rows=own_rows, provider=provider,
+        shared_as=input, own_rows=own_rows, provider=provider, source=source,
     )  # fmt: skip
     lead = layer.lead if sharded else local.shape[:-1]
     return unalign(layer.n, unalign(layer.m, out, 0), 1).reshape(*lead, layer.n.local_size)

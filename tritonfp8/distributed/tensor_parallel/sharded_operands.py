@@ -1,15 +1,20 @@
-"""The operands of a linear layer whose input, weight and output are shards of global tensors."""
+"""The operands of a linear layer whose input, weight and output are shards of global tensors.
+
+The weight may be stored in 8 bits: its codes have the scales of the global weight already.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
-from tritonfp8.distributed.shard_layout import DimLayout
+from tritonfp8.distributed.shard_layout import DimLayout, is_split
 from tritonfp8.distributed.tensor_parallel.token_gather import TokenGather, quantize_and_gather
-from tritonfp8.layers.linear import OperandProvider, Pair, PairsAndSum
+from tritonfp8.layers.linear import CodesSource, OperandProvider, Pair, PairsAndSum, WeightSource, read_operand
+from tritonfp8.layers.stored import StoredWeight
 from tritonfp8.specs import QuantSpec
 
 
@@ -48,7 +53,27 @@ class ShardedOperands(OperandProvider):
         """As :meth:`input`."""
         return self.input(x, None, spec_t)[1]
 
-    def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+    def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """``x`` is this rank's part."""
+        return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.n)))
+
+    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
+        """As :meth:`grad_output`; the sum is of this rank's rows."""
+        return *self.grad_output(x, spec, spec_t), x.sum(0)
+
+
+@dataclass(frozen=True)
+class ShardedWeight(WeightSource):
+    """Quantizes a shard of a weight by the scales of the global one.
+
+    Attributes:
+        n, k: as of :class:`ShardedOperands`.
+    """
+
+    n: DimLayout
+    k: DimLayout
+
+    def now(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
         """Reduces the amaxes of both orientations in one collective.
 
         The reduction runs in forward. In backward it would depend only on the weight, so the partitioner of each rank
@@ -57,18 +82,48 @@ class ShardedOperands(OperandProvider):
         amax, amax_t = global_amax(weight.detach(), spec, spec_t, (self.n, self.k))
         return quantize_by_amaxes(weight.detach(), spec, None, (amax, None))[0], amax_t
 
-    def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-        """As :meth:`weight` and :meth:`weight_t`."""
-        return quantize_by_amaxes(weight, spec, spec_t, global_amax(weight, spec, spec_t, (self.n, self.k)))
-
-    def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
+    def later(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor | None) -> Pair:
         """Quantizes the shard by the amaxes that forward reduced."""
         return quantize_by_amaxes(weight, None, spec_t, (None, amax_t))[1]
 
-    def grad_output(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-        """``x`` is this rank's part."""
-        return quantize_by_amaxes(x, spec, spec_t, global_amax(x, spec, spec_t, (self.m, self.n)))
+    def both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """As :meth:`now` and :meth:`later`."""
+        return quantize_by_amaxes(weight, spec, spec_t, global_amax(weight, spec, spec_t, (self.n, self.k)))
 
-    def grad_output_and_sum(self, x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> PairsAndSum:
-        """As :meth:`grad_output`; the sum is of this rank's rows."""
-        return *self.grad_output(x, spec, spec_t), x.sum(0)
+
+@dataclass(frozen=True)
+class StoredShard(CodesSource):
+    """Reads a shard of a weight that is stored in 8 bits.
+
+    ``grad_input`` reads the transposed weight, quantized from this rank's values by the scales of the global one.
+
+    Attributes:
+        n, k: as of :class:`ShardedOperands`.
+    """
+
+    n: DimLayout
+    k: DimLayout
+
+    def now(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """See :meth:`ShardedWeight.now`: here only the amaxes of ``weight.T`` are reduced, where ranks share one."""
+        pair, _ = super().now(weight, spec, spec_t)
+        # Square blocks of one spec: the transpose of the codes serves.
+        if spec_t is None or (spec_t == spec and spec.block[0] == spec.block[1]):
+            return pair, None
+        layouts = self.n, self.k
+        if not any(is_split(layouts[i], spec_t.block[1 - i]) for i in (0, 1)):
+            return pair, None
+        return pair, global_amax(_values(weight), None, spec_t, layouts)[1]
+
+    def later(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor | None) -> Pair:
+        """The transpose, by the amaxes that forward reduced."""
+        if amax_t is None:
+            return read_operand(weight, spec_t, True, grad_output)
+        return quantize_by_amaxes(_values(weight), None, spec_t, (None, amax_t))[1]
+
+
+def _values(weight: Tensor) -> Tensor:
+    if isinstance(weight, StoredWeight):
+        return weight.dequantize()
+    # An op, because a graph does not look into tensor types: the transpose of a shard is that of its values.
+    return torch.t(weight.detach()).t()

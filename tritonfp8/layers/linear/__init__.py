@@ -46,21 +46,26 @@ from tritonfp8.layers.linear.operands import (
     NO_PAIR,
     Amaxes,
     OperandProvider,
-    Operands,
-    OperandsOfOthers,
     Pair,
     PairsAndSum,
     found_together,
-    provider_of,
     quantize_for,
-    quantize_weight,
-    raise_without_transpose,
-    serves_both,
-    weight_operands,
 )
 from tritonfp8.layers.linear.weight_cache import CachedWeight, Watch, sample_of
 from tritonfp8.layers.linear.weight_scope import (
     quantize_weights_once,
     raise_changed,
     register_scope,
+)
+from tritonfp8.layers.linear.weight_source import (
+    CASTS,
+    CodesSource,
+    Operands,
+    WeightSource,
+    quantize_weight,
+    raise_without_transpose,
+    read_operand,
+    serves_both,
+    source_of,
+    weight_operands,
 )

@@ -21,17 +21,9 @@ from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_dtype, cast_to, check_dtypes, check_linear, check_shapes, fit
 from tritonfp8.layers.linear.function import LinearFunction, LinearPlan
 from tritonfp8.layers.linear.input_cache import SharedInput, forget
-from tritonfp8.layers.linear.operands import (
-    LOCAL,
-    NO_PAIR,
-    OperandProvider,
-    Operands,
-    Pair,
-    check_cached,
-    pair_of,
-    provider_of,
-)
+from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair
 from tritonfp8.layers.linear.transforms import transformed
+from tritonfp8.layers.linear.weight_source import CASTS, Operands, WeightSource, check_cached, pair_of, source_of
 from tritonfp8.layers.tensor_types import PLAIN, TENSORS, handler_of
 from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
 from tritonfp8.ops import graph_op, is_exporting, is_traced
@@ -112,6 +104,7 @@ def local_linear(
     shared_as: Tensor | None = None,
     own_rows: Tensor | None = None,
     provider: OperandProvider = LOCAL,
+    source: WeightSource = CASTS,
     may_cast_again: bool = False,
 ) -> Tensor:
     """:func:`linear` on the local tensors of this rank; handlers of other tensor types call it on shards.
@@ -120,7 +113,7 @@ def local_linear(
         input, weight, bias, recipe, quantized_weight, shared_input: as of :func:`linear`.
         shared_as: the tensor under which sibling layers share the cast input. Default: ``input``.
         own_rows: ``[M, K]``, what ``provider`` makes the input's operands of, if those are not the rows of ``input``.
-        provider: see :class:`OperandProvider`.
+        provider, source: see :class:`OperandProvider` and :class:`WeightSource`.
         may_cast_again: whether backward of a compiled graph may cast the input again; see :func:`_may_cast_again`.
     """
     # Siblings are called with the input that autocast has not cast yet.
@@ -131,7 +124,7 @@ def local_linear(
     needs = (grad and input.requires_grad, grad and weight.requires_grad)
     again = may_cast_again and needs[1] and recipe.grad_weight.rhs is not None and _is_made_in_graph(shared_as)
     layer = counting.take_callers()[0] if counting.is_logging else None
-    plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, again, layer)
+    plan = LinearPlan(recipe, *needs, quantized_weight is not None, provider, source, again, layer)
     specs = (recipe.output.lhs, recipe.grad_weight.rhs if plan.needs_grad_weight else None)
     data = (rows if own_rows is None else own_rows).detach()
     if again:
@@ -147,7 +140,7 @@ def local_linear(
         pairs = shared_input.quantize(shared_as, data, specs, provider)
     if quantized_weight is None:
         spec_t = recipe.grad_input.rhs if plan.needs_grad_input else None
-        weight_pair, amax_t = provider.weight(weight, recipe.output.rhs, spec_t)
+        weight_pair, amax_t = source.now(weight, recipe.output.rhs, spec_t)
         cached = NO_PAIR
     else:
         check_cached(quantized_weight, weight, recipe, plan.needs_grad_input)
@@ -162,7 +155,7 @@ def _linear_in_transform(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantized_weight: Operands | None
 ) -> Tensor:
     """:func:`linear` while a transform of ``torch.func`` or a forward-mode derivative is open."""
-    if handler_of(input, weight, bias) is not None or provider_of(weight) is not LOCAL:
+    if handler_of(input, weight, bias) is not None or source_of(weight) is not CASTS:
         refuse_transform(f"a weight of type {type(weight).__name__}", "Call the layer outside of the transform")
     if is_functionalized():
         # It takes ops, not autograd functions.
@@ -259,14 +252,14 @@ def linear(
     in_graph = compiling and not traced and quantized_weight is None
     if in_graph and type(input) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN:
         return _linear_in_graph(input, weight, bias, recipe, shared_input)
-    provider = LOCAL
+    source = CASTS
     if type(input) not in TENSORS or type(weight) not in TENSORS or type(bias) not in PLAIN:
         if (handler := handler_of(input, weight, bias)) is not None:
             return handler(input, weight, bias, recipe, shared_input, quantized_weight)
-        provider = provider_of(weight)
-    if traced and provider is LOCAL:
+        source = source_of(weight)
+    if traced and source is CASTS:
         return _linear_in_trace(input, weight, bias, recipe, quantized_weight)
     return local_linear(
-        input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input, provider=provider,
+        input, weight, bias, recipe, quantized_weight=quantized_weight, shared_input=shared_input, source=source,
         may_cast_again=compiling and _may_cast_again(weight, shared_input is not None),
     )  # fmt: skip

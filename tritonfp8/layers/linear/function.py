@@ -9,13 +9,8 @@ from torch import Tensor
 
 from tritonfp8 import counting, ops
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear.operands import (
-    LOCAL,
-    NO_PAIR,
-    OperandProvider,
-    Pair,
-    serves_both,
-)
+from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair
+from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
 from tritonfp8.ops import sealed
 from tritonfp8.recipes import Gemm, Recipe
 
@@ -41,7 +36,8 @@ class LinearPlan(NamedTuple):
         recipe: of its three GEMMs.
         needs_grad_input, needs_grad_weight: whether somebody needs these gradients.
         weight_is_cached: whether the caller keeps the quantized weight; ``grad_input`` then reads that.
-        provider: where the operands come from.
+        provider: where the operands of the input and of the gradient come from.
+        source: where the operands of the weight come from.
         casts_input_again: whether backward casts the operand of ``grad_weight`` from the input. Only in a graph: its
             compiler has the input in backward, or recomputes it.
         layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None. Backward and a
@@ -53,6 +49,7 @@ class LinearPlan(NamedTuple):
     needs_grad_weight: bool
     weight_is_cached: bool
     provider: OperandProvider
+    source: WeightSource
     casts_input_again: bool = False
     layer: Any = None
 
@@ -95,8 +92,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.plan = plan
         ctx.needs_grad_bias = bias is not None and bias.requires_grad
         ctx.dtypes = (input.dtype, weight.dtype)
-        # No op carries the gradients of other providers into a traced graph.
-        return out if plan.provider is LOCAL else sealed(out, input, weight, bias)
+        # No op carries the gradients of other operands into a traced graph.
+        return out if plan.provider is LOCAL and plan.source is CASTS else sealed(out, input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
@@ -114,7 +111,7 @@ class Saved(NamedTuple):
 
     Attributes:
         weight: ``[N, K]``.
-        weight_amax_t: the amaxes of ``weight.T``; see :meth:`OperandProvider.weight`.
+        weight_amax_t: the amaxes of ``weight.T``; see :meth:`WeightSource.now`.
         input: ``[M, K]``.
         input_pair: ``input.T`` quantized for ``grad_weight``. Of an input that backward casts again: None, and the
             amaxes of ``input.T``; see :meth:`OperandProvider.input_now`.
@@ -190,14 +187,14 @@ def recomputable(x: Tensor) -> Tensor:
 def weight_t(
     plan: LinearPlan, grad_output: Tensor, weight: Tensor | None, cached: Pair, amax_t: Tensor | None = None
 ) -> Pair:
-    """The transposed weight for ``grad_input``: from the cached operands if there are any, else from the provider."""
+    """The transposed weight for ``grad_input``: from the cached operands if there are any, else from the source."""
     qdata, scale = cached
     if qdata is not None and scale is not None:
         return (qdata.t().contiguous(), scale.t().contiguous()) if serves_both(plan.recipe) else cached
     spec_t = plan.recipe.grad_input.rhs
     assert weight is not None
     assert spec_t is not None
-    return plan.provider.weight_t(weight, spec_t, amax_t, grad_output)
+    return plan.source.later(weight, spec_t, amax_t, grad_output)
 
 
 def cached_for_backward(plan: LinearPlan, weight_pair: Pair, cached: Pair) -> Pair:

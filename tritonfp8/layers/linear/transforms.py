@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonfp8 import counting, ops
 from tritonfp8.layers.first_order import refuse_second_derivative
-from tritonfp8.layers.linear.operands import LOCAL, Operands, pair_of, weight_operands
+from tritonfp8.layers.linear.weight_source import CASTS, Operands, pair_of, weight_operands
 from tritonfp8.layers.unsupported import refuse_forward_mode
 from tritonfp8.ops import each_sample
 from tritonfp8.recipes import Recipe
@@ -26,7 +26,7 @@ _Cached = tuple[Tensor | None, ...]
 
 def _cast(weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> _Cached:
     with torch.no_grad():
-        operands = weight_operands(weight, recipe, needs_grad_input, LOCAL)
+        operands = weight_operands(weight, recipe, needs_grad_input, CASTS)
     return *pair_of(operands[0]), *pair_of(operands[1])
 
 

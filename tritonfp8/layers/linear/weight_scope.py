@@ -15,8 +15,8 @@ from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers import extensions
 from tritonfp8.layers.extensions import Extensions, WholeTogether
 from tritonfp8.layers.linear.module import ConvertedLayer, as_matrix, is_converted, require_module
-from tritonfp8.layers.linear.operands import provider_of, quantize_weight
 from tritonfp8.layers.linear.weight_cache import CachedWeight
+from tritonfp8.layers.linear.weight_source import quantize_weight, source_of
 
 Layers = Mapping[str, ConvertedLayer]
 
@@ -84,7 +84,7 @@ def _computed(name: str, layer: ConvertedLayer) -> Tensor:
 def _has_codes(layer: ConvertedLayer) -> bool:
     weight = layer._parameters.get("weight")
     # A sharded weight has codes if its shard does.
-    return weight is not None and provider_of(getattr(weight, "_local_tensor", weight)).weight_has_codes
+    return weight is not None and source_of(getattr(weight, "_local_tensor", weight)).has_codes
 
 
 def _check_weight(name: str, layer: ConvertedLayer, weight: Tensor) -> None:

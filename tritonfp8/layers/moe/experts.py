@@ -27,9 +27,7 @@ from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
 
-
-def _itself(x: Tensor) -> Tensor:
-    return x
+Of = Callable[[Tensor], Tensor]
 
 
 class ExpertsObserver(Protocol):
@@ -53,7 +51,7 @@ class ConvertedExperts(ParameterHooks):
     # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
     casts_to: torch.dtype | None = None
 
-    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
+    def weights(self, of: Of | None = None) -> dict[str, Tensor]:
         """``of`` the weights of all experts, ``[E, N, K]`` each, by the names of their parameters."""
         raise NotImplementedError
 
@@ -240,9 +238,10 @@ class Float8Experts(RoutedExperts):
                     if parameter is not None:
                         nn.init.uniform_(parameter, -bound, bound)
 
-    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
+    def weights(self, of: Of | None = None) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""
-        return {"gate_up_proj": of(self.gate_up_proj), "down_proj": of(self.down_proj)}
+        found = {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+        return found if of is None else {name: of(weight) for name, weight in found.items()}  # type: ignore[return-value]
 
     @property
     def is_swiglu(self) -> bool:
@@ -270,10 +269,10 @@ class TransformersExperts(RoutedExperts):
     Their class says which parameters there are, and how they lie: ``has_gate``, ``is_transposed``, ``_apply_gate``.
     """
 
-    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
+    def weights(self, of: Of | None = None) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""
         names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
-        found = {name: of(getattr(self, name)) for name in names}
+        found = {name: getattr(self, name) if of is None else of(getattr(self, name)) for name in names}
         return {name: w.transpose(1, 2) for name, w in found.items()} if self.is_transposed else found
 
     @property
@@ -297,9 +296,10 @@ class TitanExperts(ConvertedExperts):
 
     casts_to = torch.bfloat16
 
-    def weights(self, of: Callable[[Tensor], Tensor] = _itself) -> dict[str, Tensor]:
+    def weights(self, of: Of | None = None) -> dict[str, Tensor]:
         """As of :class:`ConvertedExperts`."""
-        return {name: of(getattr(self, name)) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+        found = {name: getattr(self, name) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+        return found if of is None else {name: of(weight) for name, weight in found.items()}
 
     def forward(self, *args: Tensor) -> Tensor:
         """As of torchtitan."""

@@ -11,7 +11,6 @@ for the rows of each group g. Every operand is quantized as if its group were al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from tritonfp8 import counting, ops
 from tritonfp8.compat.torch_private import is_transformed
-from tritonfp8.layers.extensions import READERS
+from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.first_order import first_order
-from tritonfp8.layers.linear import NO_PAIR, Pair, autocast_dtype, cast_to, found_together
+from tritonfp8.layers.linear import CASTS, NO_PAIR, Pair, WeightSource, autocast_dtype, cast_to
 from tritonfp8.layers.moe.checks import (
     are_plain,
     check_cached,
@@ -106,55 +105,11 @@ GroupedOperands = tuple[QuantizedGroups | None, QuantizedGroups | None]
 def quantize_weights(weight: Tensor, recipe: Recipe, needs_grad_input: bool = True) -> GroupedOperands:
     """``weight [E, N, K]`` as the GEMMs of ``recipe`` read it, for :func:`grouped_linear` to use more than once."""
     specs = (recipe.output.rhs, recipe.grad_input.rhs if needs_grad_input else None)
-    found: list[QuantizedGroups | None] = []
-    for spec, transpose in zip(specs, (False, True), strict=True):
-        if spec is None:
-            found.append(None)
-        else:
-            qdata, scale = ops.quantize_matrices(weight, *spec.args, transpose)
-            found.append(QuantizedGroups(qdata, scale, spec, "matrices", weight.shape[0]))
-    return found[0], found[1]
-
-
-@dataclass(frozen=True)
-class MatricesReader:
-    """Gives the operands of weights ``[E, N, K]``; a subclass serves one type of weights."""
-
-    def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
-        """``(qdata, scale)`` as a GEMM reads them; ``grad_output`` is None in forward."""
-        return ops.quantize_matrices(weight, *spec.args, transposed)
-
-    def now(self, weight: Any, spec: QuantSpec, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
-        """The weights for ``output``; and the amaxes of their transposes for :meth:`later`, if they are known then."""
-        return self.operand(weight, spec, False), None
-
-    def later(self, weight: Any, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
-        """The transposed weights for ``grad_input``, by the amaxes that :meth:`now` returned."""
-        return self.operand(weight, spec_t, True, grad_output)
-
-
-@dataclass(frozen=True)
-class _PlainReader(MatricesReader):
-    """Casts weights of plain tensors."""
-
-    def now(self, weight: Any, spec: QuantSpec, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
-        """As of :class:`MatricesReader`."""
-        if spec_t is None or not found_together(spec, spec_t) or not weight.is_contiguous():
-            return ops.quantize_matrices(weight, *spec.args, False), None
-        qdata, scale, amax = ops.quantize_matrices_with_amax(weight, *spec.args, *spec_t.args)
-        return (qdata, scale), amax
-
-    def later(self, weight: Any, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
-        """As of :class:`MatricesReader`."""
-        return ops.quantize_matrices(weight, *spec_t.args, True, *(() if amax_t is None else (amax_t,)))
-
-
-_PLAIN = _PlainReader()
-
-
-def has_values(weight: Tensor) -> bool:
-    """Whether a weight can be quantized here: others hold codes, for the GEMMs of one recipe."""
-    return type(weight) not in READERS
+    first, second = (
+        None if spec is None else QuantizedGroups(*pair, spec, "matrices", weight.shape[0])  # type: ignore[arg-type]
+        for spec, pair in zip(specs, CASTS.both(weight, *specs), strict=True)
+    )
+    return first, second
 
 
 class GroupedPlan(NamedTuple):
@@ -165,7 +120,7 @@ class GroupedPlan(NamedTuple):
         needs_grad_input, needs_grad_weight, needs_grad_bias: whether somebody needs these gradients.
         is_cached: whether the caller keeps the quantized weights.
         layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None.
-        reader: gives the operands of the weight.
+        source: gives the operands of the weight.
     """
 
     recipe: Recipe
@@ -174,7 +129,7 @@ class GroupedPlan(NamedTuple):
     needs_grad_bias: bool
     is_cached: bool = False
     layer: Any = None
-    reader: MatricesReader = _PLAIN
+    source: WeightSource = CASTS
 
     def output(
         self, rows: Rows, lhs: Pair, weight: Tensor, cached: Sequence[Any], offsets: Tensor, bias: Tensor | None
@@ -194,7 +149,7 @@ class GroupedPlan(NamedTuple):
             rhs: Pair = (cached[0], cached[1]) if self.is_cached else NO_PAIR
             if not self.is_cached:
                 spec_t = self.recipe.grad_input.rhs if self.needs_grad_input else None
-                rhs, amax_t = self.reader.now(weight, gemm.rhs, spec_t)
+                rhs, amax_t = self.source.now(weight, gemm.rhs, spec_t)
             out = _multiply(gemm, lhs, rhs, offsets, bias, rows.x.dtype)
         if not self.needs_grad_input:
             return out, [None, None]
@@ -210,7 +165,7 @@ class GroupedPlan(NamedTuple):
         if gemm.rhs is None:
             assert weight is not None
             return ops.grouped_matmul(grad.tensor(), weight.transpose(1, 2), offsets)
-        rhs = (codes[0], codes[1]) if codes else self.reader.later(weight, gemm.rhs, amax_t, grad.x)
+        rhs = (codes[0], codes[1]) if codes else self.source.later(weight, gemm.rhs, amax_t, grad.x)
         return _multiply(gemm, lhs, rhs, offsets, None, grad.x.dtype)
 
     def grad_weight(
@@ -367,8 +322,8 @@ def checked(
     layer = counting.take_callers()[0] if counting.is_logging else None
     if quantized_weight is not None:
         check_cached(quantized_weight, w, recipe, needs_input)
-    is_cached, reader = quantized_weight is not None, READERS.get(type(w), _PLAIN)
-    plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, is_cached, layer, reader)
+    is_cached = quantized_weight is not None
+    plan = GroupedPlan(recipe, needs_input, needs_weight, needs_bias, is_cached, layer, SOURCES.get(type(w), CASTS))
     cached = [] if quantized_weight is None else [*_pair(quantized_weight[0]), *_pair(quantized_weight[1])]
     return x, w, b, plan, cached
 

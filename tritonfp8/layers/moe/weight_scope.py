@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.layers.linear import CachedWeight, raise_changed, register_scope
+from tritonfp8.layers.linear import CachedWeight, raise_changed, register_scope, source_of
 from tritonfp8.layers.moe.experts import RoutedExperts
-from tritonfp8.layers.moe.grouped_linear import has_values, quantize_weights
+from tritonfp8.layers.moe.grouped_linear import quantize_weights
 from tritonfp8.recipes import Recipe
 
 
@@ -22,7 +22,7 @@ def _parts(module: RoutedExperts) -> dict[str, Tensor] | None:
         return None
     if module.dispatch is not None:
         return module.dispatch.parts(weights)
-    shared = (hasattr(weight, "_local_tensor") or not has_values(weight) for weight in weights.values())
+    shared = (hasattr(weight, "_local_tensor") or source_of(weight).has_codes for weight in weights.values())
     return None if any(shared) else weights
 
 

@@ -1,10 +1,10 @@
 """Weights that are kept as 8-bit codes and scales, without a copy in high precision: frozen ones, and trained ones.
 
     weight       StoredWeight: one copy of codes, in the order of rows, that both GEMMs of a frozen layer read
-    exponents    power-of-two scales as bytes
     views        ValuesView: views of the values of a whole weight, which write through
     matrices     StoredMatrices: the weights of experts, [E, N, K]
-    rows         StoredRows: the part of a weight that lies on one rank
+    rows         StoredRows: the part of a weight that lies on one rank; power-of-two scales as bytes
+    shard        what parts of weights have: FSDP2 gathers their bytes, and cuts them
     sharding     what is read and written of parts by way of tritonfp8.distributed
     base         what all tensors of codes have: gradients of reads, and what other programs do with a Parameter
     direct       operations of others on the values
@@ -17,7 +17,6 @@ Exports the tensor type, its maker, and what ``convert``, ``swap_recipe`` and ``
 
 from tritonfp8.layers.stored.base import DTYPES, CodesTensor, replacing
 from tritonfp8.layers.stored.direct import DirectSteps, direct_steps
-from tritonfp8.layers.stored.exponents import exponents_of, scales_of
 from tritonfp8.layers.stored.matrices import MatricesShard, StoredMatrices
 from tritonfp8.layers.stored.replace import (
     check_swap,
@@ -27,7 +26,7 @@ from tritonfp8.layers.stored.replace import (
     taken,
     weight_bytes,
 )
-from tritonfp8.layers.stored.rows import StoredRows
+from tritonfp8.layers.stored.rows import StoredRows, exponents_of, scales_of
 from tritonfp8.layers.stored.sharding import (
     copy_whole,
     plain_weight,
@@ -44,4 +43,4 @@ from tritonfp8.layers.stored.update import (
     whole_amaxes,
     write_values,
 )
-from tritonfp8.layers.stored.weight import StoredWeight, read_operand, store
+from tritonfp8.layers.stored.weight import StoredWeight, store

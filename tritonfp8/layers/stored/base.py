@@ -1,28 +1,22 @@
-"""The base of all tensors of codes: they have no memory of their own, and other programs meet them as Parameters.
-
-Shards of them have the hooks by which FSDP2 gathers their bytes.
-"""
+"""The base of all tensors of codes: they have no memory of their own, and other programs meet them as Parameters."""
 
 from __future__ import annotations
 
 import inspect
-import math
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
-from tritonfp8.layers.extensions import distributed
+from tritonfp8.specs import QuantSpec
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""
-
-
-# Float32 scales behind codes must begin at a multiple of 4 bytes; TMA reads from multiples of 16.
-_ALIGNMENT = 16
 
 
 class _Made(torch_private.TensorType):
@@ -214,67 +208,82 @@ def replacing(before: Tensor, weight: Tensor, requires_grad: bool) -> nn.Paramet
     return parameter
 
 
-class Gathered:
-    """The all-gather hooks of a shard, which FSDP2 calls by name: codes and scales are sent as bytes.
+class StoredTensor(CodesTensor):
+    """A weight, or a part of one, that has codes and scales in memory, and no copy in high precision.
 
-    The class that inherits from it is a tensor with rows, or experts, along dim 0.
+    A derived class is made of the tensors that it names in ``inner_names``, and of the attributes that it names in
+    ``attribute_names``, in this order.
     """
 
-    shape: torch.Size
-    # The size of dim 0 of all shards together, if this is a shard of FSDP2.
-    total: int | None
-    # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
-    is_checked = False
+    inner_names: tuple[str, str]
+    attribute_names: tuple[str, ...]
+    spec: QuantSpec
+    # Whether this tensor is the transpose of the codes.
+    is_transposed: bool = False
+    _qdata: Tensor
+    # Quantizes values, or their transpose: ``(qdata, scale)``.
+    _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
 
-    def as_bytes(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales as uint8, not copied; dim 0 is that of the tensor."""
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return list(self.inner_names), tuple(getattr(self, name) for name in self.attribute_names)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Self:
+        return cls(*(inner[name] for name in cls.inner_names), *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a graph on disk depends on; the same in every process."""
+        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._both()]
+        return repr((self.spec.args, *self.__tensor_flatten__()[1][1:], inner))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.spec})"
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of codes and scales."""
+        return sum(x.nbytes for x in self._both())
+
+    def data_ptr(self) -> int:
+        """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
+        return torch_private.address_of(self._qdata, inspect.currentframe())
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        """Codes, and scales as this tensor keeps them."""
+        codes, scales = self.inner_names
+        return getattr(self, codes), getattr(self, scales)
+
+    def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Self:
+        """A tensor of these codes and scales, all else as this one has it."""
+        attributes = dict(zip(self.attribute_names, self.__tensor_flatten__()[1], strict=True))
+        return type(self)(qdata, scales, **{**attributes, "dtype": dtype or self.dtype})
+
+    def _same(self) -> Self:
+        return self._with(*self._both())
+
+    def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Self:
+        """``Tensor.to``: codes move, and are not cast."""
+        allowed = {name: options[name] for name in ("non_blocking", "copy") if name in options}
+        qdata, scales = (x.to(device=device, **allowed) for x in self._both())
+        return self._with(qdata, scales, dtype)
+
+    def _as_operand(self) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of the codes as they are; scales in the form of the spec."""
         raise NotImplementedError
 
-    def _of_gathered(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole weight over the gathered bytes, views of them."""
-        raise NotImplementedError
+    def read_operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of the weight, or of its transpose, quantized by ``spec``.
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """The bytes that this rank sends, as many on every rank."""
-        if not self.is_checked:
-            distributed().check_gather(self)
-            self.is_checked = True
-        total = self.shape[0] if self.total is None else self.total
-        # With torch's replicate, a rank has more than a shard of this mesh: all of the weight.
-        size = max(-(-total // mesh.size()), self.shape[0])
-        sent = tuple(_extended(x, size) for x in self.as_bytes())
-        # FSDP2 sends nothing if a shard is the whole, and hands on the first tensor only.
-        return (_joined(*sent),) if size == total else sent, None
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        """The gathered weight, a view of the gathered bytes; FSDP2 cuts off what fills uneven shards."""
-        if out is not None:
-            # It is a view of the same memory, which FSDP2 has filled again.
-            return None
-        codes, scales = outputs if len(outputs) > 1 else self._parted(outputs[0])
-        return self._of_gathered(codes, scales, param_dtype), ()
-
-    def _parted(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of :func:`_joined`, of the whole weight: views of the buffer."""
-        total = self.shape[0] if self.total is None else self.total
-        codes, scales = ((total, *x.shape[1:]) for x in self.as_bytes())
-        sizes = math.prod(codes), math.prod(scales)
-        return buffer[: sizes[0]].view(codes), buffer[_start_of_scales(sizes[0]) :][: sizes[1]].view(scales)
-
-
-def _extended(x: Tensor, size: int) -> Tensor:
-    """``x`` with zeros behind it, up to this size of dim 0."""
-    missing = size - x.shape[0]
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
-
-
-def _start_of_scales(codes: int) -> int:
-    return -(-codes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _joined(codes: Tensor, scales: Tensor) -> Tensor:
-    """Both in one buffer: a copy, free again when FSDP2 has copied it."""
-    gap = codes.new_zeros(_start_of_scales(codes.numel()) - codes.numel())
-    return torch.cat([codes.reshape(-1), gap, scales.reshape(-1)])
+        Raises:
+            ValueError: the weight is stored for another recipe.
+        """
+        assert not self.is_transposed, "a layer reads the weight in the order of its codes"
+        if spec == self.spec and (spec.block[0] == spec.block[1] or not transposed):
+            qdata, scale = self._as_operand()
+            return (qdata.mT.contiguous(), scale.mT.contiguous()) if transposed else (qdata, scale)
+        if not transposed:
+            raise ValueError(
+                f"the weight is stored as {self.spec}, and its recipe reads {spec}: swap to a recipe with the same "
+                "weights, or convert the model again from high precision"
+            )
+        return self._cast(self.plain_values(), *spec.args, True)

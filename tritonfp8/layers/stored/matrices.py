@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.layers.extensions import READERS
-from tritonfp8.layers.linear import Pair
-from tritonfp8.layers.moe import MatricesReader
-from tritonfp8.layers.stored.base import Gathered
-from tritonfp8.layers.stored.rows import row_spec
+from tritonfp8.layers.extensions import SOURCES
+from tritonfp8.layers.linear import CodesSource
+from tritonfp8.layers.stored.rows import StoredRows, row_spec
+from tritonfp8.layers.stored.shard import OF_SHARDS, Shard
 from tritonfp8.layers.stored.weight import StoredWeight
-from tritonfp8.specs import BLOCKS, QuantSpec, empty_scale
+from tritonfp8.specs import BLOCKS, empty_scale
 
 aten = torch.ops.aten
 
@@ -66,7 +64,7 @@ class StoredMatrices(StoredWeight):
         return MatricesShard(*self._both(), self.spec, self.dtype, self.is_transposed)
 
 
-class MatricesShard(StoredMatrices, Gathered):
+class MatricesShard(Shard, StoredMatrices):
     """Experts of a weight that is stored in 8 bits: the shard of a rank, or what ranks gathered.
 
     Experts are whole and have scales of their own, so FSDP2 shards and gathers codes and scales as bytes; a rank may
@@ -76,22 +74,33 @@ class MatricesShard(StoredMatrices, Gathered):
     """
 
     total: int | None = None
-    is_part = True
 
-    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> MatricesShard:
-        found = MatricesShard(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+    def _with(self, qdata: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Self:
+        found = super()._with(qdata, scale, dtype)
         found.total = self.total
         return found
 
-    def _experts(self, start: int, end: int) -> MatricesShard:
-        return self._with(self._qdata[start:end], self._scale[start:end])
-
-    def _empty(self, experts: int, device: Any, total: int | None) -> MatricesShard:
-        """So many experts that hold zeros."""
-        codes, scales = (x.new_zeros((experts, *x.shape[1:]), device=device) for x in self.as_bytes())
+    def _zeros(self, size: Any, device: Any, total: int | None) -> Self:
+        codes, scales = (x.new_zeros((size[0], *x.shape[1:]), device=device) for x in self.as_bytes())
         found = self._with(*self.of_bytes(codes, scales))
         found.total = total
         return found
+
+    def _cut(self, dim: int, start: int, end: int, step: int) -> Self:
+        if step == 1 and dim == 0:
+            return self._with(self._qdata[start:end], self._scale[start:end])
+        if step == 1 and end - start == self.shape[dim]:
+            return self._same()
+        raise NotImplementedError(
+            "a weight of experts that is stored in 8 bits and sharded can be cut between experts only"
+        )
+
+    def _split(self, size: int, dim: int = 0) -> list[Any]:
+        if dim != 0:
+            raise NotImplementedError(
+                "weights of experts that are stored in 8 bits are sharded over experts only, by dim 0"
+            )
+        return super()._split(size, dim)
 
     def _of_gathered(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> MatricesShard:
         return MatricesShard(*self.of_bytes(codes, scales), self.spec, dtype, self.is_transposed)
@@ -101,80 +110,9 @@ class MatricesShard(StoredMatrices, Gathered):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         first = args[0] if args else None
-        if isinstance(first, MatricesShard) and func in _SHARD_OPERATIONS:
-            return _SHARD_OPERATIONS[func](first, *args[1:], **(kwargs or {}))
+        if isinstance(first, MatricesShard) and func in OF_SHARDS:
+            return OF_SHARDS[func](first, *args[1:], **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _new_experts(x: MatricesShard, size: Any, device: Any = None, **options: Any) -> Tensor:
-    """Memory for a shard, as FSDP2 makes it."""
-    if tuple(size[1:]) != tuple(x.shape[1:]):
-        return torch.zeros(size, dtype=x.dtype, device=device or x.device)
-    return x._empty(size[0], device or x.device, x.shape[0] if x.total is None else x.total)
-
-
-def _slice(x: MatricesShard, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    first, last, by = slice(start, end, step).indices(x.shape[dim])
-    if by == 1 and (dim == 0 or last - first == x.shape[dim]):
-        return x._experts(first, max(first, last)) if dim == 0 else x._with(*x._both())
-    raise NotImplementedError(
-        "a weight of experts that is stored in 8 bits and sharded can be cut between experts only"
-    )
-
-
-def _split(x: MatricesShard, size: int, dim: int = 0) -> list[MatricesShard]:
-    if dim != 0:
-        raise NotImplementedError(
-            "weights of experts that are stored in 8 bits are sharded over experts only, by dim 0"
-        )
-    return [x._experts(at, at + size) for at in range(0, max(x.shape[0], 1), max(size, 1))]
-
-
-def _viewed(x: MatricesShard, size: Any, *others: Any) -> MatricesShard:
-    """A view of the same shape. FSDP2 also keeps a flat one, which it reads for plain tensors only."""
-    if tuple(size) in (tuple(x.shape), (-1,)):
-        return x._with(*x._both())
-    raise NotImplementedError(f"a view {tuple(size)} of {x} does not work on a weight that is stored in 8 bits")
-
-
-def _first(x: MatricesShard, size: Any, *others: Any) -> MatricesShard:
-    """The first experts, which FSDP2 cuts out of what it gathered."""
-    return x._experts(0, size[0]) if tuple(size[1:]) == tuple(x.shape[1:]) else _viewed(x, size)
-
-
-def _pinned(x: MatricesShard, *others: Any) -> MatricesShard:
-    return x._with(x._qdata.pin_memory(), x._scale.pin_memory())
-
-
-_SHARD_OPERATIONS: dict[Any, Callable[..., Any]] = {
-    aten._pin_memory.default: _pinned,
-    aten.as_strided.default: _first,
-    aten.empty_like.default: lambda x, device=None, **options: x._empty(x.shape[0], device or x.device, x.total),
-    aten.is_pinned.default: lambda x, *others: x._qdata.is_pinned(),
-    aten.new_empty.default: _new_experts,
-    aten.new_zeros.default: _new_experts,
-    aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.view.default: _viewed,
-}
-
-
-@dataclass(frozen=True)
-class _StoredReader(MatricesReader):
-    """Reads the operands of a :class:`StoredMatrices` from its codes."""
-
-    def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
-        """As of :class:`MatricesReader`.
-
-        Raises:
-            ValueError: the weight is stored for another recipe.
-        """
-        if torch.compiler.is_compiling():
-            # A graph does not look into subclasses. This op dispatches to _operand when the graph is made.
-            qdata, scale = ops.matrices_operand(weight.detach(), *spec.args, transposed, grad_output)
-            return qdata, scale
-        found: Pair = weight._operand(spec, transposed)
-        return found
-
-
-READERS.update(dict.fromkeys((StoredMatrices, MatricesShard), _StoredReader()))
+SOURCES.update(dict.fromkeys((StoredWeight, StoredRows, StoredMatrices, MatricesShard), CodesSource()))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.compat import torch_private
-from tritonfp8.formats import FORMATS
-from tritonfp8.layers.stored.base import CodesTensor, Gathered
+from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.layers.stored.direct import on_values
-from tritonfp8.layers.stored.exponents import ONE, exponents_of, scale_of, scales_of
-from tritonfp8.specs import QuantSpec, scale_shape, spec_of
+from tritonfp8.layers.stored.shard import OF_SHARDS, Shard
+from tritonfp8.specs import BLOCKS, QuantSpec, empty_scale, scale_shape, spec_of
 
 aten = torch.ops.aten
-_Meta = tuple[QuantSpec, torch.dtype, int, int | None]
+ONE, NAN = 127, 255
+"""Exponents of the scales 1 and NaN."""
 
 
-class StoredRows(CodesTensor, Gathered):
+def exponents_of(scale: Tensor) -> Tensor:
+    """The exponents of scales that are powers of two, as uint8; :data:`NAN` for NaN."""
+    if scale.itemsize == 1:
+        return scale.view(torch.uint8)
+    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def scales_of(exponents: Tensor) -> Tensor:
+    """The float32 scales of exponents; the inverse of :func:`exponents_of`."""
+    # 2^-127, the smallest of e8m0, is subnormal in float32.
+    bits = torch.where(exponents == 0, 1 << 22, exponents.to(torch.int32) << 23)
+    return torch.where(exponents == NAN, torch.nan, bits.view(torch.float32))
+
+
+def scale_of(grid: Tensor, shape: Sequence[int], spec: QuantSpec) -> Tensor:
+    """The scales of a tensor of this shape, from their exponents."""
+    wanted = scale_shape(shape, spec.block)
+    if tuple(grid.shape) != wanted:
+        # A part without rows has no exponent, and a tensorwise spec one scale all the same.
+        grid = grid.new_full(wanted, ONE)
+    if SCALE_FORMATS[spec.scale_format].exponent_only:
+        return grid.contiguous().view(SCALE_FORMATS[spec.scale_format].dtype)
+    if BLOCKS[spec.block].rows_contiguous:
+        return empty_scale(shape, spec.block, spec.scale_format, grid.device).copy_(scales_of(grid))
+    return scales_of(grid).contiguous()
+
+
+class StoredRows(Shard):
     """Rows ``[n, K]`` of a weight that is stored in 8 bits: the shard of a rank, or what ranks gathered.
 
     A scale that serves several rows is repeated for each of them, as its exponent in one byte. So rows can be cut
@@ -41,12 +67,10 @@ class StoredRows(CodesTensor, Gathered):
         total: if this is a shard of FSDP2, the number of rows of all shards.
     """
 
-    _qdata: Tensor
+    inner_names = ("_qdata", "_exponents")
+    attribute_names = ("spec", "dtype", "cols", "total")
     _exponents: Tensor
-    spec: QuantSpec
     cols: int
-    total: int | None
-    is_part = True
 
     @staticmethod
     def __new__(
@@ -72,30 +96,6 @@ class StoredRows(CodesTensor, Gathered):
     ) -> None:
         self._qdata, self._exponents, self.spec, self.cols, self.total = qdata, exponents, spec, cols, total
 
-    def __tensor_flatten__(self) -> tuple[list[str], _Meta]:
-        return ["_qdata", "_exponents"], (self.spec, self.dtype, self.cols, self.total)
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> StoredRows:
-        return cls(inner["_qdata"], inner["_exponents"], *context)
-
-    def _stable_hash_for_caching(self) -> str:
-        """What a graph on disk depends on; the same in every process."""
-        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._both()]
-        return repr((self.spec.args, self.dtype, self.cols, self.total, inner))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredRows({tuple(self.shape)}, {self.dtype}, {self.spec})"
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of codes and exponents."""
-        return int(self._qdata.nbytes + self._exponents.nbytes)
-
-    def data_ptr(self) -> int:
-        """Address of the codes; see :class:`~tritonfp8.layers.stored.StoredWeight`."""
-        return torch_private.address_of(self._qdata, inspect.currentframe())
-
     def _plain(self, dtype: torch.dtype) -> Tensor:
         if self.cols == self.spec.block[1]:
             spec = row_spec(self.spec)
@@ -104,38 +104,25 @@ class StoredRows(CodesTensor, Gathered):
         scale = scales_of(self._exponents).repeat_interleave(self.cols, 1)[:, : self.shape[1]]
         return (self._qdata.float() * scale).to(dtype)
 
-    def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
-        """``(qdata, scale)`` of these rows, or of their transpose, quantized by ``spec``."""
-        if spec == self.spec and (spec.block[0] == spec.block[1] or not transposed):
-            scale = scale_of(self._grid(), self._qdata.shape, spec)
-            return (self._qdata.t().contiguous(), scale.t().contiguous()) if transposed else (self._qdata, scale)
-        if not transposed:
-            raise_other_spec(self.spec, spec)
-        qdata, scale = ops.quantize(self.plain_values(), *spec.args, True)
-        return qdata, scale
-
     def _grid(self) -> Tensor:
         """The exponents of the spec's blocks: of each block those of its first row and column."""
         rows, cols = self.spec.block
         found = self._exponents[:1] if rows == -1 else self._exponents[::rows]
         return found if cols in (-1, self.cols) else found[:, :: cols // self.cols]
 
-    def _both(self) -> tuple[Tensor, Tensor]:
-        return self._qdata, self._exponents
+    def _as_operand(self) -> tuple[Tensor, Tensor]:
+        return self._qdata, scale_of(self._grid(), self._qdata.shape, self.spec)
 
-    def _with(self, qdata: Tensor, exponents: Tensor, dtype: torch.dtype | None = None) -> StoredRows:
-        return StoredRows(qdata, exponents, self.spec, dtype or self.dtype, self.cols, self.total)
-
-    def _like(self, size: Any, device: Any, total: int | None) -> StoredRows:
-        """Rows of this size that hold zeros."""
+    def _zeros(self, size: Any, device: Any, total: int | None) -> StoredRows:
         n, k = size
         shape = n, scale_shape((n, k), (1, self.cols))[1]
         qdata = torch.zeros(n, k, dtype=self._qdata.dtype, device=device)
         exponents = torch.full(shape, ONE, dtype=torch.uint8, device=device)
         return StoredRows(qdata, exponents, self.spec, self.dtype, self.cols, total)
 
-    def _sliced(self, dim: int, start: int, end: int) -> StoredRows:
-        """Rows or columns from ``start`` to ``end``."""
+    def _cut(self, dim: int, start: int, end: int, step: int = 1) -> StoredRows:
+        if step != 1:
+            raise NotImplementedError(f"a slice of step {step} does not work on a weight that is stored in 8 bits")
         if dim == 0:
             return self._with(self._qdata[start:end], self._exponents[start:end])
         # Copied: this tensor calls itself contiguous, and collectives take its bytes as they lie.
@@ -143,7 +130,7 @@ class StoredRows(CodesTensor, Gathered):
         if self.cols == -1:
             return self._with(qdata, self._exponents)
         if start % self.cols:
-            return self._finer(math.gcd(self.cols, start))._sliced(dim, start, end)
+            return self._finer(math.gcd(self.cols, start))._cut(dim, start, end)
         return self._with(qdata, self._exponents[:, start // self.cols : -(-end // self.cols)].contiguous())
 
     def _finer(self, cols: int) -> StoredRows:
@@ -153,11 +140,10 @@ class StoredRows(CodesTensor, Gathered):
         exponents = self._exponents.repeat_interleave(self.cols // cols, 1)[:, : -(-self.shape[1] // cols)]
         return StoredRows(self._qdata, exponents, self.spec, self.dtype, cols, self.total)
 
-    def _split(self, size: int, dim: int = 0) -> list[StoredRows]:
-        n, dim = self.shape[dim], dim % 2
+    def _split(self, size: int, dim: int = 0) -> list[Any]:
         # All parts alike: ranks send them to each other.
-        source = self if dim == 0 or self.cols == -1 else self._finer(math.gcd(self.cols, size))
-        return [source._sliced(dim, at, min(at + size, n)) for at in range(0, max(n, 1), max(size, 1))]
+        finer = self if dim % 2 == 0 or self.cols == -1 else self._finer(math.gcd(self.cols, size))
+        return super()._split(size, dim) if finer is self else finer._split(size, dim)
 
     def _padded(self, pad: list[int]) -> StoredRows:
         """``F.pad`` by zeros. Those before the first row or column get its scales, so that blocks may begin there."""
@@ -212,14 +198,6 @@ class StoredRows(CodesTensor, Gathered):
         return on_values(func, args, options)
 
 
-def raise_other_spec(stored: QuantSpec, wanted: QuantSpec) -> None:
-    """Raise ValueError: a recipe reads other codes than the stored ones."""
-    raise ValueError(
-        f"the weight is stored as {stored}, and its recipe reads {wanted}: swap to a recipe with the same weights, or "
-        "convert the model again from high precision"
-    )
-
-
 def row_spec(spec: QuantSpec) -> QuantSpec:
     """The spec of rows whose scales are repeated for each row."""
     return QuantSpec(spec.format, (1, spec.block[1]), spec.scale_format, spec.scale_rounding)
@@ -236,81 +214,21 @@ def rows_of(qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -
     return StoredRows(qdata, exponents, spec, dtype, spec.block[1])
 
 
-def _viewed(rows: StoredRows, size: Any, *others: Any) -> StoredRows:
-    """A view of the same shape. FSDP2 also keeps a flat one, which it reads for plain tensors only."""
-    if tuple(size) in (tuple(rows.shape), (-1,)):
-        return rows._with(*rows._both())
-    raise NotImplementedError(f"a view {tuple(size)} of {rows} does not work on a weight that is stored in 8 bits")
-
-
-def _strided(rows: StoredRows, size: Any, stride: Any, *others: Any) -> StoredRows:
-    """The first rows, which FSDP2 cuts out of what it gathered."""
-    if len(size) == 2 and size[1] == rows.shape[1] and size[0] <= rows.shape[0]:
-        return rows._sliced(0, 0, size[0])
-    return _viewed(rows, size)
-
-
-def _slice(rows: StoredRows, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    first, last, by = slice(start, end, step).indices(rows.shape[dim])
-    if by != 1:
-        raise NotImplementedError(f"a slice of step {by} does not work on a weight that is stored in 8 bits")
-    return rows._sliced(dim % 2, first, max(first, last))
-
-
-def _new_zeros(rows: StoredRows, size: Any, device: Any = None, **options: Any) -> Any:
-    """Memory for a shard, as FSDP2 makes it; for a part without elements, as DTensor does."""
-    if len(size) != 2:
-        return torch.zeros(size, dtype=rows.dtype, device=device or rows.device)
-    total = rows.shape[0] if rows.total is None else rows.total
-    return rows._like(size, device or rows.device, total if math.prod(size) else None)
-
-
-def _to(rows: StoredRows, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> StoredRows:
-    """``Tensor.to``: codes move, and are not cast."""
-    allowed = {name: options[name] for name in ("non_blocking", "copy") if name in options}
-    qdata, exponents = (x.to(device=device, **allowed) for x in rows._both())
-    return rows._with(qdata, exponents, dtype)
-
-
-def _empty_like(rows: StoredRows, device: Any = None, **options: Any) -> StoredRows:
-    return rows._like(rows.shape, device or rows.device, rows.total)
-
-
 def _full_like(rows: StoredRows, value: Any, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
     return torch.full(rows.shape, value, dtype=dtype or rows.dtype, device=device or rows.device)
 
 
-def _operand(rows: StoredRows, spec: str, transposed: bool, grad_output: Tensor | None = None) -> Any:
-    return rows._operand(spec_of(spec), transposed)
-
-
-def _same(rows: StoredRows) -> StoredRows:
-    return rows._with(*rows._both())
-
-
 _OPERATIONS: dict[Any, Any] = {
-    aten._pin_memory.default: lambda rows, *others: rows._with(*(x.pin_memory() for x in rows._both())),
-    aten._to_copy.default: _to,
-    aten.alias.default: _same,
-    aten.as_strided.default: _strided,
-    aten.clone.default: lambda rows, **options: rows._with(*(x.clone(**options) for x in rows._both())),
+    **OF_SHARDS,
     aten.constant_pad_nd.default: lambda rows, pad, value=0: rows._padded(list(pad)),
     aten.copy_.default: lambda rows, source, *others: rows._fill(source),
-    aten.detach.default: _same,
-    aten.empty_like.default: _empty_like,
     aten.full_like.default: _full_like,
-    aten.is_pinned.default: lambda rows, *others: rows._qdata.is_pinned(),
-    aten.new_empty.default: _new_zeros,
-    aten.new_zeros.default: _new_zeros,
     aten.ones_like.default: lambda rows, **options: _full_like(rows, 1, **options),
-    aten.slice.Tensor: _slice,
     aten.t.default: lambda rows: rows.plain_values().t(),
     aten.transpose.int: lambda rows, *dims: rows.plain_values().transpose(*dims),
-    aten.split.Tensor: lambda rows, size, dim=0: rows._split(size, dim),
-    aten.view.default: _viewed,
-    aten.view_as.default: lambda rows, other: _viewed(rows, other.shape),
+    aten.view_as.default: lambda rows, other: OF_SHARDS[aten.view.default](rows, other.shape),
     aten.zeros_like.default: lambda rows, **options: _full_like(rows, 0, **options),
-    ops.weight_operand: _operand,
+    ops.weight_operand: lambda rows, spec, transposed, *others: rows.read_operand(spec_of(spec), transposed),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -14,11 +13,9 @@ from tritonfp8 import ops
 from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
-from tritonfp8.layers.extensions import PROVIDERS
-from tritonfp8.layers.linear import OperandProvider, Pair
-from tritonfp8.layers.stored.base import DTYPES, CodesTensor
+from tritonfp8.layers.stored.base import DTYPES, CodesTensor, StoredTensor
 from tritonfp8.layers.stored.direct import OVERWRITES, STORED, TRAINED, counted, on_values
-from tritonfp8.layers.stored.rows import StoredRows, raise_other_spec, rows_of
+from tritonfp8.layers.stored.rows import rows_of
 from tritonfp8.layers.stored.views import view_of
 from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
@@ -26,7 +23,7 @@ from tritonfp8.specs import QuantSpec, spec_of
 aten = torch.ops.aten
 
 
-class StoredWeight(CodesTensor):
+class StoredWeight(StoredTensor):
     """A weight ``[N, K]`` that has codes and scales, and no copy in high precision.
 
     Its dtype is the one that the layer computes in. Its values are ``code * scale``: scales are powers of two, so the
@@ -48,12 +45,9 @@ class StoredWeight(CodesTensor):
         is_transposed: whether this tensor is ``[K, N]``, as the weight of a ``Conv1D``. The codes stay ``[N, K]``.
     """
 
-    _qdata: Tensor
+    inner_names = ("_qdata", "_scale")
+    attribute_names = ("spec", "dtype", "is_transposed")
     _scale: Tensor
-    spec: QuantSpec
-    is_transposed: bool
-    # Quantizes values, or their transpose: ``(qdata, scale)``.
-    _cast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.quantize)
 
     @staticmethod
     def __new__(
@@ -67,21 +61,6 @@ class StoredWeight(CodesTensor):
         self, qdata: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, is_transposed: bool = False
     ) -> None:
         self._qdata, self._scale, self.spec, self.is_transposed = qdata, scale, spec, is_transposed
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[QuantSpec, torch.dtype, bool]]:
-        return ["_qdata", "_scale"], (self.spec, self.dtype, self.is_transposed)
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> StoredWeight:
-        return cls(inner["_qdata"], inner["_scale"], *context)
-
-    def _stable_hash_for_caching(self) -> str:
-        """What a graph on disk depends on; the same in every process."""
-        inner = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in self._both()]
-        return repr((self.spec.args, self.dtype, self.is_transposed, inner))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.spec})"
 
     @property
     def data(self) -> Tensor:
@@ -100,15 +79,6 @@ class StoredWeight(CodesTensor):
     def quantized(self) -> Quantized:
         """The codes ``[N, K]`` and scales, not copied."""
         return Quantized(self._qdata, self._scale, self.spec)
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of codes and scales."""
-        return int(self._qdata.nbytes + self._scale.nbytes)
-
-    def data_ptr(self) -> int:
-        """Address of the codes: accelerate tells parameters apart by it when it gives its optimizer the shards."""
-        return torch_private.address_of(self._qdata, inspect.currentframe())
 
     def _plain(self, dtype: torch.dtype) -> Tensor:
         found = self._of_codes(dtype)
@@ -136,7 +106,10 @@ class StoredWeight(CodesTensor):
             for codes in (qdata, self._qdata):
                 # copy.deepcopy replaces the attributes of a clone by copies of ours.
                 setattr(codes, TRAINED, True)
-        return type(self)(qdata, scale, self.spec, dtype or self.dtype, self.is_transposed)
+        return super()._with(qdata, scale, dtype)
+
+    def _as_operand(self) -> tuple[Tensor, Tensor]:
+        return self._both()
 
     def _turned(self) -> Self:
         """``Tensor.mT``: the same codes."""
@@ -146,12 +119,6 @@ class StoredWeight(CodesTensor):
         if func is aten.t.default:
             return True
         return func is aten.transpose.int and {d % self.ndim for d in dims} == {self.ndim - 2, self.ndim - 1}
-
-    def _to(self, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Self:
-        """``Tensor.to``: codes move, and are not cast."""
-        allowed = {name: options[name] for name in ("non_blocking", "copy") if name in options}
-        qdata, scale = (x.to(device=device, **allowed) for x in self._both())
-        return self._with(qdata, scale, dtype)
 
     def _fill(self, source: Any) -> Self:
         """Take the values of ``source``, of this shape or a number: its codes, or the result of quantizing it."""
@@ -167,20 +134,6 @@ class StoredWeight(CodesTensor):
         self._qdata.copy_(found[0])
         self._scale.copy_(found[1])
         return self
-
-    def _operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
-        """``(qdata, scale)`` of the weight, or of its transpose, quantized by ``spec``."""
-        assert not self.is_transposed, "a layer reads [N, K]"
-        square = spec.block[0] == spec.block[1]
-        if spec == self.spec and (square or not transposed):
-            return (self._qdata.mT.contiguous(), self._scale.mT.contiguous()) if transposed else self._both()
-        if not transposed:
-            raise_other_spec(self.spec, spec)
-        qdata, scale = self._cast(self.plain_values(), *spec.args, True)
-        return qdata, scale
-
-    def _both(self) -> tuple[Tensor, Tensor]:
-        return self._qdata, self._scale
 
     def as_shard(self) -> Tensor:
         """The weight in the form that can be sharded; its codes are not copied.
@@ -204,7 +157,7 @@ class StoredWeight(CodesTensor):
         if isinstance(first, StoredWeight):
             same = func in (aten.as_strided.default, aten.view.default) and tuple(args[1]) == tuple(first.shape)
             if same or func in (aten.detach.default, aten.alias.default):
-                return first._with(*first._both())
+                return first._same()
             if first._is_turned_by(func, args[1:]):
                 return first._turned()
             if func is aten.clone.default:
@@ -236,7 +189,7 @@ class StoredWeight(CodesTensor):
                     first.shape, *args[1:], **{"dtype": first.dtype, "device": first.device, **given}
                 )
             if func in (ops.weight_operand, ops.matrices_operand):
-                return first._operand(spec_of(args[1]), args[2])
+                return first.read_operand(spec_of(args[1]), args[2])
             if func in _SHARDING:
                 # FSDP2 and DTensor make shards by these.
                 return func(first.as_shard(), *args[1:], **options)
@@ -265,50 +218,3 @@ def store(weight: Tensor, spec: QuantSpec, is_transposed: bool = False) -> Store
         ValueError: ``weight`` is neither bfloat16 nor float32; it may have codes.
     """
     return StoredWeight.of(weight, spec, is_transposed)
-
-
-@dataclass(frozen=True)
-class StoredWeightOperands(OperandProvider):
-    """Reads the operands of a weight from its codes; the other operands are quantized as usual.
-
-    The weight is a :class:`StoredWeight` or, if FSDP2 gathered it, a :class:`StoredRows`.
-    """
-
-    @property
-    def weight_has_codes(self) -> bool:
-        """True."""
-        return True
-
-    def weight(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
-        """The codes and their scales.
-
-        Raises:
-            ValueError: the weight is stored for another recipe.
-        """
-        assert spec is not None
-        return read_operand(weight, spec, False), None
-
-    def weight_both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
-        """As :meth:`weight` and :meth:`weight_t`."""
-        none: Pair = (None, None)
-        return (
-            none if spec is None else read_operand(weight, spec, False),
-            none if spec_t is None else read_operand(weight, spec_t, True),
-        )
-
-    def weight_t(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor) -> Pair:
-        """The transpose, quantized from the values unless its blocks are square."""
-        return read_operand(weight, spec_t, True, grad_output)
-
-
-def read_operand(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
-    """``(qdata, scale)`` of a stored weight or of its transpose, quantized by ``spec``."""
-    if torch.compiler.is_compiling():
-        # A graph does not look into subclasses. This op dispatches to _operand when the graph is made.
-        qdata, scale = ops.weight_operand(weight.detach(), *spec.args, transposed, grad_output)
-        return qdata, scale
-    found: tuple[Tensor, Tensor] = weight._operand(spec, transposed)
-    return found
-
-
-PROVIDERS.update(dict.fromkeys((StoredWeight, StoredRows), StoredWeightOperands()))

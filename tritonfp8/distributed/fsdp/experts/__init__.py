@@ -4,6 +4,6 @@ Exports what gathers the experts of a model, and what it finds in a model.
 """
 
 from tritonfp8.distributed.fsdp.experts.all_gather import ExpertsAllGather, experts_to_gather
-from tritonfp8.distributed.fsdp.experts.gathered import GatheredExperts, GatheredExpertsReader
+from tritonfp8.distributed.fsdp.experts.gathered import GatheredExperts
 
-__all__ = ["ExpertsAllGather", "GatheredExperts", "GatheredExpertsReader", "experts_to_gather"]
+__all__ = ["ExpertsAllGather", "GatheredExperts", "experts_to_gather"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +14,6 @@ from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
 from tritonfp8.distributed.fsdp.gathered_weight import source_of
 from tritonfp8.distributed.selective_checkpointing import hidden_from_selective_checkpointing
 from tritonfp8.distributed.torch_private import disable_dynamo
-from tritonfp8.layers.linear import Pair
-from tritonfp8.layers.moe import MatricesReader
 from tritonfp8.layers.stored import CodesTensor
 from tritonfp8.ops import implement
 from tritonfp8.specs import QuantSpec, spec_of
@@ -136,6 +133,12 @@ class GatheredExperts(CodesTensor):
         )  # fmt: skip
         return qdata, scale
 
+    @disable_dynamo  # type: ignore[untyped-decorator]
+    def read_operand(self, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+        """:meth:`operand` of an eager layer."""
+        with hidden_from_selective_checkpointing():
+            return self.operand(spec, transposed)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -183,26 +186,6 @@ _FACTORIES: dict[Any, Any] = {
     aten.ones_like.default: torch.ones,
     aten.empty_like.default: torch.empty,
 }
-
-
-@disable_dynamo  # type: ignore[untyped-decorator]
-def _read_now(weight: GatheredExperts, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
-    with hidden_from_selective_checkpointing():
-        return weight.operand(spec, transposed)
-
-
-@dataclass(frozen=True)
-class GatheredExpertsReader(MatricesReader):
-    """Reads weights of the type :class:`GatheredExperts`."""
-
-    def operand(self, weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
-        """As of :class:`MatricesReader`."""
-        if torch.compiler.is_compiling():
-            # A graph does not look into subclasses. This op dispatches to `operand` when the graph is made.
-            qdata, scale = ops.matrices_operand(weight.detach(), *spec.args, transposed, grad_output)
-            return qdata, scale
-        found: Pair = _read_now(weight, spec, transposed)
-        return found
 
 
 class ExpertsSource(Protocol):

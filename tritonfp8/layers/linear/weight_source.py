@@ -1,0 +1,192 @@
+"""Where the GEMMs of a layer get the operands of its weight: ``[N, K]``, or ``[E, N, K]`` of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tritonfp8 import ops
+from tritonfp8.checks import check_floating, require_flag, shown
+from tritonfp8.layers.extensions import SOURCES
+from tritonfp8.layers.linear.operands import NO_PAIR, Pair, quantize_for, quantize_later, quantize_now
+from tritonfp8.ops.passes import may_batch
+from tritonfp8.quantized import Quantized
+from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs import TENSORWISE, QuantSpec
+
+Operands = tuple[Quantized | None, Quantized | None]
+"""A matrix as two GEMMs read it: quantized untransposed and quantized transposed; None where no GEMM reads it."""
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Quantizes a weight for its GEMMs. This one casts the values of a tensor that is whole.
+
+    Weights that have codes are read by :class:`CodesSource`; ``tritonfp8.distributed`` derives one for shards. Sources
+    are compared by value, because a compiled graph is guarded on them. A spec of None means that no GEMM reads the
+    weight in that orientation; its pair is ``(None, None)``.
+    """
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the weight is quantized already, so that nobody needs to keep its codes for several passes."""
+        return False
+
+    def now(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """The weight for ``output``; runs in forward.
+
+        Returns:
+            ``(qdata, scale)``; and the amaxes of the transpose, which backward passes to :meth:`later`. They are None
+            where backward finds them.
+        """
+        if weight.ndim == 3:
+            finds = weight.is_contiguous()
+        else:
+            # In a graph the casts of small weights to their transposes become one op, which finds the amaxes.
+            finds = not torch.compiler.is_compiling() or not may_batch(weight) or (spec and spec.block) == TENSORWISE
+        return quantize_now(weight.detach(), spec, spec_t if finds else None)
+
+    def later(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor | None) -> Pair:
+        """``(qdata, scale)`` of the transposed weight for ``grad_input``; runs in backward.
+
+        ``grad_output`` is there for compilers only: an op that reads it cannot be moved into forward.
+        """
+        return quantize_later(weight, spec_t, amax_t)
+
+    def both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """The weight as :meth:`now` and :meth:`later` return it, for more than one pass."""
+        return quantize_for(weight.detach(), spec, spec_t)
+
+
+@dataclass(frozen=True)
+class CodesSource(WeightSource):
+    """Reads the operands of a weight that has codes: stored in 8 bits, or gathered in 8 bits by FSDP2."""
+
+    @property
+    def has_codes(self) -> bool:
+        """True."""
+        return True
+
+    def now(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Tensor | None]:
+        """The codes and their scales.
+
+        Raises:
+            ValueError: the weight has the codes of another recipe.
+        """
+        assert spec is not None
+        return read_operand(weight, spec, False), None
+
+    def later(self, weight: Tensor, spec_t: QuantSpec, amax_t: Tensor | None, grad_output: Tensor | None) -> Pair:
+        """The transpose: of a stored weight quantized from its values, unless its blocks are square."""
+        return read_operand(weight, spec_t, True, grad_output)
+
+    def both(self, weight: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:
+        """As :meth:`now` and :meth:`later`."""
+        return (
+            NO_PAIR if spec is None else read_operand(weight, spec, False),
+            NO_PAIR if spec_t is None else read_operand(weight, spec_t, True),
+        )
+
+
+def read_operand(weight: Any, spec: QuantSpec, transposed: bool, grad_output: Tensor | None = None) -> Pair:
+    """``(qdata, scale)`` of a weight that has codes, or of its transpose, quantized by ``spec``."""
+    if torch.compiler.is_compiling():
+        # A graph does not look into subclasses. This op dispatches to their read_operand when the graph is made.
+        op = ops.matrices_operand if weight.ndim == 3 else ops.weight_operand
+        qdata, scale = op(weight.detach(), *spec.args, transposed, grad_output)
+        return qdata, scale
+    found: Pair = weight.read_operand(spec, transposed)
+    return found
+
+
+CASTS = WeightSource()
+"""The source of whole weights that have values."""
+
+
+def source_of(weight: Tensor) -> WeightSource:
+    """The source of a weight: the one that the table has for its type, else :data:`CASTS`."""
+    return SOURCES.get(type(weight), CASTS)
+
+
+def _quantized(pairs: tuple[Pair, Pair], specs: Sequence[QuantSpec | None]) -> Operands:
+    first, second = (
+        None if spec is None or pair[0] is None or pair[1] is None else Quantized(pair[0], pair[1], spec)
+        for pair, spec in zip(pairs, specs, strict=True)
+    )
+    return first, second
+
+
+def pair_of(q: Quantized | None) -> Pair:
+    """``(qdata, scale)`` of ``q``; ``(None, None)`` if ``q`` is None."""
+    return NO_PAIR if q is None else (q.qdata, q.scale)
+
+
+def serves_both(recipe: Recipe) -> bool:
+    """Whether the transpose of the operand of ``output`` serves ``grad_input``: square blocks of one spec."""
+    spec = recipe.output.rhs
+    return spec is not None and spec == recipe.grad_input.rhs and spec.block[0] == spec.block[1]
+
+
+def quantize_weight(weight: Tensor, recipe: str | Recipe, needs_grad_input: bool = True) -> Operands:
+    """``weight [N, K]`` as the GEMMs of ``recipe`` read it, for :func:`linear` to use more than once.
+
+    Returns:
+        The weight for ``output``, and its transpose for ``grad_input``. The second is None if that GEMM is not needed
+        or keeps its operands in high precision. It is also None for square blocks, whose transpose is exact: one copy
+        of N K bytes then serves both.
+
+    Raises:
+        TypeError: ``weight`` is no floating tensor, or an argument is of another type.
+        ValueError: ``weight`` has not two dims, or an unknown recipe.
+    """
+    check_floating("weight", weight)
+    require_flag("needs_grad_input", needs_grad_input)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be [N, K]; got shape {tuple(weight.shape)}")
+    return weight_operands(weight, get(recipe), needs_grad_input, CASTS)
+
+
+def weight_operands(weight: Tensor, recipe: Recipe, needs_grad_input: bool, source: WeightSource) -> Operands:
+    """:func:`quantize_weight` of the part of a weight that ``source`` quantizes on this rank."""
+    transposed = None if serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs
+    specs = (recipe.output.rhs, transposed)
+    return _quantized(source.both(weight, *specs), specs)
+
+
+def check_cached(cached: Operands, weight: Tensor, recipe: Recipe, needs_grad_input: bool) -> None:
+    """Raise unless ``cached`` is the result of :func:`quantize_weight` for a weight of this shape and this recipe."""
+    if (
+        not isinstance(cached, tuple | list)
+        or [q for q in cached if not isinstance(q, Quantized | None)]
+        or len(cached) != 2
+    ):
+        raise TypeError(
+            f"quantized_weight must be what tritonfp8.functional.quantize_weight returns, or None; got {shown(cached)}"
+        )
+    wanted = (recipe.output.rhs, None if serves_both(recipe) or not needs_grad_input else recipe.grad_input.rhs)
+    shapes = (tuple(weight.shape), tuple(weight.shape[::-1]))
+    for name, q, spec, shape in zip(("weight", "weight.T"), cached, wanted, shapes, strict=True):
+        if spec is None:
+            continue
+        if q is None and name == "weight.T":
+            raise_without_transpose(recipe)
+        came = "None" if q is None else f"{q.spec} of shape {tuple(q.shape)}"
+        if q is None or q.spec != spec or tuple(q.shape) != shape:
+            raise ValueError(
+                f"quantized_weight must hold {name} as recipe {recipe.name!r} reads it, {spec} of shape {shape}; got "
+                f"{came}. Use tritonfp8.functional.quantize_weight."
+            )
+
+
+def raise_without_transpose(recipe: Recipe) -> NoReturn:
+    """Raise ValueError: operands of a weight that were quantized for inference are used to train."""
+    raise ValueError(
+        f"recipe {recipe.name!r} reads the transposed weight for the gradient of the input, and the weight was "
+        "quantized for inference. If tritonfp8.quantize_weights_once was opened under torch.no_grad() or "
+        "torch.inference_mode(), open it where gradients are enabled. Operands that you quantized yourself must have "
+        "the transposed weight, too: functional.quantize_weight(weight, recipe, needs_grad_input=True)"
+    )
