@@ -28,13 +28,21 @@ from tritonfp8.conversion import (
     teach_counters,
     unshare_inputs,
 )
-from tritonfp8.layers import all_or_nothing, change_class, forget_names, is_own_forward, rebase, record_names, swapping
+from tritonfp8.layers import (
+    all_or_nothing,
+    change_class,
+    class_before,
+    forget_names,
+    is_own_forward,
+    joined_class,
+    joined_of,
+    record_names,
+    swapping,
+)
 from tritonfp8.layers.linear import (
     Float8Conv1D,
     Float8Linear,
-    conv1d_class,
     is_conv1d,
-    linear_class,
     require_module,
 )
 from tritonfp8.layers.moe import ConvertedExperts, convert_experts, experts_before, revert_experts
@@ -152,7 +160,7 @@ def for_storage(
 
 
 def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
-    return conv1d_class(cls) if is_conv1d(layer) else linear_class(cls)
+    return joined_class(Float8Conv1D if is_conv1d(layer) else Float8Linear, cls)
 
 
 def apply_selection(model: nn.Module, selected: Selected, stored: Mapping[str, Recipe], freeze: bool) -> None:
@@ -237,15 +245,9 @@ def _released(layers: Iterable[_Layer | ConvertedExperts]) -> Iterator[None]:
         raise
 
 
-def _class_before(layer: _Layer) -> type:
-    if isinstance(layer, Float8Conv1D):
-        return rebase(type(layer), conv1d_class(layer.conv1d), layer.conv1d)
-    return rebase(type(layer), linear_class(layer.linear), layer.linear)
-
-
 def _is_wrapped(layer: _Layer) -> bool:
     """Whether code that ran after ``convert`` keeps the forward of a layer of torchtitan inside a function."""
-    return isinstance(layer, Float8Linear) and layer.linear is not nn.Linear and not is_own_forward(layer)
+    return isinstance(layer, Float8Linear) and joined_of(layer) is not Float8Linear and not is_own_forward(layer)
 
 
 def revert(model: nn.Module) -> list[str]:
@@ -272,12 +274,13 @@ def revert(model: nn.Module) -> list[str]:
         raise ValueError(f"quantize_weights_once is open on {', '.join(cached)}: revert after the block")
     if wrapped := [name for name, module in layers.items() if _is_wrapped(module)]:
         raise ValueError(f"torchtitan wrapped the forward of {', '.join(wrapped)} to shard it: revert before that")
-    classes = {module: _class_before(module) for module in layers.values()}
+    classes = {module: class_before(module) for module in layers.values()}
     of_experts = {module: experts_before(module) for module in experts.values()}
     with all_or_nothing(model), _released([*layers.values(), *experts.values()]):
         for converted in (*layers.values(), *experts.values()):
             converted.drop_hooks()
         for module, cls in classes.items():
+            assert cls is not None
             change_class(module, cls)
             module.__dict__.pop("recipe", None)
         for each, cls_before in of_experts.items():

@@ -68,7 +68,7 @@ ROOM_LINES = {
     "tuning": 1640,
     "launch": 3820,
     "ops": 1550,
-    "layers": 720,
+    "layers": 760,
     "layers.linear": 1980,
     "layers.moe": 1560,
     "layers.stored": 2260,

@@ -35,10 +35,8 @@ from tritonfp8.layers.linear.module import (
     Float8Conv1D,
     Float8Linear,
     computes_linear,
-    conv1d_class,
     is_conv1d,
     is_converted,
-    linear_class,
     require_module,
 )
 from tritonfp8.layers.linear.operands import (

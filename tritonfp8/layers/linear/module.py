@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tritonfp8 import counting
 from tritonfp8.checks import require_type
+from tritonfp8.layers.joined import register_computing
 from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
 from tritonfp8.layers.linear.weight_cache import CachedWeight
@@ -45,8 +46,6 @@ class Float8Linear(ParameterHooks, nn.Linear):
     recipe: Recipe
     shared_input: SharedInput | None = None
     cached_weight: CachedWeight | None = None
-    # The class that a converted layer had.
-    linear: type[nn.Linear] = nn.Linear
 
     def __init__(
         self,
@@ -90,7 +89,9 @@ class Float8Linear(ParameterHooks, nn.Linear):
 # write the forward in other operations.
 _SAME_FORWARD = {("torchtitan.models.common.linear", "Linear")}
 _SAME_RESULT = {("transformers.models.falcon.modeling_falcon", "FalconLinear")}
-_joined_linear: dict[type[nn.Linear], type[Float8Linear]] = {nn.Linear: Float8Linear}
+
+
+register_computing(Float8Linear, nn.Linear)
 
 
 def computes_linear(cls: type[nn.Module]) -> TypeGuard[type[nn.Linear]]:
@@ -100,30 +101,11 @@ def computes_linear(cls: type[nn.Module]) -> TypeGuard[type[nn.Linear]]:
     return (cls.__module__, cls.__name__) in _SAME_FORWARD and getattr(cls, "forward", None) is nn.Linear.forward
 
 
-def linear_class(cls: type[nn.Linear]) -> type[Float8Linear]:
-    """The class of a converted ``cls``, for which :func:`computes_linear` holds; it is a subclass of both."""
-    if cls not in _joined_linear:
-        members = {"__doc__": Float8Linear.__doc__, "linear": cls, "__reduce_ex__": _reduce_joined}
-        _joined_linear[cls] = type("Float8Linear", (Float8Linear, cls), members)
-    return _joined_linear[cls]
-
-
-def _reduce_joined(layer: Float8Linear, protocol: Any) -> Any:
-    # The joined class has no module in which pickle could look it up. Classes that others derive from it do as they do.
-    if type(layer) is not linear_class(layer.linear):
-        return nn.Linear.__reduce_ex__(layer, protocol)
-    return _empty_linear, (layer.linear,), layer.__dict__
-
-
-def _empty_linear(cls: type[nn.Linear]) -> Float8Linear:
-    found = linear_class(cls)
-    return found.__new__(found)
-
-
 class Float8Conv1D(ParameterHooks):
     """The part of a converted ``Conv1D`` of transformers that computes: a linear layer of weight ``[K, N]``.
 
-    :func:`conv1d_class` joins it with the class of the layer. The weight stays the same Parameter with the same key.
+    :func:`~tritonfp8.layers.joined.joined_class` joins it with the class of the layer. The weight stays the same
+    Parameter with the same key.
     """
 
     recipe: Recipe
@@ -131,18 +113,12 @@ class Float8Conv1D(ParameterHooks):
     bias: Tensor
     shared_input: SharedInput | None = None
     cached_weight: CachedWeight | None = None
-    # The class that the layer had.
-    conv1d: type[nn.Module]
 
     def __init__(self, *args: object, **options: object) -> None:
         raise TypeError(
-            f"{type(self).__name__} is the class of a converted layer and makes none: make a {self.conv1d.__name__} "
-            "and convert it by the recipe of the layer that is copied"
+            "Float8Conv1D is the class of a converted layer and makes none: make a Conv1D and convert it by the recipe "
+            "of the layer that is copied"
         )
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The joined class has no module in which pickle could look it up.
-        return _empty_conv1d, (self.conv1d,), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight + bias`` by the recipe; ``x [..., K]``, result ``[..., N]``."""
@@ -168,21 +144,6 @@ class Float8Conv1D(ParameterHooks):
     def __repr__(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{type(self).__name__}({sizes}, recipe={self.recipe.name!r})"
-
-
-_joined: dict[type[nn.Module], type[Float8Conv1D]] = {}
-
-
-def conv1d_class(cls: type[nn.Module]) -> type[Float8Conv1D]:
-    """The class of a converted ``cls``, a ``Conv1D`` of transformers; it is a subclass of both."""
-    if cls not in _joined:
-        _joined[cls] = type("Float8Conv1D", (Float8Conv1D, cls), {"__doc__": Float8Conv1D.__doc__, "conv1d": cls})
-    return _joined[cls]
-
-
-def _empty_conv1d(cls: type[nn.Module]) -> Float8Conv1D:
-    found = conv1d_class(cls)
-    return found.__new__(found)
 
 
 def is_conv1d(module: nn.Module) -> bool:

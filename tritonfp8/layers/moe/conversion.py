@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from tritonfp8.layers.in_place import change_class, is_own_forward, rebase
-from tritonfp8.layers.moe.experts import ConvertedExperts, RoutedExperts, computing_class, experts_class
+from tritonfp8.layers.in_place import change_class, is_own_forward
+from tritonfp8.layers.joined import class_before, joined_class
+from tritonfp8.layers.moe.experts import ConvertedExperts, RoutedExperts, computing_class
 from tritonfp8.recipes import Recipe, get
 
 
@@ -13,7 +14,7 @@ def convert_experts(module: nn.Module, recipe: Recipe) -> None:
     """Let experts for which :func:`computing_class` finds a class follow ``recipe``, in place."""
     computes = computing_class(module)
     assert computes is not None
-    change_class(module, experts_class(type(module), computes))
+    change_class(module, joined_class(computes, type(module), f"Float8{type(module).__name__}"))
     module.recipe = recipe  # type: ignore[assignment]
 
 
@@ -26,12 +27,10 @@ def experts_before(module: ConvertedExperts) -> type | None:
     """
     if isinstance(module, RoutedExperts) and module.dispatch is not None:
         raise ValueError("the experts are sharded over ranks, which only experts with a recipe compute: revert before")
-    if module.experts is None:
-        return None
-    if not is_own_forward(module):
+    before = class_before(module)
+    if before is not None and not is_own_forward(module):
         raise ValueError(f"torchtitan wrapped the forward of a {type(module).__name__} to shard it: revert before that")
-    joined = next(cls for cls in type(module).__mro__ if cls.__dict__.get("experts") is module.experts)
-    return rebase(type(module), joined, module.experts)
+    return before
 
 
 def revert_experts(module: ConvertedExperts, before: type | None) -> None:

@@ -46,8 +46,6 @@ class ConvertedExperts(ParameterHooks):
     recipe: Recipe
     # Set in a sampled step of inspect, and in sensitivity.
     observer: ExpertsObserver | None = None
-    # The class that converted experts had; None for Float8Experts, which had no other.
-    experts: type[nn.Module] | None = None
     # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
     casts_to: torch.dtype | None = None
 
@@ -78,12 +76,6 @@ class ConvertedExperts(ParameterHooks):
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.experts is None or type(self) is not experts_class(self.experts, type(self).__mro__[1]):
-            return super().__reduce_ex__(protocol)
-        # The joined class has no module in which pickle could look it up.
-        return _empty, (self.experts, type(self).__mro__[1]), self.__dict__
 
 
 class Dispatch(Protocol):
@@ -320,21 +312,6 @@ class TitanExperts(ConvertedExperts):
             self.observer.saw_input(weight, A, offs)
             self.observer.saw_output(weight, out)
         return out
-
-
-_joined: dict[type[nn.Module], type[ConvertedExperts]] = {}
-
-
-def experts_class(cls: type[nn.Module], computes: type[ConvertedExperts]) -> type[ConvertedExperts]:
-    """The class of converted experts that had the class ``cls``: a subclass of ``computes`` and ``cls``."""
-    if cls not in _joined:
-        _joined[cls] = type(f"Float8{cls.__name__}", (computes, cls), {"__doc__": computes.__doc__, "experts": cls})
-    return _joined[cls]
-
-
-def _empty(cls: type[nn.Module], computes: type[ConvertedExperts]) -> ConvertedExperts:
-    found = experts_class(cls, computes)
-    return found.__new__(found)
 
 
 def is_converted_experts(module: nn.Module) -> TypeGuard[ConvertedExperts]:
