@@ -9,7 +9,7 @@ from cases import each_recipe
 from torch import nn
 
 import tritonfp8
-from tritonfp8.workflow.fingerprint import CHUNK_BYTES, Fingerprints
+from tritonfp8.layers.changes import CHUNK_BYTES, Fingerprints
 
 
 class Model(nn.Module):

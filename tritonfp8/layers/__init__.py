@@ -6,6 +6,7 @@ codes as weights.
 """
 
 from tritonfp8.layers import extensions
+from tritonfp8.layers.changes import Fingerprints, Watch, sample_of, stamp, versions
 from tritonfp8.layers.codes import check_not_torchao, refuse_codes
 from tritonfp8.layers.converted import forget_names, record_names, recorded_modules
 from tritonfp8.layers.in_place import all_or_nothing, change_class, is_own_forward, rebase

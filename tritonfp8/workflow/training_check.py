@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonfp8.checks import require
+from tritonfp8.layers import Fingerprints
 from tritonfp8.layers.linear import require_module
-from tritonfp8.workflow.fingerprint import Fingerprints
 from tritonfp8.workflow.verification_report import ON_FAILURE, Failure, deliver
 
 _logger = logging.getLogger("tritonfp8")

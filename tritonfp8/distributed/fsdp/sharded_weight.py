@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonfp8.distributed.fsdp.gather_plan import Reduction
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed
-from tritonfp8.layers.linear import Watch, sample_of
+from tritonfp8.layers import Watch, sample_of
 
 
 class ShardSource(Protocol):

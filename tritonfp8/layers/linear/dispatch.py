@@ -1,10 +1,4 @@
-"""``linear()``: the entry of every linear layer. It picks the path for eager code, graphs, traces and sharded tensors.
-
-    eager code                      :func:`local_linear`: quantize, then the autograd function of :mod:`.function`
-    plain tensors, torch.compile    one op for the whole layer (:mod:`tritonfp8.ops.graph_op`)
-    torch.export, make_fx           one op that has its gradient (:mod:`.traced`)
-    torch.func                      autograd functions that transforms take (:mod:`.transforms`)
-    DTensor and other types         the function that is registered for the type (:mod:`tritonfp8.layers.tensor_types`)
+"""``linear()``: the entry of every linear layer. It picks one of the ways that :mod:`tritonfp8.layers.linear` lists.
 
 Public as :mod:`tritonfp8.functional`.
 """

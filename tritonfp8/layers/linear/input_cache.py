@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonfp8.compat import torch_private
+from tritonfp8.layers.changes import versions
 from tritonfp8.layers.linear.operands import OperandProvider, Pair
+from tritonfp8.layers.tensor_types import TENSORS
 from tritonfp8.specs import QuantSpec
 
 _T = TypeVar("_T")
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class _Entry:
@@ -75,21 +76,9 @@ def forget() -> None:
         _thread.entry = None
 
 
-def versions(x: Tensor) -> int | tuple[Any, ...] | None:
-    """A value that every counted write to ``x`` changes; None if ``x``, or a tensor inside it, counts no writes."""
-    if x.is_inference():
-        return None
-    if type(x) in _PLAIN or not hasattr(x, "__tensor_flatten__"):
-        return x._version
-    # A write to a DTensor's local tensor is counted there only. Flattening a DTensor also returns its mesh.
-    parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
-    inner = tuple([versions(part) for part in parts if isinstance(part, Tensor)])
-    return None if None in inner else (x._version, *inner)
-
-
 def _state(x: Tensor) -> tuple[Any, ...] | None:
     """The state in which a cast of ``x`` is made: it serves a layer in an equal state. None: it serves nobody."""
-    counted = x._version if type(x) in _PLAIN and not x.is_inference() else versions(x)
+    counted = x._version if type(x) in TENSORS and not x.is_inference() else versions(x)
     if counted is None:
         return None
     # Selective checkpointing counts the ops in its mode, so a cast made outside of it must be made again inside.

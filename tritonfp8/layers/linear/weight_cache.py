@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,111 +9,9 @@ import torch
 from torch import Tensor
 
 from tritonfp8.compat import torch_private
+from tritonfp8.layers.changes import Watch
 from tritonfp8.layers.unsupported import refuse_transform
 from tritonfp8.recipes import Recipe
-
-SAMPLES = 4096
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The values of ``x`` as a matrix of integers, without a copy if ``x`` has two dims."""
-    matrix = x.detach()
-    # A rank without experts has a shard without rows, whose columns a reshape could not tell.
-    matrix = matrix.flatten(1) if x.ndim > 2 else matrix.reshape(1, -1) if x.ndim < 2 else matrix
-    return matrix.view(_INTEGERS[x.element_size()])
-
-
-def sample_of(x: Tensor) -> Tensor:
-    """Some elements as integers; a view if ``x`` has two dims and a dense layout.
-
-    It has all elements of a small tensor; else about :data:`SAMPLES`, at least one of each row and of each column.
-    """
-    bits = _bits(x)
-    if not bits.is_contiguous():
-        bits = bits.t()
-    rows, columns = bits.shape
-    step = max(1, min(bits.numel() // SAMPLES, rows, columns))
-    if not bits.is_contiguous():
-        return bits[:: math.isqrt(step), :: math.isqrt(step)]
-    # A step that shares no factor with the number of columns visits all of them.
-    while math.gcd(step, columns) > 1:
-        step -= 1
-    return bits.view(-1)[::step]
-
-
-def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
-    bits = _bits(x)
-    return bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
-
-
-class Watch:
-    """Notices whether tensors change.
-
-    The host sees a change that torch counts. For any other change a sample is compared at each use, and at the end the
-    sums of the bits of each row and of each column.
-
-    Args:
-        find: returns the tensors; called at each check, since others may have taken their place. Of a DTensor this
-            rank's part is watched.
-
-    Attributes:
-        differences: for each tensor, the bits in which each element of its sample differed at any use.
-    """
-
-    def __init__(self, find: Callable[[], Sequence[Tensor]]) -> None:
-        self._find = find
-        # They stay alive, so no others can take their memory.
-        self._tensors = list(find())
-        self._seen = [_stamp(x) for x in self._tensors]
-        # A tensor that is made in inference mode cannot be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            self._samples = [sample_of(_local(x)) for x in self._tensors]
-            self._bits = [x.clone() for x in self._samples]
-            self._sums = [_sums(_local(x)) for x in self._tensors]
-            self.differences = [torch.zeros_like(x) for x in self._bits]
-
-    def is_written(self) -> bool:
-        """Whether torch counted a write, or other tensors took the place of these."""
-        return self._is_replaced() or [_stamp(x) for x in self._tensors] != self._seen
-
-    def _is_replaced(self) -> bool:
-        now = self._find()
-        return len(now) != len(self._tensors) or any(x is not y for x, y in zip(now, self._tensors, strict=True))
-
-    def note(self, now: Sequence[Tensor] | None = None) -> None:
-        """Compare the samples on the device: of the tensors, or of ``now``, which stands for them.
-
-        :meth:`has_changed` reads the notes; reading them here would make the host wait. If threads or streams do this
-        at the same time, a difference may be lost, but none is invented.
-        """
-        samples = self._samples if now is None else [sample_of(x) for x in now]
-        for sample, bits, differences in zip(samples, self._bits, self.differences, strict=True):
-            differences.bitwise_or_(sample ^ bits)
-
-    def has_changed(self) -> bool:
-        """Whether some tensor has other values now, or had them at some use. The host waits for the device."""
-        if self._is_replaced():
-            return True
-        flags = [x.any() for x in self.differences]
-        for x, sums in zip(self._tensors, self._sums, strict=True):
-            flags += [(a != b).any() for a, b in zip(_sums(_local(x)), sums, strict=True)]
-        return any(flag.item() for flag in flags)
-
-
-def _local(x: Tensor) -> Tensor:
-    local: Tensor = getattr(x, "_local_tensor", x)
-    return local
-
-
-def _stamp(x: Tensor) -> tuple[int, int | None, int | None]:
-    # A write to a DTensor may be counted there only, a write to its local tensor is.
-    local = _local(x)
-    return local.data_ptr(), _version(x), _version(local)
 
 
 class CachedWeight:

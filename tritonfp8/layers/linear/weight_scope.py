@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,33 @@ from tritonfp8.layers.extensions import Extensions, WholeTogether
 from tritonfp8.layers.linear.module import ConvertedLayer, as_matrix, is_converted, require_module
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.layers.linear.weight_source import quantize_weight, source_of
+from tritonfp8.recipes import Recipe
 
 Layers = Mapping[str, ConvertedLayer]
 
 
-Scope = Callable[[nn.Module, torch.dtype | None], AbstractContextManager[bool]]
-_scopes: list[Scope] = []
+class Weights(NamedTuple):
+    """The weights of a module that is no linear layer, to quantize once.
 
-
-def register_scope(scope: Scope) -> None:
-    """Let :func:`quantize_weights_once` open this scope, too: of modules that are no linear layers.
-
-    ``scope(model, dtype)`` returns a context, whose value says whether the model has such modules.
+    Attributes:
+        name: of the module in its model.
+        module: it reads them from its attribute ``cached_weights``, by the names of parameters.
+        values: by the names of parameters.
+        quantize: ``quantize(values, recipe, needs_grad_input)``.
     """
-    _scopes.append(scope)
+
+    name: str
+    module: Any
+    values: Mapping[str, Tensor]
+    quantize: Callable[[Tensor, Recipe, bool], Any]
+
+
+_finders: list[Callable[[nn.Module], Iterable[Weights]]] = []
+
+
+def register_finder(find: Callable[[nn.Module], Iterable[Weights]]) -> None:
+    """Let :func:`quantize_weights_once` quantize the weights that ``find`` finds in a model, too."""
+    _finders.append(find)
 
 
 def _sharding(layers: Layers) -> Extensions | None:
@@ -87,15 +100,27 @@ def _has_codes(layer: ConvertedLayer) -> bool:
     return weight is not None and source_of(getattr(weight, "_local_tensor", weight)).has_codes
 
 
-def _check_weight(name: str, layer: ConvertedLayer, weight: Tensor) -> None:
+def _check_weight(name: str, layer: ConvertedLayer) -> None:
     if "weight" not in layer._parameters and not _is_parametrized(layer):
         raise TypeError(
             f"the weight of {name} must be a Parameter; a hook computes it for each use (pruned, or normalized by a "
             "hook): make that permanent first (prune.remove), use torch.nn.utils.parametrizations, or leave out the "
             "block"
         )
+
+
+def _check_data(name: str, weight: Tensor) -> None:
     if weight.is_meta:
         raise TypeError(f"the weight of {name} must have data; got a tensor on meta. Materialize the model first.")
+
+
+def _cache_other(name: str, of: Weights, key: str, dtype: torch.dtype | None) -> CachedWeight:
+    """A quantized weight of a module that is no linear layer."""
+    weight = of.values[key]
+    _check_data(name, weight)
+    computed_in = _dtype_of(weight, dtype)
+    operands = of.quantize(weight.detach().to(computed_in), of.module.recipe, torch.is_grad_enabled())
+    return CachedWeight(computed_in, of.module.recipe, operands, lambda: [of.module._parameters[key]])
 
 
 def _cache(tied: Layers, dtype: torch.dtype | None, owner: WholeTogether | None) -> CachedWeight:
@@ -103,7 +128,8 @@ def _cache(tied: Layers, dtype: torch.dtype | None, owner: WholeTogether | None)
     name, layer = next(iter(tied.items()))
     parametrized = _is_parametrized(layer)
     weight = _computed(name, layer) if parametrized else layer.weight
-    _check_weight(name, layer, weight)
+    _check_weight(name, layer)
+    _check_data(name, weight)
     computed_in = _dtype_of(weight, dtype)
     needs = torch.is_grad_enabled()
     matrix = as_matrix(layer, weight.detach().to(computed_in))
@@ -150,7 +176,7 @@ def raise_changed(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def _cached(layers: Layers, dtype: torch.dtype | None) -> Iterator[None]:
+def _cached(layers: Layers, others: Sequence[Weights], dtype: torch.dtype | None) -> Iterator[None]:
     """The layers read cached operands inside the block; at its end their weights are checked."""
     sharding = _sharding(layers)
     groups = [] if sharding is None else sharding.whole_together(layers)
@@ -163,16 +189,22 @@ def _cached(layers: Layers, dtype: torch.dtype | None) -> Iterator[None]:
                 continue
             with group.whole():
                 cached |= _cache_all(group.layers, dtype, None if group.layers is alone else group)
+        read: dict[Any, tuple[str, Any]] = {layers[name]: ("cached_weight", each) for name, each in cached.items()}
+        for of in others:
+            names = {key: f"{of.name}.{key}".lstrip(".") for key in of.values}
+            found = {key: _cache_other(name, of, key, dtype) for key, name in names.items()}
+            cached |= {name: found[key] for key, name in names.items()}
+            read[of.module] = ("cached_weights", found)
         try:
-            for name, each in cached.items():
-                layers[name].cached_weight = each
+            for module, (attribute, value) in read.items():
+                setattr(module, attribute, value)
             yield
             _check_unchanged(cached)
         finally:
             for each in cached.values():
                 each.open = False
-            for layer in layers.values():
-                layer.__dict__.pop("cached_weight", None)
+            for module, (attribute, _) in read.items():
+                module.__dict__.pop(attribute, None)
 
 
 @contextmanager
@@ -221,12 +253,12 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"dtype must be torch.bfloat16, torch.float16, torch.float32 or None; got {shown(dtype)}")
     layers = {name: module for name, module in model.named_modules() if is_converted(module)}
-    with ExitStack() as stack:
-        others = [stack.enter_context(scope(model, dtype)) for scope in _scopes]
-        if not layers and not any(others):
-            raise ValueError("the model has no converted layer: use tritonfp8.convert first")
-        layers = {name: layer for name, layer in layers.items() if not _has_codes(layer)}
-        if open_already := [name for name, layer in layers.items() if layer.cached_weight is not None]:
-            raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
-        stack.enter_context(_cached(layers, dtype))
+    others = [weights for find in _finders for weights in find(model)]
+    if not layers and not others:
+        raise ValueError("the model has no converted layer: use tritonfp8.convert first")
+    layers = {name: layer for name, layer in layers.items() if not _has_codes(layer)}
+    open_already = [name for name, layer in layers.items() if layer.cached_weight is not None]
+    if open_already := open_already + [of.name or "the model" for of in others if of.module.cached_weights]:
+        raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
+    with _cached(layers, others, dtype):
         yield

@@ -3,7 +3,6 @@
 Exports the layer as a function and as modules, and how the experts of other packages are converted.
 """
 
-from tritonfp8.layers.moe import weight_scope
 from tritonfp8.layers.moe.checks import check_offsets
 from tritonfp8.layers.moe.conversion import convert_experts, experts_before, revert_experts
 from tritonfp8.layers.moe.experts import (

@@ -7,7 +7,7 @@ which choose the experts of a token, are other modules, and stay in high precisi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeGuard
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from tritonfp8 import counting
 from tritonfp8.layers.in_place import is_own_forward
-from tritonfp8.layers.linear import CachedWeight, autocast_all
+from tritonfp8.layers.linear import CachedWeight, Weights, autocast_all, register_finder, source_of
 from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.checks import check_routed
-from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear
+from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear, quantize_weights
 from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
 from tritonfp8.layers.moe.routing import Routing, combine, gather, in_dtype
 from tritonfp8.layers.parameter_hooks import ParameterHooks
@@ -354,3 +354,24 @@ def why_unfit_experts(module: nn.Module, computes: type[ConvertedExperts]) -> st
     if odd or {name for name in weights if name not in module._parameters}:
         return f"their weights are not parameters with three dims each: {odd or ', '.join(weights)}"
     return None
+
+
+def _parts(module: RoutedExperts) -> dict[str, Tensor]:
+    """The weights of the experts on this rank; none if FSDP2 shards or a parametrization computes them."""
+    weights = module.weights()
+    if not all(name in module._parameters for name in weights):
+        return {}
+    if module.dispatch is not None:
+        return module.dispatch.parts(weights) or {}
+    shared = (hasattr(weight, "_local_tensor") or source_of(weight).has_codes for weight in weights.values())
+    return {} if any(shared) else weights
+
+
+def _weights_to_cache(model: nn.Module) -> Iterator[Weights]:
+    """The weights that :func:`tritonfp8.quantize_weights_once` quantizes once; of each module, also if it has none."""
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield Weights(name, module, _parts(module), quantize_weights)
+
+
+register_finder(_weights_to_cache)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tritonfp8.conversion import converted_experts, converted_layers
-from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, versions
+from tritonfp8.layers import versions
+from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
 from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
