@@ -66,7 +66,7 @@ ROOM_LINES = {
     "reference": 1070,
     "testing": 220,
     "tuning": 1640,
-    "launch": 3820,
+    "launch": 3640,
     "ops": 1550,
     "layers": 950,
     "layers.linear": 1850,

@@ -23,8 +23,8 @@ ROUNDS, CALLS = 400, 50
 
 def cases(package):
     """Calls of a package by name."""
-    cast, matmul, recipes = (
-        importlib.import_module(f"{package}.{n}") for n in ("launch.cast", "launch.matmul", "recipes")
+    casts, gemms, recipes = (
+        importlib.import_module(f"{package}.{n}") for n in ("launch.casts", "launch.gemms", "recipes")
     )
     import torch
 
@@ -33,14 +33,14 @@ def cases(package):
     for name in ("rowwise", "blockwise"):
         gemm = recipes.get(name).output
         spec, spec_b = gemm.lhs.args, gemm.rhs.args
-        a, b = cast.quantize(x, *spec), cast.quantize(w, *spec_b)
+        a, b = casts.quantize(x, *spec), casts.quantize(w, *spec_b)
         args = (*a, *spec, *b, *spec_b, None, None, None, torch.bfloat16, "precise")
         full = (*args[:6], torch.randn(512), "gelu", torch.randn(256, 512), torch.bfloat16, "precise")
-        found[f"GEMM {name}"] = lambda args=args, f=matmul.scaled_matmul: f(*args)
-        found[f"GEMM {name}, epilogue"] = lambda args=full, f=matmul.scaled_matmul: f(*args)
-        found[f"quantize {name}"] = lambda s=spec, f=cast.quantize: f(x, *s)
-        found[f"quantize transposed {name}"] = lambda s=spec, f=cast.quantize: f(x, *s, True)
-        found[f"quantize both {name}"] = lambda s=spec, f=cast.quantize_both: f(x, *s, *s)
+        found[f"GEMM {name}"] = lambda args=args, f=gemms.scaled_matmul: f(*args)
+        found[f"GEMM {name}, epilogue"] = lambda args=full, f=gemms.scaled_matmul: f(*args)
+        found[f"quantize {name}"] = lambda s=spec, f=casts.quantize: f(x, *s)
+        found[f"quantize transposed {name}"] = lambda s=spec, f=casts.quantize: f(x, *s, True)
+        found[f"quantize both {name}"] = lambda s=spec, f=casts.quantize_both: f(x, *s, *s)
     return found
 
 

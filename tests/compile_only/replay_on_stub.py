@@ -19,7 +19,7 @@ stub.patch()
 
 from tritonfp8 import hardware, recipes, reference
 from tritonfp8.compat import triton_private
-from tritonfp8.launch import cast, executor, figures, kernel_cache, matmul, moe
+from tritonfp8.launch import casts, executor, figures, gemms, kernel_cache
 from tritonfp8.ops import fakes
 from tritonfp8.specs import BLOCKS, QuantSpec
 
@@ -84,34 +84,34 @@ def cases():
         scale_format = entry.scale_formats[0]
         spec = QuantSpec("e4m3", block, scale_format, "pow2")
         one, other = shapes[number % 2], shapes[1 - number % 2]
-        yield f"quantize {entry.name} {one}", cast.quantize, lambda s=one, q=spec: (x(*s), *q.args, False, None)
+        yield f"quantize {entry.name} {one}", casts.quantize, lambda s=one, q=spec: (x(*s), *q.args, False, None)
         yield (
             f"both {entry.name} {other}",
-            cast.quantize_both,
+            casts.quantize_both,
             lambda s=other, q=spec: (x(*s, torch.float32), *q.args, *q.args),
         )
 
         def dequantize(q=spec):
             return (*fakes.quantize(x(129, 384), *q.args), *q.args, torch.float32)
 
-        yield f"dequantize {entry.name}", cast.dequantize, dequantize
-        yield f"transposed {entry.name}", cast.quantize, lambda q=spec: (x(129, 384), *q.args, True, None)
-        yield f"amax {entry.name}", cast.amax, lambda b=block: (x(129, 384), list(b))
+        yield f"dequantize {entry.name}", casts.dequantize, dequantize
+        yield f"transposed {entry.name}", casts.quantize, lambda q=spec: (x(129, 384), *q.args, True, None)
+        yield f"amax {entry.name}", casts.amax, lambda b=block: (x(129, 384), list(b))
         for transposed in (False, True):
 
             def given_amax(q=spec, b=block, transposed=transposed):
                 values = x(129, 384)
                 return values, *q.args, transposed, reference.amax(values.t() if transposed else values, list(b))
 
-            yield f"given amax {entry.name} transposed={transposed}", cast.quantize, given_amax
-        yield f"strided {entry.name}", cast.quantize, lambda q=spec: (x(128, 384, step=2), *q.args, False, None)
+            yield f"given amax {entry.name} transposed={transposed}", casts.quantize, given_amax
+        yield f"strided {entry.name}", casts.quantize, lambda q=spec: (x(128, 384, step=2), *q.args, False, None)
     products = [(name, "output") for name in ("tensorwise", "rowwise", "blockwise", "mxfp8")]
     for name, gemm in (*products, ("blockwise", "grad_weight")):
         g = getattr(recipes.get(name), gemm)
         for (m, n, k), epilogue in (((256, 512, 384), False), ((2048, 4096, 512), True), ((33, 70, 129), True)):
             yield (
                 f"{name} {gemm} {m, n, k} epilogue={epilogue}",
-                matmul.scaled_matmul,
+                gemms.scaled_matmul,
                 lambda g=g, m=m, n=n, k=k, e=epilogue: product(g, m, n, k, e, torch.bfloat16),
             )
 
@@ -150,10 +150,10 @@ def group_cases():
             a, b = (fakes.quantize_groups(y, ends(), *q.args, True) for y, q in ((grad, g.lhs), (x, g.rhs)))
             return *a, *g.lhs.args, *b, *g.rhs.args, ends(), None, torch.float32, "precise", False, 310
 
-        yield f"groups {name} casts", moe.quantize_groups_both, both
-        yield f"groups {name} rows", moe.scaled_grouped_matmul, of_rows
-        yield f"groups {name} columns", moe.scaled_grouped_matmul, of_columns
-    yield "sums of groups", moe.grouped_sum, lambda: (torch.ones(310, 512), ends())
+        yield f"groups {name} casts", casts.quantize_groups_both, both
+        yield f"groups {name} rows", gemms.scaled_grouped_matmul, of_rows
+        yield f"groups {name} columns", gemms.scaled_grouped_matmul, of_columns
+    yield "sums of groups", casts.grouped_sum, lambda: (torch.ones(310, 512), ends())
 
 
 def product(gemm, m, n, k, epilogue, out):

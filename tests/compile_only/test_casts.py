@@ -17,10 +17,8 @@ from tritonfp8.kernels.cast.quantize import (
     quantize_kernel,
 )
 from tritonfp8.kernels.cast.rows import quantize_rows_kernel
-from tritonfp8.launch import cast as launch
-from tritonfp8.launch import executor, partial_maxima
-from tritonfp8.launch.casts import column_sums, known_amax, transposed
-from tritonfp8.launch.matmul import widened
+from tritonfp8.launch import casts, executor
+from tritonfp8.launch.gemms import widened
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 from tritonfp8.tuning import cast_tiles
 
@@ -40,7 +38,7 @@ def launches(monkeypatch):
     """What the launcher would launch on a device of compute capability ``cc``: a function of ``cc`` and a cast."""
 
     def record(cc, cast):
-        found = note_launches(monkeypatch, cc, launch, column_sums, known_amax, partial_maxima)
+        found = note_launches(monkeypatch, cc)
         cast()
         return [Launch(*each) for each in found]
 
@@ -51,11 +49,11 @@ def cast(x, spec, side):
     """``spec`` in one orientation or both, the transposed one as e5m2."""
     spec_t = dataclasses.replace(spec, format="e5m2")
     return {
-        "normal": lambda: launch.quantize(x, *spec.args),
-        "transposed": lambda: launch.quantize(x, *spec_t.args, True),
-        "both": lambda: launch.quantize_both(x, *spec.args, *spec_t.args),
-        "amax": lambda: known_amax.quantize_with_amax(x, *spec.args, *spec.args),
-        "sums": lambda: column_sums.quantize_both_sum(x, *spec.args, *spec_t.args),
+        "normal": lambda: casts.quantize(x, *spec.args),
+        "transposed": lambda: casts.quantize(x, *spec_t.args, True),
+        "both": lambda: casts.quantize_both(x, *spec.args, *spec_t.args),
+        "amax": lambda: casts.quantize_with_amax(x, *spec.args, *spec.args),
+        "sums": lambda: casts.quantize_both_sum(x, *spec.args, *spec_t.args),
     }[side]
 
 
@@ -170,7 +168,7 @@ def test_transposed_tiles_move_as_vectors(launches, spec, side, dtype):
 @pytest.mark.parametrize("cc", [89, 90, 100])
 def test_transposes_move_as_vectors(launches, cc):
     qdata = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
-    (launched,) = launches(cc, lambda: transposed.transpose(qdata))
+    (launched,) = launches(cc, lambda: casts.transpose(qdata))
     report = launched.compile(cc)
     assert report.spill_bytes == 0, report.log
     assert min(shared_bytes_at_once(report.ptx), default=16) >= 4
@@ -182,7 +180,7 @@ def test_transposes_move_as_vectors(launches, cc):
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32), (1, -1), (-1, -1)], ids=str)
 def test_amax_compiles_for_every_target(launches, block, cc):
     # Rows of so many parts that a launch of their own joins them.
-    found = launches(cc, lambda: launch.amax(matrix(512, 32768), block))
+    found = launches(cc, lambda: casts.amax(matrix(512, 32768), block))
     assert len(found) == (2 if block == ROWWISE else 1)
     for launched in found:
         assert launched.compile(cc).spill_bytes == 0
@@ -191,7 +189,7 @@ def test_amax_compiles_for_every_target(launches, block, cc):
 @pytest.mark.parametrize("cc", [89, 90, 100])
 def test_a_cast_that_joins_parts_of_columns_compiles_for_every_target(launches, cc):
     (spec,) = (spec for spec in CASTS if spec.block == ROWWISE)
-    found = launches(cc, lambda: launch.quantize(matrix(2048, 2048), *spec.args, True))
+    found = launches(cc, lambda: casts.quantize(matrix(2048, 2048), *spec.args, True))
     assert len(found) == 2
     for launched in found:
         assert launched.compile(cc).spill_bytes == 0
@@ -201,7 +199,7 @@ def test_a_cast_that_joins_parts_of_columns_compiles_for_every_target(launches, 
 def test_dequantize_compiles_for_every_target(launches, cc):
     spec = CASTS[-1]
     qdata, scale = reference.quantize(torch.zeros(4096, 64), *spec.args)
-    (launched,) = launches(cc, lambda: launch.dequantize(qdata, scale, *spec.args, torch.bfloat16))
+    (launched,) = launches(cc, lambda: casts.dequantize(qdata, scale, *spec.args, torch.bfloat16))
     assert launched.compile(cc).spill_bytes == 0
 
 

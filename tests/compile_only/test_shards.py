@@ -12,16 +12,21 @@ from tritonfp8.launch import shards
 from tritonfp8.specs import BLOCK_128X128, ROWWISE, TENSORWISE
 
 COLUMNWISE = ROWWISE[::-1]
+# The table says where shards lie, and is made by hand.
+SHARDS, PLACES = [torch.empty(4, 4, device="meta")], torch.empty(1, 4, device="meta")
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What would be launched on a device of compute capability ``cc``: its report, of a function of a table."""
+    """What a cast would launch on a device of compute capability ``cc``: its report."""
 
     def compile_(cc, cast, dtype=torch.float32):
         found = note_launches(monkeypatch, cc, shards)
         fields, owners, like = (torch.empty(4, dtype=d, device="meta") for d in (torch.int64, torch.int32, dtype))
-        cast(shards.ShardTable(fields, owners, like, aligned=True))
+        monkeypatch.setattr(
+            shards, "_table_of", lambda *args, **options: shards.ShardTable(fields, owners, like, aligned=True)
+        )
+        cast()
         [(kernel, arguments, options)] = found
         return compile_launch(cc, kernel, *arguments, **options)
 
@@ -37,7 +42,7 @@ def amaxes():
 @pytest.mark.parametrize("blocks", [(TENSORWISE,), (ROWWISE, COLUMNWISE), (BLOCK_128X128,)], ids=str)
 def test_amaxes(compiled, blocks, dtype, cc):
     report = compiled(
-        cc, lambda table: shards.launch_amax(table, [size for block in blocks for size in block], amaxes()), dtype
+        cc, lambda: shards.amax_of_shards(amaxes(), SHARDS, PLACES, [size for block in blocks for size in block]), dtype
     )
     assert report.spill_bytes == 0, report.log
     assert "ld.global.v4.b32" in report.ptx
@@ -53,9 +58,9 @@ def test_amaxes(compiled, blocks, dtype, cc):
 def test_casts(compiled, block, transposed, rounding, cc):
     spec = QuantSpec("e4m3", BLOCK_128X128 if block == BLOCK_128X128 else ROWWISE, "fp32", rounding)
 
-    def cast(table):
+    def cast():
         out = torch.empty(4, dtype=torch.uint8, device="meta")
-        shards.launch_quantize(table, *spec.args, transposed, torch.bfloat16, amaxes(), out)
+        shards.quantize_shards(out, SHARDS, PLACES, amaxes(), *spec.args, transposed, torch.bfloat16)
 
     report = compiled(cc, cast)
     assert report.spill_bytes == 0, report.log

@@ -6,7 +6,8 @@ from cases import each_device, normal
 from matmul_cases import PAIRS, Product, family, runs
 from tuned import ADA, H200
 
-from tritonfp8.launch import cast, matmul
+from tritonfp8.launch import casts, gemms
+from tritonfp8.launch.gemms import dense
 from tritonfp8.launch.plan import View, make_plan
 from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
@@ -34,7 +35,7 @@ def planned_launches(pair, m, n, k, device, batch_invariant):
             scale = scale._replace(strides=(1, -(-shape[0] // 4) * 4))
         operands += [view(len(operands), rows, k), scale]
     options = (pair[0].args[0], pair[1].args[0], None, torch.bfloat16, "precise", None, None, batch_invariant)
-    plan = make_plan(matmul.plan_scaled_matmul, [*operands, None, None, None], options, device)
+    plan = make_plan(dense.plan_scaled_matmul, [*operands, None, None, None], options, device)
     return [(launch.kernel, launch.constants, launch.options) for launch in plan.launches]
 
 
@@ -56,18 +57,18 @@ class TestPlans:
         """Rows from the middle of others may begin where TMA cannot read, and another kernel would run."""
         memory = torch.zeros(4 * 32 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
         odd, wide = memory[1:].view(4, 32), memory[: 4 * 32].view(2, 64)[:, :32]
-        assert not matmul.has_tma_layout(odd)
-        copy = matmul.scaled._readable_rows(odd)
-        assert matmul.has_tma_layout(copy)
+        assert not gemms.has_tma_layout(odd)
+        copy = dense._readable_rows(odd)
+        assert gemms.has_tma_layout(copy)
         assert torch.equal(copy.view(torch.uint8), odd.view(torch.uint8))
-        assert matmul.scaled._readable_rows(wide) is wide
+        assert dense._readable_rows(wide) is wide
 
 
 def rows_of(product, m):
     """The GEMM of the first ``m`` rows, quantized by themselves."""
     part = Product.__new__(Product)
     part.specs, part.b, part.b_scale = product.specs, product.b, product.b_scale
-    part.a, part.a_scale = cast.quantize(product.rows[:m], *product.specs[0].args)
+    part.a, part.a_scale = casts.quantize(product.rows[:m], *product.specs[0].args)
     return part
 
 

@@ -15,7 +15,7 @@ from cases import CUDA, INTERPRETER, each_device, generator, normal, surrounded
 from matmul_cases import EPILOGUES, OTHER_PAIRS, PAIRS, Product, family, integers, runs
 
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
-from tritonfp8.launch import cast, matmul
+from tritonfp8.launch import casts, gemms
 from tritonfp8.specs import ACCUMULATIONS, ACTIVATIONS, scale_shape
 from tritonfp8.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr
 from tritonfp8.tuning import chooser
@@ -32,7 +32,7 @@ def positive(*shape, seed):
 def launch_exactly(x, spec):
     """As :func:`quantize_exactly` with one scale of 1 for all, in little memory."""
     amax = torch.full(scale_shape(x.shape, spec.block), FORMATS[spec.format].qmax, device=x.device)
-    return cast.quantize(x, *spec.args, amax=amax)
+    return casts.quantize(x, *spec.args, amax=amax)
 
 
 def padded_rows(x):
@@ -156,7 +156,7 @@ def test_every_configuration(device, name, accumulation, config, tma):
     for shape in tails if tma else tails + ones:
         layout = padded_rows if tma else lambda x: x
         product = Product.of(integers, pair, shape, device).with_layout(layout)
-        assert matmul.has_tma_layout(product.a) or not tma, "this would test the pointer path"
+        assert gemms.has_tma_layout(product.a) or not tma, "this would test the pointer path"
         check(pair, shape, device, accumulation, layout, pooled, **options)
     if accumulation == "precise":
         check_pool(pooled, dtypes[0])

@@ -31,8 +31,8 @@ from cases import (
 
 from tritonfp8 import launch, reference
 from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
-from tritonfp8.launch import cast, executor
-from tritonfp8.launch.partial_maxima import PartialMaxima
+from tritonfp8.launch import casts, executor
+from tritonfp8.launch.casts.partial_maxima import PartialMaxima
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
 from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
@@ -54,12 +54,12 @@ def assert_same(actual, expected):
 
 def check_quantize(x, spec, transpose=False, amax=None):
     expected = reference.quantize(x, *spec.args, transpose, amax)
-    assert_same(cast.quantize(x, *spec.args, transpose, amax), expected)
+    assert_same(casts.quantize(x, *spec.args, transpose, amax), expected)
 
 
 def check_both(x, spec, spec_t):
     expected = reference.quantize_both(x, *spec.args, *spec_t.args)
-    assert_same(cast.quantize_both(x, *spec.args, *spec_t.args), expected)
+    assert_same(casts.quantize_both(x, *spec.args, *spec_t.args), expected)
 
 
 def check_every_orientation(x, spec):
@@ -214,7 +214,7 @@ def test_amax(device, spec, shape):
     for data in (x, with_specials(x)) if x.numel() > 4 else (x,):
         data = data.to(device)
         for block in (spec.block, spec.block[::-1]):
-            assert_bitwise_equal(cast.amax(data, block), reference.amax(data, block))
+            assert_bitwise_equal(casts.amax(data, block), reference.amax(data, block))
 
 
 DEQUANTIZED = SPEC_OF_BLOCK, HIGH_PRECISION_DTYPES, [(1, 1), (130, 300), (2, 3, 130, 40), (0, 5)]
@@ -224,7 +224,7 @@ DEQUANTIZED = SPEC_OF_BLOCK, HIGH_PRECISION_DTYPES, [(1, 1), (130, 300), (2, 3, 
 def test_dequantize(device, spec, dtype, shape):
     x = banded(*shape) if math.prod(shape) else torch.empty(shape)
     q = reference.quantize(x.to(device), *spec.args)
-    assert_same([cast.dequantize(*q, *spec.args, dtype)], [reference.dequantize(*q, *spec.args, dtype)])
+    assert_same([casts.dequantize(*q, *spec.args, dtype)], [reference.dequantize(*q, *spec.args, dtype)])
 
 
 @each_device
@@ -237,7 +237,7 @@ def test_dequantize_every_code_by_every_exponent(device, format, dtype):
     scale = codes.view(256, 1).repeat(1, 8).view(torch.float8_e8m0fnu).to(device)
     args = qdata, scale, *spec.args, dtype
     # What arithmetic leaves in the payload of a NaN differs by device.
-    actual, expected = cast.dequantize(*args), reference.dequantize(*args)
+    actual, expected = casts.dequantize(*args), reference.dequantize(*args)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert_bitwise_equal(actual.nan_to_num(0, math.inf, -math.inf), expected.nan_to_num(0, math.inf, -math.inf))
 
@@ -253,11 +253,11 @@ def test_the_largest_values_of_float32_come_back_as_documented(device, spec):
     below = math.nextafter(first, 0) - 2.0**103
     for value, overflows in ((below, False), (first, True), (torch.finfo(torch.float32).max, True)):
         x = torch.full((2, 32), value, device=device)
-        qdata, scale = cast.quantize(x, *spec.args)
+        qdata, scale = casts.quantize(x, *spec.args)
         assert_same((qdata, scale), reference.quantize(x, *spec.args))
         assert qdata.float().isfinite().all()
         assert scale.float().isfinite().all()
-        found = cast.dequantize(qdata, scale, *spec.args, torch.float32)
+        found = casts.dequantize(qdata, scale, *spec.args, torch.float32)
         assert_same([found], [reference.dequantize(qdata, scale, *spec.args, torch.float32)])
         assert bool(found.isinf().all()) == (overflows and spec.scale_rounding == "pow2")
 
@@ -267,7 +267,7 @@ def test_dequantize_of_strided_data(device):
     spec = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
     qdata, scale = reference.quantize(banded(300, 260).to(device), *spec.args)
     args = qdata[::2, 128:], scale[::2, 1:], *spec.args, torch.float32
-    assert_same([cast.dequantize(*args)], [reference.dequantize(*args)])
+    assert_same([casts.dequantize(*args)], [reference.dequantize(*args)])
 
 
 @each_device
@@ -293,8 +293,8 @@ def test_transpose_of_strided_data(device, layout):
 def test_the_transpose_of_square_blocks_needs_no_second_rounding(device, format):
     spec = QuantSpec(format, BLOCK_128X128, "fp32", "pow2")
     x = with_specials(banded(300, 260)).to(device, torch.bfloat16)
-    qdata, scale = cast.quantize(x, *spec.args)
-    assert_bitwise_equal((launch.casts.transpose(qdata), scale.t()), cast.quantize(x, *spec.args, True))
+    qdata, scale = casts.quantize(x, *spec.args)
+    assert_bitwise_equal((launch.casts.transpose(qdata), scale.t()), casts.quantize(x, *spec.args, True))
 
 
 TILES = [
@@ -341,7 +341,7 @@ def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
     for x in (banded(192, 160).to(device, dtype), with_specials(banded(165, 135)).to(device, dtype)):
         for spec in SPEC_OF_BLOCK:
             if -1 in spec.block:
-                assert_bitwise_equal(cast.amax(x, spec.block), reference.amax(x, spec.block))
+                assert_bitwise_equal(casts.amax(x, spec.block), reference.amax(x, spec.block))
                 check_both(x, spec, spec)
                 check_quantize(x, spec, transpose=True)
 
@@ -386,7 +386,7 @@ def test_more_than_2_to_the_31_elements(spec, transpose):
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free GPU memory")
     x = torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
-    qdata, scale = cast.quantize(x, *spec.args, transpose)
+    qdata, scale = casts.quantize(x, *spec.args, transpose)
     whole = None
     if spec.block == TENSORWISE:
         whole = torch.stack([part.float().abs().max() for part in x.split(chunk)]).max().view(1, 1)

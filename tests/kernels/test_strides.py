@@ -8,7 +8,8 @@ from cases import INTERPRETER, normal
 from matmul_cases import PAIRS, Product, family
 
 from tritonfp8 import reference
-from tritonfp8.launch import cast, matmul
+from tritonfp8.launch import casts
+from tritonfp8.launch.gemms import dense, operands
 from tritonfp8.launch.plan import View
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec, empty_scale
 from tritonfp8.testing import assert_bitwise_equal
@@ -75,16 +76,16 @@ def test_scales_along_k(device, far, name, split):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_casts(device, far, dim):
     x = normal(3, 3).bfloat16()
-    assert_bitwise_equal(cast.quantize(far(x, dim), *ROW.args), reference.quantize(x, *ROW.args))
+    assert_bitwise_equal(casts.quantize(far(x, dim), *ROW.args), reference.quantize(x, *ROW.args))
 
 
 def test_scales_beyond_the_coordinates_of_tma_are_copied(far):
     """A step's rows are found by one int32: here the fourth step begins beyond it."""
     scale = empty_scale((8, 4 * 128), BLOCK_1X128, "fp32", "cpu").copy_(normal(8, 4))
-    assert matmul.readable_along_k(scale, VECTOR) is scale
-    copied = matmul.readable_along_k(far(scale, 1), VECTOR)
+    assert dense.readable_along_k(scale, VECTOR) is scale
+    copied = dense.readable_along_k(far(scale, 1), VECTOR)
     assert copied.stride() == scale.stride()
     assert_bitwise_equal(copied, scale)
-    map, row, step = matmul.scale_along_k(View.of(copied), 1, 32)
+    map, row, step = operands.scale_along_k(View.of(copied), 1, 32)
     assert (row, step) == (1, scale.stride(1))
     assert (map.view.shape, map.block) == ((3 * step + 8,), (32,))

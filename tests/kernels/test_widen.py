@@ -9,9 +9,9 @@ from cases import each_device, normal, surrounded
 from matmul_cases import EPILOGUES, PAIRS, Product, integers
 
 from tritonfp8 import hardware, reference, tuning
-from tritonfp8.launch import matmul
+from tritonfp8.launch import gemms
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.matmul import widened
+from tritonfp8.launch.gemms import widened
 from tritonfp8.specs import BLOCK_1X32, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning.matmul_space import MAX_M_OF_CODES, SPACES
@@ -172,9 +172,9 @@ class TestChoice:
     def test_a_count_names_what_ran(self, native, monkeypatch):
         abilities = hardware.CPU.__class__("gpu", (9, 0), True, True, True, True, True, native, 132, 232448)
         monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
-        kinds = [matmul.product_kind(*MX[0].args, torch.device("cuda"), m) for m in (64, 65)]
+        kinds = [gemms.product_kind(*MX[0].args, torch.device("cuda"), m) for m in (64, 65)]
         assert kinds == (["fp8", "fp8"] if native else ["emulated", "dequantized"])
-        assert matmul.product_kind(*PAIRS["rowwise"][0].args, torch.device("cuda"), 65) == "fp8"
+        assert gemms.product_kind(*PAIRS["rowwise"][0].args, torch.device("cuda"), 65) == "fp8"
 
     @each_device
     def test_the_op_runs_what_is_chosen(self, device, monkeypatch):

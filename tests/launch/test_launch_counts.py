@@ -16,7 +16,7 @@ from bench import models, shapes
 from tritonfp8 import hardware, ops
 from tritonfp8.conversion.cost import H200
 from tritonfp8.launch import executor
-from tritonfp8.launch.matmul import widened
+from tritonfp8.launch.gemms import widened
 from tritonfp8.ops import passes
 
 MODEL = "gpt 2 xl layers"

@@ -11,7 +11,7 @@ from cases import normal
 
 from tritonfp8 import hardware, ops, recipes, reference
 from tritonfp8.compat import triton_private
-from tritonfp8.launch import cast, executor, matmul
+from tritonfp8.launch import casts, executor, gemms
 from tritonfp8.launch.plan import Buffer, Planner, TensorMap, View, make_plan
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, sqnr
@@ -35,14 +35,14 @@ def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=Non
         strides = scale_strides or (1, -(-rows // 4) * 4)
         operands += [view(slot, rows, k, dtype=E4M3, aligned=a_aligned or slot), scale._replace(strides=strides)]
     options = (spec, spec, None, BF16, "precise", config)
-    return make_plan(matmul.plan_scaled_matmul, [*operands, bias, None, out], options, device)
+    return make_plan(gemms.dense.plan_scaled_matmul, [*operands, bias, None, out], options, device)
 
 
 class TestPlans:
     """Made of layouts alone: there is no memory, no GPU and no launch."""
 
     def test_a_cast(self):
-        plan = make_plan(cast.plan_quantize, [view(0, 256, 512), None], (ROW, False), H200)
+        plan = make_plan(casts.dense.plan_quantize, [view(0, 256, 512), None], (ROW, False), H200)
         assert plan.inputs == 2
         assert plan.buffers == (
             Buffer((256, 512), (512, 1), E4M3), Buffer((256, 1), (1, 1), torch.float32)
@@ -59,13 +59,13 @@ class TestPlans:
 
     def test_the_same_key_gives_the_same_plan(self):
         for make in (
-            lambda: make_plan(cast.plan_quantize_both, [view(0, 300, 512)], (ROW, ROW), H200),
+            lambda: make_plan(casts.dense.plan_quantize_both, [view(0, 300, 512)], (ROW, ROW), H200),
             lambda: gemm_plan(256, 512, 384),
         ):
             assert make() == make()
 
     def test_partial_maxima_are_reduced_before_they_are_read(self):
-        plan = make_plan(cast.plan_quantize_both, [view(0, 2048, 4096)], (ROW, ROW), H200)
+        plan = make_plan(casts.dense.plan_quantize_both, [view(0, 2048, 4096)], (ROW, ROW), H200)
         assert [launch.kernel.__name__ for launch in plan.launches] == [
             "partial_amax_kernel", "maxima_kernel", "quantize_kernel"
         ]  # fmt: skip
@@ -100,11 +100,13 @@ class TestPlans:
     @pytest.mark.parametrize(
         "plan",
         [
-            lambda: make_plan(cast.plan_quantize, [view(0, 0, 512), None], (ROW, False), H200),
+            lambda: make_plan(casts.dense.plan_quantize, [view(0, 0, 512), None], (ROW, False), H200),
             lambda: make_plan(
-                cast.plan_quantize, [view(0, 3, 100, 128), None], ("e4m3:128x128:fp32:pow2", False), H200
+                casts.dense.plan_quantize, [view(0, 3, 100, 128), None], ("e4m3:128x128:fp32:pow2", False), H200
             ),
-            lambda: make_plan(cast.plan_quantize, [view(0, 3, 100, 128).transposed(0, 1), None], (ROW, False), H200),
+            lambda: make_plan(
+                casts.dense.plan_quantize, [view(0, 3, 100, 128).transposed(0, 1), None], (ROW, False), H200
+            ),
             lambda: gemm_plan(2048, 4096, 512, scale_strides=(4, 1)),
             lambda: gemm_plan(256, 512, 384, scale_strides=(1, 2**31)),
             lambda: gemm_plan(256, 512, 384, bias=view(4, 512)._replace(strides=(2,))),
@@ -119,7 +121,7 @@ def test_scales_that_no_copy_brings_within_32_bits_are_an_error():
     a = torch.empty(2**20, 2**17, dtype=E4M3, device="meta")
     scale = torch.empty(2**20, 2**12, dtype=torch.float8_e8m0fnu, device="meta")
     with pytest.raises(ValueError, match=r"fewer than 2\^31 elements; got \(1048576, 4096\).*multiply parts"):
-        matmul.scaled_matmul(a, scale, "e4m3:1x32:e8m0:pow2", a, scale, "e4m3:1x32:e8m0:pow2")
+        gemms.scaled_matmul(a, scale, "e4m3:1x32:e8m0:pow2", a, scale, "e4m3:1x32:e8m0:pow2")
 
 
 def test_views_are_those_of_torch():
@@ -317,7 +319,7 @@ def test_repeats_compute_what_triton_s_own_launches_do(name, monkeypatch):
                 patch.setattr(executor, "_plans", {})
                 patch.setattr(triton_private, "MISSING", ("a name",))
                 patch.setattr(executor, "_warned", {"a name"})
-                launched = matmul.scaled_matmul(*args)
+                launched = gemms.scaled_matmul(*args)
         torch.cuda.synchronize()
         assert_bitwise_equal(a, reference.quantize(x, *gemm.lhs.args))
         expected = reference.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import tritonfp8
 from tritonfp8 import counting, ops, reference
 from tritonfp8.counting import count_gemms
-from tritonfp8.launch import matmul
+from tritonfp8.launch import gemms
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -178,7 +178,7 @@ def test_defaults_of_a_product(device):
     expected = ops.scaled_matmul(*args)
     assert_bitwise_equal(ops.scaled_matmul(*args[:6]), expected)
     check_fake(ops.scaled_matmul, args[:6])
-    for twin in (ops.OPS["scaled_matmul"].reference, matmul.scaled_matmul, tritonfp8.scaled_matmul):
+    for twin in (ops.OPS["scaled_matmul"].reference, gemms.scaled_matmul, tritonfp8.scaled_matmul):
         parameters = inspect.signature(twin).parameters
         for name, value in zip(("bias", "activation", "residual", "out_dtype", "accumulation"), args[6:], strict=True):
             assert parameters[name].default == value

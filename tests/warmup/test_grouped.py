@@ -13,7 +13,7 @@ from warmup_jobs import last_is_fastest
 
 from tritonfp8 import hardware, recipes, tuning
 from tritonfp8.functional import grouped_linear
-from tritonfp8.launch import moe
+from tritonfp8.launch import gemms
 from tritonfp8.warmup import measure
 from tritonfp8.warmup.gemms import GROUPED_MATMUL, GroupedGemmCall, gemm_of
 from tritonfp8.warmup.measure import tune
@@ -50,13 +50,13 @@ def test_the_key_is_that_of_the_launch(monkeypatch, recipe, has_tma):
         raise LookupError
 
     abilities = dataclasses.replace(hardware.CPU, has_tma=has_tma)
-    monkeypatch.setattr("tritonfp8.launch.moe.matmul.choose_grouped", choose)
+    monkeypatch.setattr("tritonfp8.launch.gemms.grouped.choose_grouped", choose)
     monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
     # No row of 20 elements begins at a multiple of 16 bytes: TMA cannot address it.
     calls = [*grouped(calls_of(recipe)), *grouped(calls_of(recipe, torch.float32)), *grouped(calls_of(recipe, n=20))]
     for call in calls:
         with pytest.raises(LookupError):
-            moe.scaled_grouped_matmul(*call.arguments("cpu"))
+            gemms.scaled_grouped_matmul(*call.arguments("cpu"))
         assert asked[-1] == gemm_of(call, CPU).key
     assert len(calls) >= 6
     assert {at.kind.groups for at in asked} >= {"rows"}

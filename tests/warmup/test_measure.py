@@ -12,8 +12,7 @@ from op_samples import SAMPLES
 from tuned import CPU_MACHINE, entry, layer_products, stored
 from warmup_jobs import SHAPES, choices, last_is_fastest
 
-from tritonfp8 import hardware, ops, recipes, tuning
-from tritonfp8.launch import matmul
+from tritonfp8 import hardware, launch, ops, recipes, tuning
 from tritonfp8.testing import assert_matmul_close
 from tritonfp8.warmup import gemms, measure
 from tritonfp8.warmup.gemms import GemmCall
@@ -56,7 +55,7 @@ class TestProducts:
                     patch.setattr(hardware, "abilities", lambda device, cpu=cpu: cpu)
                     gemm = GemmCall.of(call, CPU)
                     with pytest.raises(LookupError) if gemm.has_configurations(CPU) else contextlib.nullcontext():
-                        matmul.scaled_matmul(*call.arguments("cpu"))
+                        launch.gemms.scaled_matmul(*call.arguments("cpu"))
                     assert not gemm.has_configurations(CPU) or asked[-1] == gemm.key
         assert {at.kind.copy_engine for at in asked} == {True, False}
         assert {at.kind.bare for at in asked} == {True, False}

@@ -114,7 +114,10 @@ def _planned_slowly(
 ) -> Results | None:
     if found is not None:
         return _results(found.plan, _run(found.plan, tensors)[0])
-    plan = _plan_of(function, tensors, options)
+    first = tensors[0]
+    assert first is not None
+    views = [None if x is None else View.of(x, slot) for slot, x in enumerate(tensors)]
+    plan = make_plan(function, views, options, hardware.abilities(first.device))
     if plan is None:
         return None
     slots, compiled = _run(plan, tensors)
@@ -123,14 +126,6 @@ def _planned_slowly(
             _plans.clear()
         _plans[key] = _Known(plan, _repeat_or_warn(plan, slots, compiled))
     return _results(plan, slots)
-
-
-def _plan_of(function: PlanFunction, tensors: Sequence[Tensor | None], options: tuple[object, ...]) -> Plan | None:
-    """The plan of a call; None if it cannot be planned."""
-    first = tensors[0]
-    assert first is not None
-    views = [None if x is None else View.of(x, slot) for slot, x in enumerate(tensors)]
-    return make_plan(function, views, options, hardware.abilities(first.device))
 
 
 def _results(plan: Plan, slots: Sequence[Tensor | None]) -> Results:
@@ -250,13 +245,11 @@ def _repeat_of(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[An
         launch_all(stream_of(index), addresses)
         if first is not None:
             return tuple(tensors[:first])
-        return tuple([tensors[i] if layout is None else _viewed(tensors[i], *layout) for i, layout in outputs])
+        return tuple(
+            [tensors[i] if view is None else tensors[i].view(view[0]).as_strided(*view[1]) for i, view in outputs]
+        )
 
     return repeat
-
-
-def _viewed(x: Tensor, dtype: torch.dtype, layout: tuple[Any, Any, int]) -> Tensor:
-    return x.view(dtype).as_strided(*layout)
 
 
 def _output(plan: Plan, view: View) -> tuple[int, Any]:

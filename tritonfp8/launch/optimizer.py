@@ -31,7 +31,7 @@ def _launch(
     kind = spec_of(spec)
     constants = {
         **kernel_constants(kind, kind.block), "S_ROWS": scale_block[0], "S_COLS": scale_block[1],
-        "TILE_M": tile.m, "TILE_N": tile.n, **constants,
+        **tile.sizes(), **constants,
     }  # fmt: skip
     stored = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
     run(kernel, programs, (qdata, stored, *pointers), (*qdata.shape, *integers), constants, **tile.options(), **OPTIONS)

@@ -1,7 +1,7 @@
 """A call of a launch function as data: buffers to allocate, kernels to launch, views to return.
 
-A planner (such as ``plan_quantize`` in :mod:`tritonfp8.launch.cast`) fills a :class:`Planner`. It sees shapes, strides,
-dtypes and alignments and no memory, so one plan serves every call with the same key.
+A planner (such as ``plan_quantize`` of :mod:`tritonfp8.launch.casts`) fills a :class:`Planner`. It sees shapes,
+strides, dtypes and alignments and no memory, so one plan serves every call with the same key.
 :mod:`tritonfp8.launch.executor` runs plans.
 """
 

@@ -15,7 +15,7 @@ from tritonfp8.kernels.cast import shards as kernels
 from tritonfp8.launch.kernel_cache import run
 from tritonfp8.launch.plan import ALIGNMENT, kernel_constants
 from tritonfp8.specs import spec_of, transposed
-from tritonfp8.tuning import VECTOR_BYTES, cast_tiles
+from tritonfp8.tuning import cast_tiles
 
 TILE = cast_tiles.SHARDS
 # The constants of a spec that the kernel takes.
@@ -42,17 +42,7 @@ class ShardTable(NamedTuple):
 _tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def shard_table(shards: Sequence[Tensor], places: Sequence[Sequence[int]]) -> ShardTable:
-    """The table of shards of one dtype on one device.
-
-    Args:
-        shards: each ``[n, k]``, contiguous.
-        places: of each shard: the offset of its first byte in what is written, the distance of two rows there, and the
-            fields of its place in one or two grids.
-
-    Raises:
-        ValueError: shards that are no contiguous matrices of one dtype on one device.
-    """
+def _table(shards: Sequence[Tensor], places: Sequence[Sequence[int]]) -> ShardTable:
     like = shards[0]
     rows: list[list[int]] = []
     owners: list[int] = []
@@ -73,29 +63,34 @@ def shard_table(shards: Sequence[Tensor], places: Sequence[Sequence[int]]) -> Sh
 
 
 def _table_of(shards: Sequence[Tensor], places: Tensor, written: bool) -> ShardTable:
-    """The table for these places, made again only if a shard lies elsewhere."""
+    """The table of shards of one dtype on one device, made again only if a shard lies elsewhere.
+
+    Args:
+        shards: each ``[n, k]``, contiguous.
+        places: int64, a row for each shard: where it is written, the offset of its first byte there and the distance of
+            two rows; and the fields of its place in one or two grids.
+        written: whether the rows say where shards are written.
+
+    Raises:
+        ValueError: shards that are no contiguous matrices of one dtype on one device.
+    """
     where = [(shard.data_ptr(), shard.shape, shard.stride()) for shard in shards]
     cached = _tables.get(places)
     if cached is None or cached[0] != where:
         rows = places.tolist()
-        cached = _tables[places] = where, shard_table(shards, rows if written else [[0, 0, *row] for row in rows])
+        cached = _tables[places] = where, _table(shards, rows if written else [[0, 0, *row] for row in rows])
     table: ShardTable = cached[1]
     return table
 
 
 def amax_of_shards(amaxes: Tensor, shards: Sequence[Tensor], places: Tensor, blocks: Sequence[int]) -> None:
     """See :func:`tritonfp8.reference.amax_of_shards`."""
-    if shards:
-        launch_amax(_table_of(shards, places, written=False), blocks, amaxes)
-
-
-def launch_amax(table: ShardTable, blocks: Sequence[int], amaxes: Tensor) -> None:
-    """Raise amaxes to those of the shards of a table."""
-    if not len(table.owners):
+    table = _table_of(shards, places, written=False) if shards else None
+    if table is None or not len(table.owners):
         return
     constants = {
         "ROWS_0": blocks[0], "COLS_0": blocks[1], "ROWS_1": blocks[-2], "COLS_1": blocks[-1],
-        "FORMS": len(blocks) // 2, "ALIGNED": table.aligned, "TILE_M": TILE.m, "TILE_N": TILE.n,
+        "FORMS": len(blocks) // 2, "ALIGNED": table.aligned, **TILE.sizes(),
     }  # fmt: skip
     pointers = (table.fields, table.owners, table.like, amaxes.view(torch.int32))
     run(kernels.amax_of_shards_kernel, len(table.owners), pointers, (), constants, **TILE.options())
@@ -111,23 +106,18 @@ def quantize_shards(
     rounded: torch.dtype,
 ) -> None:
     """See :func:`tritonfp8.reference.quantize_shards`."""
-    if shards:
-        launch_quantize(_table_of(shards, places, written=True), spec, transpose, rounded, amaxes, out)
-
-
-def launch_quantize(
-    table: ShardTable, spec: str, transpose: bool, rounded: torch.dtype, amaxes: Tensor, out: Tensor
-) -> None:
-    """Quantize the shards of a table by given amaxes."""
-    if not len(table.owners):
+    table = _table_of(shards, places, written=True) if shards else None
+    if table is None or not len(table.owners):
         return
     s = spec_of(spec)
     of_spec = kernel_constants(s, transposed(s.block) if transpose else s.block)
     constants = {
-        **{name: of_spec[name] for name in CONSTANTS}, "TRANSPOSED": transpose,
-        "DIRECT_CAST": hardware.abilities(out.device).has_direct_cast, "ALIGNED": table.aligned,
-        "TILE_M": TILE.m, "TILE_N": TILE.n, "R": TILE.rows_a_thread(VECTOR_BYTES) if transpose else 1,
-    }  # fmt: skip
+        **{name: of_spec[name] for name in CONSTANTS},
+        "TRANSPOSED": transpose,
+        "DIRECT_CAST": hardware.abilities(out.device).has_direct_cast,
+        "ALIGNED": table.aligned,
+        **TILE.stores(transpose),
+    }
     rounded_like = torch.empty(0, dtype=rounded, device=out.device)
     codes = out.view(FORMATS[s.format].dtype)
     pointers = (table.fields, table.owners, table.like, rounded_like, amaxes.view(torch.int32), codes)

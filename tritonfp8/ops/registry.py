@@ -5,6 +5,7 @@ Ops are registered by ``Library.define`` and ``impl``: ``custom_op`` costs a thi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,8 +34,8 @@ class Op:
 
     Attributes:
         schema: arguments and results, as torch spells them.
-        fake: the results without their values. None for an op that consists of other ops, or that a tensor subclass
-            implements.
+        fake: the results without their values, a function of :mod:`tritonfp8.ops.fakes` with the name of the op. None
+            for an op that consists of other ops, or that a tensor subclass implements.
         reference: the op in plain torch, with the parameters and defaults of the schema. It runs on a CPU and defines
             what the kernels must return. None for an op that another module implements (:func:`implement`).
         launch: the same by kernels. None if the reference runs on CUDA, too. Where a plan serves all that it does, it
@@ -54,11 +55,6 @@ class Op:
     sharding: Rule | None = None
 
 
-def _twin(name: str, schema: str, **others: Any) -> Op:
-    """An op whose fake, reference and launch, if it has one, have its name; ``others``: more fields."""
-    return Op(schema, getattr(fakes, name), getattr(reference, name), launch.LAUNCHES.get(name), **others)
-
-
 _OF = "Tensor x, Tensor offsets, str spec"
 _ROWS = "Tensor? rows=None, Tensor? factors=None, bool swiglu=False"
 # Of the ops of SwiGLU's gradient.
@@ -68,13 +64,11 @@ _GATE_UP = 1
 _CACHED_WEIGHT = "Tensor? qdata=None, Tensor? scale=None, Tensor? qdata_t=None, Tensor? scale_t=None"
 
 _CASTS = {
-    "amax": _twin(
-        "amax",
+    "amax": Op(
         "(Tensor x, int[] block) -> Tensor",
         sharding=Rule({"x": Operand("RC")}, (Operand("RC", "block", "max"),)),
     ),
-    "quantize": _twin(
-        "quantize",
+    "quantize": Op(
         "(Tensor x, str spec, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)",
         sharding=Rule(
             {"x": Operand("RC"), "amax": Operand("RC", "spec")},
@@ -83,59 +77,48 @@ _CASTS = {
             needs="amax",
         ),
     ),
-    "quantize_both": _twin(
-        "quantize_both",
+    "quantize_both": Op(
         "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor)",
         sharding=Rule(
             {"x": Operand("RC")},
             (Operand("RC"), Operand("RC", "spec", None), Operand("CR"), Operand("CR", "spec_t", None)),
         ),
     ),
-    "quantize_both_sum": _twin(
-        "quantize_both_sum", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-    "quantize_with_amax": _twin("quantize_with_amax", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"),
-    "dequantize": _twin(
-        "dequantize",
+    "quantize_both_sum": Op("(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    "quantize_with_amax": Op("(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"),
+    "dequantize": Op(
         "(Tensor qdata, Tensor scale, str spec, ScalarType dtype) -> Tensor",
         sharding=Rule({"qdata": Operand("RC"), "scale": Operand("RC", "spec")}, (Operand("RC"),)),
     ),
-    "transpose": _twin(
-        "transpose",
+    "transpose": Op(
         "(Tensor qdata) -> Tensor",
         sharding=Rule({"qdata": Operand("RC")}, (Operand("CR"),)),
     ),
 }
 # They write to buffers that the caller gathers or reduces next, so that nothing is copied.
 _SHARDS = {
-    "amax_of_shards": _twin(
-        "amax_of_shards", "(Tensor(a!) amaxes, Tensor[] shards, Tensor places, int[] blocks) -> ()"
-    ),
-    "quantize_shards": _twin(
-        "quantize_shards",
+    "amax_of_shards": Op("(Tensor(a!) amaxes, Tensor[] shards, Tensor places, int[] blocks) -> ()"),
+    "quantize_shards": Op(
         "(Tensor(a!) out, Tensor[] shards, Tensor places, Tensor amaxes, str spec, bool transpose, ScalarType rounded) "
         "-> ()",
     ),
 }
 # Several weights in one op, of graphs: vmap does not see them.
-_LISTS = {"quantize_weights": _twin("quantize_weights", "(Tensor x, Tensor[] others, str spec) -> Tensor[]")}
+_LISTS = {"quantize_weights": Op("(Tensor x, Tensor[] others, str spec) -> Tensor[]")}
 # Weights that are stored in 8 bits, stepped in place.
 _OPTIMIZERS = {
-    "adamw_amax": _twin(
-        "adamw_amax",
+    "adamw_amax": Op(
         "(Tensor qdata, Tensor scale, Tensor exp_avg, Tensor exp_avg_sq, Tensor grad, Tensor numbers, str spec, "
         "int[] scale_block, int[] place, Tensor? exp_avg_scale=None, Tensor? exp_avg_sq_scale=None) -> Tensor",
     ),
-    "adamw": _twin(
-        "adamw",
+    "adamw": Op(
         "(Tensor(a!) qdata, Tensor(b!) scale, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor grad, Tensor numbers, "
         "Tensor keys, str spec, int[] scale_block, int[] place, bool stochastic, Tensor(e!)? exp_avg_scale=None, "
         "Tensor(f!)? exp_avg_sq_scale=None, Tensor? amax=None) -> ()",
     ),
 }
 _GEMMS = {
-    "scaled_matmul": _twin(
-        "scaled_matmul",
+    "scaled_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, "
         # Without a dtype: bfloat16. As the default it would be a number in a graph, which AOTInductor refuses.
         "Tensor? bias=None, str? activation=None, Tensor? residual=None, ScalarType? out_dtype=None, "
@@ -154,8 +137,7 @@ _GEMMS = {
             forbids=("bias", "activation", "residual", "batch_invariant"),
         ),
     ),
-    "matmul": _twin(
-        "matmul",
+    "matmul": Op(
         "(Tensor a, Tensor b, Tensor? bias=None) -> Tensor",
         kind=matmul_kind,
         sharding=Rule(
@@ -165,19 +147,13 @@ _GEMMS = {
 }
 # Of groups of tokens, as the experts of a model take them. `offsets` has the end of each group.
 _GROUPED = {
-    "quantize_groups": _twin("quantize_groups", f"({_OF}, bool transpose=False, {_ROWS}) -> (Tensor, Tensor)"),
-    "quantize_groups_both": _twin(
-        "quantize_groups_both",
+    "quantize_groups": Op(f"({_OF}, bool transpose=False, {_ROWS}) -> (Tensor, Tensor)"),
+    "quantize_groups_both": Op(
         f"({_OF}, str spec_t, {_ROWS}, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
     ),
-    "quantize_matrices": _twin(
-        "quantize_matrices", "(Tensor x, str spec, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)"
-    ),
-    "quantize_matrices_with_amax": _twin(
-        "quantize_matrices_with_amax", "(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"
-    ),
-    "scaled_grouped_matmul": _twin(
-        "scaled_grouped_matmul",
+    "quantize_matrices": Op("(Tensor x, str spec, bool transpose=False, Tensor? amax=None) -> (Tensor, Tensor)"),
+    "quantize_matrices_with_amax": Op("(Tensor x, str spec, str spec_t) -> (Tensor, Tensor, Tensor)"),
+    "scaled_grouped_matmul": Op(
         "(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor b_scale, str b_spec, Tensor offsets, "
         "Tensor? bias=None, ScalarType? out_dtype=None, str accumulation='precise', bool batch_invariant=False, "
         # Of groups of columns: the rows that were quantized.
@@ -185,24 +161,21 @@ _GROUPED = {
         kind=launch.grouped_product_kind,
         contraction=grouped_contraction,
     ),
-    "grouped_matmul": _twin(
-        "grouped_matmul",
+    "grouped_matmul": Op(
         "(Tensor a, Tensor b, Tensor offsets, Tensor? bias=None) -> Tensor",
         kind=matmul_kind,
     ),
-    "grouped_sum": _twin("grouped_sum", "(Tensor x, Tensor offsets) -> Tensor"),
-    "swiglu": _twin("swiglu", "(Tensor x) -> Tensor"),
-    "swiglu_backward": _twin("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor"),
-    "swiglu_backward_amax": _twin(
-        "swiglu_backward_amax",
+    "grouped_sum": Op("(Tensor x, Tensor offsets) -> Tensor"),
+    "swiglu": Op("(Tensor x) -> Tensor"),
+    "swiglu_backward": Op("(Tensor grad, Tensor gate_up) -> Tensor"),
+    "swiglu_backward_amax": Op(
         "(Tensor grad, Tensor gate_up, Tensor offsets, str spec, str spec_t) -> (Tensor, Tensor)",
     ),
-    "sum_of_rows": _twin("sum_of_rows", "(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
-    "dots_of_rows": _twin("dots_of_rows", "(Tensor grad, Tensor x, Tensor places, ScalarType out_dtype) -> Tensor"),
+    "sum_of_rows": Op("(Tensor x, Tensor places, Tensor? factors=None) -> Tensor"),
+    "dots_of_rows": Op("(Tensor grad, Tensor x, Tensor places, ScalarType out_dtype) -> Tensor"),
 }
 _HEALTH = {
-    "operand_figures": _twin(
-        "operand_figures",
+    "operand_figures": Op(
         "(Tensor x, Tensor whole, int elements, float limit, Tensor? result=None, Tensor? qdata=None, "
         "Tensor? low=None, Tensor? high=None) -> Tensor",
     ),
@@ -217,35 +190,38 @@ _LAYERS = {
     ),
     # The recipe is the text of its GEMMs, as `Recipe.args` has it. The cached weight is the result of
     # tritonfp8.functional.quantize_weight: qdata and scale of the weight, then of its transpose.
-    "whole_linear": Op(
-        f"(Tensor input, Tensor weight, str recipe, Tensor? bias=None, {_CACHED_WEIGHT}) -> Tensor", fakes.whole_linear
-    ),
+    "whole_linear": Op(f"(Tensor input, Tensor weight, str recipe, Tensor? bias=None, {_CACHED_WEIGHT}) -> Tensor"),
     "whole_linear_backward": Op(
         "(Tensor grad_output, Tensor input, Tensor weight, str recipe, bool needs_input, bool needs_weight, "
-        f"bool needs_bias, {_CACHED_WEIGHT}) -> Tensor[]",
-        fakes.whole_linear_backward,
+        f"bool needs_bias, {_CACHED_WEIGHT}) -> Tensor[]"
     ),
-    "without_backward": Op(
-        "(Tensor out, Tensor a, Tensor? b=None, Tensor? c=None, Tensor? d=None) -> Tensor", fakes.without_backward
-    ),
+    "without_backward": Op("(Tensor out, Tensor a, Tensor? b=None, Tensor? c=None, Tensor? d=None) -> Tensor"),
     # grad_output ties the call to backward: without it a compiler may move the read of backward's gather to forward.
     "weight_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
     # Returns (qdata, scale), or qdata alone if the scale is given.
     "gathered_operand": Op(
         "(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, str spec, "
-        "bool transposed, Tensor? grad_output=None) -> Tensor[]",
-        fakes.gathered_operand,
+        "bool transposed, Tensor? grad_output=None) -> Tensor[]"
     ),
     # The same of the weights of experts. `index` is that of an orientation.
     "matrices_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
     "gathered_matrices": Op(
         "(Tensor codes, Tensor scales, Tensor tag, int experts, int rows, int cols, str spec, int index, "
-        "Tensor? grad_output=None) -> (Tensor, Tensor)",
-        fakes.gathered_matrices,
+        "Tensor? grad_output=None) -> (Tensor, Tensor)"
     ),
 }
+_TABLES = (_CASTS, _SHARDS, _LISTS, _OPTIMIZERS, _GEMMS, _GROUPED, _HEALTH, _LAYERS)
 OPS: Mapping[str, Op] = MappingProxyType(
-    {**_CASTS, **_SHARDS, **_LISTS, **_OPTIMIZERS, **_GEMMS, **_GROUPED, **_HEALTH, **_LAYERS}
+    {
+        name: dataclasses.replace(
+            op,
+            fake=getattr(fakes, name, None),
+            reference=getattr(reference, name, None),
+            launch=launch.LAUNCHES.get(name),
+        )
+        for table in _TABLES
+        for name, op in table.items()
+    }
 )
 """Every op of the package by name."""
 

@@ -43,6 +43,13 @@ def group_bounds(offsets: Tensor, tokens: int) -> list[tuple[int, int]]:
     return bounds
 
 
+def _filled_groups(offsets: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
+    """The groups that are not empty, with their rows."""
+    for group, (start, end) in enumerate(group_bounds(offsets, tokens)):
+        if end > start:
+            yield group, slice(start, end)
+
+
 def _empty_codes(shape: tuple[int, ...], spec: QuantSpec, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=torch.uint8, device=device).view(FORMATS[spec.format].dtype)
 
@@ -290,13 +297,12 @@ def scaled_grouped_matmul(
     options = (None, None, dtype, accumulation, batch_invariant)
     if b.ndim == 3:
         out = a.new_zeros((len(a), b.shape[1]), dtype=dtype)
-        for group, (start, end) in enumerate(group_bounds(offsets, len(a))):
-            if end > start:
-                rows = slice(group, group + 1) if spec_of(a_spec).block[0] == -1 else slice(start, end)
-                out[start:end] = gemms.scaled_matmul(
-                    a[start:end], a_scale[rows], a_spec, b[group], b_scale[group], b_spec,
-                    None if bias is None else bias[group], *options,
-                )  # fmt: skip
+        for group, rows in _filled_groups(offsets, len(a)):
+            scaled = slice(group, group + 1) if spec_of(a_spec).block[0] == -1 else rows
+            out[rows] = gemms.scaled_matmul(
+                a[rows], a_scale[scaled], a_spec, b[group], b_scale[group], b_spec,
+                None if bias is None else bias[group], *options,
+            )  # fmt: skip
         return out
     out = a.new_zeros((len(offsets), len(a), len(b)), dtype=dtype)
     for group, columns in _column_groups(offsets, tokens):
@@ -312,10 +318,9 @@ def scaled_grouped_matmul(
 
 def _column_groups(offsets: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
     """The groups that are not empty, with their columns."""
-    for group, (start, end) in enumerate(group_bounds(offsets, tokens)):
-        if end > start:
-            at = group_column(start, group)
-            yield group, slice(at, at + end - start)
+    for group, rows in _filled_groups(offsets, tokens):
+        at = group_column(rows.start, group)
+        yield group, slice(at, at + rows.stop - rows.start)
 
 
 def _blocks(columns: slice, group: int, size: int) -> slice:
@@ -337,21 +342,18 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = 
     """
     if b.ndim == 3:
         out = a.new_zeros((len(a), b.shape[1]))
-        for group, (start, end) in enumerate(group_bounds(offsets, len(a))):
-            if end > start:
-                out[start:end] = gemms.matmul(a[start:end], b[group], None if bias is None else bias[group])
+        for group, rows in _filled_groups(offsets, len(a)):
+            out[rows] = gemms.matmul(a[rows], b[group], None if bias is None else bias[group])
         return out
     out = a.new_zeros((len(offsets), len(a), len(b)))
-    for group, (start, end) in enumerate(group_bounds(offsets, a.shape[1])):
-        if end > start:
-            out[group] = gemms.matmul(a[:, start:end], b[:, start:end])
+    for group, columns in _filled_groups(offsets, a.shape[1]):
+        out[group] = gemms.matmul(a[:, columns], b[:, columns])
     return out
 
 
 def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """``x [tokens, N]`` summed over the rows of each group, ``[groups, N]``: the gradient of a bias."""
     out = x.new_zeros((len(offsets), x.shape[1]))
-    for group, (start, end) in enumerate(group_bounds(offsets, len(x))):
-        if end > start:
-            out[group] = x[start:end].sum(0)
+    for group, rows in _filled_groups(offsets, len(x)):
+        out[group] = x[rows].sum(0)
     return out

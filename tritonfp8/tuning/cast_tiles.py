@@ -40,6 +40,14 @@ class CastTile(NamedTuple):
         """How a kernel on this tile is compiled."""
         return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
 
+    def sizes(self) -> dict[str, int]:
+        """The compile-time arguments of a tile, in the order of the kernels."""
+        return {"TILE_M": self.m, "TILE_N": self.n}
+
+    def stores(self, transposes: bool) -> dict[str, int]:
+        """:meth:`sizes`, and how many rows of it a thread holds to store codes, perhaps of the transpose."""
+        return {**self.sizes(), "R": self.rows_a_thread(VECTOR_BYTES) if transposes else 1}
+
     def programs(self, m: int, n: int) -> int:
         """Tiles of ``x [m, n]``."""
         return -(-m // self.m) * -(-n // self.n)

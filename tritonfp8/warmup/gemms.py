@@ -25,8 +25,8 @@ MAX_CANDIDATES = 12
 LEAST_SHARE, MOST_SHARE = 0.5, 1.5
 
 _LAUNCHES: Mapping[str, Callable[..., Tensor]] = {
-    MATMUL: launch.matmul.scaled_matmul,
-    GROUPED_MATMUL: launch.moe.scaled_grouped_matmul,
+    MATMUL: launch.gemms.scaled_matmul,
+    GROUPED_MATMUL: launch.gemms.scaled_grouped_matmul,
 }
 _REFERENCES: Mapping[str, Callable[..., Tensor]] = {
     MATMUL: reference.scaled_matmul,

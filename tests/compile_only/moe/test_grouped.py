@@ -8,8 +8,7 @@ from compile_target import compile_launch, note_launches
 from matmul_compiles import HOPPER_SHARED_BYTES
 from tuned import H200
 
-from tritonfp8 import specs
-from tritonfp8.launch import moe, partial_maxima
+from tritonfp8 import launch, specs
 from tritonfp8.layers.linear import found_together
 from tritonfp8.ops import fakes
 from tritonfp8.recipes import get
@@ -35,7 +34,7 @@ def compiled(monkeypatch):
 
     def compile_(cc, call):
         hopper = {"has_tma": cc >= 90, "has_warpgroup_mma": cc == 90, "has_native_mx": cc == 100}
-        found = note_launches(monkeypatch, cc, partial_maxima, **hopper)
+        found = note_launches(monkeypatch, cc, **hopper)
         call()
         return [(kernel, compile_launch(cc, kernel, *arguments, **options)) for kernel, arguments, options in found]
 
@@ -72,33 +71,35 @@ def casts(recipe, dtype):
     of_weight = gemms.output.rhs.args[0], gemms.grad_input.rhs.args[0]
     amax = fakes.quantize_matrices_with_amax(weight, *of_weight)[2]
     of_amaxes = {
-        "matrices with amaxes": lambda: moe.quantize_matrices_with_amax(weight, *of_weight),
-        "matrices by amaxes": lambda: moe.quantize_matrices(weight, of_weight[1], True, amax),
+        "matrices with amaxes": lambda: launch.casts.quantize_matrices_with_amax(weight, *of_weight),
+        "matrices by amaxes": lambda: launch.casts.quantize_matrices(weight, of_weight[1], True, amax),
     }
     factors, places = empty(TOKENS, dtype=dtype), empty(TOKENS, dtype=torch.int64)
 
     def both_of_gradient():
-        made, amax = moe.swiglu_backward_amax(grad, inner, OFFSETS, rows, columns)
-        return moe.quantize_groups_both(made, OFFSETS, rows, columns, amax=amax)
+        made, amax = launch.casts.swiglu_backward_amax(grad, inner, OFFSETS, rows, columns)
+        return launch.casts.quantize_groups_both(made, OFFSETS, rows, columns, amax=amax)
 
     return {
-        "rows": lambda: moe.quantize_groups(x, OFFSETS, rows),
-        "columns": lambda: moe.quantize_groups(x, OFFSETS, columns, True),
-        "both": lambda: moe.quantize_groups_both(x, OFFSETS, rows, columns),
-        "matrices": lambda: moe.quantize_matrices(weight, gemms.output.rhs.args[0]),
-        "matrices transposed": lambda: moe.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
+        "rows": lambda: launch.casts.quantize_groups(x, OFFSETS, rows),
+        "columns": lambda: launch.casts.quantize_groups(x, OFFSETS, columns, True),
+        "both": lambda: launch.casts.quantize_groups_both(x, OFFSETS, rows, columns),
+        "matrices": lambda: launch.casts.quantize_matrices(weight, gemms.output.rhs.args[0]),
+        "matrices transposed": lambda: launch.casts.quantize_matrices(weight, gemms.grad_input.rhs.args[0], True),
         **(of_amaxes if found_together(gemms.output.rhs, gemms.grad_input.rhs) else {}),
-        "matrices of another layout": lambda: moe.quantize_matrices(swapped, gemms.output.rhs.args[0]),
-        "both of a routed gradient": lambda: moe.quantize_groups_both(x, OFFSETS, rows, columns, places, factors),
-        "both of SwiGLU": lambda: moe.quantize_groups_both(inner, OFFSETS, rows, columns, None, None, True),
+        "matrices of another layout": lambda: launch.casts.quantize_matrices(swapped, gemms.output.rhs.args[0]),
+        "both of a routed gradient": lambda: launch.casts.quantize_groups_both(
+            x, OFFSETS, rows, columns, places, factors
+        ),
+        "both of SwiGLU": lambda: launch.casts.quantize_groups_both(inner, OFFSETS, rows, columns, None, None, True),
         "both of its gradient": both_of_gradient,
-        "sum": lambda: moe.grouped_sum(x, OFFSETS),
-        "SwiGLU": lambda: moe.swiglu(inner),
-        "gradient of SwiGLU": lambda: moe.swiglu_backward(grad, inner),
-        "dots of rows": lambda: moe.dots_of_rows(
+        "sum": lambda: launch.casts.grouped_sum(x, OFFSETS),
+        "SwiGLU": lambda: launch.rows.swiglu(inner),
+        "gradient of SwiGLU": lambda: launch.rows.swiglu_backward(grad, inner),
+        "dots of rows": lambda: launch.rows.dots_of_rows(
             empty(TOKENS // 8, K, dtype=dtype), x, places.view(-1, 8), torch.float32
         ),
-        "sum of rows": lambda: moe.sum_of_rows(x, places.view(-1, 8), factors.view(-1, 8)),
+        "sum of rows": lambda: launch.rows.sum_of_rows(x, places.view(-1, 8), factors.view(-1, 8)),
     }
 
 
@@ -124,8 +125,8 @@ def test_a_thread_reads_before_it_writes_over(compiled, dtype):
     inner, grad = empty(TOKENS, 2 * K, dtype=dtype), empty(TOKENS, K, dtype=dtype)
     specs = ("e4m3:rowwise:fp32:pow2",) * 2
     for call, name in (
-        (lambda: moe.swiglu_backward_(grad, inner), "swiglu_kernel"),
-        (lambda: moe.swiglu_backward_amax_(grad, inner, OFFSETS, *specs), "group_swiglu_kernel"),
+        (lambda: launch.rows.swiglu_backward_(grad, inner), "swiglu_kernel"),
+        (lambda: launch.casts.swiglu_backward_amax_(grad, inner, OFFSETS, *specs), "group_swiglu_kernel"),
     ):
         found = compiled(90, call)
         check(found, 90)
@@ -157,7 +158,7 @@ def gemm(
         rhs = quantized((GROUPS, N, K), gemms.output.rhs, "matrices")
     vector = empty(GROUPS, N) if bias else None
     tokens = TOKENS if columns else 0
-    return lambda: moe.scaled_grouped_matmul(
+    return lambda: launch.gemms.scaled_grouped_matmul(
         *lhs,
         *rhs,
         offsets,
@@ -186,7 +187,7 @@ def test_gemms_of_high_precision(compiled, columns, dtype):
     a, b = empty(TOKENS, K, dtype=dtype), empty(GROUPS, N, K, dtype=dtype)
     if columns:
         a, b = empty(TOKENS, N, dtype=dtype).t(), empty(TOKENS, K, dtype=dtype).t()
-    check(compiled(90, lambda: moe.grouped_matmul(a, b, OFFSETS)), 90)
+    check(compiled(90, lambda: launch.gemms.grouped_matmul(a, b, OFFSETS)), 90)
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
@@ -197,7 +198,7 @@ def test_specialized_gemms_of_two_bytes_run_without_spills(compiled, monkeypatch
     if grouped_tiles.wide(TOKENS, GROUPS, False, out.itemsize, H200) is None:
         pytest.skip("this configuration does not fit such outputs")
     a, b = empty(TOKENS, K), empty(GROUPS, N, K)
-    calls = [lambda: moe.grouped_matmul(a, b, OFFSETS)] if out == torch.bfloat16 else []
+    calls = [lambda: launch.gemms.grouped_matmul(a, b, OFFSETS)] if out == torch.bfloat16 else []
     calls += [gemm("mxfp8", columns, bias=not columns, out_dtype=out) for columns in (False, True)]
     for call in calls:
         assert "bf16.bf16" in specialized(compiled(90, call)).ptx

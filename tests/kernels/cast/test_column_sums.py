@@ -5,16 +5,15 @@ import torch
 from cases import MATRICES, SPEC_OF_BLOCK, each_device, generator, normal
 
 from tritonfp8 import reference
-from tritonfp8.launch import cast
-from tritonfp8.launch.casts import column_sums
+from tritonfp8.launch import casts
 from tritonfp8.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
 
 def check(x, spec, spec_t):
-    *casts, sums = column_sums.quantize_both_sum(x, *spec.args, *spec_t.args)
-    assert_bitwise_equal(casts, list(cast.quantize_both(x, *spec.args, *spec_t.args)))
+    *operands, sums = casts.quantize_both_sum(x, *spec.args, *spec_t.args)
+    assert_bitwise_equal(operands, list(casts.quantize_both(x, *spec.args, *spec_t.args)))
     exact = x.double().sum(0)
     assert (sums.dtype, sums.shape) == (x.dtype, exact.shape)
     # Each addition of float32 errs by half an ulp of a partial sum, and an element takes part in fewer than 64.
@@ -40,7 +39,7 @@ def test_sums_beside_every_cast(device, spec, dtype):
 def test_sums_of_exact_values_are_exact(device):
     """Whole numbers up to 256 add up without rounding, so a row that is left out or counted twice shows."""
     x = torch.randint(-8, 9, (515, 130), generator=generator(3)).to(device, torch.bfloat16)
-    *_, sums = column_sums.quantize_both_sum(x, *SPEC_OF_BLOCK[1].args, *SPEC_OF_BLOCK[1].args)
+    *_, sums = casts.quantize_both_sum(x, *SPEC_OF_BLOCK[1].args, *SPEC_OF_BLOCK[1].args)
     assert torch.equal(sums, x.float().sum(0).bfloat16())
 
 
@@ -52,7 +51,7 @@ def test_what_has_no_plan_is_summed_by_torch(device):
         normal(4, 8).to(device)[:0],
         normal(64, 40, dtype=torch.float64).to(device),
     ):
-        found = column_sums.quantize_both_sum(x, *spec.args, *spec.args)
+        found = casts.quantize_both_sum(x, *spec.args, *spec.args)
         assert_bitwise_equal(list(found), list(reference.quantize_both_sum(x, *spec.args, *spec.args)))
 
 
@@ -60,7 +59,7 @@ def test_what_has_no_plan_is_summed_by_torch(device):
 def test_infinities_and_nans_reach_the_sum(device):
     x = normal(140, 64, dtype=torch.bfloat16)
     x[3, 0], x[130, 1], x[7, 2], x[139, 2] = torch.inf, torch.nan, torch.inf, -torch.inf
-    *_, sums = column_sums.quantize_both_sum(x.to(device), *SPEC_OF_BLOCK[1].args, *SPEC_OF_BLOCK[1].args)
+    *_, sums = casts.quantize_both_sum(x.to(device), *SPEC_OF_BLOCK[1].args, *SPEC_OF_BLOCK[1].args)
     assert sums[0] == torch.inf
     assert sums[1:3].isnan().all()
     assert sums[3:].isfinite().all()
@@ -70,6 +69,6 @@ def test_infinities_and_nans_reach_the_sum(device):
 @pytest.mark.parametrize("spec", SPEC_OF_BLOCK, ids=str)
 def test_sums_have_the_same_bits_in_each_run(spec):
     x = normal(4100, 3000, dtype=torch.bfloat16).cuda()
-    first = column_sums.quantize_both_sum(x, *spec.args, *spec.args)
+    first = casts.quantize_both_sum(x, *spec.args, *spec.args)
     for _ in range(100):
-        assert_bitwise_equal(list(column_sums.quantize_both_sum(x, *spec.args, *spec.args)), list(first))
+        assert_bitwise_equal(list(casts.quantize_both_sum(x, *spec.args, *spec.args)), list(first))

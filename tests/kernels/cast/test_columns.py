@@ -5,8 +5,8 @@ import torch
 from cases import each_device, normal
 
 from tritonfp8 import launch, reference
-from tritonfp8.launch import cast, columns, executor, moe
-from tritonfp8.launch.moe import casts
+from tritonfp8.launch import casts, executor
+from tritonfp8.launch.casts import dense, grouped, lines
 from tritonfp8.specs import ROWWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
@@ -25,7 +25,7 @@ def go(monkeypatch):
         if way == "leaves":
             monkeypatch.setattr(cast_tiles, "COLUMNS_LOOKS", 0)
         if way == "two passes":
-            for module in (cast, casts):
+            for module in (dense, grouped):
                 monkeypatch.setattr(module, "run_together", lambda *args: False)
         executor.forget()
 
@@ -40,8 +40,8 @@ def odd(*shape, dtype=torch.bfloat16):
 
 
 def test_only_strips_that_run_together_wait():
-    assert columns.run_together(224 * cast_tiles.COLUMNS.m, 132)
-    assert not columns.run_together(300 * cast_tiles.COLUMNS.m, 132)
+    assert lines.run_together(224 * cast_tiles.COLUMNS.m, 132)
+    assert not lines.run_together(300 * cast_tiles.COLUMNS.m, 132)
 
 
 @each_device
@@ -50,7 +50,7 @@ def test_only_strips_that_run_together_wait():
 def test_all_ways_have_the_same_bits(device, shape, way, go):
     x = odd(*shape)
     go(way)
-    found = moe.quantize_matrices(x.to(device), *SPEC.args, True)
+    found = casts.quantize_matrices(x.to(device), *SPEC.args, True)
     assert_bitwise_equal(tuple(t.cpu() for t in found), reference.quantize_matrices(x, *SPEC.args, True))
 
 
@@ -65,7 +65,7 @@ def test_of_one_matrix_likewise(device, shape, transpose, dtype, way, go):
     given = x if transpose else x.t()
     go(way)
     on_device = x.to(device)
-    found = launch.cast.quantize(on_device if transpose else on_device.t(), *SPEC.args, transpose)
+    found = launch.casts.quantize(on_device if transpose else on_device.t(), *SPEC.args, transpose)
     assert_bitwise_equal(tuple(t.cpu() for t in found), reference.quantize(given, *SPEC.args, transpose))
 
 
@@ -79,5 +79,5 @@ def test_large_matrices_beside_other_work(shape):
     for _ in range(20):
         with torch.cuda.stream(busy):
             a @ a
-        assert_bitwise_equal(launch.cast.quantize(x, *SPEC.args, True), expected)
+        assert_bitwise_equal(launch.casts.quantize(x, *SPEC.args, True), expected)
     torch.cuda.synchronize()

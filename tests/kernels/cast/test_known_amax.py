@@ -5,8 +5,7 @@ import torch
 from cases import MATRICES, SPEC_OF_BLOCK, each_device, normal
 
 from tritonfp8 import reference
-from tritonfp8.launch import cast, executor
-from tritonfp8.launch.casts import known_amax
+from tritonfp8.launch import casts, executor
 from tritonfp8.specs import scale_shape
 from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
@@ -18,12 +17,12 @@ each_spec = pytest.mark.parametrize("spec", [WHOLE, ROWS], ids=["tensorwise", "r
 
 
 def check(x, spec):
-    *pair, amax = known_amax.quantize_with_amax(x, *spec.args, *spec.args)
+    *pair, amax = casts.quantize_with_amax(x, *spec.args, *spec.args)
     assert_bitwise_equal(pair, list(reference.quantize(x, *spec.args)))
     expected = reference.amax(x.t(), spec.block)
     assert (amax.dtype, amax.shape) == (torch.float32, scale_shape(x.shape[::-1], spec.block))
     assert torch.equal(amax.nan_to_num(-1.0), expected.nan_to_num(-1.0))
-    assert_bitwise_equal(list(cast.quantize(x, *spec.args, True, amax)), list(cast.quantize(x, *spec.args, True)))
+    assert_bitwise_equal(list(casts.quantize(x, *spec.args, True, amax)), list(casts.quantize(x, *spec.args, True)))
 
 
 @each_device
@@ -76,4 +75,4 @@ def test_rows_that_fit_in_no_tile(device, columns):
 def test_blocks_that_one_pass_does_not_find_are_left_to_the_reference(device):
     x = normal(48, 40).to(device)
     args = (*WHOLE.args, *ROWS.args)
-    assert_bitwise_equal(list(known_amax.quantize_with_amax(x, *args)), list(reference.quantize_with_amax(x, *args)))
+    assert_bitwise_equal(list(casts.quantize_with_amax(x, *args)), list(reference.quantize_with_amax(x, *args)))

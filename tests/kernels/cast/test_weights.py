@@ -5,7 +5,7 @@ import torch
 from cases import each_device, normal, patterns
 
 from tritonfp8 import reference
-from tritonfp8.launch import cast, executor
+from tritonfp8.launch import casts, executor
 from tritonfp8.launch.casts import weights
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -24,7 +24,7 @@ SHAPES = {
 def check(xs, spec):
     found = weights.quantize_weights(xs[0], xs[1:], spec)
     assert_bitwise_equal(found, reference.quantize_weights(xs[0], xs[1:], spec))
-    assert [x.stride() for x in found] == [x.stride() for each in xs for x in cast.quantize(each, spec, True)]
+    assert [x.stride() for x in found] == [x.stride() for each in xs for x in casts.quantize(each, spec, True)]
 
 
 @each_device

@@ -8,8 +8,8 @@ from routings import ends, routing_cases
 from tuned import ADA, H200
 
 from tritonfp8 import hardware, reference
-from tritonfp8.launch import moe
-from tritonfp8.launch.moe import by_torch
+from tritonfp8.launch import gemms
+from tritonfp8.launch.gemms import by_torch
 from tritonfp8.testing import assert_bitwise_equal
 
 cpu_and_cuda = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -38,7 +38,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
 def test_a_sum_over_tokens_is_torchs(asked, tokens, sizes):
     a, b = operands(tokens)
-    assert_bitwise_equal(moe.grouped_matmul(a, b, ends(sizes)) + 0, reference.grouped_matmul(a, b, ends(sizes)) + 0)
+    assert_bitwise_equal(gemms.grouped_matmul(a, b, ends(sizes)) + 0, reference.grouped_matmul(a, b, ends(sizes)) + 0)
     assert len(asked) == 1
 
 

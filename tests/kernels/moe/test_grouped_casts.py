@@ -8,7 +8,7 @@ from cases import SPECS, each_device, generator, normal, on_devices, patterns
 from routings import ROUTINGS, ends, routing_cases
 
 from tritonfp8 import reference
-from tritonfp8.launch import moe
+from tritonfp8.launch import casts
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -34,10 +34,10 @@ def check_tokens(x, offsets, spec, spec_t, device):
     """Rows, columns and both."""
     on_device, ends_on_device = x.to(device), offsets.to(device)
     expected = reference.quantize_groups_both(x, offsets, *spec.args, *spec_t.args)
-    found = moe.quantize_groups_both(on_device, ends_on_device, *spec.args, *spec_t.args)
+    found = casts.quantize_groups_both(on_device, ends_on_device, *spec.args, *spec_t.args)
     assert_same(found, expected)
     for each, transpose, wanted in ((spec, False, expected[:2]), (spec_t, True, expected[2:])):
-        found = moe.quantize_groups(on_device, ends_on_device, *each.args, transpose)
+        found = casts.quantize_groups(on_device, ends_on_device, *each.args, transpose)
         assert_same(found, wanted)
 
 
@@ -113,7 +113,7 @@ LAYOUTS = {
 def test_matrices(device, spec, transpose, shape, layout):
     x = LAYOUTS[layout](normal(*shape, dtype=torch.bfloat16))
     expected = reference.quantize_matrices(x, *spec.args, transpose)
-    found = moe.quantize_matrices(x.to(device), *spec.args, transpose)
+    found = casts.quantize_matrices(x.to(device), *spec.args, transpose)
     assert_same(found, expected)
     assert [y.stride() for y in found] == [y.stride() for y in expected]
 
@@ -135,10 +135,10 @@ def test_matrices_whose_transposes_are_cast_later(device, spec, shape, layout):
     x = LAYOUTS[layout](normal(*shape, dtype=torch.bfloat16))
     x[1, 3, 5], x[0, :, 7] = torch.nan, 0.0
     *expected, amax = reference.quantize_matrices_with_amax(x, *spec.args, *spec.args)
-    *found, found_amax = moe.quantize_matrices_with_amax(x.to(device), *spec.args, *spec.args)
+    *found, found_amax = casts.quantize_matrices_with_amax(x.to(device), *spec.args, *spec.args)
     assert_same(tuple(found), tuple(expected))
     assert torch.equal(found_amax.cpu().nan_to_num(-1.0), amax.nan_to_num(-1.0))
-    later = moe.quantize_matrices(x.to(device), *spec.args, True, found_amax)
+    later = casts.quantize_matrices(x.to(device), *spec.args, True, found_amax)
     assert_same(later, reference.quantize_matrices(x, *spec.args, True))
 
 
@@ -151,7 +151,7 @@ def test_an_amax_of_a_caller_replaces_that_of_the_block(device, spec, transpose)
     of = x.transpose(1, 2) if transpose else x
     amax = torch.stack([reference.amax(matrix, spec.block) for matrix in of]).mul_(-3)
     amax[1].flatten()[0] = -torch.inf
-    found = moe.quantize_matrices(x.to(device), *spec.args, transpose, amax.to(device))
+    found = casts.quantize_matrices(x.to(device), *spec.args, transpose, amax.to(device))
     assert_same(found, reference.quantize_matrices(x, *spec.args, transpose, amax))
 
 
@@ -160,7 +160,7 @@ def test_matrices_without_elements(device):
     spec = COLUMN_SPECS[1]
     x = torch.empty(2, 0, 32, device=device)
     assert_same(
-        [y.cpu() for y in moe.quantize_matrices(x, *spec.args)], reference.quantize_matrices(x.cpu(), *spec.args)
+        [y.cpu() for y in casts.quantize_matrices(x, *spec.args)], reference.quantize_matrices(x.cpu(), *spec.args)
     )
 
 
@@ -172,7 +172,7 @@ def test_sums(device, sizes, dtype):
     x = normal(sum(sizes) + 9, 136).mul(4).round().to(dtype)
     x[sum(sizes) :] = torch.nan
     offsets = ends(sizes)
-    assert_bitwise_equal(moe.grouped_sum(x.to(device), offsets.to(device)).cpu(), reference.grouped_sum(x, offsets))
+    assert_bitwise_equal(casts.grouped_sum(x.to(device), offsets.to(device)).cpu(), reference.grouped_sum(x, offsets))
 
 
 @each_device
@@ -180,9 +180,9 @@ def test_rows_with_a_block_of_several_tokens_are_an_error(device):
     x = normal(10, 32).to(device)
     spec = COLUMN_SPECS[4]
     with pytest.raises(ValueError, match="scales for each token"):
-        moe.quantize_groups(x, ends((10,)).to(device), *spec.args)
+        casts.quantize_groups(x, ends((10,)).to(device), *spec.args)
     with pytest.raises(ValueError, match="scales for each token"):
-        moe.quantize_groups_both(x, ends((10,)).to(device), *spec.args, *spec.args)
+        casts.quantize_groups_both(x, ends((10,)).to(device), *spec.args, *spec.args)
 
 
 def test_every_block_is_cast():
@@ -211,7 +211,7 @@ def test_picked_rows(device, spec, spec_t, dtype, scaled):
     factors = normal(190, seed=2).to(dtype) if scaled else None
     expected = reference.quantize_groups_both(x, offsets.cpu(), *spec.args, *spec_t.args, rows, factors)
     picked = (rows.to(device), None if factors is None else factors.to(device))
-    found = moe.quantize_groups_both(x.to(device), offsets, *spec.args, *spec_t.args, *picked)
+    found = casts.quantize_groups_both(x.to(device), offsets, *spec.args, *spec_t.args, *picked)
     assert_same(found, expected)
-    assert_same(moe.quantize_groups(x.to(device), offsets, *spec.args, False, *picked), expected[:2])
-    assert_same(moe.quantize_groups(x.to(device), offsets, *spec_t.args, True, *picked), expected[2:])
+    assert_same(casts.quantize_groups(x.to(device), offsets, *spec.args, False, *picked), expected[:2])
+    assert_same(casts.quantize_groups(x.to(device), offsets, *spec_t.args, True, *picked), expected[2:])

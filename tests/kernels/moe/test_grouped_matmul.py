@@ -11,7 +11,7 @@ from routings import ends, routing_cases
 from tuned import ADA, H200
 
 from tritonfp8 import hardware, recipes, reference
-from tritonfp8.launch import moe
+from tritonfp8.launch import gemms
 from tritonfp8.recipes import Gemm
 from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
@@ -56,14 +56,14 @@ def check_rows(gemm, device, tokens, sizes, n, k, data=ternary, bias=True, out_d
     vector = normal(len(sizes), n, seed=9).round().bfloat16() if bias else None
     args = (*of_rows(gemm, x, weight, offsets), vector, out_dtype)
     expected = reference.scaled_grouped_matmul(*args)
-    return moe.scaled_grouped_matmul(*moved(args, device), gemm.accumulation, **options).cpu(), expected
+    return gemms.scaled_grouped_matmul(*moved(args, device), gemm.accumulation, **options).cpu(), expected
 
 
 def check_columns(gemm, device, tokens, sizes, n, k, data=ternary, out_dtype=None, **options):
     grad, x, offsets = data(tokens, n, seed=0), data(tokens, k, seed=5), ends(sizes)
     args = (*of_columns(gemm, grad, x, offsets), None, out_dtype)
     expected = reference.scaled_grouped_matmul(*args, tokens=tokens)
-    found = moe.scaled_grouped_matmul(*moved(args, device), gemm.accumulation, tokens=tokens, **options)
+    found = gemms.scaled_grouped_matmul(*moved(args, device), gemm.accumulation, tokens=tokens, **options)
     return found.cpu(), expected
 
 
@@ -77,7 +77,7 @@ def check_clamped(recipe, device, hostile):
         (of_rows(gemms.output, x, weight, offsets), 0),
         (of_columns(gemms.grad_weight, grad, x, offsets), 100),
     ):
-        found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
+        found = gemms.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
         assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
 
 
@@ -205,7 +205,7 @@ class TestWide:
         x, weight = ternary(tokens, 136, seed=0).to(dtype), ternary(len(sizes), 272, 136, seed=3).to(dtype)
         offsets, bias = ends(sizes), normal(len(sizes), 272, seed=9).round().to(dtype)
         for args in ((x, weight, offsets, bias), (x, weight, offsets)):
-            found = moe.grouped_matmul(*moved(args, device))
+            found = gemms.grouped_matmul(*moved(args, device))
             assert_equal(found.cpu(), reference.grouped_matmul(*args))
 
     def test_what_belongs_to_no_group_is_not_read(self, device):
@@ -213,7 +213,7 @@ class TestWide:
         x, weight, offsets = ternary(400, 96, seed=0), ternary(3, 48, 96, seed=5), ends((0, 350, 0))
         args = of_rows(gemm, x, weight, offsets)
         x[350:], weight[0], weight[2] = torch.nan, torch.nan, torch.nan
-        found = moe.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
+        found = gemms.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
         assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args))
 
     @pytest.mark.parametrize("hostile", HOSTILE, ids=str)
@@ -230,12 +230,12 @@ def test_how_groups_are_multiplied_is_known(monkeypatch):
     def kinds(device):
         monkeypatch.setattr(hardware, "abilities", lambda _: device)
         return [
-            moe.grouped_product_kind(*rows),
-            moe.grouped_product_kind(*rows, batch_invariant=True),
-            moe.grouped_product_kind(*of_rows(gemms.output, x[: 2 * few], weight, ends((few, few)))),
-            moe.grouped_product_kind(*columns, tokens=2 * many),
-            moe.grouped_product_kind(*columns, tokens=2 * few),
-            moe.grouped_product_kind(*of_rows(recipes.get("rowwise").output, x, weight, offsets)),
+            gemms.grouped_product_kind(*rows),
+            gemms.grouped_product_kind(*rows, batch_invariant=True),
+            gemms.grouped_product_kind(*of_rows(gemms.output, x[: 2 * few], weight, ends((few, few)))),
+            gemms.grouped_product_kind(*columns, tokens=2 * many),
+            gemms.grouped_product_kind(*columns, tokens=2 * few),
+            gemms.grouped_product_kind(*of_rows(recipes.get("rowwise").output, x, weight, offsets)),
         ]
 
     assert kinds(H200) == ["dequantized", "emulated", "emulated", "dequantized", "emulated", "fp8"]
@@ -255,7 +255,7 @@ def test_high_precision(device, dtype, n, k, tokens, sizes):
     )
     offsets, bias = ends(sizes), normal(len(sizes), n, seed=9).round().to(dtype)
     for args in ((x, weight, offsets, bias), (x, weight, offsets), (grad.t(), x.t(), offsets)):
-        found = moe.grouped_matmul(*moved(args, device))
+        found = gemms.grouped_matmul(*moved(args, device))
         assert_equal(found.cpu(), reference.grouped_matmul(*args))
 
 
@@ -265,9 +265,9 @@ def test_what_belongs_to_no_group_is_not_read(device, recipe):
     """NaN in the weights of empty groups, and in rows of no group."""
     gemm = recipes.get(recipe).output
     x, weight, offsets = ternary(200, 96, seed=0), ternary(3, 48, 96, seed=5), ends((0, 150, 0))
-    expected = moe.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
+    expected = gemms.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
     x[150:], weight[0], weight[2] = torch.nan, torch.nan, torch.nan
-    found = moe.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
+    found = gemms.scaled_grouped_matmul(*moved(of_rows(gemm, x, weight, offsets), device))
     assert_bitwise_equal(found, expected)
     assert not found[150:].any()
 
@@ -286,7 +286,7 @@ def test_scales_and_offsets_of_other_layouts(device):
     expected = reference.scaled_grouped_matmul(a, a_scale, a_spec, b, b_scale, b_spec, offsets)
     strided = torch.stack([offsets, offsets], 1)[:, 0]
     args = (a, a_scale.contiguous(), a_spec, b, b_scale.transpose(1, 2).contiguous().transpose(1, 2), b_spec, strided)
-    assert_equal(moe.scaled_grouped_matmul(*moved(args, device)).cpu(), expected)
+    assert_equal(gemms.scaled_grouped_matmul(*moved(args, device)).cpu(), expected)
 
 
 @each_device
@@ -302,6 +302,6 @@ def test_a_given_output_is_written_in_every_call(device):
         expected = reference.scaled_grouped_matmul(*args, tokens=tokens)
         out = torch.empty(expected.shape, dtype=torch.bfloat16, device=device)
         for _ in range(2):
-            found = moe.scaled_grouped_matmul(*moved(args, device), tokens=tokens, out=out.fill_(torch.nan))
+            found = gemms.scaled_grouped_matmul(*moved(args, device), tokens=tokens, out=out.fill_(torch.nan))
             assert found is out
             assert_equal(found.cpu(), expected)

@@ -6,7 +6,7 @@ from cases import each_device, generator, normal, on_devices
 from routings import ends
 
 from tritonfp8 import reference
-from tritonfp8.launch import moe
+from tritonfp8.launch import casts, rows
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -31,7 +31,7 @@ def inputs(width, dtype, device, rows=190):
 def test_swiglu_is_that_of_torch(device, dtype, width):
     """But for roundings of the exponential: as a rule the same value, else a neighbour."""
     gate_up, grad = inputs(width, dtype, device)
-    found = [moe.swiglu(gate_up), moe.swiglu_backward(grad, gate_up)]
+    found = [rows.swiglu(gate_up), rows.swiglu_backward(grad, gate_up)]
     expected = [reference.swiglu(gate_up), reference.swiglu_backward(grad, gate_up)]
     for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
@@ -55,8 +55,8 @@ def test_values_that_are_not_finite(device):
     gate_up[0, 3], gate_up[1, 200], gate_up[2, 5], gate_up[3, 7] = torch.nan, torch.nan, torch.inf, -torch.inf
     grad[1, 9] = torch.inf
     for x, y in (
-        (moe.swiglu(gate_up), reference.swiglu(gate_up)),
-        (moe.swiglu_backward(grad, gate_up), reference.swiglu_backward(grad, gate_up)),
+        (rows.swiglu(gate_up), reference.swiglu(gate_up)),
+        (rows.swiglu_backward(grad, gate_up), reference.swiglu_backward(grad, gate_up)),
     ):
         assert torch.equal(x.isfinite(), y.isfinite())
 
@@ -79,24 +79,24 @@ def test_casts_of_swiglu_and_of_its_gradient(device, spec, spec_t, width, dtype)
     gate_up, grad = inputs(width, dtype, device)
     offsets = ends((7, 0, 130, 40)).to(device)
     specs = (*spec.args, *spec_t.args)
-    expected = reference.quantize_groups_both(moe.swiglu(gate_up).cpu(), offsets.cpu(), *specs)
+    expected = reference.quantize_groups_both(rows.swiglu(gate_up).cpu(), offsets.cpu(), *specs)
     source = (None, None, True)
-    check_casts(moe.quantize_groups_both(gate_up, offsets, *specs, *source), expected)
+    check_casts(casts.quantize_groups_both(gate_up, offsets, *specs, *source), expected)
     check_casts(
-        moe.quantize_groups(gate_up, offsets, *spec.args, False, *source)
-        + moe.quantize_groups(gate_up, offsets, *spec_t.args, True, *source),
+        casts.quantize_groups(gate_up, offsets, *spec.args, False, *source)
+        + casts.quantize_groups(gate_up, offsets, *spec_t.args, True, *source),
         expected,
     )
     if -1 not in (*spec.block, *spec_t.block):
         return
-    made = moe.swiglu_backward(grad, gate_up)
-    found, amax = moe.swiglu_backward_amax(grad, gate_up, offsets, *specs)
+    made = rows.swiglu_backward(grad, gate_up)
+    found, amax = casts.swiglu_backward_amax(grad, gate_up, offsets, *specs)
     assert_bitwise_equal(found, made)
     assert_bitwise_equal(amax.cpu(), reference.group_amax(made.cpu(), offsets.cpu(), *specs))
     expected = reference.quantize_groups_both(made.cpu(), offsets.cpu(), *specs)
-    check_casts(moe.quantize_groups_both(made, offsets, *specs, amax=amax), expected)
+    check_casts(casts.quantize_groups_both(made, offsets, *specs, amax=amax), expected)
     # Sixteen times each amax: the codes change only if the cast reads the given amaxes.
-    larger = moe.quantize_groups_both(made, offsets, *specs, amax=torch.where(amax > 0, amax + (4 << 23), 0))
+    larger = casts.quantize_groups_both(made, offsets, *specs, amax=torch.where(amax > 0, amax + (4 << 23), 0))
     assert not all(torch.equal(x.float().cpu(), y.float()) for x, y in zip(larger, expected, strict=True))
 
 
@@ -112,10 +112,10 @@ def test_a_gradient_written_over_its_operand(device, sizes, width, dtype, contig
     gate_up, grad = inputs(width, dtype, device)
     gate_up = gate_up if contiguous else gate_up.t().contiguous().t()
     offsets, specs = ends(sizes).to(device), (*ROW.args, *TENSOR.args)
-    expected, expected_amax = moe.swiglu_backward_amax(grad, gate_up, offsets, *specs)
+    expected, expected_amax = casts.swiglu_backward_amax(grad, gate_up, offsets, *specs)
     for over, call in (
-        (gate_up.clone(), lambda x: (moe.swiglu_backward_(grad, x), None)),
-        (gate_up.clone(), lambda x: moe.swiglu_backward_amax_(grad, x, offsets, *specs)),
+        (gate_up.clone(), lambda x: (rows.swiglu_backward_(grad, x), None)),
+        (gate_up.clone(), lambda x: casts.swiglu_backward_amax_(grad, x, offsets, *specs)),
     ):
         found, amax = call(over)
         assert found is over
@@ -140,7 +140,7 @@ def test_sum_of_rows(device, each, dtype, factors, width):
     x = normal(70, width, dtype=dtype)
     places = torch.randint(0, 70, (33, each), generator=generator(3))
     scale = None if factors is None else normal(33, each, seed=2).to(factors)
-    found = moe.sum_of_rows(*(None if t is None else t.to(device) for t in (x, places, scale)))
+    found = rows.sum_of_rows(*(None if t is None else t.to(device) for t in (x, places, scale)))
     expected = reference.sum_of_rows(x, places, scale)
     assert found.dtype == expected.dtype
     assert_bitwise_equal(found.cpu(), expected)
@@ -163,7 +163,7 @@ def test_dots_of_rows(device, each, dtype, factors, width):
     places = torch.randint(0, 70, (33, each), generator=generator(3))
     whole = [t.mul(2).round().clamp(-4, 4) for t in (grad, x)]
     for operands in (whole, (grad, x)):
-        found = moe.dots_of_rows(*(t.to(device) for t in operands), places.to(device), factors).cpu()
+        found = rows.dots_of_rows(*(t.to(device) for t in operands), places.to(device), factors).cpu()
         expected = reference.dots_of_rows(*operands, places, factors)
         assert found.dtype == expected.dtype
         if operands is whole:
@@ -178,23 +178,24 @@ def test_dots_of_rows(device, each, dtype, factors, width):
 @each_device
 def test_no_rows(device):
     x, places = torch.ones(0, 16, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device)
-    assert moe.sum_of_rows(x, places).shape == (0, 16)
-    assert moe.swiglu(x).shape == (0, 8)
-    assert moe.swiglu_backward(x[:, :8], x).shape == (0, 16)
-    grad, amax = moe.swiglu_backward_amax(x[:, :8], x, ends((0, 0)).to(device), *ROW.args, *ROW.args)
+    assert rows.sum_of_rows(x, places).shape == (0, 16)
+    assert rows.swiglu(x).shape == (0, 8)
+    assert rows.swiglu_backward(x[:, :8], x).shape == (0, 16)
+    grad, amax = casts.swiglu_backward_amax(x[:, :8], x, ends((0, 0)).to(device), *ROW.args, *ROW.args)
     assert grad.shape == (0, 16)
     assert_bitwise_equal(amax.cpu(), torch.zeros(2 * 16, dtype=torch.int32))
-    assert moe.swiglu_backward_(x[:, :8], x) is x
-    assert_bitwise_equal(moe.swiglu_backward_amax_(x[:, :8], x, ends((0, 0)).to(device), *ROW.args, *ROW.args)[1], amax)
+    assert rows.swiglu_backward_(x[:, :8], x) is x
+    found = casts.swiglu_backward_amax_(x[:, :8], x, ends((0, 0)).to(device), *ROW.args, *ROW.args)
+    assert_bitwise_equal(found[1], amax)
 
 
 @each_device
 def test_operands_that_are_not_contiguous(device):
     x, places = normal(16, 70).t().to(device), torch.arange(70, device=device).view(2, 35).t()
-    assert_bitwise_equal(moe.sum_of_rows(x, places).cpu(), reference.sum_of_rows(x.cpu(), places.cpu()))
+    assert_bitwise_equal(rows.sum_of_rows(x, places).cpu(), reference.sum_of_rows(x.cpu(), places.cpu()))
     gate_up, grad = inputs(128, torch.bfloat16, device)
     turned = gate_up.t().contiguous().t()
-    assert_bitwise_equal(moe.swiglu(turned), moe.swiglu(gate_up))
+    assert_bitwise_equal(rows.swiglu(turned), rows.swiglu(gate_up))
     offsets = ends((7, 180)).to(device)
-    expected = moe.swiglu_backward_amax(grad, gate_up, offsets, *ROW.args, *ROW.args)
-    assert_bitwise_equal(moe.swiglu_backward_amax(grad, turned, offsets, *ROW.args, *ROW.args), expected)
+    expected = casts.swiglu_backward_amax(grad, gate_up, offsets, *ROW.args, *ROW.args)
+    assert_bitwise_equal(casts.swiglu_backward_amax(grad, turned, offsets, *ROW.args, *ROW.args), expected)

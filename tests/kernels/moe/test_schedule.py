@@ -6,7 +6,7 @@ import triton
 from cases import each_device
 
 from tritonfp8.kernels import group_table as kernels
-from tritonfp8.launch.moe.schedule import ELEMENTS, FIELDS
+from tritonfp8.launch.group_table import ELEMENTS, FIELDS
 from tritonfp8.specs import GROUP_ALIGNMENT, grouped_columns
 
 ENDS = {

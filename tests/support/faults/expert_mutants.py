@@ -12,14 +12,14 @@ _GEMMS = ("tests/kernels/moe/test_grouped_matmul.py",)
 
 FAULTS = (
     (
-        "tritonfp8/launch/moe/by_torch.py",
+        "tritonfp8/launch/gemms/by_torch.py",
         ".clamp(0, a.shape[1]).cummax(0).values",
         ".clamp(0, a.shape[1])",
         "torch's grouped GEMM gets ends that decrease",
         ("tests/kernels/moe/test_by_torch.py",),
     ),
     (
-        "tritonfp8/launch/moe/by_torch.py",
+        "tritonfp8/launch/gemms/by_torch.py",
         "View.of(x).t().has_tma_layout() for x in (a, b)",
         "View.of(x).t().has_tma_layout() for x in (a,)",
         "torch's grouped GEMM gets an operand that it does not take",
@@ -180,7 +180,7 @@ FAULTS = (
         ("tests/compat/test_transformers_names.py",),
     ),
     (
-        "tritonfp8/launch/moe/matmul.py",
+        "tritonfp8/launch/gemms/grouped.py",
         'return "dequantized" if kind == "emulated" and is_widened else kind',
         "return kind",
         "grouped GEMMs of dequantized operands are counted as emulated",
@@ -194,7 +194,7 @@ FAULTS = (
         ("tests/warmup/test_measure.py", "-k", "settled"),
     ),
     (
-        "tritonfp8/launch/moe/sides.py",
+        "tritonfp8/launch/casts/groups.py",
         "starts = itertools.accumulate(sizes.values(), initial=0)",
         "starts = itertools.repeat(0)",
         "groups read the amaxes of rows as those of their columns",
@@ -208,9 +208,9 @@ FAULTS = (
         ("tests/tuning/test_choose.py",),
     ),
     (
-        "tritonfp8/launch/moe/sides.py",
-        "    parts = 1 if of.amax is None else int(quantize.GIVEN.value)\n",
-        "    parts = 1\n",
+        "tritonfp8/launch/casts/groups.py",
+        "    given = of.amax is not None\n    if not given:\n",
+        "    given = False\n    if of.amax is None:\n",
         "the sign of an amax that a caller gives for a matrix counts",
         ("tests/kernels/moe/test_grouped_casts.py", "-k", "caller"),
     ),

@@ -76,8 +76,8 @@ FAULTS = (
         _PASSES,
     ),
     (
-        "tritonfp8/launch/casts/known_amax.py",
-        "    along = x.t() if cast.reads_along_columns(x) else x\n",
+        "tritonfp8/launch/casts/dense.py",
+        "    along = x.t() if reads_along_columns(x) else x\n",
         "    along = x.strided((x.shape[0] - 1, x.shape[1]), x.strides) if x.shape[0] > 1 else x\n",
         "the last row is left out of the amax of a weight",
         ("tests/kernels/cast/test_known_amax.py",),

@@ -112,7 +112,7 @@ MUTANTS = (
         (COMPILED, "-k", "every_config"),
     ),
     Mutant(
-        "tritonfp8/launch/matmul/gemm.py",
+        "tritonfp8/launch/gemms/operands.py",
         " and aligned and step * scale.shape[1] <= MAX_TMA_COORDINATE",
         " and aligned",
         "the Hopper kernel is given scales that TMA's coordinates do not reach",
@@ -133,7 +133,7 @@ MUTANTS = (
         ("tests/reference",),
     ),
     Mutant(
-        "tritonfp8/launch/partial_maxima.py",
+        "tritonfp8/launch/casts/partial_maxima.py",
         "fit = m * n // (WORKSPACE_SHARE * max(1, lines))",
         "fit = m * n",
         "the amax of a narrow tensor takes more memory than the tensor",
@@ -259,7 +259,7 @@ MUTANTS = (
         ("tests/kernels/test_adamw.py",),
     ),
     Mutant(
-        "tritonfp8/launch/matmul/scaled.py",
+        "tritonfp8/launch/gemms/dense.py",
         "rows = tuning.INVARIANT_M if batch_invariant else m",
         "rows = m",
         "the bits of a batch-invariant row depend on the number of rows",

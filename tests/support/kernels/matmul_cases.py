@@ -7,7 +7,7 @@ from cases import generator
 
 from tritonfp8 import hardware, reference
 from tritonfp8.formats import FORMATS
-from tritonfp8.launch import matmul
+from tritonfp8.launch import gemms
 from tritonfp8.specs import (
     BLOCK_1X32,
     BLOCK_1X128,
@@ -125,7 +125,7 @@ class Product:
 
     def launch(self, accumulation="precise", out_dtype=torch.bfloat16, epilogue=(None, None, None), **kwargs):
         """Launch the GEMM as a user's call does: into new memory, without synchronization."""
-        return matmul.scaled_matmul(
+        return gemms.scaled_matmul(
             self.a, self.a_scale, *self.specs[0].args, self.b, self.b_scale, *self.specs[1].args,
             *epilogue, out_dtype, accumulation, **kwargs,
         )  # fmt: skip

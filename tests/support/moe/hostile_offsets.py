@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tritonfp8 import ops, recipes
 from tritonfp8.functional import grouped_linear
-from tritonfp8.launch import matmul
+from tritonfp8.launch import gemms
 from tritonfp8.specs import BLOCK_128X128, QuantSpec
 from tritonfp8.tuning import chooser
 
@@ -59,7 +59,7 @@ def blocks():
     tall = [config for config in chooser.space("blockwise", "precise") if config.specialized and config.block_m == 256]
     assert tall
     for config in tall:
-        matmul.scaled_matmul(*a, *spec, *b, *spec, config=config)
+        gemms.scaled_matmul(*a, *spec, *b, *spec, config=config)
     # So many tokens an expert that the tiles are wide.
     offsets = torch.tensor((400, 1000), dtype=torch.int32, device="cuda")
     x = torch.randn(1000, 512, device="cuda", dtype=torch.bfloat16)

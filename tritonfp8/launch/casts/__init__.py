@@ -1,11 +1,32 @@
-"""Casts that do more than :mod:`tritonfp8.launch.cast`: they sum columns, return the amax, take several
-matrices or codes.
+"""Casts of tensors and of groups. Nothing reads the offsets of groups on the host.
 
-Exports the Triton twin of each of these ops, and what plans it.
+side            one result of a cast
+partial_maxima  the amax of blocks that span a whole dim
+lines           casts to scales of whole rows or columns that read each element once
+dense           casts of one tensor
+weights         casts of several weights in one launch
+groups          one pass over groups of rows, or over matrices
+grouped         the ops of groups and of matrices
+
+Exports the Triton twin of each op.
 """
 
-from tritonfp8.launch.casts.column_sums import quantize_both_sum
-from tritonfp8.launch.casts.known_amax import quantize_with_amax
-from tritonfp8.launch.casts.rows import can_plan_rows, plan_rows
-from tritonfp8.launch.casts.transposed import transpose
+from tritonfp8.launch.casts.dense import (
+    amax,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_both_sum,
+    quantize_with_amax,
+    transpose,
+)
+from tritonfp8.launch.casts.grouped import (
+    grouped_sum,
+    quantize_groups,
+    quantize_groups_both,
+    quantize_matrices,
+    quantize_matrices_with_amax,
+    swiglu_backward_amax,
+    swiglu_backward_amax_,
+)
 from tritonfp8.launch.casts.weights import MOST_WEIGHTS, quantize_weights

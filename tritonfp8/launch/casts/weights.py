@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels.cast import weights as kernels
-from tritonfp8.launch import cast
+from tritonfp8.launch.casts import dense
+from tritonfp8.launch.casts.partial_maxima import magnitude_dtype
+from tritonfp8.launch.casts.side import META
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.partial_maxima import magnitude_dtype
 from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.specs import ROWWISE, empty_scale, spec_of, transposed
 from tritonfp8.tuning import VECTOR_BYTES, cast_tiles
@@ -52,14 +53,14 @@ def plan_quantize_weights(plan: Planner, *arguments: object) -> list[View] | Non
         flat_sizes,
         {
             "COUNT": len(xs), "EVEN": all(x.shape[0] % chunk == 0 and x.shape[1] % tile.n == 0 for x in xs),
-            "CHUNK": chunk, "TILE_M": tile.m, "TILE_N": tile.n,
+            "CHUNK": chunk, **tile.sizes(),
         },
         **tile.options(),
     )  # fmt: skip
     results = []
     for x in xs:
         shape = x.shape[::-1]
-        scale = plan.like(empty_scale(shape, spec.block, spec.scale_format, cast.META))
+        scale = plan.like(empty_scale(shape, spec.block, spec.scale_format, META))
         results.append((plan.empty(shape, FORMATS[spec.format].dtype), scale))
     vectors = all(size % VECTOR_BYTES == 0 for x in xs for size in x.shape)
     tile = cast_tiles.transposing(vectors)
@@ -73,7 +74,7 @@ def plan_quantize_weights(plan: Planner, *arguments: object) -> list[View] | Non
             "PARTS": cast_tiles.step_parts(max(2, *(-(-x.shape[0] // chunk) for x in xs))),
             "COUNT": len(xs), "DIRECT_CAST": plan.device.has_direct_cast,
             "EVEN": all(tile.holds_whole(*x.shape) for x in xs), "CHUNK": chunk,
-            "TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES), "GROUP": tile.group,
+            **tile.stores(True), "GROUP": tile.group,
         },
         **tile.options(),
     )  # fmt: skip
@@ -89,5 +90,5 @@ def quantize_weights(x: Tensor, others: Sequence[Tensor], spec: str) -> list[Ten
     """Launch the twin of :func:`tritonfp8.reference.quantize_weights`."""
     results = planned(plan_quantize_weights, (x, *others), (spec,))
     if results is None:
-        return [tensor for each in (x, *others) for tensor in cast.quantize(each, spec, True)]
+        return [tensor for each in (x, *others) for tensor in dense.quantize(each, spec, True)]
     return list(results)

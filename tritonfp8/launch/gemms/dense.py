@@ -14,12 +14,20 @@ from tritonfp8.kernels.gemm import hopper_dense as hopper_kernels
 from tritonfp8.kernels.gemm import scaled as matmul_kernels
 from tritonfp8.kernels.gemm.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.gemms import widened
+from tritonfp8.launch.gemms.operands import (
+    SWIZZLE,
+    GemmOperands,
+    is_readable_along_k,
+    plan_reduce,
+    programs,
+    scale_along_k,
+    tile_sizes,
+)
 from tritonfp8.launch.launcher import served_by
-from tritonfp8.launch.matmul import widened
-from tritonfp8.launch.matmul.gemm import SWIZZLE, GemmOperands, is_readable_along_k, programs, scale_along_k, tile_sizes
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, SPECS, empty_scale, spec_of
-from tritonfp8.tuning import PARTIAL_BYTES, REDUCE_TILE, REDUCE_WARPS, MatmulConfig
+from tritonfp8.tuning import PARTIAL_BYTES, MatmulConfig
 
 _MX = frozenset(text for text, spec in SPECS.items() if spec.block == BLOCK_1X32)
 
@@ -137,22 +145,6 @@ def _workspace(plan: Planner, p: GemmOperands, config: MatmulConfig) -> tuple[Vi
     return plan.empty((config.split_k * rows, n), torch.float32, (-(-n // unit) * unit, 1)), rows
 
 
-def _plan_reduce(plan: Planner, p: GemmOperands, config: MatmulConfig, workspace: View, rows: int) -> None:
-    """Add up the partial sums in their order, so that every run gives the same bits, and apply the epilogue."""
-    m, n, _ = p.sizes()
-    tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
-    scaled = p.family == "epilogue"
-    scale_strides = p.row_strides() if scaled else (0, 0)
-    plan.launch(
-        matmul_kernels.reduce_parts_kernel,
-        tiles,
-        (workspace, p.out, *p.pointers(), p.bias, p.residual),
-        (m, n, rows, workspace.strides[0], p.out.strides[0], *p.residual_strides(), *scale_strides),
-        {**REDUCE_TILE, "SPLIT_K": config.split_k, "SCALED": scaled, **p.epilogue()},
-        num_warps=REDUCE_WARPS,
-    )
-
-
 def _plan_gemm(
     plan: Planner, p: GemmOperands, batch_invariant: bool, config: MatmulConfig | None, tma: bool | None
 ) -> bool:
@@ -181,7 +173,7 @@ def _plan_gemm(
     else:
         _plan_tiles(plan, gemm, config, count, tma_operands, tma_out)
     if workspace is not None:
-        _plan_reduce(plan, p, config, workspace, rows)
+        plan_reduce(plan, p, workspace, rows, config.split_k)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The casts: the Triton twin of each cast in :mod:`tritonfp8.reference`.
+"""Casts of one tensor: the Triton twin of each in :mod:`tritonfp8.reference`.
 
 A planner (``plan_...``) makes the plan of a call. The function of the op's name runs it, and serves in plain Python the
 calls that no plan serves: empty tensors, and inputs of several matrices that are cast one by one.
@@ -9,8 +9,7 @@ GPU.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,18 +17,14 @@ from torch import Tensor
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels.cast import quantize as quantize_kernels
-from tritonfp8.launch.columns import plan_columns, run_together
+from tritonfp8.launch.casts.lines import can_plan_rows, plan_columns, plan_rows, run_together
+from tritonfp8.launch.casts.partial_maxima import PartialMaxima, row_chunks
+from tritonfp8.launch.casts.side import META, Side, both, side_constants
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import launcher
-from tritonfp8.launch.partial_maxima import PartialMaxima, row_chunks
-from tritonfp8.launch.plan import Planner, View, kernel_constants
-from tritonfp8.launch.side import Side
+from tritonfp8.launch.plan import Planner, View
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
-from tritonfp8.tuning import VECTOR_BYTES, BlockShape, CastTile, cast_tiles
-
-META = torch.device("meta")
-# A spec, its block in the coordinates of x, how many partial maxima of the amax the kernel reduces in one step.
-Numerics = tuple[QuantSpec, BlockShape, int]
+from tritonfp8.tuning import VECTOR_BYTES, BlockShape, cast_tiles
 
 
 def _is_folded(shape: Sequence[int], block: Sequence[int]) -> bool:
@@ -69,8 +64,8 @@ def whole_dim_amax(
         (x, *((x, x) if lines is None else lines.pointers()), x if of_whole is None else of_whole.buffer),
         (m, n, *x.strides, chunks, 0 if lines is None else lines.lines),
         {
-            "ROW": row, "COL": col, "WHOLE": whole, "EVEN": tile.holds_whole(m, n), "TILE_M": tile.m,
-            "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // x.itemsize),
+            "ROW": row, "COL": col, "WHOLE": whole, "EVEN": tile.holds_whole(m, n), **tile.sizes(),
+            "R": tile.rows_a_thread(VECTOR_BYTES // x.itemsize),
             "STAGES": cast_tiles.PARTIAL_AMAX_STAGES,
         },
         **tile.options(),
@@ -105,7 +100,7 @@ def _block_amax(plan: Planner, x: View, block: BlockShape) -> View:
         tile.programs(m, n),
         (x, out),
         (m, n, *x.strides, *out.shape, *out.strides),
-        {"ROWS": block[0], "COLS": block[1], "TILE_M": tile.m, "TILE_N": tile.n},
+        {"ROWS": block[0], "COLS": block[1], **tile.sizes()},
         **tile.options(),
     )
     return out
@@ -137,58 +132,12 @@ def amax(x: Tensor, block: Sequence[int]) -> Tensor:
     return torch.where(found.isnan(), torch.nan, found).reshape(scale_shape(x.shape, block))
 
 
-def _required(view: View | None) -> View:
-    """A view of a contiguous buffer in another shape, which always is one."""
-    assert view is not None
-    return view
-
-
-def _step_parts(side: Side) -> int:
-    """How many partial maxima of the amax the kernel reduces in one step; 0 if it finds the amax itself.
-
-    The kernel's mark of an amax that a caller gave.
-    """
-    if side.given:
-        return int(quantize_kernels.GIVEN.value)
-    return 0 if side.amax is None else cast_tiles.step_parts(side.parts)
-
-
-def _numerics(side: Side | None) -> Numerics | None:
-    """The properties that decide the compile-time arguments of a side."""
-    return side and (side.spec, side.block, _step_parts(side))
-
-
 def _runtime_args(side: Side) -> list[int]:
     *lines, part = side.amax_strides
     return [*side.scale_sizes, *side.q_strides[:2], *side.scale_strides[:2], *lines, side.parts, part]
 
 
-@functools.cache
-def _constants(
-    tile: CastTile, numerics: Numerics | None, numerics_t: Numerics | None, sums: bool, even: bool, direct_cast: bool
-) -> Mapping[str, object]:
-    """Every compile-time argument of a cast; a missing side gets those of the other."""
-    first, second = numerics or numerics_t, numerics_t or numerics
-    assert first is not None
-    assert second is not None
-    return {
-        **kernel_constants(*first[:2]),
-        "PARTS": first[2],
-        **kernel_constants(*second[:2], "_T"),
-        "PARTS_T": second[2],
-        "NORMAL": numerics is not None,
-        "TRANSPOSED": numerics_t is not None,
-        "SUM": sums,
-        "DIRECT_CAST": direct_cast,
-        "EVEN": even,
-        "TILE_M": tile.m,
-        "TILE_N": tile.n,
-        "R": tile.rows_a_thread(VECTOR_BYTES) if numerics_t else 1,
-        "GROUP": tile.group,
-    }
-
-
-def _with_amax(plan: Planner, x: View, tile: CastTile, sides: Sequence[Side | None]) -> list[Side | None]:
+def _with_amax(plan: Planner, x: View, tile: cast_tiles.CastTile, sides: Sequence[Side | None]) -> list[Side | None]:
     """``sides`` with the amax of each block that no tile holds whole, in one pass over ``x [m, n]``."""
     m, n = x.shape
     missing = [s is not None and s.amax is None and not tile.fits(s.block, m, n) for s in sides]
@@ -215,7 +164,7 @@ def _plan_columns(plan: Planner, x: View, side: Side | None, side_t: Side | None
     m, n = x.shape
     if m * n < cast_tiles.COLUMNS_LEAST or not run_together(m, plan.device.num_sms):
         return False
-    plan_columns(plan, one.of_columns(x, 1, side_t is not None))
+    plan_columns(plan, x, 1, one, side_t is not None)
     return True
 
 
@@ -228,40 +177,39 @@ def plan_sides(plan: Planner, x: View, side: Side | None, side_t: Side | None, w
         return None
     tile = cast_tiles.choose(m, n, side and side.block, side_t and transposed(side_t.block))
     side, side_t = _with_amax(plan, x, tile, (side, side_t))
-    first, second = side or side_t, side_t or side
-    assert first is not None
-    assert second is not None
-    constants = _constants(
-        tile,
-        _numerics(side),
-        _numerics(side_t),
-        with_sums,
-        tile.holds_whole(m, n),
-        plan.device.has_direct_cast,
-    )
+    first, second = both(side, side_t)
     sums = plan.empty((-(-m // tile.m), n), torch.float32) if with_sums else None
     plan.launch(
         quantize_kernels.quantize_kernel,
         tile.programs(m, n),
         (x, *first.pointers(), *second.pointers(), x if sums is None else sums),
         (m, n, *x.strides, *_runtime_args(first), *_runtime_args(second)),
-        constants,
+        {
+            **side_constants(side, side_t),
+            "SUM": with_sums,
+            "DIRECT_CAST": plan.device.has_direct_cast,
+            "EVEN": tile.holds_whole(m, n),
+            **tile.stores(side_t is not None),
+            "GROUP": tile.group,
+        },
         **tile.options(),
     )
     return sums
 
 
 def new_side(
-    plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool, amax: View | None
+    plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool, amax: View | None = None
 ) -> tuple[Side, View, View]:
     """Allocate one result of casting a tensor of ``shape``: the side, and its views as the caller gets them."""
     sizes = shape[::-1] if transpose else shape
     qdata = plan.empty(sizes, FORMATS[spec.format].dtype)
     scale = plan.like(empty_scale(sizes, spec.block, spec.scale_format, META))
-    matrix, scales = _required(qdata.folded()), scale
-    if matrix is not qdata:
-        scales = _required(scale.viewed(scale_shape(matrix.shape, spec.block)))
-    side = Side.of_matrix(matrix, scales, spec)
+    # Contiguous buffers have a view in every shape.
+    matrix = qdata.folded()
+    assert matrix is not None
+    scales = scale if matrix is qdata else scale.viewed(scale_shape(matrix.shape, spec.block))
+    assert scales is not None
+    side = Side(matrix, (*matrix.strides, 0), scales, (*scales.strides, 0), scales.shape, spec.block, spec)
     if amax is not None:
         side = side.with_parts(amax, given=True)
     return side.swapped() if transpose else side, qdata, scale
@@ -298,8 +246,8 @@ quantize = launcher(plan_quantize, reference.quantize, _quantize_matrices)
 
 def plan_both_sides(plan: Planner, x: View, spec: str, spec_t: str, with_sums: bool) -> tuple[list[View], View | None]:
     """qdata, scale, and those of the transpose; and with sums those of :func:`plan_sides`."""
-    side, qdata, scale = new_side(plan, x.shape, spec_of(spec), False, None)
-    side_t, qdata_t, scale_t = new_side(plan, x.shape, spec_of(spec_t), True, None)
+    side, qdata, scale = new_side(plan, x.shape, spec_of(spec), False)
+    side_t, qdata_t, scale_t = new_side(plan, x.shape, spec_of(spec_t), True)
     return [qdata, scale, qdata_t, scale_t], plan_sides(plan, x, side, side_t, with_sums)
 
 
@@ -309,6 +257,64 @@ def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[V
 
 
 quantize_both = launcher(plan_quantize_both, reference.quantize_both)
+
+
+def plan_quantize_both_sum(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
+    """Outputs: qdata, scale, those of the transpose, and the sums ``[n]``. No plan for a matrix along columns."""
+    # float64 is summed as float64, and cast by way of float32.
+    if not x.numel() or reads_along_columns(x) or x.dtype == torch.float64:
+        return None
+    outputs, parts = plan_both_sides(plan, x, spec, spec_t, True)
+    assert parts is not None
+    n = x.shape[1]
+    sums = plan.empty((n,), x.dtype)
+    tile = cast_tiles.COLUMN_SUMS
+    plan.launch(
+        quantize_kernels.column_sums_kernel,
+        -(-n // tile.n),
+        (parts, sums),
+        parts.shape,
+        {"TILE_P": tile.m, "TILE_N": tile.n},
+        **tile.options(),
+    )
+    return [*outputs, sums]
+
+
+def _sum_alone(x: Tensor, spec: str, spec_t: str) -> tuple[Tensor, ...]:
+    return *quantize_both(x, spec, spec_t), x.sum(0)
+
+
+quantize_both_sum = launcher(plan_quantize_both_sum, reference.quantize_both_sum, _sum_alone)
+
+
+def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
+    """Outputs: qdata, scale, and the amaxes, float32."""
+    found = spec_of(spec)
+    blocks = (found.block, transposed(spec_of(spec_t).block))
+    if not x.numel() or blocks not in ((TENSORWISE, TENSORWISE), (ROWWISE, COLUMNWISE)):
+        return None
+    side, qdata, scale = new_side(plan, x.shape, found, False)
+    along = x.t() if reads_along_columns(x) else x
+    if found.block == TENSORWISE:
+        amax = plan.empty((1, 1), torch.float32)
+        # As for both orientations: the maxima of the programs are reduced to one before the
+        bits = whole_dim_amax(plan, along, [TENSORWISE], True, True, amax)[TENSORWISE]
+        plan_sides(plan, x, side.with_parts(bits), None)
+    elif can_plan_rows(x):
+        amax = plan_rows(plan, x, 1, found, qdata, scale)
+    else:
+        m, n = x.shape
+        maxima = plan.empty((1, m + n), torch.float32)
+        of_lines = whole_dim_amax(plan, along, [ROWWISE, COLUMNWISE], True, True, maxima)
+        # Those of the rows of ``along`` come first.
+        of_rows, start = (of_lines[ROWWISE], m) if along is x else (of_lines[COLUMNWISE].transposed(1, 2), 0)
+        plan_sides(plan, x, side.with_parts(of_rows), None)
+        amax = maxima.strided((1, n), (n, 1), start)
+    return [qdata, scale, amax.strided((amax.shape[1], 1), (1, 1))]
+
+
+# An amax of NaN may have any payload.
+quantize_with_amax = launcher(plan_quantize_with_amax, reference.quantize_with_amax)
 
 
 def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: torch.dtype) -> list[View] | None:
@@ -329,7 +335,7 @@ def plan_dequantize(plan: Planner, qdata: View, scale: View, spec: str, dtype: t
         tile.programs(m, n),
         (q, scales.retyped(torch.uint8) if exponent_only else scales, out),
         (m, n, *q.strides, *scales.strides),
-        {"ROWS": rows, "COLS": cols, "E8M0": exponent_only, "TILE_M": tile.m, "TILE_N": tile.n},
+        {"ROWS": rows, "COLS": cols, "E8M0": exponent_only, **tile.sizes()},
         **tile.options(),
     )
     return [out]
@@ -342,3 +348,24 @@ def _dequantize_matrices(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.d
 
 
 dequantize = launcher(plan_dequantize, reference.dequantize, _dequantize_matrices)
+
+
+def plan_transpose(plan: Planner, qdata: View) -> list[View]:
+    """One output, ``[n, m]``."""
+    m, n = qdata.shape
+    out = plan.empty((n, m), qdata.dtype)
+    if not qdata.numel():
+        return [out]
+    tile = cast_tiles.TRANSPOSE
+    plan.launch(
+        quantize_kernels.transpose_kernel,
+        tile.programs(m, n),
+        (qdata.retyped(torch.uint8), out.retyped(torch.uint8)),
+        (m, n, *qdata.strides),
+        {"EVEN": tile.holds_whole(m, n), **tile.stores(True), "GROUP": tile.group},
+        **tile.options(),
+    )
+    return [out]
+
+
+transpose = launcher(plan_transpose, reference.transpose)

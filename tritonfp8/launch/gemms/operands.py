@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from tritonfp8.formats import SCALE_FORMATS
+from tritonfp8.kernels.gemm.scaled import reduce_parts_kernel
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X128, SCALE_ALIGNMENT, QuantSpec, matmul_family
-from tritonfp8.tuning import MatmulConfig
+from tritonfp8.tuning import REDUCE_TILE, REDUCE_WARPS, MatmulConfig
 
 MAX_TMA_COORDINATE = 2**31 - 1
 PROMOTION = 128
@@ -156,6 +157,31 @@ def tile_sizes(config: MatmulConfig) -> dict[str, object]:
 def programs(plan: Planner, config: MatmulConfig, pieces: int) -> int:
     """As many programs as run at the same time, and no more than there are pieces of work."""
     return min(pieces, plan.device.num_sms * config.blocks_per_sm)
+
+
+def plan_reduce(plan: Planner, p: GemmOperands, sums: View, rows: int, parts: int) -> None:
+    """Add up partial sums in their order, so that every run gives the same bits, and apply the epilogue of ``p``.
+
+    Args:
+        plan: takes the launch.
+        p: the GEMM. Scales in the epilogue are applied here.
+        sums: float32, ``[parts * rows, N]``.
+        rows: of each part, at least M.
+        parts: how many there are.
+    """
+    m, n = p.out.shape
+    scaled = p.family == "epilogue"
+    plan.launch(
+        reduce_parts_kernel,
+        -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"]),
+        (sums, p.out, *p.pointers(), p.bias, p.residual),
+        (
+            m, n, rows, sums.strides[0], p.out.strides[0], *p.residual_strides(),
+            *(p.row_strides() if scaled else (0, 0)),
+        ),
+        {**REDUCE_TILE, "SPLIT_K": parts, "SCALED": scaled, **p.epilogue()},
+        num_warps=REDUCE_WARPS,
+    )  # fmt: skip
 
 
 def is_readable_along_k(scale: View) -> bool:

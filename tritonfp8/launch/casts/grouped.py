@@ -12,13 +12,13 @@ from torch import Tensor
 from tritonfp8 import reference
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.cast import groups as kernels
-from tritonfp8.launch.cast import plan_quantize
-from tritonfp8.launch.casts import can_plan_rows, plan_rows
-from tritonfp8.launch.columns import plan_columns, run_together
+from tritonfp8.launch.casts.dense import plan_quantize
+from tritonfp8.launch.casts.groups import TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
+from tritonfp8.launch.casts.lines import can_plan_rows, plan_columns, plan_rows, run_together
+from tritonfp8.launch.casts.side import META
 from tritonfp8.launch.executor import planned
+from tritonfp8.launch.group_table import bounds_size
 from tritonfp8.launch.launcher import launcher
-from tritonfp8.launch.moe.schedule import bounds_size
-from tritonfp8.launch.moe.sides import META, TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.specs import (
     COLUMNWISE,
@@ -66,7 +66,7 @@ def _plan_picked(plan: Planner, x: View, rows: View, spec: QuantSpec) -> list[Vi
             scale.retyped(unsigned),
         ),
         (tokens, n, scale.shape[1], whole[0].strides[0], *whole[1].strides, *scale.strides),
-        {"TILE_M": tile.m, "TILE_N": tile.n, "TILE_S": cast_tiles.PICK_SCALES},
+        {**tile.sizes(), "TILE_S": cast_tiles.PICK_SCALES},
         **tile.options(),
     )  # fmt: skip
     return [qdata, scale]
@@ -225,7 +225,7 @@ def plan_quantize_matrices(plan: Planner, x: View, amax: View | None, spec: str,
         assert whole is not None
         return [whole[0].strided(qdata.shape, qdata.strides), whole[1].strided(scale.shape, scale.strides)]
     if side.block == COLUMNWISE and run_together(of.rows, plan.device.num_sms):
-        plan_columns(plan, side.of_columns(of.x, of.groups, not stays))
+        plan_columns(plan, of.x, of.groups, side, not stays)
     else:
         plan_sides(plan, of, side if stays else None, None if stays else side)
     return [qdata, scale]
@@ -273,7 +273,7 @@ def plan_grouped_sum(plan: Planner, x: View, offsets: View) -> list[View] | None
         of.blocks * -(-n // tile.n),
         (x, table, parts),
         (n, *x.strides),
-        {"TILE_M": tile.m, "TILE_N": tile.n},
+        tile.sizes(),
         **tile.options(),
     )
     final = cast_tiles.GROUP_SUMS

@@ -11,25 +11,22 @@ from tritonfp8.kernels.gemm import grouped as kernels
 from tritonfp8.kernels.gemm import hopper_grouped as hopper_kernels
 from tritonfp8.kernels.gemm.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.launcher import served_by
-from tritonfp8.launch.matmul import (
-    ROW_UNIT,
+from tritonfp8.launch.gemms.by_torch import can_sum, sum_tokens
+from tritonfp8.launch.gemms.dense import product_kind, readable_along_k
+from tritonfp8.launch.gemms.operands import (
     SWIZZLE,
     WIDE,
     GemmOperands,
     has_usual_layout,
     is_readable_along_k,
     matrices,
-    plan_operand,
-    product_kind,
     programs,
-    readable_along_k,
     scale_along_k,
     tile_sizes,
-    too_many_scales,
 )
-from tritonfp8.launch.moe.by_torch import can_sum, sum_tokens
-from tritonfp8.launch.moe.schedule import Table, plan_largest_first, plan_row_tiles
+from tritonfp8.launch.gemms.widened import ROW_UNIT, plan_operand, too_many_scales
+from tritonfp8.launch.group_table import Table, plan_largest_first, plan_row_tiles
+from tritonfp8.launch.launcher import served_by
 from tritonfp8.launch.plan import MAX_OFFSET, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import (
     BLOCK_1X32,
@@ -56,26 +53,24 @@ def _schedule(plan: Planner, p: GemmOperands, config: MatmulConfig, step: int = 
 def _plan_tiles(plan: Planner, p: GemmOperands, tile: MatmulConfig) -> None:
     """Launch the plain Triton kernel, on any device."""
     m, n, k = p.sizes()
-    family = p.family
     table, pieces = _schedule(plan, p, tile)
     b_strides = (0, *p.b.strides)[-3:]
     out_strides = p.out.strides if p.is_columns else (0, p.out.strides[0])
-    native = family == "mx" and plan.device.has_native_mx
     plan.launch(
         kernels.grouped_matmul_kernel,
         programs(plan, tile, pieces),
         (p.a, p.b, p.out, *p.pointers(), p.bias, table.buffer),
         (table.entries, p.groups, m, n, k, *p.a.strides, *b_strides, *out_strides[:2], *p.scale_strides()),
         {
-            "SCALES": family,
+            "SCALES": p.family,
             "COLUMNS": p.is_columns,
             "A_ROWS": p.rows[0],
             "B_ROWS": p.rows[1],
-            "SCALE_K": BLOCK_1X32[1] if family == "mx" else BLOCK_1X128[1],
+            "SCALE_K": BLOCK_1X32[1] if p.family == "mx" else BLOCK_1X128[1],
             "PROMOTE_EVERY": p.promote_every(tile),
             "A_FORMAT": p.formats[0],
             "B_FORMAT": p.formats[1],
-            "NATIVE": native,
+            "NATIVE": p.family == "mx" and plan.device.has_native_mx,
             "HAS_BIAS": p.bias is not None,
             **tile_sizes(tile),
             "ALIGNMENT": GROUP_ALIGNMENT,
@@ -116,15 +111,6 @@ def _scales_of(p: GemmOperands, config: MatmulConfig) -> tuple[list[Pointer | No
     if b_rows == 1:
         along_b, *of_b_rows = scale_along_k(matrices(b_scale), 1, max(config.block_n, SCALE_VECTOR))
     return [along_a, along_b], (0, b_group, *of_a_rows, *of_b_rows), (a_rows, b_rows)
-
-
-def _problem(p: GemmOperands) -> grouped_tiles.GroupedGemm:
-    assert p.family is not None
-    m, n, k = p.sizes()
-    tokens, sizes = (p.tokens, (m, n)) if p.is_columns else (m, (n, k))
-    return grouped_tiles.GroupedGemm(
-        p.family, p.accumulation, p.rows, p.groups, tokens, sizes, p.is_columns, p.out.itemsize
-    )
 
 
 def _of_usual_layout(scale: Tensor, spec: str) -> Tensor:
@@ -171,12 +157,15 @@ def _plan_specialized(plan: Planner, p: GemmOperands, config: MatmulConfig) -> N
 
 
 def _chosen(plan: Planner, p: GemmOperands) -> MatmulConfig:
-    return choose_grouped(_problem(p), plan.device, _has_copy_engine(plan, p))
-
-
-def _chosen_without_scales(plan: Planner, p: GemmOperands) -> MatmulConfig:
-    specialized = plan.device.has_warpgroup_mma and _has_copy_engine(plan, p)
-    config = _wide(plan.device, p) if specialized else None
+    device, is_readable = plan.device, _has_copy_engine(plan, p)
+    if p.family is not None:
+        m, n, k = p.sizes()
+        sizes = (m, n) if p.is_columns else (n, k)
+        gemm = grouped_tiles.GroupedGemm(
+            p.family, p.accumulation, p.rows, p.groups, p.all_tokens, sizes, p.is_columns, p.out.itemsize
+        )
+        return choose_grouped(gemm, device, is_readable)
+    config = _wide(device, p) if device.has_warpgroup_mma and is_readable else None
     if config is not None:
         return config
     # The plain kernel would look for these columns where they begin without alignment.
@@ -217,12 +206,8 @@ def _plan(plan: Planner, p: GemmOperands, config: MatmulConfig | None = None) ->
         return None
     if not p.out.numel():
         return [p.out]
-    if config is None:
-        config = _chosen_without_scales(plan, p) if p.family is None else _chosen(plan, p)
-    if config.specialized:
-        _plan_specialized(plan, p, config)
-    else:
-        _plan_tiles(plan, p, config)
+    config = config or _chosen(plan, p)
+    (_plan_specialized if config.specialized else _plan_tiles)(plan, p, config)
     return [p.out]
 
 

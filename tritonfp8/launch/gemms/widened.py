@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from tritonfp8.kernels.cast.widen import widen_kernel
-from tritonfp8.kernels.gemm.scaled import reduce_parts_kernel
 from tritonfp8.launch.executor import planned
-from tritonfp8.launch.matmul.gemm import WIDE
+from tritonfp8.launch.gemms.operands import WIDE, GemmOperands, plan_reduce
 from tritonfp8.launch.plan import MAX_OFFSET, Planner, View
 from tritonfp8.specs import BLOCK_1X32
-from tritonfp8.tuning import REDUCE_TILE, REDUCE_WARPS, cast_tiles
+from tritonfp8.tuning import cast_tiles
 
 # cuBLAS reads rows fastest that start at multiples of 16 bytes.
 ROW_UNIT = 8
@@ -62,20 +61,8 @@ def plan_epilogue(
     plan: Planner, sums: View, bias: View | None, residual: View | None, out: View, activation: str | None
 ) -> list[View]:
     """No output: writes ``out``."""
-    m, n = sums.shape
-    residual_strides = (0, 0) if residual is None else residual.strides
-    tiles = -(-m // REDUCE_TILE["BLOCK_M"]) * -(-n // REDUCE_TILE["BLOCK_N"])
-    plan.launch(
-        reduce_parts_kernel,
-        tiles,
-        (sums, out, None, None, bias, residual),
-        (m, n, m, sums.strides[0], out.strides[0], *residual_strides, 0, 0),
-        {
-            **REDUCE_TILE, "SPLIT_K": 1, "SCALED": False, "HAS_BIAS": bias is not None, "ACTIVATION": activation,
-            "HAS_RESIDUAL": residual is not None,
-        },
-        num_warps=REDUCE_WARPS,
-    )  # fmt: skip
+    gemm = GemmOperands(sums, None, None, sums, None, None, bias, out, "precise", activation, residual)
+    plan_reduce(plan, gemm, sums, sums.shape[0], 1)
     return []
 
 

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 
 from tritonfp8.formats import SCALE_FORMATS
-from tritonfp8.launch.columns import Columns
-from tritonfp8.launch.plan import View
+from tritonfp8.kernels.cast import quantize as kernels
+from tritonfp8.launch.plan import View, kernel_constants
 from tritonfp8.specs import QuantSpec, transposed
-from tritonfp8.tuning import BlockShape
+from tritonfp8.tuning import BlockShape, cast_tiles
+
+META = torch.device("meta")
 
 
 class Side(NamedTuple):
@@ -38,11 +40,6 @@ class Side(NamedTuple):
     parts: int = 0
     given: bool = False
 
-    @classmethod
-    def of_matrix(cls, qdata: View, scale: View, spec: QuantSpec) -> Side:
-        """The result of casting one matrix; each view has its shape."""
-        return cls(qdata, (*qdata.strides, 0), scale, (*scale.strides, 0), scale.shape, spec.block, spec)
-
     def with_parts(self, amax: View, given: bool = False) -> Side:
         """With amaxes ``[parts, groups_m, groups_n]``."""
         part, row, col = amax.strides
@@ -54,11 +51,15 @@ class Side(NamedTuple):
         scale = self.scale.retyped(torch.uint8) if exponent_only else self.scale
         return [self.qdata, scale, scale if self.amax is None else self.amax]
 
-    def of_columns(self, x: View, matrices: int, transposes: bool) -> Columns:
-        """This result of matrices, by scales of whole columns."""
-        qdata, scale, _ = self.pointers()
-        sizes = (self.q_strides, scale, self.scale_strides, self.scale_sizes)
-        return Columns(x, matrices, qdata, *sizes, self.spec, transposes)
+    @property
+    def step_parts(self) -> int:
+        """How many partial maxima of the amax the kernel reduces in one step; 0 if it finds the amax itself.
+
+        The kernel's mark of an amax that a caller gave.
+        """
+        if self.given:
+            return int(kernels.GIVEN.value)
+        return 0 if self.amax is None else cast_tiles.step_parts(self.parts)
 
     def swapped(self) -> Side:
         """The same result in the coordinates of the transpose of each matrix."""
@@ -71,3 +72,24 @@ class Side(NamedTuple):
             amax_strides=(amax_col, amax_row, amax_group),
             block=transposed(self.block),
         )
+
+
+def both(side: Side | None, side_t: Side | None) -> tuple[Side, Side]:
+    """Two sides; one that is missing is the other one."""
+    first, second = side or side_t, side_t or side
+    assert first is not None
+    assert second is not None
+    return first, second
+
+
+def side_constants(side: Side | None, side_t: Side | None) -> dict[str, object]:
+    """The compile-time arguments with which kernels of casts begin; a missing side gets those of the other."""
+    first, second = both(side, side_t)
+    return {
+        **kernel_constants(first.spec, first.block),
+        "PARTS": first.step_parts,
+        **kernel_constants(second.spec, second.block, "_T"),
+        "PARTS_T": second.step_parts,
+        "NORMAL": side is not None,
+        "TRANSPOSED": side_t is not None,
+    }

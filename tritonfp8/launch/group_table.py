@@ -28,20 +28,14 @@ class Table(NamedTuple):
     entries: int
 
 
-def _sizes(groups: int) -> dict[str, object]:
-    size = triton.next_power_of_2(groups + 1)
-    return {"SIZE": size, "ENTRIES": max(1, ELEMENTS // size)}
-
-
 def bounds_size(groups: int) -> int:
     """The SIZE of a kernel that looks for the bounds of groups."""
     return int(triton.next_power_of_2(groups + 1))
 
 
-def _programs(entries: int, sizes: dict[str, object]) -> int:
-    per_program = sizes["ENTRIES"]
-    assert isinstance(per_program, int)
-    return -(-entries // per_program)
+def _sizes(groups: int) -> dict[str, int]:
+    size = bounds_size(groups)
+    return {"SIZE": size, "ENTRIES": max(1, ELEMENTS // size)}
 
 
 def plan_row_tiles(
@@ -59,7 +53,7 @@ def plan_row_tiles(
     sizes = _sizes(groups)
     plan.launch(
         kernels.row_tiles_kernel,
-        _programs(entries, sizes),
+        -(-entries // sizes["ENTRIES"]),
         (offsets, buffer),
         (tokens, groups, entries),
         {"TILE": tile, "ALIGNED": aligned, "IN_TURN": in_turn, "STEP": step, **sizes},
@@ -75,7 +69,7 @@ def plan_largest_first(plan: Planner, offsets: View, tokens: int) -> Table:
     sizes = _sizes(groups)
     plan.launch(
         kernels.largest_first_kernel,
-        _programs(groups, sizes),
+        -(-groups // sizes["ENTRIES"]),
         (offsets, buffer),
         (tokens, groups),
         sizes,

@@ -49,7 +49,7 @@ def add_swiglu(plan: Planner, x: View, gate_up: View | None, out: View | None = 
         tile.programs(rows, features),
         (x, of, out),
         (rows, features, *x.strides, *of.strides),
-        {"BACKWARD": gate_up is not None, "TILE_M": tile.m, "TILE_N": tile.n},
+        {"BACKWARD": gate_up is not None, **tile.sizes()},
         **tile.options(),
     )
     return out
@@ -81,8 +81,7 @@ def plan_sum_of_rows(plan: Planner, x: View, places: View, factors: View | None)
         (x, places, factors, out),
         (tokens, n, *x.strides),
         {
-            "EACH": each, "SCALED": factors is not None, "ROUNDED": dtype == x.dtype,
-            "TILE_M": tile.m, "TILE_N": tile.n,
+            "EACH": each, "SCALED": factors is not None, "ROUNDED": dtype == x.dtype, **tile.sizes(),
         },
         **tile.options(),
         **OPTIONS,
@@ -106,8 +105,7 @@ def plan_dots_of_rows(plan: Planner, grad: View, x: View, places: View, out_dtyp
         (grad, x, places, out),
         (n, *grad.strides, *x.strides),
         {
-            "EACH": each, "ROUNDED": torch.promote_types(x.dtype, out_dtype) == x.dtype,
-            "TILE_M": tile.m, "TILE_N": tile.n,
+            "EACH": each, "ROUNDED": torch.promote_types(x.dtype, out_dtype) == x.dtype, **tile.sizes(),
         },
         **tile.options(),
         **OPTIONS,

@@ -10,12 +10,11 @@ import torch
 
 from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.cast import groups as kernels
-from tritonfp8.kernels.cast import quantize
-from tritonfp8.launch.moe.rows import add_swiglu
-from tritonfp8.launch.moe.schedule import plan_row_tiles
-from tritonfp8.launch.partial_maxima import PartialMaxima
+from tritonfp8.launch.casts.partial_maxima import PartialMaxima
+from tritonfp8.launch.casts.side import META, Side, both, side_constants
+from tritonfp8.launch.group_table import plan_row_tiles
 from tritonfp8.launch.plan import Planner, View, kernel_constants
-from tritonfp8.launch.side import Side
+from tritonfp8.launch.rows import add_swiglu
 from tritonfp8.specs import (
     COLUMNWISE,
     GROUP_ALIGNMENT,
@@ -29,7 +28,6 @@ from tritonfp8.specs import (
 )
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, cast_tiles
 
-META = torch.device("meta")
 # Rows of a tile: as many tokens as the columns at whose multiples groups begin.
 TILE = cast_tiles.GROUPS
 assert TILE.m == GROUP_ALIGNMENT
@@ -165,7 +163,7 @@ def with_maxima(
     # What is not found is not written: any pointer will do.
     maxima = (of.x if lines is None else lines.buffer, *(parts.get(block, of.x) for block in (COLUMNWISE, TENSORWISE)))
     found = {name: block in sizes for name, block in (("ROW", ROWWISE), ("COL", COLUMNWISE), ("WHOLE", TENSORWISE))}
-    tiles = {"TILE_M": tile.m, "TILE_N": tile.n, "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize)}
+    tiles = {**tile.sizes(), "R": tile.rows_a_thread(VECTOR_BYTES // of.x.itemsize)}
     stride = 0 if lines is None else lines.lines
     made = of.x
     if of.swiglu:
@@ -209,13 +207,14 @@ def _with_amax(
     blocks = {side.block for side in sides if side is not None and -1 in side.block}
     if not blocks:
         return of.made(add_swiglu(plan, of.x, of.gate_up)) if of.swiglu else of, list(sides)
-    if of.amax is None:
+    given = of.amax is not None
+    if not given:
         of = with_maxima(plan, of, table, blocks)
     assert of.amax is not None
     parts = _parts(of.amax, group_amax_sizes(of.tokens, of.width, of.groups, blocks))
     strides = {ROWWISE: (1, 0, of.rows), COLUMNWISE: (0, 1, of.width), TENSORWISE: (0, 0, 1)}
     return of, [
-        side._replace(amax=parts[side.block], amax_strides=strides[side.block])
+        side._replace(amax=parts[side.block], amax_strides=strides[side.block], parts=1, given=given)
         if side is not None and side.block in parts
         else side
         for side in sides
@@ -225,29 +224,10 @@ def _with_amax(
 def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None) -> None:
     """Fill one or two sides from the rows of ``of``."""
     table = of.table(plan)
-    parts = 1 if of.amax is None else int(quantize.GIVEN.value)
     of, (side, side_t) = _with_amax(plan, of, table, (side, side_t))
-    first, second = side or side_t, side_t or side
-    assert first is not None
-    assert second is not None
+    first, second = both(side, side_t)
     n = of.width
     tile = cast_tiles.of_groups({first.block, second.block}, of.source == "scaled")
-    constants = {
-        **kernel_constants(first.spec, first.block),
-        "PARTS": 0 if first.amax is None else parts,
-        **kernel_constants(second.spec, second.block, "_T"),
-        "PARTS_T": 0 if second.amax is None else parts,
-        "NORMAL": side is not None,
-        "TRANSPOSED": side_t is not None,
-        "DIRECT_CAST": plan.device.has_direct_cast,
-        "MATRICES": of.is_matrices,
-        "SOURCE": of.source,
-        "EVEN": n % tile.n == 0 and of.rows % tile.m == 0,
-        "TILE_M": tile.m,
-        "TILE_N": tile.n,
-        "R": tile.rows_a_thread(VECTOR_BYTES) if side_t is not None else 1,
-        "GROUP": tile.group,
-    }
     plan.launch(
         kernels.quantize_groups_kernel,
         of.blocks * -(-n // tile.n),
@@ -257,7 +237,11 @@ def plan_sides(plan: Planner, of: Groups, side: Side | None, side_t: Side | None
             *first.scale_sizes, *first.q_strides[:2], *first.scale_strides, *first.amax_strides,
             *second.scale_sizes, *second.q_strides, *second.scale_strides, *second.amax_strides,
         ),
-        constants,
+        {
+            **side_constants(side, side_t), "DIRECT_CAST": plan.device.has_direct_cast, "MATRICES": of.is_matrices,
+            "SOURCE": of.source, "EVEN": n % tile.n == 0 and of.rows % tile.m == 0, **tile.stores(side_t is not None),
+            "GROUP": tile.group,
+        },
         **tile.options(),
     )  # fmt: skip
     if side is not None and not of.is_matrices:
@@ -281,8 +265,7 @@ def _plan_rest(plan: Planner, of: Groups, table: tuple[View, int], side: Side) -
             "PARTS": int(side.amax is not None),
             "DIRECT_CAST": plan.device.has_direct_cast,
             "SOURCE": of.source,
-            "TILE_M": tile.m,
-            "TILE_N": tile.n,
+            **tile.sizes(),
         },
         **tile.options(),
     )  # fmt: skip

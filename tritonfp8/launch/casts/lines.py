@@ -1,0 +1,105 @@
+"""Casts to scales of whole lines of matrices that read each element once: of columns; of rows, with columns' amaxes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from tritonfp8.kernels.cast import columns as kernels
+from tritonfp8.kernels.cast.rows import quantize_rows_kernel
+from tritonfp8.launch.casts.partial_maxima import PartialMaxima
+from tritonfp8.launch.casts.side import Side
+from tritonfp8.launch.plan import Planner, View, kernel_constants
+from tritonfp8.specs import COLUMNWISE, ROWWISE, QuantSpec
+from tritonfp8.tuning import cast_tiles
+
+TILE = cast_tiles.COLUMNS
+
+
+def run_together(rows: int, num_sms: int) -> bool:
+    """Whether the tiles of a strip of columns run at the same time on a GPU that does nothing else."""
+    return -(-rows // TILE.m) <= cast_tiles.COLUMNS_PER_SM * num_sms
+
+
+def plan_columns(plan: Planner, x: View, matrices: int, side: Side, transposes: bool) -> None:
+    """Fill a side from matrices that :func:`run_together` serves; from others slowly.
+
+    Args:
+        plan: takes the launches.
+        x: the matrices, contiguous, one below the other, ``[matrices * rows, n]``.
+        matrices: how many there are.
+        side: the result.
+        transposes: whether its codes are stored transposed.
+    """
+    rows, n = x.shape[0] // matrices, x.shape[1]
+    tiles, strips = -(-rows // TILE.m), matrices * -(-n // TILE.n)
+    columns = matrices * n
+    zeros = plan.empty((columns + 2 + strips,), torch.int32, zeroed=True)
+    amax, progress = zeros.strided((columns,), (1,)), zeros.strided((2 + strips,), (1,), columns)
+    left = plan.empty((strips * tiles,), torch.int32)
+    # The interpreter runs one program after another.
+    looks = 0 if plan.device.capability is None else cast_tiles.COLUMNS_LOOKS
+    qdata, scale, _ = side.pointers()
+    for kernel, programs in (
+        (kernels.quantize_columns_kernel, strips * tiles),
+        (kernels.quantize_left_kernel, min(strips * tiles, plan.device.num_sms)),
+    ):
+        plan.launch(
+            kernel,
+            programs,
+            (x, qdata, scale, amax, progress, left),
+            (tiles, strips // matrices, rows, n, *side.scale_sizes, *side.q_strides, *side.scale_strides),
+            {
+                **kernel_constants(side.spec, COLUMNWISE),
+                "TRANSPOSED": transposes,
+                "DIRECT_CAST": plan.device.has_direct_cast,
+                "EVEN": TILE.holds_whole(rows, n),
+                "LOOKS": looks,
+                **TILE.stores(transposes),
+            },
+            **TILE.options(),
+        )
+
+
+def can_plan_rows(x: View) -> bool:
+    """Whether :func:`plan_rows` takes the matrix ``x``: its rows are contiguous and fit in a tile."""
+    return x.strides[1] == 1 and cast_tiles.rows_with_columns(x.shape[1], x.itemsize) is not None
+
+
+def plan_rows(plan: Planner, x: View, matrices: int, spec: QuantSpec, qdata: View, scale: View) -> View:
+    """Fill the result; the amaxes of the columns of each matrix, float32 ``[matrices, n]``.
+
+    Args:
+        plan: takes the launch.
+        x: the matrices, one below the other, ``[matrices * rows, n]``; see :func:`can_plan_rows`.
+        matrices: how many there are.
+        spec: of the result, whose scales are of rows.
+        qdata: the codes, of the shape of ``x``, rows contiguous.
+        scale: ``[matrices * rows, 1]``.
+    """
+    n = x.shape[1]
+    rows = x.shape[0] // matrices
+    tile = cast_tiles.rows_with_columns(n, x.itemsize)
+    assert tile is not None
+    # As many programs as run at once, so that each finds the amaxes of as many rows as it can.
+    programs = max(1, plan.device.num_sms * cast_tiles.ROWS_WARPS // tile.warps // matrices)
+    tiles = triton.cdiv(triton.cdiv(rows, tile.m), programs)
+    chunks = triton.cdiv(rows, tiles * tile.m)
+    maxima = PartialMaxima.allocate(plan, x, 0, matrices * n, 0, chunks)
+    plan.launch(
+        quantize_rows_kernel,
+        matrices * chunks,
+        (x, qdata, scale, maxima.buffer),
+        (rows, n, tiles, chunks, maxima.lines, x.strides[0], qdata.strides[0], scale.strides[0]),
+        {
+            **kernel_constants(spec, ROWWISE),
+            "DIRECT_CAST": plan.device.has_direct_cast,
+            "EVEN": rows % tile.m == 0 and n == tile.n,
+            **tile.sizes(),
+            "STAGES": cast_tiles.ROWS_STAGES,
+        },
+        **tile.options(),
+    )
+    amax = plan.empty((1, matrices * n), torch.float32)
+    maxima.reduce(plan, amax)
+    return amax.strided((matrices, n), (n, 1))
