@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tritonfp8.checks import require, require_flag
 from tritonfp8.conversion import (
+    NO_PATTERN,
     Choice,
     ConversionReport,
     Filter,
@@ -151,15 +152,12 @@ def for_storage(
     return selected._replace(recipes={name: recipes[name] for name in selected.recipes}), recipes
 
 
-def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
-    return conv1d_class(cls) if is_conv1d(layer) else linear_class(cls)
-
-
 def apply_selection(model: nn.Module, selected: Selected, stored: Mapping[str, Recipe], freeze: bool) -> None:
     """Change the classes of the selected layers, all or none, and store (and freeze) the weights in ``stored``."""
     with all_or_nothing(model):
         for name, module in selected.modules.items():
-            change_class(module, _converted_class(type(module), module))
+            cls: Any = type(module)
+            change_class(module, conv1d_class(cls) if is_conv1d(module) else linear_class(cls))
             module.recipe = selected.recipes[name]  # type: ignore[assignment]
         for name, module in selected.experts.items():
             convert_experts(module, selected.recipes[name])
@@ -205,7 +203,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
                 module.recipe = new_recipes[module]
     return ConversionReport(
         {name: recipe for name, recipe in chosen.items() if recipe is not None},
-        {name: "no pattern matched" for name, recipe in chosen.items() if recipe is None},
+        {name: NO_PATTERN for name, recipe in chosen.items() if recipe is None},
     )
 
 

@@ -55,7 +55,7 @@ def class_name_violations(modules):
 # The most lines of a room; a number may fall, and rises with its reason beside it.
 ROOM_LINES = {
     "kernels": 3895,
-    "checks": 90,
+    "checks": 100,  # checks of numbers and first lines of errors that several rooms had of their own
     "compat": 960,
     "counting": 180,
     "formats": 90,
@@ -74,17 +74,17 @@ ROOM_LINES = {
     "layers.stored": 2260,
     "functional": 380,
     "modules": 10,
-    "conversion": 1210,
+    "conversion": 1200,
     "convert": 290,
-    "export": 2620,
+    "export": 2580,
     "optim": 500,
     "stored_init": 180,
     "tritonfp8": 80,
     "distributed": 6100,
-    "workflow": 3330,
+    "workflow": 3320,
     "training": 1380,
     "warmup": 1440,
-    "integrations": 710,
+    "integrations": 700,
     "cli": 370,
     "__main__": 10,
 }
