@@ -81,7 +81,7 @@ ROOM_LINES = {
     "stored_init": 180,
     "tritonfp8": 80,
     "distributed": 6100,
-    "workflow": 3320,
+    "workflow": 3220,
     "training": 1380,
     "warmup": 1440,
     "integrations": 700,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from tritonfp8.workflow.outputs import local_part
 
 CHUNK_BYTES = 1 << 22
 _WORD = 4
@@ -62,7 +63,7 @@ def _words(chunk: Tensor) -> Tensor:
 
 def _parts(x: Tensor) -> Iterator[Tensor]:
     """The plain tensors that hold the data of ``x`` on this rank."""
-    local: Any = x.to_local() if hasattr(x, "to_local") else x.detach()
+    local = local_part(x)
     if type(local) in (Tensor, torch.nn.Parameter) or not hasattr(local, "__tensor_flatten__"):
         yield local
         return
