@@ -83,7 +83,7 @@ ROOM_LINES = {
     "distributed": 6100,
     "workflow": 3220,
     "training": 1380,
-    "warmup": 1440,
+    "warmup": 1430,
     "integrations": 700,
     "cli": 370,
     "__main__": 10,
