@@ -77,7 +77,7 @@ ROOM_LINES = {
     "conversion": 1200,
     "convert": 290,
     "export": 2580,
-    "optim": 500,
+    "optim": 490,
     "stored_init": 180,
     "tritonfp8": 80,
     "distributed": 6100,
