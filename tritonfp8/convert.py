@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tritonfp8.checks import require, require_flag
 from tritonfp8.conversion import (
+    NO_PATTERN,
     Choice,
     ConversionReport,
     Filter,
@@ -34,7 +35,6 @@ from tritonfp8.layers import (
     class_before,
     forget_names,
     is_own_forward,
-    joined_class,
     joined_of,
     record_names,
     swapping,
@@ -159,15 +159,12 @@ def for_storage(
     return selected._replace(recipes={name: recipes[name] for name in selected.recipes}), recipes
 
 
-def _converted_class(cls: Any, layer: nn.Module) -> type[_Layer]:
-    return joined_class(Float8Conv1D if is_conv1d(layer) else Float8Linear, cls)
-
-
 def apply_selection(model: nn.Module, selected: Selected, stored: Mapping[str, Recipe], freeze: bool) -> None:
     """Change the classes of the selected layers, all or none, and store (and freeze) the weights in ``stored``."""
     with all_or_nothing(model):
         for name, module in selected.modules.items():
-            change_class(module, _converted_class(type(module), module))
+            computes: type[_Layer] = Float8Conv1D if is_conv1d(module) else Float8Linear
+            change_class(module, joined_class(computes, type(module)))
             module.recipe = selected.recipes[name]  # type: ignore[assignment]
         for name, module in selected.experts.items():
             convert_experts(module, selected.recipes[name])
@@ -213,7 +210,7 @@ def swap_recipe(model: nn.Module, recipe: Recipes | None = None) -> ConversionRe
                 module.recipe = new_recipes[module]
     return ConversionReport(
         {name: recipe for name, recipe in chosen.items() if recipe is not None},
-        {name: "no pattern matched" for name, recipe in chosen.items() if recipe is None},
+        {name: NO_PATTERN for name, recipe in chosen.items() if recipe is None},
     )
 
 

@@ -47,9 +47,8 @@ __all__ = [
 ]
 
 
-def _check_spec(spec: object) -> None:
-    if not isinstance(spec, QuantSpec):
-        raise TypeError(f"spec must be a tritonfp8.QuantSpec; got {type(spec).__name__}")
+# What the arguments are called in messages.
+_SPEC, _QUANTIZED = "a tritonfp8.QuantSpec", "a tritonfp8.Quantized (see tritonfp8.quantize)"
 
 
 def _without_grad(x: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
     :mod:`tritonfp8.reference.casts` has the formulas.
     """
     check_floating("x", x)
-    _check_spec(spec)
+    require_type("spec", spec, QuantSpec, _SPEC)
     require_flag("transpose", transpose)
     if transpose:
         _check_matrix(x, "quantize(transpose=True)")
@@ -137,8 +136,8 @@ def quantize_both(x: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quanti
         TypeError, ValueError: as :func:`quantize`.
     """
     check_floating("x", x)
-    _check_spec(spec)
-    _check_spec(spec_t)
+    require_type("spec", spec, QuantSpec, _SPEC)
+    require_type("spec", spec_t, QuantSpec, _SPEC)
     _check_matrix(x, "quantize_both")
     qdata, scale, qdata_t, scale_t = ops.quantize_both(_without_grad(x), *spec.args, *spec_t.args)
     return unchecked(qdata, scale, spec), unchecked(qdata_t, scale_t, spec_t)
@@ -154,14 +153,9 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         TypeError: ``q`` is not a Quantized.
         ValueError: an unsupported ``dtype``.
     """
-    _check_quantized("q", q)
+    require_type("q", q, Quantized, _QUANTIZED)
     require("dtype", dtype, HIGH_PRECISION_DTYPES)
     return ops.dequantize(q.qdata, q.scale, *q.spec.args, dtype)
-
-
-def _check_quantized(name: str, q: object) -> None:
-    if not isinstance(q, Quantized):
-        raise TypeError(f"{name} must be a tritonfp8.Quantized (see tritonfp8.quantize); got {type(q).__name__}")
 
 
 _ACTIVATIONS = (None, *ACTIVATIONS)
@@ -223,8 +217,8 @@ def scaled_matmul(
     """
     # Host time of an eager call: each function call and each attribute access counts.
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
-        _check_quantized("a", a)
-        _check_quantized("b", b)
+        require_type("a", a, Quantized, _QUANTIZED)
+        require_type("b", b, Quantized, _QUANTIZED)
     # By identity: faster, and safe for arrays. An equal text that is another object only takes the slower path below.
     plain = bias is None and residual is None and activation is None
     plain = plain and out_dtype is torch.bfloat16 and accumulation is _PRECISE and batch_invariant is False
@@ -270,7 +264,7 @@ def quantize_groups(x: Tensor, offsets: Tensor, spec: QuantSpec, transpose: bool
             or end beyond T.
     """
     check_floating("x", x)
-    _check_spec(spec)
+    require_type("spec", spec, QuantSpec, _SPEC)
     require_flag("transpose", transpose)
     _check_matrix(x, "quantize_groups")
     _check_offsets(offsets, None, x.shape[0], x.device)
@@ -296,7 +290,7 @@ def quantize_matrices(x: Tensor, spec: QuantSpec, transpose: bool = False) -> Qu
         ValueError: not three dims, or no matrix.
     """
     check_floating("x", x)
-    _check_spec(spec)
+    require_type("spec", spec, QuantSpec, _SPEC)
     require_flag("transpose", transpose)
     if x.ndim != 3 or x.shape[0] == 0:
         raise ValueError(f"quantize_matrices needs [groups, N, K] with a group or more; got shape {tuple(x.shape)}")

@@ -332,7 +332,7 @@ def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings):
     assert count > 1
     windows = torch.cat(list(corpus.windows(text, count=count, batch_size=1, seq_len=job.settings.seq_len))).long()
     with torch.no_grad():
-        assert found == pytest.approx(loop._loss(model, windows).item(), rel=1e-3)
+        assert found == pytest.approx(loop.next_token_loss(model, windows).item(), rel=1e-3)
     assert all(parameter.grad is None for parameter in model.parameters())
     (run,) = loop.run(job).runs
     # Training changes the weights, and so the loss.

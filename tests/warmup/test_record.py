@@ -30,7 +30,7 @@ class TestRecording:
         model = build_model(config, 20, seed=0).train()
         tritonfp8.convert(model, recipe)
         with Recorder() as recorder:
-            loop._loss(model, torch.randint(0, 256, (2, 21))).backward()
+            loop.next_token_loss(model, torch.randint(0, 256, (2, 21))).backward()
         recorded = record_model(config, recipe, (2, 20), "float32")
         assert recorded == list(recorder.calls)
         assert {call.op for call in recorded} >= {"quantize", "scaled_matmul"}

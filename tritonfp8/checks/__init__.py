@@ -15,9 +15,11 @@ __all__ = [
     "nearest",
     "check_floating",
     "check_strided",
+    "first_line",
     "is_among",
     "require",
     "require_flag",
+    "require_int",
     "require_type",
     "shown",
 ]
@@ -43,6 +45,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"``, with the known name most like ``name``; a full stop if none is like it."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1)
@@ -53,6 +60,14 @@ def require_type(name: str, value: object, kind: Any, what: str) -> None:
     """Raise TypeError unless ``value`` is a ``kind`` (a type or a union); the message calls it ``what``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}")
+
+
+def require_int(name: str, value: object, least: int) -> None:
+    """Raise TypeError unless ``value`` is an int, and no flag; and ValueError below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")
 
 
 def require_flag(name: str, value: object) -> None:

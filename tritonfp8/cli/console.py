@@ -14,6 +14,11 @@ INTERRUPTED = 130
 MODEL_HELP = f"{', '.join(MODELS)}, or the path of a transformers config (JSON file or folder)."
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def console_of(stderr: bool = False) -> Console:
     """A console; without a terminal it is :data:`PLAIN_WIDTH` columns wide in place of 80, so that tables fit."""
     console = Console(stderr=stderr)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tritonfp8 import training
-from tritonfp8.cli.console import INTERRUPTED, MODEL_HELP, console_of, fail
+from tritonfp8.cli.console import INTERRUPTED, MODEL_HELP, console_of, fail, names_in
 from tritonfp8.training import report as training_report
 
 
@@ -55,7 +55,7 @@ def train(
     the results so far. The defaults take one to three minutes on two CPU cores.
     """
     options = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "lr": lr, "compile": compile}
-    names = tuple(name.strip() for name in recipes.split(",") if name.strip())
+    names = names_in(recipes)
     _compare(out, model=model, recipes=names, device=device, seed=seed, data=data, experts=experts, **options)
 
 

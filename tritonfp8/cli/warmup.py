@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tritonfp8.cli.console import INTERRUPTED, MODEL_HELP, console_of, fail
+from tritonfp8.cli.console import INTERRUPTED, MODEL_HELP, console_of, fail, names_in
 from tritonfp8.warmup import ranks, record
 from tritonfp8.warmup import run as warming
 from tritonfp8.warmup import workers as warmup_workers
@@ -60,17 +60,9 @@ def warmup(
     If it is killed, the same command continues. Under torchrun one process a machine compiles and rank 0 measures.
     Ctrl-C ends it and keeps finished work. Exit code 1 if something failed.
     """
-    options = {
-        "model": model,
-        "shapes": shapes,
-        "dtype": dtype,
-        "experts": experts,
-        "tune": tune,
-        "force": force,
-        "timeout": timeout,
-    }
-    names = [name.strip() for name in recipes.split(",") if name.strip()]
-    _warm_up(tokens, recipes=names, workers=workers, device=device, **options)
+    options = {"tune": tune, "force": force, "workers": workers, "device": device, "timeout": timeout}
+    names = names_in(recipes)
+    _warm_up(tokens, model=model, shapes=shapes, recipes=names, dtype=dtype, experts=experts, **options)
 
 
 def _warm_up(tokens: list[str], **options: Any) -> None:
@@ -109,17 +101,17 @@ class _Bars:
     def __init__(self, console: Console) -> None:
         self.console = console
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bars = Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console)
+        self.bars = Progress(
+            *columns, TextColumn("ETA"), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        )
         self.tasks: dict[str, Any] = {}
 
     def __enter__(self) -> _Bars:
-        if self.console.is_terminal:
-            self.bars.start()
+        self.bars.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self.console.is_terminal:
-            self.bars.stop()
+        self.bars.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` steps of a stage are finished."""

@@ -8,19 +8,19 @@ cost       whether a layer would get slower, for "auto"
 select     all of this together: the layers to convert, and the reasons for the others
 coverage   the parameters that no converted layer has, with their share of the FLOPs
 report     ConversionReport
-counters   FLOP counters of others
 sharing    layers that quantize a common input once
-replaced   other FP8 libraries, which must not take the place of a converted layer
+wrapped    a model and its names without torch.compile and other wrappers
+others     FLOP counters, which learn of converted layers, and FP8 libraries, which must not replace one
 """
 
 from tritonfp8.conversion.choice import Choice, Recipes
-from tritonfp8.conversion.counters import teach_counters
 from tritonfp8.conversion.coverage import coverage
 from tritonfp8.conversion.filters import Filter, Selection
-from tritonfp8.conversion.replaced import keep_layers
-from tritonfp8.conversion.report import ConversionReport
+from tritonfp8.conversion.others import keep_layers, teach_counters
+from tritonfp8.conversion.report import ConversionReport, columns
 from tritonfp8.conversion.roles import Roles
 from tritonfp8.conversion.select import (
+    NO_PATTERN,
     Selected,
     converted_experts,
     converted_layers,
@@ -30,3 +30,4 @@ from tritonfp8.conversion.select import (
     why_unfit,
 )
 from tritonfp8.conversion.sharing import share_inputs, unshare_inputs
+from tritonfp8.conversion.wrapped import bare, reshard, unwrapped

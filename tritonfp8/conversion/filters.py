@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tritonfp8.checks import shown
+from tritonfp8.checks import require_int, shown
 from tritonfp8.conversion.choice import check_patterns, names_part
 from tritonfp8.conversion.cost import why_slower
 from tritonfp8.conversion.roles import Roles
@@ -52,9 +52,9 @@ class Selection:
             sizes: its in and out features.
             found: the pattern and the recipe that match its name.
         """
-        if self.function is not None or (self.patterns is not None and not self._matching(name)):
+        if self.function is not None or (self.patterns is not None and not self.matching(name)):
             return self.left_out(name, layer)
-        matching = self._matching(name)
+        matching = self.matching(name)
         if small := _small(sizes):
             return small
         role = self.roles.of(name, layer, *sizes)
@@ -67,7 +67,8 @@ class Selection:
             return reason
         return None
 
-    def _matching(self, name: str) -> list[str]:
+    def matching(self, name: str) -> list[str]:
+        """The patterns of the filter that match a name; they count as used."""
         matching = [pattern for pattern in self.patterns or () if fnmatchcase(name, pattern)]
         self.used.update(matching)
         return matching
@@ -76,16 +77,12 @@ class Selection:
         """The reason why a function or the patterns of the filter leave out a module of any kind, or None."""
         if self.function is not None:
             return None if self.function(module, name) else "the filter returned False"
-        matches = self.patterns is None or self._matching(name)
+        matches = self.patterns is None or self.matching(name)
         return None if matches else "no pattern of the filter matches it"
 
     def keeps(self, name: str, layer: Any, sizes: tuple[int, int]) -> bool:
         """Whether the layer has a role for which it stays in high precision by default."""
         return self.function is None and self.roles.of(name, layer, *sizes) is not None
-
-    def note(self, name: str) -> None:
-        """Count the patterns that match a layer that is converted already as used."""
-        self.used.update(pattern for pattern in self.patterns or () if fnmatchcase(name, pattern))
 
     def check_all_used(self) -> None:
         """Raise ValueError if a pattern of the filter matches no layer."""
@@ -100,10 +97,7 @@ def _small(sizes: tuple[int, int]) -> str | None:
 
 
 def _check(filter: object, tokens: object) -> None:
-    if isinstance(tokens, bool) or not isinstance(tokens, int):
-        raise TypeError(f"tokens must be an int; got {type(tokens).__name__}")
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1; got {tokens}")
+    require_int("tokens", tokens, 1)
     if filter is None or callable(filter):
         return
     if isinstance(filter, str):

@@ -65,11 +65,11 @@ class ConversionReport:
         total = f"{len(self.converted)} converted, {len(self.skipped)} skipped"
         if self.already:
             total += f", {len(self.already)} converted before"
-        lines = [*_columns(rows), total]
+        lines = [*columns(rows), total]
         if self.is_empty and self.fp8_share is not None:
             lines.append("nothing was changed: bf16 is faster for each layer that could be converted")
         if others := [(name, _of(each)) for name, each in self.high_precision.items() if each.layer is None]:
-            lines += ["parameters of no linear layer, with their share of the linear FLOPs:", *_columns(others)]
+            lines += ["parameters of no linear layer, with their share of the linear FLOPs:", *columns(others)]
         if self.fp8_share is not None:
             lines.append(f"{_percent(self.fp8_share)} of the linear FLOPs run in FP8")
         if self.stored_bytes is not None:
@@ -88,7 +88,8 @@ class ConversionReport:
         return f" ({_percent(sum(shares))} of the FLOPs)" if shares else ""
 
 
-def _columns(rows: list[tuple[str, str]]) -> list[str]:
+def columns(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines of two columns."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:<{width}}  {what}" for name, what in rows]
 

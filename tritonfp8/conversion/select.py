@@ -105,7 +105,7 @@ def select(
             )
         # Its patterns are of use: the layer may follow them since an earlier call.
         choice.of(name)
-        selection.note(name)
+        selection.matching(name)
     if experts:
         _select_experts(model, choice, selection, found)
     for name, module in linears(model):

@@ -8,8 +8,9 @@ presets FP8_DYNAMIC, FP8_BLOCK and MXFP8, and the compressors of compressed-tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -68,48 +69,32 @@ class CheckpointFormat:
 
     def config(self, ignored: Sequence[str], scale_fmt: str | None = None) -> dict[str, Any]:
         """The quantization config of a checkpoint in which the modules ``ignored`` are in high precision."""
-        return METHODS[self.method](self, list(ignored), scale_fmt)
-
-    def with_rounding(self, scale_rounding: str) -> CheckpointFormat:
-        """The same format with another rounding of scales. Raises ValueError for one that its scales do not have."""
-        return replace(self, spec=replace(self.spec, scale_rounding=scale_rounding))
-
-
-def _fine_grained_config(row: CheckpointFormat, ignored: list[str], scale_fmt: str | None) -> dict[str, Any]:
-    config = {
-        "quant_method": row.method,
-        "fmt": row.spec.format,
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(row.spec.block),
-        "modules_to_not_convert": ignored,
-    }
-    return config if scale_fmt is None else {**config, "scale_fmt": scale_fmt}
-
-
-def _compressed_config(row: CheckpointFormat, ignored: list[str], scale_fmt: str | None) -> dict[str, Any]:
-    codes = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**codes, "dynamic": False, **row.arguments["weights"]},
-        "input_activations": {**codes, "dynamic": True, **row.arguments["input_activations"]},
-        "output_activations": None,
-        "format": row.arguments["format"],
-    }
-    return {
-        "quant_method": row.method,
-        "format": row.arguments["format"],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignored,
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-
-
-METHODS: Mapping[str, Callable[[CheckpointFormat, list[str], str | None], dict[str, Any]]] = MappingProxyType(
-    {"fp8": _fine_grained_config, "compressed-tensors": _compressed_config}
-)
-"""How the config of each quant_method is written."""
+        if self.method == "fp8":
+            config = {
+                "quant_method": self.method,
+                "fmt": self.spec.format,
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(self.spec.block),
+                "modules_to_not_convert": list(ignored),
+            }
+            return config if scale_fmt is None else {**config, "scale_fmt": scale_fmt}
+        codes = {"num_bits": 8, "type": "float", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**codes, "dynamic": False, **self.arguments["weights"]},
+            "input_activations": {**codes, "dynamic": True, **self.arguments["input_activations"]},
+            "output_activations": None,
+            "format": self.arguments["format"],
+        }
+        return {
+            "quant_method": self.method,
+            "format": self.arguments["format"],
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
 
 
 READ_SCALES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -119,63 +104,45 @@ READ_SCALES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def _compressed(
-    name: str,
-    spec: QuantSpec,
-    weights: dict[str, Any],
-    activations: dict[str, Any],
-    multiples: tuple[int, int] = (1, 1),
-    why: str = "",
-    format: str = "float-quantized",
-    note_on_experts: str = "",
+    name: str, spec: QuantSpec, weights: dict[str, Any], inputs: dict[str, Any], *, mx: bool = False, **others: Any
 ) -> CheckpointFormat:
-    arguments = {"weights": weights, "input_activations": activations, "format": format}
-    return CheckpointFormat(
-        name, "compressed-tensors", spec, "weight_scale", multiples, why, arguments=arguments,
-        note_on_experts=note_on_experts,
-    )  # fmt: skip
+    format = "mxfp8-quantized" if mx else "float-quantized"
+    arguments = {"weights": weights, "input_activations": inputs, "format": format}
+    return CheckpointFormat(name, "compressed-tensors", spec, "weight_scale", arguments=arguments, **others)
 
 
+_pow2 = partial(QuantSpec, "e4m3", scale_rounding="pow2")
 _MX = {"strategy": "group", "group_size": BLOCK_1X32[1], "scale_dtype": "torch.uint8"}
 _ROWS = (
     CheckpointFormat(
         "fine_grained",
         "fp8",
-        QuantSpec(block=BLOCK_128X128, scale_rounding="pow2"),
+        _pow2(BLOCK_128X128),
         "weight_scale_inv",
         BLOCK_128X128,
         "transformers derives blocks of other sizes from the grid of scales, and reads other weights",
         (UE8M0,),
         matches_parts=True,
     ),
-    _compressed(
-        "compressed_channel",
-        QuantSpec(block=ROWWISE, scale_rounding="pow2"),
-        {"strategy": "channel"},
-        {"strategy": "token"},
-    ),
-    _compressed(
-        "compressed_tensor",
-        QuantSpec(block=TENSORWISE, scale_rounding="pow2"),
-        {"strategy": "tensor"},
-        {"strategy": "token"},
-    ),
+    _compressed("compressed_channel", _pow2(ROWWISE), {"strategy": "channel"}, {"strategy": "token"}),
+    _compressed("compressed_tensor", _pow2(TENSORWISE), {"strategy": "tensor"}, {"strategy": "token"}),
     _compressed(
         "compressed_block",
-        QuantSpec(block=BLOCK_128X128, scale_rounding="pow2"),
+        _pow2(BLOCK_128X128),
         {"strategy": "block", "block_structure": list(BLOCK_128X128)},
         {"strategy": "group", "group_size": BLOCK_128X128[1]},
-        (1, BLOCK_128X128[1]),
-        "the kernels of vLLM need whole blocks of K",
+        multiples=(1, BLOCK_128X128[1]),
+        why="the kernels of vLLM need whole blocks of K",
         note_on_experts=REFUSED_EXPERTS,
     ),
     _compressed(
         "compressed_mxfp8",
-        QuantSpec(block=BLOCK_1X32, scale_format="e8m0", scale_rounding="pow2"),
+        _pow2(BLOCK_1X32, scale_format="e8m0"),
         _MX,
         _MX,
-        (1, BLOCK_1X32[1]),
-        "compressed-tensors needs whole groups of K",
-        "mxfp8-quantized",
+        mx=True,
+        multiples=(1, BLOCK_1X32[1]),
+        why="compressed-tensors needs whole groups of K",
         note_on_experts=REFUSED_EXPERTS,
     ),
 )
@@ -198,4 +165,4 @@ def checkpoint_format(name: object, scale_rounding: str, scale_fmt: str | None) 
             f"scale_fmt {scale_fmt!r} says that scales are powers of two: it needs scale_rounding "
             f"{row.spec.scale_rounding!r}; got {scale_rounding!r}"
         )
-    return row.with_rounding(scale_rounding)
+    return replace(row, spec=replace(row.spec, scale_rounding=scale_rounding))

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from tritonfp8.conversion import Filter, Roles, Selection, linears, sizes_of, why_unfit
+from tritonfp8.conversion import Filter, Roles, Selection, linears, sizes_of, unwrapped, why_unfit
 from tritonfp8.export.checkpoint_formats import CheckpointFormat
 from tritonfp8.export.experts import why_named_otherwise, why_not_split
-from tritonfp8.export.places import Place, joined, unwrapped
+from tritonfp8.export.places import Place, joined
 from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_converted
 from tritonfp8.layers.moe import class_of_experts, is_converted_experts
 
@@ -42,7 +42,8 @@ def choose(
     selection, roles = Selection(model, filter, 1), Roles(model)
     experts = {name: module for name, module in model.named_modules() if class_of_experts(module) is not None}
     any_converted = any(map(is_converted, layers.values())) or any(map(is_converted_experts, experts.values()))
-    tied = {name: place for place in found if len(place.names) > 1 for name in place.names}
+    chosen_by = selection if filter is not None or not any_converted else None
+    tied = {name: place for place in found if len(place.owners) > 1 for name in place.names}
     reasons: dict[str, str | None] = {}
     for path, module in linears(model):
         name = unwrapped(path)
@@ -51,12 +52,10 @@ def choose(
         if is_transposed or not is_converted(module):
             unfit = TRANSPOSED if is_transposed else why_unfit(module)
             if unfit is not None:
-                selection.note(path)
+                selection.matching(path)
                 reasons[name] = unfit
                 continue
-        reasons[name] = _why_not(path, module, selection if filter is not None or not any_converted else None, roles)
-        reasons[name] = reasons[name] or _why_tied(name, tied) or _why_ragged(module, row)
-    chosen_by = selection if filter is not None or not any_converted else None
+        reasons[name] = _why_not(path, module, chosen_by, roles) or _why_tied(name, tied) or _why_ragged(module, row)
     for path, module in experts.items():
         reasons[unwrapped(path)] = _why_not_experts(path, module, chosen_by, filter is None) or (
             why_not_split(module) or why_named_otherwise(model, module, found) or _why_ragged_experts(module, row)
@@ -82,11 +81,8 @@ def _why_not(path: str, module: Any, selection: Selection | None, roles: Roles) 
     sizes = sizes_of(module)
     if selection is not None:
         reason = selection.reason(path, module, sizes, None)
-    elif not is_converted(module):
-        reason = "not converted"
     else:
-        quantized = module.recipe.output.quantized
-        reason = None if quantized else f"its recipe, {module.recipe.name!r}, keeps output in high precision"
+        reason = _why_not_by_recipe(module, is_converted(module), "its")
     role = roles.of(path, module, *sizes)
     # After the filter, which counts a pattern that only matches the head as used.
     return reason if role is None or not role.is_head else f"{role.what}: engines read heads in high precision"
@@ -94,13 +90,18 @@ def _why_not(path: str, module: Any, selection: Selection | None, roles: Roles) 
 
 def _why_not_experts(path: str, module: Any, selection: Selection | None, is_default: bool) -> str | None:
     if selection is None:
-        if not is_converted_experts(module):
-            return "not converted"
-        quantized = module.recipe.output.quantized
-        return None if quantized else f"their recipe, {module.recipe.name!r}, keeps output in high precision"
+        return _why_not_by_recipe(module, is_converted_experts(module), "their")
     if is_default:
         return "experts, in high precision unless they are converted, or a filter names them"
     return selection.left_out(path, module)
+
+
+def _why_not_by_recipe(module: Any, converted: bool, whose: str) -> str | None:
+    if not converted:
+        return "not converted"
+    if module.recipe.output.quantized:
+        return None
+    return f"{whose} recipe, {module.recipe.name!r}, keeps output in high precision"
 
 
 def is_exported(name: str, place: Place, reasons: Mapping[str, str | None]) -> bool:
@@ -142,10 +143,10 @@ def ignored(reasons: Mapping[str, str | None], found: Iterable[Place]) -> list[s
     """
     names = dict.fromkeys(name for name, reason in reasons.items() if reason is not None)
     for place in found:
-        for name, owner in zip(place.names, place.owners, strict=True):
+        for owner in place.owners:
             is_layer = _is_matrix(place) and not isinstance(owner.module, nn.Embedding)
-            if is_layer and not is_exported(name, place, reasons):
-                names.setdefault(name.rpartition(".")[0])
+            if is_layer and not is_exported(owner.name, place, reasons):
+                names.setdefault(owner.name.rpartition(".")[0])
     written = _written_modules(found)
     return list(dict.fromkeys(each for name in names if name for each in (name, *written.get(name, ()))))
 
@@ -161,8 +162,8 @@ def _written_modules(found: Iterable[Place]) -> dict[str, list[str]]:
     """
     modules: dict[str, list[str]] = {}
     for place in filter(_is_matrix, found):
-        for name, written in zip(place.names, place.written, strict=True):
-            modules.setdefault(name.rpartition(".")[0], []).append(written.rpartition(".")[0])
+        for owner in place.owners:
+            modules.setdefault(owner.name.rpartition(".")[0], []).append(owner.written.rpartition(".")[0])
     return modules
 
 
@@ -190,24 +191,25 @@ def _listed_apart(
 
 def notes(reasons: Mapping[str, str | None], found: Iterable[Place], row: CheckpointFormat) -> tuple[str, ...]:
     """What an engine may refuse, though the tensors are right."""
-    found = list(found)
-    in_8_bits = any(place.tensor.ndim == 3 and is_exported(place.name, place, reasons) for place in found)
-    of_format = (row.note_on_experts,) if in_8_bits and row.note_on_experts else ()
-    stacked = [
+    stacked = [place for place in found if place.tensor.ndim == 3]
+    exported = [is_exported(place.name, place, reasons) for place in stacked]
+    whole = [
         place.written_name
-        for place in found
-        if place.owners[0].is_parameter and place.tensor.ndim == 3 and not is_exported(place.name, place, reasons)
+        for place, in_8_bits in zip(stacked, exported, strict=True)
+        if place.owners[0].is_parameter and not in_8_bits
     ]
-    if not stacked:
-        return (*_split_groups(reasons), *of_format)
-    of_experts = (
-        f"{len(stacked)} parameters have 3 dims, as of experts, such as {stacked[0]}: they are in high precision and "
-        "stay whole. transformers reads them; engines that expect a layer for each expert do not"
-    )
-    return (*_split_groups(reasons), *of_format, of_experts)
+    lines = _split_groups(reasons)
+    if any(exported) and row.note_on_experts:
+        lines.append(row.note_on_experts)
+    if whole:
+        lines.append(
+            f"{len(whole)} parameters have 3 dims, as of experts, such as {whole[0]}: they are in high precision and "
+            "stay whole. transformers reads them; engines that expect a layer for each expert do not"
+        )
+    return tuple(lines)
 
 
-def _split_groups(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
+def _split_groups(reasons: Mapping[str, str | None]) -> list[str]:
     """A note for each group of layers that engines fuse, if only a part of the group is exported."""
     split: dict[tuple[str, ...], list[str]] = {}
     for name in reasons:
@@ -216,8 +218,8 @@ def _split_groups(reasons: Mapping[str, str | None]) -> tuple[str, ...]:
             members = [reasons[f"{parent}.{each}"] for each in group if f"{parent}.{each}" in reasons]
             if last == group[0] and len({reason is None for reason in members}) > 1:
                 split.setdefault(group, []).append(parent)
-    return tuple(
+    return [
         f"vLLM and SGLang fuse {', '.join(group)} and refuse a mix of formats: {len(parents)} modules have one, such "
         f"as {parents[0]}. Leave them all out by filter, or take a format without blocks"
         for group, parents in split.items()
-    )
+    ]

@@ -30,16 +30,12 @@ class FormatGroup(NamedTuple):
 
     def rank(self, names: tuple[str, ...], classes: tuple[str, ...]) -> int | None:
         """How closely a layer is matched: 0 by name, 1 by an expression, 2 by a class; None: not at all."""
-        for rank, matches in enumerate(
-            (
-                lambda target: target in names,
-                lambda target: target.startswith("re:") and any(re.match(target[3:], name) for name in names),
-                lambda target: target in classes,
-            )
-        ):
-            if any(map(matches, self.targets)):
-                return rank
-        return None
+        if any(target in names for target in self.targets):
+            return 0
+        expressions = (target[3:] for target in self.targets if target.startswith("re:"))
+        if any(re.match(expression, name) for expression in expressions for name in names):
+            return 1
+        return 2 if any(target in classes for target in self.targets) else None
 
 
 def groups(config: Mapping[str, Any]) -> list[FormatGroup]:
@@ -79,10 +75,10 @@ def _fine_grained(config: Mapping[str, Any]) -> list[FormatGroup]:
     require("activation_scheme of the quantization config", _activations(config), ("dynamic", "static"))
     size = config.get("weight_block_size")
     # AutoFP8 and Mistral write one scale a tensor, and no block.
-    block = TENSORWISE if size is None else _block("weight_block_size", size, row)
+    row = _with_block(row, TENSORWISE if size is None else _block("weight_block_size", size, row))
     for key in ("modules_to_not_convert", "ignored_layers"):
         _names(key, config.get(key) or [])
-    return [FormatGroup(("re:.*",), _with_block(row, block))]
+    return [FormatGroup(("re:.*",), row)]
 
 
 def _activations(config: Mapping[str, Any]) -> object:

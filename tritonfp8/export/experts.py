@@ -65,7 +65,7 @@ def why_not_split(module: nn.Module) -> str | None:
 
 def parts_of(place: Place) -> dict[str, Part]:
     """The parts of a weight of experts by their names in a checkpoint; empty for any other tensor."""
-    module, key, _ = place.owners[0]
+    module, key = place.owners[0].module, place.owners[0].key
     if key not in PROJECTIONS or place.tensor.ndim != 3 or why_not_split(module) is not None:
         return {}
     experts, rows, _ = place.tensor.shape

@@ -18,7 +18,7 @@ from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, READ_SCALES,
 from tritonfp8.export.configs import FormatGroup, row_of
 from tritonfp8.export.experts import Part, all_parts
 from tritonfp8.export.files import Stored
-from tritonfp8.export.places import Place
+from tritonfp8.export.places import Owner, Place
 from tritonfp8.export.report import listed
 from tritonfp8.formats import HIGH_PRECISION_DTYPES, SCALE_FORMATS
 from tritonfp8.specs import BLOCKS
@@ -51,19 +51,19 @@ class Placed(NamedTuple):
     @property
     def owner(self) -> nn.Module:
         """The module that has the tensor by this name."""
-        return self.place.owners[self._at].module
+        return self._owner.module
 
     @property
     def name_in_model(self) -> str:
         """The name of the tensor in the model; of a part the name in the checkpoint."""
-        return self.name if self.part else self.place.names[self._at]
+        return self.name if self.part else self._owner.name
 
     @property
-    def _at(self) -> int:
-        if self.part:
-            return 0
-        names = self.place.written if self.name in self.place.written else self.place.names
-        return names.index(self.name)
+    def _owner(self) -> Owner:
+        owners = self.place.owners
+        named = [owner for owner in owners if owner.written == self.name]
+        named += [owner for owner in owners if owner.name == self.name]
+        return owners[0] if self.part else named[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +110,11 @@ def match(
     """
     found_places = list(model_places)
     of_name = _by_name(found_places, stored)
-    parts = all_parts(place for place in found_places if not {*place.names, *place.written} & stored.keys())
+    parts = all_parts(
+        place
+        for place in found_places
+        if not any(owner.name in stored or owner.written in stored for owner in place.owners)
+    )
     jobs, unused = _jobs(stored, of_name, parts, found)
     ignored = [name for name in unused if _matches(name, patterns)]
     _check_ignored(ignored, jobs)
@@ -136,9 +140,9 @@ def match(
 def _by_name(model_places: Iterable[Place], stored: Mapping[str, Stored]) -> dict[str, Place]:
     """The places by their names in the checkpoint, which may be those of the model: transformers reads these, too."""
     return {
-        written if written in stored or name not in stored else name: place
+        owner.written if owner.written in stored or owner.name not in stored else owner.name: place
         for place in model_places
-        for name, written in zip(place.names, place.written, strict=True)
+        for owner in place.owners
     }
 
 
@@ -213,10 +217,10 @@ def _jobs(
         if place is None:
             continue
         used.add(name)
-        if header.dtype not in CODES:
-            jobs.append(Placed(name, header, place, part=part))
-            continue
         job = Placed(name, header, place, part=part)
+        if header.dtype not in CODES:
+            jobs.append(job)
+            continue
         row = row_of(found, (_without_weight(name), job.layer), job.classes)
         if row is None:
             raise ValueError(
@@ -243,7 +247,7 @@ def _check_names(unused: set[str], missing: set[str]) -> None:
 
 
 def _check_patterns(patterns: Iterable[str], names: Collection[str]) -> None:
-    if unused := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
+    if unused := [pattern for pattern in patterns if not any(_matches(name, (pattern,)) for name in names)]:
         raise ValueError(
             f"the patterns {', '.join(map(repr, unused))} of ignore match no tensor without a partner: leave them out"
         )

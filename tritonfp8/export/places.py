@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tritonfp8.compat import CheckpointNames
+from tritonfp8.conversion import unwrapped
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored import StoredWeight, whole_weight
 
-# What torch.compile and checkpointing put into the names of modules. A state_dict of theirs has it, a checkpoint not.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
 
 class Owner(NamedTuple):
-    """A module that has a tensor, and the tensor's name in it."""
+    """A module that has a tensor, with the names of the tensor: in the model, in a checkpoint, and in the module."""
 
+    name: str
+    written: str
     module: nn.Module
     key: str
     is_parameter: bool
@@ -29,50 +29,35 @@ class Place(NamedTuple):
     """A tensor of a model.
 
     Attributes:
-        names: its names in the model; several if it is tied.
         tensor: the parameter or buffer.
-        owners: the modules that have it, one for each name.
-        written: its names in a checkpoint, one for each name.
+        owners: the modules that have it; several if it is tied.
         matrices: of a weight of experts, the names in a checkpoint of the matrices that lie below each other in it,
             with ``*`` for the expert. Empty if transformers has none for the model.
     """
 
-    names: list[str]
     tensor: Tensor
     owners: list[Owner]
-    written: list[str]
     matrices: tuple[str, ...] = ()
 
     @property
-    def _first(self) -> int:
-        at = (at for at, owner in enumerate(self.owners) if isinstance(owner.module, nn.Embedding))
-        return next(at, 0)
+    def names(self) -> list[str]:
+        """Its names in the model."""
+        return [owner.name for owner in self.owners]
+
+    @property
+    def _known_by(self) -> Owner:
+        """The embedding that has it, else the first owner."""
+        return next((owner for owner in self.owners if isinstance(owner.module, nn.Embedding)), self.owners[0])
 
     @property
     def name(self) -> str:
-        """The name by which it is known: that of an embedding where it has one, else the first."""
-        return self.names[self._first]
+        """The name by which it is known."""
+        return self._known_by.name
 
     @property
     def written_name(self) -> str:
         """The name under which it is written."""
-        return self.written[self._first]
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The model inside of ``torch.compile`` and ``DistributedDataParallel``, which has its config and its names."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
-
-
-def unwrapped(name: str) -> str:
-    """A name as it is without ``torch.compile`` and checkpointing."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        return self._known_by.written
 
 
 def joined(module: str, key: str) -> str:
@@ -88,28 +73,17 @@ def places(model: nn.Module) -> list[Place]:
     """
     found: dict[object, Place] = {}
     checkpoint = CheckpointNames(model)
-    for name, owner, tensor in _tensors(model):
-        if is_lazy(tensor):
-            raise ValueError(f"{name} is lazy and has no shape yet: run the model once")
-        key = _identity(tensor)
-        if key not in found:
-            found[key] = Place([], tensor, [], [], checkpoint.matrices(name) if tensor.ndim == 3 else ())
-        place = found[key]
-        place.names.append(name)
-        place.owners.append(owner)
-        place.written.append(checkpoint.of(name))
-    return list(found.values())
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Owner, Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
-        prefix = unwrapped(path)
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield joined(prefix, key), Owner(module, key, True), parameter
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield joined(prefix, key), Owner(module, key, False), buffer
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or key in module._non_persistent_buffers_set:
+                continue
+            name = joined(unwrapped(path), key)
+            if is_lazy(tensor):
+                raise ValueError(f"{name} is lazy and has no shape yet: run the model once")
+            matrices = checkpoint.matrices(name) if tensor.ndim == 3 else ()
+            place = found.setdefault(_identity(tensor), Place(tensor, [], matrices))
+            place.owners.append(Owner(name, checkpoint.of(name), module, key, key in module._parameters))
+    return list(found.values())
 
 
 def check_whole(found: Iterable[Place], what: str) -> None:
@@ -137,13 +111,6 @@ def whole(tensor: Tensor) -> Tensor:
     tensor = whole_weight(tensor)
     gather = getattr(tensor, "full_tensor", None) if is_distributed(tensor) else None
     return (tensor if gather is None else gather()).detach()
-
-
-def reshard(model: nn.Module) -> None:
-    """Let FSDP2 drop what it gathered, as it does for a state_dict: a gathered weight is rounded or in 8 bits."""
-    for module in model.modules():
-        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]
 
 
 def _identity(tensor: Tensor) -> object:

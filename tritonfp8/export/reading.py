@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import require_type
+from tritonfp8.conversion import bare, reshard
+from tritonfp8.export.checkpoint_formats import CheckpointFormat
 from tritonfp8.export.configs import groups, scales_of_activations
 from tritonfp8.export.experts import rows_of_block
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Placed, match, patterns_of
-from tritonfp8.export.places import Place, bare, buffers_on_meta, check_has_memory, places, reshard, whole
+from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
 from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
@@ -139,18 +141,22 @@ def _fill_all(jobs: list[Placed], read: Read, device: torch.device) -> tuple[dic
         if isinstance(made_from, Quantized):
             assert job.row is not None
             again = _again(job, x if isinstance(x, StoredWeight) else whole(filled[id(job.place)]), made_from)
-            layers[job.layer] = LoadedLayer(f"{job.row.name} {BLOCKS[job.row.spec.block].name}", again)
+            layers[job.layer] = LoadedLayer(_shown_format(job.row), again)
         else:
             copied[job.name_in_model] = made_from
     for stack in stacks.values():
         name = stack[0].place.name
-        formats = {f"{job.row.name} {BLOCKS[job.row.spec.block].name}" for job in stack if job.row is not None}
+        formats = {_shown_format(job.row) for job in stack if job.row is not None}
         again = _fill_stack(stack, read, device)
         if formats:
             layers[name] = LoadedLayer(f"{' and '.join(sorted(formats))}, of each expert", again)
         else:
             copied[name] = "copied, of each expert"
     return layers, copied
+
+
+def _shown_format(row: CheckpointFormat) -> str:
+    return f"{row.name} {BLOCKS[row.spec.block].name}"
 
 
 def _check_tied(job: Placed, target: Tensor, x: Tensor) -> None:
@@ -176,9 +182,14 @@ def _values(job: Placed, read: Read, device: torch.device) -> tuple[Tensor, Quan
         made_from = Quantized(x, _scale(job, read).to(to), job.row.spec)
         values = dequantize(made_from, target.dtype)
         finite = bool(values.isfinite().all())
-    if not finite:
-        raise ValueError(f"{job.name} must be finite in {target.dtype}; it has a NaN or values beyond that dtype")
+    _check_finite(job, finite)
     return values, made_from
+
+
+def _check_finite(job: Placed, finite: bool) -> None:
+    if not finite:
+        dtype = job.place.tensor.dtype
+        raise ValueError(f"{job.name} must be finite in {dtype}; it has a NaN or values beyond that dtype")
 
 
 def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
@@ -244,14 +255,16 @@ def _again_stack(owner: Any, made: StoredMatrices | None, weight: Tensor, values
     if spec is None or weight.dtype not in DTYPES:
         return None
     again = weight if isinstance(weight, StoredMatrices) else StoredMatrices.of(weight, spec)
-    same_scales = made is not None and spec.block == made.spec.block and torch.equal(_bits(again)[1], _bits(made)[1])
-    if made is not None and same_scales and torch.equal(_bits(again)[0], _bits(made)[0]):
+    if made is not None and spec.block == made.spec.block and _are_equal(again._both(), made._both()):
         return SAME_CODES
     return SAME_VALUES if values is not None and torch.equal(again.dequantize(), values) else ROUNDED
 
 
-def _bits(weight: StoredMatrices) -> tuple[Tensor, Tensor]:
-    return weight._qdata.view(torch.uint8), weight._scale.float()
+def _are_equal(codes: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> bool:
+    """Whether codes and scales of one spec are equal to the bit; scales may have several dtypes."""
+    (qdata, scale), (other_qdata, other_scale) = codes, others
+    is_same_scale = torch.equal(scale.float(), other_scale.float())
+    return is_same_scale and torch.equal(qdata.view(torch.uint8), other_qdata.view(torch.uint8))
 
 
 def _device_of(target: Tensor, device: torch.device) -> torch.device:
@@ -266,7 +279,7 @@ def _stacked_codes(jobs: list[Placed], read: Read, device: torch.device) -> Stor
     """
     target = jobs[0].place.tensor
     experts, n, k = target.shape
-    specs = {job.row.spec if job.row is not None else None for job in jobs}
+    specs = {None if job.row is None else job.row.spec for job in jobs}
     spec = specs.pop()
     if spec is None or specs or target.dtype not in DTYPES:
         return None
@@ -285,8 +298,7 @@ def _stacked_codes(jobs: list[Placed], read: Read, device: torch.device) -> Stor
         found = Quantized(read(job.name).to(to), _scale(job, read).to(to), spec)
         qdata[part.expert, part.start : part.stop].view(torch.uint8).copy_(found.qdata.view(torch.uint8))
         scale[part.expert, part.start // rows : -(-part.stop // rows)].copy_(found.scale)
-        if not bool(dequantize(found, target.dtype).isfinite().all()):
-            raise ValueError(f"{job.name} must be finite in {target.dtype}; it has a NaN or values beyond that dtype")
+        _check_finite(job, bool(dequantize(found, target.dtype).isfinite().all()))
     return StoredMatrices(qdata, scale, spec, target.dtype)
 
 
@@ -314,7 +326,6 @@ def _again(job: Placed, weight: Tensor, q: Quantized) -> str | None:
     if spec is None:
         return None
     again = weight.quantized if isinstance(weight, StoredWeight) else quantize(weight, spec)
-    same_scales = spec.block == q.spec.block and torch.equal(again.scale.float(), q.scale.float())
-    if same_scales and torch.equal(again.qdata.view(torch.uint8), q.qdata.view(torch.uint8)):
+    if spec.block == q.spec.block and _are_equal((again.qdata, again.scale), (q.qdata, q.scale)):
         return SAME_CODES
     return SAME_VALUES if torch.equal(dequantize(again, torch.float32), dequantize(q, torch.float32)) else ROUNDED

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tritonfp8.conversion import columns
+
 SAME_CODES = "codes kept"
 SAME_VALUES = "values kept"
 ROUNDED = "rounded again"
@@ -126,10 +128,10 @@ class LoadReport:
         rows += [(name, "not in the checkpoint: left as it was") for name in self.left]
         rows += [(name, "on the meta device: checkpoints do not have it") for name in self.on_meta]
         total = f"{len(self.layers)} layers from 8 bits, {len(self.copied)} other tensors"
-        if kept := [layer.again for layer in self.layers.values() if layer.again is not None]:
-            total += "".join(
-                f", {kept.count(again)} {again}" for again in (SAME_CODES, SAME_VALUES, ROUNDED) if again in kept
-            )
+        kept = [layer.again for layer in self.layers.values()]
+        total += "".join(
+            f", {kept.count(again)} {again}" for again in (SAME_CODES, SAME_VALUES, ROUNDED) if again in kept
+        )
         if self.ignored:
             total += f", {len(self.ignored)} ignored"
         notes = []
@@ -137,12 +139,6 @@ class LoadReport:
             which = f"{count} static scales of activations, such as {self.of_activations[0]}"
             notes.append(f"note: {which}, are not used: activations are scaled by their values")
         return "\n".join([*columns(rows), *notes, total])
-
-
-def columns(rows: list[tuple[str, str]]) -> list[str]:
-    """Lines of two columns."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return [f"{name:<{width}}  {what}" for name, what in rows]
 
 
 def shown_bytes(count: int) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tritonfp8.checks import check_floating, require
-from tritonfp8.conversion import Filter
+from tritonfp8.conversion import Filter, bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, is_exported, notes
 from tritonfp8.export.experts import PROJECTIONS, Part, codes_of, parts_of
 from tritonfp8.export.permanent import check_adapters, permanent, value_of
-from tritonfp8.export.places import Place, bare, joined, places, reshard
+from tritonfp8.export.places import Place, joined, places
 from tritonfp8.export.report import ExportedLayer, ExportReport
 from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import quantize
@@ -64,7 +65,12 @@ class WrittenTensor(NamedTuple):
             for name, q in codes_of(x, self.parts.items(), self.row.spec):
                 yield from _written(name, q, self.row)
         else:
-            yield from _written(self.name, _codes(x, self.row), self.row)
+            # The codes of a stored weight as they are, if it has these.
+            if isinstance(x, StoredWeight) and x.spec == self.row.spec:
+                q = x.quantized
+            else:
+                q = quantize(plain_weight(x), self.row.spec)
+            yield from _written(self.name, q, self.row)
 
 
 def _written(name: str, q: Quantized, row: CheckpointFormat) -> Iterator[tuple[str, Tensor]]:
@@ -73,13 +79,6 @@ def _written(name: str, q: Quantized, row: CheckpointFormat) -> Iterator[tuple[s
     yield name, q.qdata
     scale = q.scale.contiguous().view(row.scale_dtype).reshape(row.scale_shape(q.qdata.shape))
     yield name.removesuffix("weight") + row.scale_name, scale
-
-
-def _codes(x: Tensor, row: CheckpointFormat) -> Quantized:
-    """``x [N, K]`` as the checkpoint format has it: the codes of a stored weight as they are, if it has these."""
-    if isinstance(x, StoredWeight) and x.spec == row.spec:
-        return x.quantized
-    return quantize(plain_weight(x), row.spec)
 
 
 class StreamPlan(NamedTuple):
@@ -166,12 +165,8 @@ def tensors(
         ValueError, TypeError: as :func:`plan`; and, when its layer is reached, a weight with a NaN or an infinity, or
             adapters that peft does not merge.
     """
-    return _stream(planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters).entries)
-
-
-def _stream(entries: list[WrittenTensor]) -> Iterator[tuple[str, Tensor]]:
-    for entry in entries:
-        yield from entry.tensors()
+    entries = planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters).entries
+    return chain.from_iterable(entry.tensors() for entry in entries)
 
 
 def planned(
@@ -223,7 +218,7 @@ def _report(
     entries: list[WrittenTensor],
     scale_fmt: str | None,
 ) -> ExportReport:
-    modules = {name: owner.module for place in found for name, owner in zip(place.names, place.owners, strict=True)}
+    modules = {owner.name: owner.module for place in found for owner in place.owners}
     tensors_of = {name: place.tensor for place in found for name in place.names}
     after = {place.name: entry.nbytes for place, entry in zip(found, entries, strict=True)}
     layers, weights = {}, set[str]()
@@ -238,7 +233,12 @@ def _report(
         row.name,
         layers,
         {place.written_name: after[place.name] for place in found if place.name not in weights},
-        {name: place.written_name for place in found for name in place.written if name != place.written_name},
+        {
+            owner.written: place.written_name
+            for place in found
+            for owner in place.owners
+            if owner.written != place.written_name
+        },
         row.config(ignored(reasons, found), scale_fmt),
         sum(place.tensor.nbytes for place in found),
         sum(after.values()),

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.checks import require_type
+from tritonfp8.checks import require_int, require_type
 from tritonfp8.conversion import Filter
-from tritonfp8.export.files import CONFIG, GENERATION_CONFIG, INDEX, ONE_FILE, QUANTIZATION_CONFIG, written_before
+from tritonfp8.export.files import (
+    CONFIG,
+    ENTRY,
+    GENERATION_CONFIG,
+    INDEX,
+    ONE_FILE,
+    QUANTIZATION_CONFIG,
+    written_before,
+)
 from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.report import ExportReport
 from tritonfp8.export.stream import WrittenTensor, planned
@@ -62,9 +70,7 @@ def save(
         OSError: a file cannot be written.
     """
     require_type("folder", folder, str | Path, "a str or a Path")
-    require_type("max_shard_bytes", max_shard_bytes, int, "an int")
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
+    require_int("max_shard_bytes", max_shard_bytes, 1)
     entries, report, model = planned(model, format, filter, scale_rounding, scale_fmt, dtype, adapters)
     check_whole(places(model), "tritonfp8.export.save")
     root = Path(folder)
@@ -121,7 +127,7 @@ def _write_shards(entries: list[WrittenTensor], draft: Path, limit: int) -> list
     if count == 1:
         return names
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_text(draft / INDEX, json.dumps(index, indent=2) + "\n")
+    _write_text(draft / INDEX, _json(index))
     return [*names, INDEX]
 
 
@@ -167,10 +173,9 @@ def _configs(model: nn.Module, report: ExportReport, dtype: torch.dtype) -> dict
     if generation is not None and callable(getattr(generation, "to_json_string", None)):
         texts[GENERATION_CONFIG] = generation.to_json_string() + "\n"
     data = json.loads(config.to_json_string())  # type: ignore[union-attr]
-    data.setdefault("architectures", None)
-    data["architectures"] = data["architectures"] or [type(model).__name__]
+    data["architectures"] = data.get("architectures") or [type(model).__name__]
     data["dtype"] = str(dtype).removeprefix("torch.")
-    return {**texts, CONFIG: _json({**data, "quantization_config": report.quantization_config})}
+    return {**texts, CONFIG: _json({**data, ENTRY: report.quantization_config})}
 
 
 def _json(data: dict[str, Any]) -> str:

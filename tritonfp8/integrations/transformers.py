@@ -25,6 +25,7 @@ except ImportError as error:
         "tritonfp8.integrations.transformers needs transformers and accelerate: pip install 'tritonfp8[integrations]'"
     ) from error
 
+from tritonfp8.conversion import bare, unwrapped
 from tritonfp8.convert import ConversionReport, convert
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.linear import is_converted
@@ -34,8 +35,6 @@ from tritonfp8.workflow import RecipeSchedule, TrainingCheck, verify_training
 
 CONFIG_KEY = "tritonfp8"
 """The entry of ``config.json`` that holds the recipes of a model."""
-
-_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 log = logging.getLogger("tritonfp8")
 Stages = Sequence[tuple[int | str, str | Recipe]]
@@ -102,17 +101,6 @@ def _require_no_other_fp8() -> None:
         )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of ``torch.compile`` and of ``DistributedDataParallel``."""
-    while True:
-        inner = getattr(model, "_orig_mod", None) or (
-            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
-        )
-        if inner is None:
-            return model
-        model = inner
-
-
 def write_config(model: nn.Module) -> None:
     """Write the recipe of each converted layer into ``model.config``, which ``save_pretrained`` saves.
 
@@ -126,7 +114,7 @@ def write_config(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_converted(module) or is_converted_experts(module):
             # Activation checkpointing puts a module around each layer, which is not saved.
-            layers.setdefault(module.recipe, []).append(name.replace(_CHECKPOINT_PREFIX, ""))
+            layers.setdefault(module.recipe, []).append(unwrapped(name))
     setattr(config, CONFIG_KEY, [{"recipe": r.to_dict(), "layers": names} for r, names in layers.items()])
 
 
@@ -186,7 +174,7 @@ class Float8Callback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Convert the model."""
-        inner = unwrapped(model)
+        inner = bare(model)
         _require_whole_weights(inner)
         _require_no_other_fp8()
         recipe = self.config.recipe
@@ -213,7 +201,7 @@ class Float8Callback(TrainerCallback):
         if self.config.schedule is not None and not self._is_empty:
             self.schedule = RecipeSchedule(self.config.schedule, total_steps=state.max_steps)
             self.schedule.load_state_dict({"next_step": state.global_step})
-            self.schedule.attach(unwrapped(model))
+            self.schedule.attach(bare(model))
 
     def on_step_begin(
         self,
@@ -229,7 +217,7 @@ class Float8Callback(TrainerCallback):
             self._begin_check(model, None)
         if self.schedule is None:
             return
-        inner = unwrapped(model)
+        inner = bare(model)
         before = self.schedule.recipe_at(max(0, state.global_step - 1))
         if self.schedule.step(state.global_step) != before and isinstance(inner, PreTrainedModel):
             write_config(inner)
@@ -261,7 +249,7 @@ class Float8Callback(TrainerCallback):
 
     def _begin_check(self, model: nn.Module, optimizer: Any) -> None:
         self._is_checked = True
-        self._check = verify_training(unwrapped(model), optimizer, on_failure="warn")
+        self._check = verify_training(bare(model), optimizer, on_failure="warn")
         self._check.__enter__()
 
     def on_optimizer_step(

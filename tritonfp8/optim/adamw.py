@@ -120,9 +120,8 @@ class AdamW(torch.optim.AdamW):
         amaxes = whole_amaxes([job.param for job in jobs], lambda i: _amax(jobs[i], rows[i][0]))
         for job, (numbers, keys), amax in zip(jobs, rows, amaxes, strict=True):
             if job.part.qdata.numel():
-                spec, scale_block, place = _layout(job.part)
                 ops.adamw(
-                    *_tensors(job), numbers, keys, spec, scale_block, place, self.rounding == "stochastic",
+                    *_tensors(job), numbers, keys, *_layout(job.part), self.rounding == "stochastic",
                     *_scales(job.state), amax,
                 )  # fmt: skip
             job.part.changed()
@@ -208,7 +207,9 @@ class AdamW(torch.optim.AdamW):
         found["state"] = dict(found["state"])
         for index, param in self._stored():
             if index in found["state"]:
-                found["state"][index] = _plain_state(param, found["state"][index])
+                state = found["state"][index]
+                values = {name: distribute(moment.values(state, name), param) for name in moment.NAMES}
+                found["state"][index] = {"step": state["step"], **values}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,8 +262,3 @@ def _layout(part: StoredPart) -> tuple[str, list[int], list[int]]:
 
 def _amax(job: _Job, numbers: Tensor) -> Tensor:
     return ops.adamw_amax(*_tensors(job), numbers, *_layout(job.part), *_scales(job.state))
-
-
-def _plain_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    values = {name: distribute(moment.values(state, name), param) for name in moment.NAMES}
-    return {"step": state["step"], **values}

@@ -4,7 +4,7 @@ Exports the settings, the run, its progress, the models, the report and the time
 """
 
 from tritonfp8.training import report, timers
-from tritonfp8.training.loop import UNTIMED_STEPS, TrainingStep, lr_factor, run
+from tritonfp8.training.loop import UNTIMED_STEPS, TrainingStep, lr_factor, next_token_loss, run
 from tritonfp8.training.models import MODELS, build_model, default_lr, require_train_extra
 from tritonfp8.training.progress import Progress
 from tritonfp8.training.settings import BASELINE, DEFAULT_RECIPES, DEFAULTS, Settings, choose_device, prepare
@@ -22,6 +22,7 @@ __all__ = [
     "choose_device",
     "default_lr",
     "lr_factor",
+    "next_token_loss",
     "prepare",
     "report",
     "require_train_extra",

@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from tritonfp8.checks import first_line
 from tritonfp8.convert import convert
 from tritonfp8.counting import count_gemms
 from tritonfp8.layers.moe import computing_class
@@ -175,7 +176,7 @@ def linear_flops(job: Job) -> int:
     # torch's formulas of attention refuse grouped queries.
     others: dict[Any, Callable[..., int]] = {op: lambda *_, **__: 0 for op in flop_registry if op not in gemms}
     with FlopCounterMode(display=False, custom_mapping=others) as counter:
-        _loss(model, batch).backward()
+        next_token_loss(model, batch).backward()
     counts = counter.get_flop_counts()["Global"]
     total = sum(counts.get(op, 0) for op in gemms) * settings.batch_size
     del model
@@ -183,9 +184,15 @@ def linear_flops(job: Job) -> int:
     return int(total)
 
 
-def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of next-token prediction on ``batch`` (int64 ``[batch, seq_len + 1]``)."""
-    with torch.autocast(batch.device.type, torch.bfloat16):
+def next_token_loss(model: nn.Module, batch: torch.Tensor, autocast: bool = True) -> torch.Tensor:
+    """Mean cross-entropy of next-token prediction.
+
+    Args:
+        model: a causal language model; returns ``.logits``, ``[batch, seq_len, vocabulary]``.
+        batch: int64 ``[batch, seq_len + 1]``.
+        autocast: whether bfloat16 autocast is on.
+    """
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
@@ -201,7 +208,7 @@ def held_out_loss(job: Job, model: nn.Module) -> float | None:
     total, sequences = torch.zeros((), dtype=torch.float64), 0
     with torch.no_grad():
         for batch in corpus.windows(job.text.held_out, **sizes):
-            total += len(batch) * _loss(model, batch.to(settings.device).long()).double().cpu()
+            total += len(batch) * next_token_loss(model, batch.to(settings.device).long()).double().cpu()
             sequences += len(batch)
     return total.item() / sequences if sequences else None
 
@@ -261,7 +268,7 @@ def _recorded(run: Run) -> Iterator[None]:
         run.interrupted = True
     except Exception as error:
         if run.failure is None:
-            run.failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            run.failure = first_line(error)
             run.details = traceback.format_exc()
 
 
@@ -311,9 +318,7 @@ class TrainingStep:
         self.model = model
         self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
         self.lr = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
-        self._loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _loss
-        if settings.compile:
-            self._loss = torch.compile(_loss)
+        self._loss = torch.compile(next_token_loss) if settings.compile else next_token_loss
         torch.manual_seed(settings.seed)
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:

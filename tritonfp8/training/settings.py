@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tritonfp8 import hardware, recipes
+from tritonfp8.checks import require_int
 from tritonfp8.layers.moe import computing_class
 from tritonfp8.training import corpus
 from tritonfp8.training.models import build_model, default_lr, require_train_extra
@@ -102,10 +103,10 @@ class Settings:
             raise ValueError(f"the learning rate must be a positive number; got {lr}")
         if not 0 <= seed < 2**63:
             raise ValueError(f"the seed must be from 0 to 2^63 - 1; got {seed}")
-        sizes = {
-            name: _at_least_one(name, given, getattr(defaults, name))
-            for name, given in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len))
-        }
+        given = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len}
+        sizes = {name: getattr(defaults, name) if size is None else size for name, size in given.items()}
+        for name, size in sizes.items():
+            require_int(name, size, 1)
         return cls(
             model=model,
             recipes=tuple(recipes),
@@ -187,12 +188,6 @@ def _check_recipes(names: tuple[str, ...]) -> None:
             recipes.get(name)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"each recipe can be given once; got more than once: {', '.join(twice)}")
-
-
-def _at_least_one(name: str, given: int | None, default: int) -> int:
-    if given is not None and given < 1:
-        raise ValueError(f"{name} must be at least 1; got {given}")
-    return default if given is None else given
 
 
 def prepare(settings: Settings) -> Job:

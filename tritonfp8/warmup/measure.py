@@ -18,12 +18,13 @@ from torch import Tensor
 
 import tritonfp8
 from tritonfp8 import hardware, tuning
+from tritonfp8.checks import first_line
 from tritonfp8.testing import FAST_TOLERANCE, assert_matmul_close, sqnr, worst_tile_sqnr
 from tritonfp8.training import timers
 from tritonfp8.tuning import Entries, Entry, Key, MatmulConfig, find, store
 from tritonfp8.warmup.gemms import AnyGemm, gemm_of
 from tritonfp8.warmup.record import Call
-from tritonfp8.warmup.workers import default_workers, describe, run_jobs
+from tritonfp8.warmup.workers import default_workers, run_jobs
 
 ROUNDS = 25
 # Larger than any L2. Flushed several times, so that the GPU is busy until the host has launched the function:
@@ -242,7 +243,7 @@ class _Tuning:
                 self.entries[gemm.key] = _fastest(gemm, configs, self.device, self.timer, self.failed)
             except Exception as error:
                 # The others are still measured: only this GEMM may be too large for the memory, for example.
-                self.failed.append(f"{gemm}: {describe(error)}")
+                self.failed.append(f"{gemm}: {first_line(error)}")
             else:
                 # All entries each time: an earlier save may have failed, and this one may succeed.
                 store.save(self.entries, machine)
@@ -275,7 +276,7 @@ def _fastest(
             _check(gemm.run(args, config, out.fill_(torch.nan)), expected, gemm)
             right.append(config)
         except Exception as error:
-            failed.append(f"{gemm} in {config.name}: {describe(error)}")
+            failed.append(f"{gemm} in {config.name}: {first_line(error)}")
     seconds = timer([functools.partial(gemm.run, args, config, out) for config in right]) if right else []
     timed = [(s, i) for i, s in enumerate(seconds) if math.isfinite(s) and s > 0]
     if not timed:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from tritonfp8.warmup.workers import describe
+from tritonfp8.checks import first_line
 
 T = TypeVar("T")
 # Number of warm-ups that this process has joined: equal on all ranks.
@@ -75,7 +75,7 @@ class Ranks:
                 result = function()
         except Exception as raised:
             error = raised
-        reports = self.exchange(b"" if error is None else describe(error).encode())
+        reports = self.exchange(b"" if error is None else first_line(error).encode())
         if error is not None:
             raise error
         for rank, report in enumerate(reports):
@@ -92,7 +92,7 @@ def _waiting() -> Iterator[None]:
     except RuntimeError as error:
         raise RuntimeError(
             f"the other ranks of the warm-up did not answer: one of them ended or took longer than the timeout "
-            f"({describe(error)})"
+            f"({first_line(error)})"
         ) from error
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonfp8 import ops
+from tritonfp8.checks import first_line
 from tritonfp8.convert import convert
 from tritonfp8.functional import grouped_linear
 from tritonfp8.layers.linear import Float8Linear
 from tritonfp8.recipes import Recipe
+from tritonfp8.training import build_model, next_token_loss
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,16 +114,8 @@ class Recorder(TorchDispatchMode):
 
 
 def training_step(model: nn.Module, tokens: Tensor, autocast: bool) -> None:
-    """Forward and backward of a causal language model, as ``tritonfp8 train`` runs them.
-
-    Args:
-        model: returns ``.logits``, ``[batch, length, vocabulary]``.
-        tokens: int64 ``[batch, length + 1]``.
-        autocast: whether bfloat16 autocast is on.
-    """
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    """Forward and backward of :func:`tritonfp8.training.next_token_loss`, as ``tritonfp8 train`` runs them."""
+    next_token_loss(model, tokens, autocast).backward()
 
 
 def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str, experts: bool = False) -> list[Call]:
@@ -139,11 +132,9 @@ def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str, e
         ValueError: an unknown model or recipe, or a model whose step depends on the values of tensors, which have no
             data here.
     """
-    from tritonfp8.training import build_model
-
     batch, length = tokens
     # On the CPU, so that no GPU is needed: shapes and layouts are the same there.
-    with torch.random.fork_rng(devices=[]), _without_data(model), Recorder() as recorder:
+    with _recording(model) as recorder:
         built = _of_dtype(build_model(model, length, seed=0).train(), DTYPES[dtype])
         convert(built, recipe, experts=experts)
         training_step(built, torch.zeros(batch, length + 1, dtype=torch.long), autocast=dtype == "float32")
@@ -165,9 +156,8 @@ def record_linear(mnk: tuple[int, ...], recipe: str | Recipe, dtype: str) -> lis
     ``recipe`` is a name or a :class:`~tritonfp8.Recipe`; ``dtype`` as for :func:`record_model`.
     """
     m, n, k = mnk
-    with torch.random.fork_rng(devices=[]), _without_data("the layer"), Recorder() as recorder:
-        # Autocast would convert float32 to bfloat16.
-        compute = torch.bfloat16 if dtype == "float32" else DTYPES[dtype]
+    with _recording("the layer") as recorder:
+        compute = _autocast_dtype(dtype)
         layer = Float8Linear(k, n, bias=False, dtype=compute, recipe=recipe)
         out = layer(torch.empty(m, k, dtype=compute, requires_grad=True))
         out.backward(torch.empty_like(out))
@@ -183,23 +173,27 @@ def record_grouped_linear(sizes: tuple[int, ...], recipe: str | Recipe, dtype: s
         dtype: as for :func:`record_model`.
     """
     tokens, experts, n, k = sizes
-    with torch.random.fork_rng(devices=[]), _without_data("experts"), Recorder() as recorder:
-        compute = torch.bfloat16 if dtype == "float32" else DTYPES[dtype]
+    with _recording("experts") as recorder:
+        compute = _autocast_dtype(dtype)
         x, weight = (torch.empty(shape, dtype=compute, requires_grad=True) for shape in ((tokens, k), (experts, n, k)))
         out = grouped_linear(x, weight, torch.empty(experts, dtype=torch.int32), recipe=recipe)
         out.backward(torch.empty_like(out))
     return list(recorder.calls)
 
 
+def _autocast_dtype(dtype: str) -> torch.dtype:
+    """The dtype in which layers compute: autocast would convert float32 to bfloat16."""
+    return torch.bfloat16 if dtype == "float32" else DTYPES[dtype]
+
+
 @contextlib.contextmanager
-def _without_data(what: str) -> Iterator[None]:
-    """Create tensors in the ``with`` block with shape, strides and dtype, but without data."""
+def _recording(what: str) -> Iterator[Recorder]:
+    """Record the calls in the block, whose tensors have shape, strides and dtype, but no data."""
     try:
-        with FakeTensorMode():
-            yield
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(), Recorder() as recorder:
+            yield recorder
     except (RuntimeError, NotImplementedError) as error:
-        first = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"a training step of {what} cannot be recorded on tensors without data ({type(error).__name__}: {first}); "
-            "list its linear layers in a file of shapes instead"
+            f"a training step of {what} cannot be recorded on tensors without data ({first_line(error)}); list its "
+            "linear layers in a file of shapes instead"
         ) from error

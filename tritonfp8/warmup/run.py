@@ -102,8 +102,7 @@ def read_shapes(path: str | Path) -> tuple[Mnk, ...]:
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path} must hold {wanted}; it holds {_shown(rows)}")
     for number, row in enumerate(rows, 1):
-        sizes = [row.get(name) for name in _SIZES] if isinstance(row, dict) and set(row) == set(_SIZES) else [None]
-        if not all(type(size) is int and 1 <= size < 2**31 for size in sizes):
+        if not (isinstance(row, dict) and set(row) == set(_SIZES) and all(map(_is_size, row.values()))):
             raise ValueError(f"{path} must hold {wanted}; entry {number} is {_shown(row)}")
     return tuple((row["m"], row["n"], row["k"]) for row in rows)
 
@@ -145,8 +144,12 @@ def _are_sizes(rows: object, count: int) -> bool:
         isinstance(rows, Sequence)
         and not isinstance(rows, str | bytes)
         and all(isinstance(row, Sequence) and len(row) == count for row in rows)
-        and all(type(size) is int and 1 <= size < 2**31 for row in rows for size in row)
+        and all(_is_size(size) for row in rows for size in row)
     )
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 1 <= value < 2**31
 
 
 def _check_types(model: object, shapes: object, names: object, tokens: object, device: object) -> None:
@@ -245,7 +248,9 @@ def warm_up(
     """
 
     def resolve() -> _WarmUp:
-        _check_waiting(timeout)
+        if not _can_wait(timeout):
+            most = f"{MAX_TIMEOUT:.0f}"
+            raise ValueError(f"timeout must be a number of seconds above 0 and below {most}; got {timeout!r}")
         request = _resolve(model, shapes, recipes, tokens, dtype, device, experts)
         return _WarmUp(request, _checked_workers(workers), timer, progress)
 
@@ -258,11 +263,6 @@ def warm_up(
 
 def _can_wait(timeout: object) -> bool:
     return isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < MAX_TIMEOUT
-
-
-def _check_waiting(timeout: object) -> None:
-    if not _can_wait(timeout):
-        raise ValueError(f"timeout must be a number of seconds above 0 and below {MAX_TIMEOUT:.0f}; got {timeout!r}")
 
 
 def _checked_workers(workers: object) -> int:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from tritonfp8.checks import first_line
+
 MAX_WORKERS = 8
 _JOIN_SECONDS = 5.0
 
@@ -74,13 +76,8 @@ def _run_here(jobs: Sequence[Portable], device: torch.device, done: Callable[[in
         try:
             job.run(device)
         except Exception as error:
-            outcome = describe(error)
+            outcome = first_line(error)
         done(index, outcome)
-
-
-def describe(error: BaseException) -> str:
-    """Type and first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @contextlib.contextmanager
@@ -143,6 +140,6 @@ def _work(connection: Connection, device_name: str) -> None:
             try:
                 job.run(device)
             except Exception as error:
-                connection.send(describe(error))
+                connection.send(first_line(error))
                 return
             connection.send(None)

@@ -12,6 +12,7 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,8 @@ def self_tests(device: torch.device) -> Iterator[Check]:
             for rounding in SCALE_FORMATS[scale_format].roundings
             for name in FORMATS
         ]
-        yield _check(f"quantize {block.name}", _quantize_agrees, xs, specs, False, device)
-        yield _check(f"quantize {block.name}, transposed", _quantize_agrees, xs, specs, True, device)
-        yield _check(f"quantize_both {block.name}", _quantize_both_agrees, xs, specs, device)
-        yield _check(f"dequantize {block.name}", _dequantize_agrees, xs, specs, device)
+        for name, test in _CASTS.items():
+            yield _check(name.format(block.name), _cast_agrees, test, xs, specs, device)
     for a, b in itertools.product(BLOCKS, BLOCKS):
         if BLOCKS[a].family == BLOCKS[b].family:
             name = f"scaled_matmul {BLOCKS[a].name} x {BLOCKS[b].name}"
@@ -147,28 +146,35 @@ def _check(name: str, test: Callable[..., str], *args: object) -> Check:
         return Check(name, False, f"{type(error).__name__}: {error}")
 
 
-def _quantize_agrees(xs: Tensors, specs: list[QuantSpec], transpose: bool, device: torch.device) -> str:
+def _quantize(x: torch.Tensor, spec: QuantSpec, device: torch.device, transpose: bool) -> tuple[Any, Any]:
+    found = tritonfp8.quantize(x.to(device), spec, transpose=transpose)
+    return (found.qdata.cpu(), found.scale.cpu()), reference.quantize(x, *spec.args, transpose=transpose)
+
+
+def _quantize_both(x: torch.Tensor, spec: QuantSpec, device: torch.device) -> tuple[Any, Any]:
+    found = tritonfp8.quantize_both(x.to(device), spec, spec)
+    expected = [reference.quantize(x, *spec.args, transpose=transpose) for transpose in (False, True)]
+    return [(q.qdata.cpu(), q.scale.cpu()) for q in found], expected
+
+
+def _dequantize(x: torch.Tensor, spec: QuantSpec, device: torch.device) -> tuple[Any, Any]:
+    qdata, scale = reference.quantize(x, *spec.args)
+    found = tritonfp8.dequantize(Quantized(qdata.to(device), scale.to(device), spec), dtype=torch.float32)
+    return canonical_nan(found.cpu()), canonical_nan(reference.dequantize(qdata, scale, *spec.args, torch.float32))
+
+
+# Each returns the result on a device, and the result of the reference.
+_CASTS: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "quantize {}": partial(_quantize, transpose=False),
+    "quantize {}, transposed": partial(_quantize, transpose=True),
+    "quantize_both {}": _quantize_both,
+    "dequantize {}": _dequantize,
+}
+
+
+def _cast_agrees(test: Callable[..., tuple[Any, Any]], xs: Tensors, specs: list[QuantSpec], device: Any) -> str:
     for x, spec in itertools.product(xs, specs):
-        found = tritonfp8.quantize(x.to(device), spec, transpose=transpose)
-        expected = reference.quantize(x, *spec.args, transpose=transpose)
-        assert_bitwise_equal((found.qdata.cpu(), found.scale.cpu()), expected)
-    return f"bitwise equal to the reference in {len(specs)} specs"
-
-
-def _quantize_both_agrees(xs: Tensors, specs: list[QuantSpec], device: torch.device) -> str:
-    for x, spec in itertools.product(xs, specs):
-        found = tritonfp8.quantize_both(x.to(device), spec, spec)
-        expected = [reference.quantize(x, *spec.args, transpose=transpose) for transpose in (False, True)]
-        assert_bitwise_equal([(q.qdata.cpu(), q.scale.cpu()) for q in found], expected)
-    return f"bitwise equal to the reference in {len(specs)} specs"
-
-
-def _dequantize_agrees(xs: Tensors, specs: list[QuantSpec], device: torch.device) -> str:
-    for x, spec in itertools.product(xs, specs):
-        qdata, scale = reference.quantize(x, *spec.args)
-        found = tritonfp8.dequantize(Quantized(qdata.to(device), scale.to(device), spec), dtype=torch.float32)
-        expected = reference.dequantize(qdata, scale, *spec.args, torch.float32)
-        assert_bitwise_equal(canonical_nan(found.cpu()), canonical_nan(expected))
+        assert_bitwise_equal(*test(x, spec, device))
     return f"bitwise equal to the reference in {len(specs)} specs"
 
 
@@ -185,25 +191,13 @@ def _matmul_agrees(a: QuantSpec, b: QuantSpec, device: torch.device) -> str:
     return f"{min(figures):.1f} dB SQNR or more, on normal and on positive data"
 
 
-def matmul_sqnr(
-    a: QuantSpec, b: QuantSpec, mnk: tuple[int, int, int], *, positive: bool, accumulation: str, device: torch.device
-) -> float:
-    """SQNR in dB of a float32 ``scaled_matmul`` against float64 on the dequantized operands, on random data.
-
-    Args:
-        a, b: specs of the operands, ``[M, K]`` and ``[N, K]``.
-        mnk: M, N and K.
-        positive: data uniform in [0, 1), in place of standard normal.
-        accumulation: ``"precise"`` or ``"fast"``.
-        device: the device it runs on.
-    """
-    return sqnr(*_random_gemm(a, b, mnk, positive, accumulation, device))
-
-
 def _random_gemm(
     a: QuantSpec, b: QuantSpec, mnk: tuple[int, int, int], positive: bool, accumulation: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 GEMM of random quantized operands, and the float64 GEMM of the same operands dequantized."""
+    """A float32 GEMM of random quantized operands, and the float64 GEMM of the same operands dequantized.
+
+    ``positive``: data uniform in [0, 1), in place of standard normal.
+    """
     m, n, k = mnk
     generator = torch.Generator(device).manual_seed(0)
     draw = torch.rand if positive else torch.randn
@@ -220,9 +214,7 @@ def accumulation_figures(device: torch.device) -> Iterator[tuple[int, str, dict[
     spec = _operand_spec((1, -1))
     for k, positive in itertools.product(ACCUMULATION_KS, (False, True)):
         figures = {
-            accumulation: matmul_sqnr(
-                spec, spec, (512, 512, k), positive=positive, accumulation=accumulation, device=device
-            )
+            accumulation: sqnr(*_random_gemm(spec, spec, (512, 512, k), positive, accumulation, device))
             for accumulation in ACCUMULATIONS
         }
         yield k, "uniform [0, 1)" if positive else "standard normal", figures
@@ -263,15 +255,19 @@ def diagnose(console: Console) -> bool:
     return recipes_ok and tests_ok
 
 
+def _table(*columns: str, **options: Any) -> Table:
+    return Table(*columns, title_justify="left", **options)
+
+
 def _facts_table(title: str, facts: dict[str, Any]) -> Table:
-    table = Table("", "", title=title, title_justify="left", show_header=False)
+    table = _table("", "", title=title, show_header=False)
     for name, value in facts.items():
         table.add_row(name, MISSING if value is None else str(value))
     return table
 
 
 def _versions_table() -> Table:
-    table = Table("package", "version", "required", "", title="versions", title_justify="left")
+    table = _table("package", "version", "required", "", title="versions")
     required = requirements()
     for package, version in versions().items():
         requirement = required.get(package)
@@ -285,7 +281,7 @@ def _versions_table() -> Table:
 
 
 def _print_recipes(console: Console, device: torch.device) -> bool:
-    table = Table("recipe", "its three GEMMs here", title="recipes", title_justify="left")
+    table = _table("recipe", "its three GEMMs here", title="recipes")
     good = True
     for name in recipes.names():
         try:
@@ -299,7 +295,7 @@ def _print_recipes(console: Console, device: torch.device) -> bool:
 
 
 def _print_self_tests(console: Console, device: torch.device) -> bool:
-    table = Table("self-test", "", "figure", title=f"self-tests on {device.type}", title_justify="left")
+    table = _table("self-test", "", "figure", title=f"self-tests on {device.type}")
     good = True
     with console.status("self-tests") as status:
         for check in self_tests(device):
@@ -312,7 +308,7 @@ def _print_self_tests(console: Console, device: torch.device) -> bool:
 
 
 def _print_accumulation(console: Console, device: torch.device) -> None:
-    table = Table("K", "data", *ACCUMULATIONS, title_justify="left")
+    table = _table("K", "data", *ACCUMULATIONS)
     table.title = "accumulation: SQNR in dB of rowwise e4m3 GEMMs, 512 x 512 x K"
     with console.status("accumulation"):
         for k, data, figures in accumulation_figures(device):

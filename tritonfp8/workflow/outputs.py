@@ -1,18 +1,31 @@
-"""What a model returns: its loss, and its tensors."""
+"""What a model returns: its loss, and its tensors; and the part of a tensor that this rank has."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+
+def local_part(x: Any) -> Any:
+    """The shard of this rank of a sharded tensor; any other tensor as it is."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def own_loss(output: Any) -> Tensor | None:
     """The loss that a model's output has, as those of transformers; None if it has none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
+
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of one or more scalars, on the device of the first: a model may be spread over several."""
+    first, *others = terms
+    for each in others:
+        first = first + each.to(first.device)
+    return first
 
 
 def floating_tensors(output: Any) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tritonfp8.checks import require
 from tritonfp8.layers import Fingerprints
 from tritonfp8.layers.linear import require_module
+from tritonfp8.workflow.outputs import local_part
 from tritonfp8.workflow.verification_report import ON_FAILURE, Failure, deliver
 
 _logger = logging.getLogger("tritonfp8")
@@ -82,17 +83,13 @@ class TrainingCheck:
     def _note_step(self, optimizer: Any, *args: Any) -> None:
         """Note the gradients and learning rates of a step that begins: the block may clear the gradients after it."""
         self.steps += 1
-        self._note_rates(optimizer)
-        self._note_gradients(optimizer)
+        self._note_all(optimizer, with_rates=True)
 
-    def _note_rates(self, optimizer: Any) -> None:
+    def _note_all(self, optimizer: Any, with_rates: bool) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self._rates[id(parameter)] = max(self._rates[id(parameter)], abs(float(group.get("lr", 1.0))))
-
-    def _note_gradients(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+                if with_rates:
+                    self._rates[id(parameter)] = max(self._rates[id(parameter)], abs(float(group.get("lr", 1.0))))
                 if parameter.grad is not None:
                     self._note(parameter, parameter.grad)
 
@@ -104,11 +101,8 @@ class TrainingCheck:
         if kind is not None:
             return
         for optimizer in self._optimizers:
-            # A closure makes the gradients inside the step.
-            self._note_gradients(optimizer)
-            # A schedule may have changed the learning rate since the step.
-            if not isinstance(optimizer, Optimizer):
-                self._note_rates(optimizer)
+            # A closure makes the gradients inside the step. A schedule may have changed the learning rate since then.
+            self._note_all(optimizer, with_rates=not isinstance(optimizer, Optimizer))
         self._compare()
         total = f"{len(self.moved)} of {len(self._before)} trainable weights moved"
         _logger.log(logging.INFO if self.ok else logging.WARNING, "%s, %d failures", total, len(self.failures))
@@ -116,16 +110,15 @@ class TrainingCheck:
             deliver(str(self), self, self._on_failure, stacklevel=2)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.moved)} of {len(self._before)} trainable weights moved in the step"]
-        lines += [f"{each.layer}: {each.cause}. To mend it, {each.remedy}." for each in self.failures]
-        return "\n  ".join(lines)
+        moved = f"{len(self.moved)} of {len(self._before)} trainable weights moved in the step"
+        return "\n  ".join([moved, *map(str, self.failures)])
 
     def _compare(self) -> None:
         now = dict(self._model.named_parameters())
         # A parameter may have been replaced inside the block: then the new one is compared.
         flags = {
             held.name: [
-                not _same(held.checksum, self._fingerprints.of(now.get(held.name, held.parameter))),
+                not torch.equal(held.checksum.cpu(), self._fingerprints.of(now.get(held.name, held.parameter)).cpu()),
                 id(held.parameter) in self._gradients,
                 any(bool(each) for each in self._gradients[id(held.parameter)]) if held.parameter.numel() else False,
             ]
@@ -147,13 +140,12 @@ class TrainingCheck:
                 "no step ran inside the block",
                 "call optimizer.step() in it; a GradScaler skips the step if a gradient is infinite",
             )
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        held: set[int] = set()
+        known = {id(parameter) for parameter in self._model.parameters()}
+        held = self._held_by_optimizers()
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):
-                    held.add(id(parameter))
-                    if id(parameter) not in names:
+                    if id(parameter) not in known:
                         yield Failure(
                             f"parameter {position} of group {number} of the optimizer",
                             f"{tuple(parameter.shape)} of {parameter.dtype}, it is not a parameter of the model",
@@ -168,13 +160,16 @@ class TrainingCheck:
                     "give the optimizer model.parameters(), or freeze it: requires_grad_(False)",
                 )
 
+    def _held_by_optimizers(self) -> set[int]:
+        return {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+
     def _no_step_ran(self) -> bool:
         return not self.steps and all(isinstance(optimizer, Optimizer) for optimizer in self._optimizers)
 
     def _stuck(self, flags: Mapping[str, Sequence[bool]], rates: Mapping[str, float]) -> Iterator[Failure]:
-        held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if self._optimizers and self._no_step_ran():
             return
+        held = self._held_by_optimizers()
         for each in self._before:
             changed, has_gradient, nonzero = flags[each.name]
             if changed or not has_gradient or (self._optimizers and id(each.parameter) not in held):
@@ -203,15 +198,12 @@ def _why_stuck(parameter: Tensor, nonzero: bool, rate: float | None) -> tuple[st
     )
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.cpu(), b.cpu())
-
-
 def _has_nonzero(grad: Tensor) -> Tensor:
     """Whether this rank's part of a gradient has an element that is not zero, as a tensor: the host does not wait."""
-    local: Any = grad.to_local() if hasattr(grad, "to_local") else grad
+    local = local_part(grad)
     values = local.coalesce().values() if local.is_sparse else local
-    return (values != 0).any()
+    found: Tensor = (values != 0).any()
+    return found
 
 
 def _agree_over_ranks(parameters: Mapping[str, Tensor], flags: dict[str, list[bool]]) -> None:

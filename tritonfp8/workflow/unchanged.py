@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -82,12 +82,8 @@ def _buffers(model: nn.Module) -> Iterator[None]:
             for module, name, buffer, values in before:
                 module._buffers[name] = buffer
                 # A write would count as a change for graphs that saved the buffer before.
-                if buffer is not None and values is not None and not _equal(buffer, values):
+                if buffer is not None and values is not None and not torch.equal(buffer, values):
                     buffer.copy_(values)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
 
 
 @contextlib.contextmanager

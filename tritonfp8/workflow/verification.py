@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree
 
 from tritonfp8 import counting
 from tritonfp8.checks import require, require_flag
+from tritonfp8.conversion import reshard
 from tritonfp8.layers import recorded_modules
 from tritonfp8.layers.linear import compared_casts, is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import spec_of
-from tritonfp8.workflow.outputs import floating_tensors, own_loss
+from tritonfp8.workflow.outputs import floating_tensors, own_loss, total
 from tritonfp8.workflow.unchanged import unchanged
 from tritonfp8.workflow.verification_failures import (
     Converted,
@@ -76,8 +77,8 @@ def verify(
     recorded = recorded_modules(model)
     if not layers and not recorded:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
-    failures = structural_failures(layers, recorded)
-    report = VerificationReport({}, {}, tuple(failures), backward)
+    failures = tuple(structural_failures(layers, recorded))
+    report = VerificationReport({}, {}, failures, backward)
     # A layer without a recipe raises when it is called.
     if layers and all(isinstance(layer.__dict__.get("recipe"), Recipe) for layer in layers.values()):
         with compared_casts() as stale:
@@ -93,7 +94,8 @@ def _observed(
     model: nn.Module, inputs: Any, kwargs: Any, backward: bool
 ) -> tuple[counting.GemmLog, WeightReads, set[str]]:
     """The GEMMs of one forward and backward, and the names of the parameters that got a gradient."""
-    inputs, kwargs = pytree.tree_map_only(Tensor, _detached, (inputs, kwargs))
+    cut = lambda x: x.detach().requires_grad_() if x.requires_grad else x  # noqa: E731
+    inputs, kwargs = pytree.tree_map_only(Tensor, cut, (inputs, kwargs))
     reads = WeightReads(model)
     # Gathered parameters of FSDP2 take the places of these while the model runs.
     parameters = list(model.named_parameters(remove_duplicate=False))
@@ -101,7 +103,8 @@ def _observed(
         if not backward:
             with torch.no_grad():
                 model(*inputs, **kwargs)
-            _reshard(model)
+            # Without a backward, the root of FSDP2 would keep its gathered weights.
+            reshard(model)
             return log, reads, set()
         with torch.enable_grad():
             loss = _loss(model(*inputs, **kwargs))
@@ -110,17 +113,6 @@ def _observed(
             with torch.autocast(loss.device.type, enabled=False):
                 loss.backward()
         return log, reads, {name for name, parameter in parameters if parameter.grad is not None}
-
-
-def _detached(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_() if x.requires_grad else x
-
-
-def _reshard(model: nn.Module) -> None:
-    """Without a backward, the root of FSDP2 would keep its gathered weights."""
-    for module in model.modules():
-        if hasattr(module, "reshard") and hasattr(module, "unshard"):
-            module.reshard()  # type: ignore[operator]
 
 
 def _loss(output: Any) -> Tensor:
@@ -138,10 +130,7 @@ def _loss(output: Any) -> Tensor:
             "the output of the model carries no gradient, so there is no backward to verify: give backward=False, or "
             "a model with a trainable parameter"
         )
-    total = found[0].float().sum()
-    for x in found[1:]:
-        total = total + x.float().sum().to(total.device)
-    return total
+    return total(x.float().sum() for x in found)
 
 
 def _report(
@@ -160,13 +149,13 @@ def _report(
         if ran.layer in names and ran.gemm is not None:
             of_layers[names[ran.layer]][ran.gemm].append(ran)
     flops = sum(ran.flops for gemms in of_layers.values() for each in gemms.values() for ran in each)
-    total = max(1, flops + sum(n for _, n in others.values()))
+    all_flops = max(1, flops + sum(n for _, n in others.values()))
     found = {
         name: LayerReport(
             layer.recipe.name,
             log.calls[layer],
             {
-                gemm: _gemm(of_layers[name][gemm], total, is_converted_experts(layer))
+                gemm: _gemm(of_layers[name][gemm], all_flops, is_converted_experts(layer))
                 for gemm in GEMMS
                 if of_layers[name][gemm]
             },
@@ -174,11 +163,11 @@ def _report(
         for name, layer in layers.items()
     }
     failures = [*failures, *call_failures(layers, found, reads), *device_failures(layers, log, names)]
-    rows = {name: OtherGemms(ops, n, n / total) for name, (ops, n) in others.items()}
+    rows = {name: OtherGemms(ops, n, n / all_flops) for name, (ops, n) in others.items()}
     return VerificationReport(found, rows, tuple(failures), backward)
 
 
-def _gemm(ran: Sequence[counting.RanGemm], total: int, is_grouped: bool) -> GemmReport:
+def _gemm(ran: Sequence[counting.RanGemm], all_flops: int, is_grouped: bool) -> GemmReport:
     """The GEMMs of one kind of a layer as one row; it also names GEMMs that ran in another way than the first."""
 
     def joined(texts: Iterator[str]) -> str:
@@ -193,7 +182,7 @@ def _gemm(ran: Sequence[counting.RanGemm], total: int, is_grouped: bool) -> Gemm
         device=joined(each.device.type for each in ran),
         calls=len(ran),
         flops=flops,
-        share=flops / total,
+        share=flops / all_flops,
     )
 
 

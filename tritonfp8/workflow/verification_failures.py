@@ -19,14 +19,8 @@ Converted = ConvertedLayer | ConvertedExperts
 _LEAVE_OUT = "leave it out by the filter of tritonfp8.convert"
 
 
-def structural_failures(
-    layers: Mapping[str, Converted], recorded: Mapping[str, nn.Module | None]
-) -> tuple[Failure, ...]:
+def structural_failures(layers: Mapping[str, Converted], recorded: Mapping[str, nn.Module | None]) -> Iterator[Failure]:
     """Layers that were replaced after ``convert``, or that lost their recipe: this shows before anything runs."""
-    return (*_replaced(recorded), *_without_recipe(layers))
-
-
-def _replaced(recorded: Mapping[str, nn.Module | None]) -> Iterator[Failure]:
     for name, module in recorded.items():
         if module is None:
             yield Failure(
@@ -42,9 +36,6 @@ def _replaced(recorded: Mapping[str, nn.Module | None]) -> Iterator[Failure]:
                 "change the layers of the model first (resized embeddings and heads, fused projections) and convert "
                 f"it last, or convert the new one: tritonfp8.convert(model.get_submodule({name!r}), recipe)",
             )
-
-
-def _without_recipe(layers: Mapping[str, Converted]) -> Iterator[Failure]:
     for name, layer in layers.items():
         recipe = layer.__dict__.get("recipe")
         if not isinstance(recipe, Recipe):

@@ -113,6 +113,9 @@ class Failure:
     cause: str
     remedy: str
 
+    def __str__(self) -> str:
+        return f"{self.layer or 'the model'}: {self.cause}. To mend it, {self.remedy}."
+
 
 @dataclass(frozen=True)
 class VerificationReport:
@@ -165,22 +168,16 @@ class VerificationReport:
         line += f" ({', '.join(notes)})" if notes else ""
         return line if self.ok else f"{line}; {self._failing()} converted layers fail"
 
-    def _names(self) -> set[str]:
-        return {*self.layers, *(failure.layer for failure in self.failures)}
-
     def _failing(self) -> str:
         """How many layers fail, of how many; a layer may fail for several causes."""
-        return f"{len({failure.layer for failure in self.failures})} of {len(self._names())}"
+        failing = {failure.layer for failure in self.failures}
+        return f"{len(failing)} of {len(failing.union(self.layers))}"
 
     def message(self) -> str:
         """The failures: a line for each, with its layer, cause and remedy. Without one, that all layers pass."""
         if self.ok:
             return f"all {len(self.layers)} converted layers run as their recipes say: {self.summary}"
-        lines = [
-            f"{failure.layer or 'the model'}: {failure.cause}. To mend it, {failure.remedy}."
-            for failure in self.failures
-        ]
-        return "\n  ".join([f"{self._failing()} converted layers do not run in FP8:", *lines])
+        return "\n  ".join([f"{self._failing()} converted layers do not run in FP8:", *map(str, self.failures)])
 
     def __str__(self) -> str:
         rows: list[Sequence[str]] = [("layer", "recipe", "calls", *GEMMS, "FLOPs")]
@@ -189,17 +186,8 @@ class VerificationReport:
             rows.append((name or "(the model)", layer.recipe, str(layer.calls), *cells, _percent(layer.share)))
         for name, other in self.others.items():
             own = name.rpartition(".")[0] in self.layers
-            rows.append(
-                (
-                    name,
-                    _READ_ELSEWHERE if own else _NOT_CONVERTED,
-                    "",
-                    ", ".join(other.ops),
-                    "",
-                    "",
-                    _percent(other.share),
-                )
-            )
+            what = _READ_ELSEWHERE if own else _NOT_CONVERTED
+            rows.append((name, what, "", ", ".join(other.ops), "", "", _percent(other.share)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         if self.others:
             # The ops of other layers may run over the columns of the gradients.

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tritonfp8.workflow.outputs import local_part
+
 # The positions of the two operands. The left one ends with the contraction.
 _OPERANDS = {
     "aten.mm": (0, 1),
@@ -46,9 +48,8 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _storage(x: Tensor) -> StorageWeakRef | None:
     """The identity of a tensor's memory, or of its local shard's; None for a tensor without memory of its own."""
-    local: Any = x.to_local() if hasattr(x, "to_local") else x
     try:
-        return StorageWeakRef(local.untyped_storage())
+        return StorageWeakRef(local_part(x).untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -1,6 +1,7 @@
 """What inspect() and sensitivity() see on ranks: functions of each rank."""
 
 import torch
+from figures import measure
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,7 @@ from tritonfp8.distributed import (
     shard_experts,
 )
 from tritonfp8.recipes import get
-from tritonfp8.workflow.health.statistics import FIELDS, measure
+from tritonfp8.workflow.health.statistics import FIELDS
 
 
 def _model(recipe="rowwise"):

@@ -5,11 +5,12 @@ import logging
 import pytest
 import torch
 from cases import normal
+from figures import measure
 from mixtures import FAMILIES, experts_of, model_of
 
 import tritonfp8
 from tritonfp8 import Float8Experts, recipes
-from tritonfp8.workflow.health import FIELDS, statistics
+from tritonfp8.workflow.health import FIELDS
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_grad_weight"]
 
@@ -41,7 +42,7 @@ def figures_of(model, x):
 
 
 def measured(x, spec):
-    return dict(zip(FIELDS, statistics.measure(x, spec, 1024).tolist(), strict=True))
+    return dict(zip(FIELDS, measure(x, spec, 1024).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from figures import measure
 from torch import nn
 
 import tritonfp8
 from tritonfp8.specs import SPECS, QuantSpec
 from tritonfp8.workflow.health import groups
-from tritonfp8.workflow.health.statistics import FIELDS, measure
+from tritonfp8.workflow.health.statistics import FIELDS
 
 ROWWISE = QuantSpec("e4m3", (1, -1))
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from cases import each_recipe
+from figures import measure
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ from tritonfp8.recipes import Gemm, Recipe
 from tritonfp8.specs import QuantSpec
 from tritonfp8.testing import assert_bitwise_equal
 from tritonfp8.workflow.health import FIELDS, THRESHOLDS
-from tritonfp8.workflow.health.statistics import measure
 
 
 class Blocks(nn.Module):

@@ -39,21 +39,24 @@ def check_adapters(model: nn.Module, adapters: object) -> None:
         )
 
 
+def _is_of_peft(module: nn.Module, file: str, *classes: str) -> bool:
+    """Whether a module is of one of these classes; without an import of peft, which a model of peft has imported."""
+    peft = sys.modules.get(file)
+    return peft is not None and isinstance(module, tuple(getattr(peft, name) for name in classes))
+
+
 def is_tuner(module: nn.Module) -> bool:
     """Whether a module adds an adapter to another one."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+    return _is_of_peft(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
 
 
 def _is_wrapper(module: nn.Module) -> bool:
     """Whether a module has a copy of another one that is trained, or trained rows of it."""
-    others = sys.modules.get("peft.utils.other")
-    return others is not None and isinstance(module, others.AuxiliaryTrainingWrapper)
+    return _is_of_peft(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
 
 
 def _is_peft_model(module: nn.Module) -> bool:
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(module, peft.PeftModel | peft.PeftMixedModel)
+    return _is_of_peft(module, "peft", "PeftModel", "PeftMixedModel")
 
 
 def _prompts(module: Any) -> list[str]:
@@ -71,10 +74,15 @@ def unwrapped_by_peft(module: Any) -> nn.Module:
         elif _is_wrapper(module) and hasattr(module, "token_adapter"):
             module = module.token_adapter
         elif _is_wrapper(module):
-            module = module.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+            module = _unloaded(module, merge=False)
         else:
             found: nn.Module = module
             return found
+
+
+def _unloaded(wrapper: Any, merge: bool) -> nn.Module:
+    found: nn.Module = wrapper.unload_and_optionally_merge_module(merge=merge, safe_merge=False, adapter_names=None)
+    return found
 
 
 def without_adapters(module: Any) -> nn.Module:
@@ -130,8 +138,7 @@ def _merged(path: str, layer: Any) -> dict[str, Tensor]:
 def _merge(layer: Any) -> nn.Module:
     """Merge the adapters of a layer in place. Returns the module that has the merged weights."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
-        found: nn.Module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        return found
+        return _unloaded(layer, merge=True)
     chain = [layer]
     while is_tuner(inner := chain[-1].base_layer):
         chain.append(inner)

@@ -5,7 +5,7 @@
     observer     hooks that measure the operands of a step, and nothing in other steps
     thresholds   figures that deserve a warning, with advice, as data
     inspection   inspect(): measure every N steps, keep the figures, warn
-    export       the figures as CSV, for TensorBoard, and as a heat map
+    heat_map     the figures of layers and steps as an image
     sensitivity  sensitivity(): the error that each recipe causes in each layer
 
 Exports :func:`inspect` and :func:`sensitivity`, and their results.

@@ -35,18 +35,12 @@ class OperandKind(NamedTuple):
     spec: QuantSpec | None
 
 
-class OperandGroup:
+class OperandGroup(NamedTuple):
     """Operands of one kind whose figures are not computed yet."""
 
-    def __init__(self) -> None:
-        self.keys: list[Key] = []
-        self.parts: list[Tensor] = []
-        self.amaxes: list[Tensor] = []
-
-    @property
-    def is_full(self) -> bool:
-        """Whether one more operand of this kind would take more than :data:`GROUP_BYTES`."""
-        return (len(self.parts) + 1) * self.parts[0].nbytes > GROUP_BYTES
+    keys: list[Key]
+    parts: list[Tensor]
+    amaxes: list[Tensor]
 
 
 def _figures_of(matrices: Sequence[Tensor], rows: int, spec: QuantSpec | None) -> Tensor:
@@ -82,11 +76,12 @@ class StepOperands:
         """Add an operand ``[M, K]``. What is measured of it is copied: the caller may overwrite it afterwards."""
         self._figures[key] = None
         kind = OperandKind(x.shape, x.dtype, x.device, spec)
-        group = self._waiting.setdefault(kind, OperandGroup())
+        group = self._waiting.setdefault(kind, OperandGroup([], [], []))
         group.keys.append(key)
         group.parts.append(some_rows(x, self._rows))
         group.amaxes.append(whole_amax(x))
-        if group.is_full:
+        # One more operand of this kind would take more.
+        if (len(group.parts) + 1) * group.parts[0].nbytes > GROUP_BYTES:
             self._measure(kind)
 
     @torch.no_grad()

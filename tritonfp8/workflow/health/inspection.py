@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.checks import require_type
+from tritonfp8.checks import require_int, require_type
 from tritonfp8.layers.linear import require_module
-from tritonfp8.workflow.health import export
 from tritonfp8.workflow.health.groups import Key
+from tritonfp8.workflow.health.heat_map import Sample, plot
 from tritonfp8.workflow.health.observer import Observer, expert_names, layer_names
 from tritonfp8.workflow.health.statistics import FIELDS
 from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold, findings
@@ -23,22 +24,6 @@ log = logging.getLogger("tritonfp8")
 
 ROWS = 1024
 """Rows of an operand that are measured, unless the caller says otherwise."""
-
-
-class Sample(NamedTuple):
-    """The figures of one operand in one step.
-
-    Attributes:
-        step: the training step, counted from 0.
-        layer: fully qualified name.
-        operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        figures: by field; see :func:`tritonfp8.workflow.health.statistics.measure_all`.
-    """
-
-    step: int
-    layer: str
-    operand: str
-    figures: Mapping[str, float]
 
 
 class _Pending:
@@ -189,11 +174,17 @@ class Inspection:
 
     def to_csv(self, path: str | Path) -> None:
         """Write a line for each step, layer and operand. Replaces the file. In a distributed run, a path a rank."""
-        export.write_csv(path, self.samples)
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            lines = csv.writer(file)
+            lines.writerow(("step", "layer", "operand", *FIELDS))
+            for step, layer, operand, figures in self.samples:
+                lines.writerow([step, layer, operand, *(figures[field] for field in FIELDS)])
 
     def to_tensorboard(self, writer: Any) -> None:
         """Write the figures by ``writer.add_scalar``, as ``health/LAYER/OPERAND/FIELD``; once, after the run."""
-        export.write_scalars(writer, self.samples)
+        for step, layer, operand, figures in self.samples:
+            for field in FIELDS:
+                writer.add_scalar(f"health/{layer}/{operand}/{field}", figures[field], step)
 
     def plot(self, path: str | Path, value: str = "sqnr", operand: str | None = None) -> None:
         """Draw a heat map of layers and steps into an image file.
@@ -207,7 +198,7 @@ class Inspection:
             ValueError: another value or operand, or no figures yet.
             ImportError: matplotlib is missing.
         """
-        export.plot(path, self.samples, value, operand)
+        plot(path, self.samples, value, operand)
 
     def __str__(self) -> str:
         steps = {sample.step for sample in self.samples}
@@ -267,9 +258,7 @@ def inspect(
     """
     require_module(model)
     for name, number, least in (("every", every, 1), ("rows", rows, 1), ("first_step", first_step, 0)):
-        require_type(name, number, int, "an int")
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}; got {number}")
+        require_int(name, number, least)
     for each in thresholds:
         require_type("a threshold", each, Threshold, "a tritonfp8.workflow.health.Threshold")
     if not layer_names(model) and not expert_names(model):

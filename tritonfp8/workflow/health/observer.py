@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tritonfp8.conversion import converted_experts, converted_layers
+from tritonfp8.conversion import converted_experts, converted_layers, unwrapped
 from tritonfp8.layers import versions
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
 from tritonfp8.layers.moe import ConvertedExperts
@@ -20,24 +20,15 @@ from tritonfp8.specs import QuantSpec
 from tritonfp8.workflow.health.groups import Key, StepOperands
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
 
-# What torch.compile and activation checkpointing put into the names of modules.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
 
 def layer_names(model: nn.Module) -> dict[str, Float8Linear | Float8Conv1D]:
     """The converted layers by the names that ``convert`` gave them."""
-    return {_unwrapped(name): layer for name, layer in converted_layers(model).items()}
+    return {unwrapped(name): layer for name, layer in converted_layers(model).items()}
 
 
 def expert_names(model: nn.Module) -> dict[str, ConvertedExperts]:
     """The converted experts by the names that ``convert`` gave them."""
-    return {_unwrapped(name): module for name, module in converted_experts(model).items()}
+    return {unwrapped(name): module for name, module in converted_experts(model).items()}
 
 
 def spec_of_operand(recipe: Recipe, operand: str) -> QuantSpec | None:

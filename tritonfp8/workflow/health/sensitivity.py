@@ -18,9 +18,10 @@ from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
 from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import OPERANDS, Gemm, Recipe, get
-from tritonfp8.workflow.health.observer import eager, input_of
+from tritonfp8.workflow.health.observer import input_of
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
-from tritonfp8.workflow.outputs import floating_tensors, own_loss
+from tritonfp8.workflow.outputs import floating_tensors, own_loss, total
+from tritonfp8.workflow.unchanged import unchanged
 
 MAX_ERROR_DB = -20.0
 """The error that :meth:`Sensitivity.mapping` allows by default: noise of a tenth of the result's amplitude. Of normal
@@ -122,8 +123,7 @@ def sensitivity(
     if not layers:
         raise ValueError("the model has no linear layer that convert takes")
     trial = _Trial(found)
-    with _as_it_was(model), ExitStack() as stack:
-        stack.enter_context(eager())
+    with _in_high_precision(model), ExitStack() as stack:
         for name, module in model.named_modules():
             if name in experts:
                 experts[name].observer = _ExpertsTrial(trial, name, experts[name])
@@ -282,35 +282,19 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
         raise TypeError(
             f"the model's output must have a loss or floating tensors; got {type(output).__name__}: give loss="
         )
-    total = found[0].float().square().mean()
-    for x in found[1:]:
-        total = total + x.float().square().mean().to(total.device)
-    return total
+    return total(x.float().square().mean() for x in found)
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Run the block in high precision; then parameters, gradients, buffers, flags and random numbers are as before."""
+def _in_high_precision(model: nn.Module) -> Iterator[None]:
+    """Run the block in high precision and without gradients from before; afterwards the model is as it was."""
     converted = {**converted_layers(model), **converted_experts(model)}
     recipes = {glob.escape(name): module.recipe for name, module in converted.items()}
-    grads = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    training = [(module, module.training) for module in model.modules()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(device.index for device in devices)):
-        try:
-            if recipes:
-                swap_recipe(model, "bf16")
-            for parameter, _ in grads:
-                parameter.grad = None
+    try:
+        if recipes:
+            swap_recipe(model, "bf16")
+        with unchanged(model):
             yield
-        finally:
-            for parameter, grad in grads:
-                parameter.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            for module, flag in training:
-                module.training = flag
-            if recipes:
-                swap_recipe(model, recipes)
+    finally:
+        if recipes:
+            swap_recipe(model, recipes)

@@ -15,6 +15,7 @@ from tritonfp8.formats import FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.stored import plain_weight
 from tritonfp8.specs import ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.workflow.outputs import local_part
 
 FIELDS = (
     "amax",
@@ -45,9 +46,8 @@ def local_matrices(x: Tensor) -> Tensor:
 
 
 def _local(x: Tensor) -> Tensor:
-    x = plain_weight(x.detach())
-    to_local = getattr(x, "to_local", None)
-    return x if to_local is None else to_local()
+    found: Tensor = local_part(plain_weight(x.detach()))
+    return found
 
 
 def some_rows(x: Tensor, rows: int) -> Tensor:
@@ -67,20 +67,6 @@ def view_of_rows(x: Tensor, rows: int) -> Tensor:
     runs = -(-all_runs // step)
     row, column = x.stride()
     return x.as_strided((runs, RUN, x.shape[1]), (step * RUN * row, row, column))
-
-
-def measure(x: Tensor, spec: QuantSpec | None, rows: int) -> Tensor:
-    """The figures of an operand: :func:`measure_all` of one.
-
-    Args:
-        x: ``[M, K]`` with elements; bfloat16, float16, float32 or float64.
-        spec: how it is quantized, along K; None for high precision.
-        rows: how many rows to measure.
-
-    Returns:
-        float64 ``[len(FIELDS)]`` on the device of ``x``. The host does not wait for it.
-    """
-    return measure_all(some_rows(x, rows)[None], whole_amax(x)[None], x.numel(), spec)[0]
 
 
 def whole_amax(x: Tensor) -> Tensor:

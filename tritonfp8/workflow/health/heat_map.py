@@ -1,52 +1,37 @@
-"""Figures as CSV, for TensorBoard, and as a heat map."""
+"""The figures of an operand in a step, and their heat map."""
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from tritonfp8.checks import require
 from tritonfp8.workflow.health.statistics import FIELDS
 from tritonfp8.workflow.health.thresholds import OPERANDS
 
-COLUMNS = ("step", "layer", "operand", *FIELDS)
 MAX_LABELS = 60
 """Names of layers beside a heat map; of more layers, evenly spaced ones are named."""
 
 
-class Row(Protocol):
-    """The figures of one operand in one step."""
+class Sample(NamedTuple):
+    """The figures of one operand in one step.
 
-    @property
-    def step(self) -> int: ...  # noqa: D102
-    @property
-    def layer(self) -> str: ...  # noqa: D102
-    @property
-    def operand(self) -> str: ...  # noqa: D102
-    @property
-    def figures(self) -> Mapping[str, float]: ...  # noqa: D102
+    Attributes:
+        step: the training step, counted from 0.
+        layer: fully qualified name.
+        operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        figures: by field; see :func:`tritonfp8.workflow.health.statistics.measure_all`.
+    """
 
-
-def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
-    """Write a line for each row, under the names of :data:`COLUMNS`."""
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow(COLUMNS)
-        for row in rows:
-            lines.writerow([row.step, row.layer, row.operand, *(row.figures[field] for field in FIELDS)])
+    step: int
+    layer: str
+    operand: str
+    figures: Mapping[str, float]
 
 
-def write_scalars(writer: Any, rows: Sequence[Row]) -> None:
-    """Write each figure by ``writer.add_scalar(tag, value, step)``."""
-    for row in rows:
-        for field in FIELDS:
-            writer.add_scalar(f"health/{row.layer}/{row.operand}/{field}", row.figures[field], row.step)
-
-
-def plot(path: str | Path, rows: Sequence[Row], value: str, operand: str | None) -> None:
+def plot(path: str | Path, rows: Sequence[Sample], value: str, operand: str | None) -> None:
     """Draw the heat map of :meth:`Inspection.plot`."""
     require("value", value, FIELDS)
     require("operand", operand, (None, *OPERANDS))
