@@ -35,6 +35,7 @@ from tritonfp8.layers import (
     class_before,
     forget_names,
     is_own_forward,
+    joined_class,
     joined_of,
     record_names,
     swapping,
