@@ -17,8 +17,12 @@ from torch.distributed.tensor import DTensor
 # They check torch, and register the rules of the ops.
 from tritonfp8.distributed import dtensor_rules, options, stored_weights, torch_private
 from tritonfp8.distributed.expert_parallel import shard_experts
-from tritonfp8.distributed.fsdp import GatheredWeight, GatheredWeightOperands, enable_float8_all_gather
-from tritonfp8.distributed.fsdp.experts import GatheredExperts, GatheredExpertsReader
+from tritonfp8.distributed.fsdp import (
+    GatheredMatricesReader,
+    GatheredWeight,
+    GatheredWeightOperands,
+    enable_float8_all_gather,
+)
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
@@ -49,7 +53,7 @@ extensions.fill(
         tensor_type=DTensor,
         linear=sharded_linear,
         providers={GatheredWeight: GatheredWeightOperands(LOCAL)},
-        readers={GatheredExperts: GatheredExpertsReader()},
+        readers={GatheredWeight: GatheredMatricesReader()},
         carried=options.Restored,
         whole_together=whole_together,
         quantize=quantize_shard,

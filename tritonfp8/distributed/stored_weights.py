@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tritonfp8.distributed.collectives import all_reduce
-from tritonfp8.distributed.fsdp import Managed, all_managed, managed_of
+from tritonfp8.distributed.fsdp import Managed, managed_of, managed_parameters
 from tritonfp8.distributed.shard_layout import Interval, Mesh, chunk, plain_mesh
 from tritonfp8.formats import FORMATS
 from tritonfp8.layers.stored import (
@@ -161,7 +161,7 @@ def check_stored_gather(shard: StoredRows | MatricesShard) -> None:
     Raises:
         ValueError: it shards the weight by columns, reshards it to fewer ranks, or hands it on in float16.
     """
-    for managed in all_managed():
+    for managed in managed_parameters().values():
         if stored_part(managed.param.sharded_param) is not shard:
             continue
         if reason := _why_not(managed):
