@@ -80,7 +80,7 @@ ROOM_LINES = {
     "optim": 500,
     "stored_init": 180,
     "tritonfp8": 80,
-    "distributed": 5730,
+    "distributed": 5710,
     "workflow": 3330,
     "training": 1380,
     "warmup": 1440,

@@ -15,7 +15,7 @@ derive. The core does not import this package: layers reach it by :mod:`tritonfp
 from torch.distributed.tensor import DTensor
 
 # They check torch, and register the rules of the ops.
-from tritonfp8.distributed import dtensor_rules, options, stored_weights, torch_private
+from tritonfp8.distributed import dtensor_rules, options, shard_layout, stored_weights, torch_private
 from tritonfp8.distributed.expert_parallel import shard_experts
 from tritonfp8.distributed.fsdp import (
     GatheredMatricesReader,
@@ -68,7 +68,7 @@ extensions.fill(
         starts=stored_weights.starts,
         local=stored_weights.local,
         cut_as=stored_weights.cut_as,
-        distribute=stored_weights.distributed_as,
+        distribute=shard_layout.distributed_as,
         amaxes=stored_weights.whole_amaxes,
     )
 )
