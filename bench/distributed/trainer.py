@@ -246,7 +246,8 @@ def gathered_experts(model: nn.Module) -> list[str]:
     """The weights of experts that FSDP gathers in 8 bits."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     sources = {owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Float8AllGather)}
-    return [name for source in sources for name in source.experts.owners if source.experts.is_gathered(name)]
+    weights = [weight for source in sources for weight in source.weights.values()]
+    return [weight.name for weight in weights if weight.of_experts and weight.plan is not None]
 
 
 def reset() -> None:

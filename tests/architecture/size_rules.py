@@ -80,7 +80,7 @@ ROOM_LINES = {
     "optim": 490,
     "stored_init": 180,
     "tritonfp8": 80,
-    "distributed": 6100,
+    "distributed": 5710,
     "workflow": 3160,
     "training": 1380,
     "warmup": 1430,

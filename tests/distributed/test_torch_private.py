@@ -175,5 +175,5 @@ def test_every_private_name_that_is_used_is_guarded():
         if ast.unparse(node.value).endswith((".group", ".param", ".mesh_info")) and not node.attr.startswith("__")
     }  # fmt: skip
     assert {"_local_tensor", "_training_state", "sharded_param", "mp_policy"} <= private | of_fsdp
-    unguarded = (private - set(_our_own(trees)) - PUBLIC) | (of_fsdp - {"size", "hooks_of"})
+    unguarded = (private - set(_our_own(trees)) - PUBLIC) | (of_fsdp - {"size", "gather_hooks"})
     assert not unguarded - GUARDED, "add them to tritonfp8/distributed/torch_private.py"

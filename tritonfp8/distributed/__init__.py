@@ -16,10 +16,9 @@ package: layers reach it by :mod:`tritonfp8.layers.extensions`.
 from torch.distributed.tensor import DTensor
 
 # They check torch, and register the rules of the ops.
-from tritonfp8.distributed import dtensor_rules, options, stored_weights, torch_private
+from tritonfp8.distributed import dtensor_rules, options, shard_layout, stored_weights, torch_private
 from tritonfp8.distributed.expert_parallel import shard_experts
 from tritonfp8.distributed.fsdp import GatheredWeight, enable_float8_all_gather
-from tritonfp8.distributed.fsdp.experts import GatheredExperts
 from tritonfp8.distributed.options import scales, token_counts
 from tritonfp8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
@@ -49,7 +48,7 @@ extensions.fill(
     extensions.Extensions(
         tensor_type=DTensor,
         linear=sharded_linear,
-        sources=dict.fromkeys((GatheredWeight, GatheredExperts), CodesSource()),
+        sources={GatheredWeight: CodesSource()},
         carried=options.Restored,
         whole_together=whole_together,
         quantize=quantize_shard,
@@ -64,7 +63,7 @@ extensions.fill(
         starts=stored_weights.starts,
         local=stored_weights.local,
         cut_as=stored_weights.cut_as,
-        distribute=stored_weights.distributed_as,
+        distribute=shard_layout.distributed_as,
         amaxes=stored_weights.whole_amaxes,
     )
 )

@@ -7,26 +7,25 @@ it quantizes and gathers the weight again, by ops that the forward did not run. 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch.utils import _python_dispatch as modes
 from torch.utils import checkpoint
 
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+_R = TypeVar("_R")
 
 
-@contextlib.contextmanager
-def hidden_from_selective_checkpointing() -> Iterator[None]:
-    """Ops in the block are neither saved nor looked up. Other dispatch modes, such as counters, still see them."""
+def hidden_from_selective_checkpointing(function: Callable[..., _R], *args: object) -> _R:
+    """``function(*args)``, whose ops are neither saved nor looked up. Other dispatch modes still see them."""
     active = modes._get_current_dispatch_mode_stack()
     if not any(isinstance(mode, _SELECTIVE) for mode in active):
-        yield
-        return
+        return function(*args)
     # Popping and pushing calls neither __exit__ nor __enter__, in which a mode may reset what it counted.
     _replace([mode for mode in active if not isinstance(mode, _SELECTIVE)])
     try:
-        yield
+        return function(*args)
     finally:
         _replace(active)
 

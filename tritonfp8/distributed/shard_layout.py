@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tritonfp8.recipes import Recipe
@@ -167,6 +167,23 @@ def _padded_segments(segments: Sequence[Interval], alignment: int) -> tuple[Padd
     return tuple(padded_segments)
 
 
+def distributed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """A contiguous DTensor of this global shape, of this rank's part; no rank is asked whether the others agree."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    stride = tuple(strides[: len(shape)])
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def distributed_as(local: Tensor, like: Tensor) -> DTensor:
+    """A DTensor that lies as ``like`` does, of this rank's part."""
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def whole(size: int) -> DimLayout:
     """The layout of a dim that is not sharded."""
     return DimLayout(size, (Interval(0, size),))
@@ -182,8 +199,10 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
 def interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) -> Interval:
     """The part of a tensor dim of this global size that the rank ``mesh.here`` has."""
     found = Interval(0, size)
-    for placement, parts, index in zip(placements, mesh.sizes, mesh.here, strict=True):
-        if isinstance(placement, Shard) and placement.dim == dim:
+    each = zip(placements, mesh.sizes, mesh.here, strict=True)
+    # FSDP2 shards what tensor parallelism left, by a strided placement.
+    for placement, parts, index in sorted(each, key=lambda item: type(item[0]) is not Shard):
+        if getattr(placement, "dim", None) == dim:
             if mesh.counts is not None and len(mesh.counts) == parts and sum(mesh.counts) == found.length == size:
                 found = Interval(sum(mesh.counts[:index]), mesh.counts[index])
             else:

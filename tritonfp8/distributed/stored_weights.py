@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tritonfp8.distributed.collectives import all_reduce
-from tritonfp8.distributed.fsdp import Managed, all_managed, managed_of
-from tritonfp8.distributed.shard_layout import Interval, Mesh, chunk, plain_mesh
+from tritonfp8.distributed.fsdp import Managed, managed_of, managed_parameters
+from tritonfp8.distributed.shard_layout import Interval, Mesh, chunk, distributed, distributed_as, interval, plain_mesh
 from tritonfp8.formats import FORMATS
 from tritonfp8.layers.stored import (
     DTYPES,
@@ -29,28 +29,10 @@ from tritonfp8.layers.stored import (
 from tritonfp8.specs import QuantSpec, scale_shape
 
 
-def _interval(size: int, dim: int, placements: Sequence[Placement], mesh: Mesh) -> Interval:
-    """The part of a dim that this rank has. FSDP2 shards what tensor parallelism left, by a strided placement."""
-    found = Interval(0, size)
-    each = list(zip(placements, mesh.sizes, mesh.here, strict=True))
-    for placement, parts, index in sorted(each, key=lambda item: type(item[0]) is not Shard):
-        if not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
-            found = chunk(found, parts, index)
-    return found
-
-
-def distributed_as(local: Tensor, like: Tensor) -> DTensor:
-    """A DTensor that lies as ``like`` does, of this rank's part."""
-    assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 def _cut(x: Tensor, like: DTensor) -> Tensor:
     mesh = Mesh(*plain_mesh(like.device_mesh))
     for dim, size in enumerate(like.shape):
-        x = x.narrow(dim, *_interval(size, dim, like.placements, mesh))
+        x = x.narrow(dim, *interval(size, dim, like.placements, mesh))
     return x
 
 
@@ -79,8 +61,7 @@ def split_experts(stored: StoredMatrices, mesh: DeviceMesh) -> DTensor:
     here = chunk(Interval(0, stored.shape[0]), mesh.size(), mesh.get_local_rank())
     # A copy: the memory of the other experts is freed with the whole weight.
     part = stored.as_shard().narrow(0, *here).clone()
-    stride = torch.empty(stored.shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=stored.shape, stride=stride)
+    return distributed(part, mesh, [Shard(0)], stored.shape)
 
 
 def cut_as(x: Tensor, like: Tensor) -> Tensor:
@@ -131,11 +112,8 @@ def whole(weight: Tensor) -> Tensor:
 
 def _joined(local: Tensor, like: DTensor) -> Tensor:
     """Bytes ``[N, ...]`` of all ranks; ``local`` are those of this rank's rows, or experts, of ``like``."""
-    shape = torch.Size((like.shape[0], *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    ).full_tensor()
+    shape = like.shape[0], *local.shape[1:]
+    return distributed(local, like.device_mesh, like.placements, shape).full_tensor()
 
 
 def reshard(layers: Iterable[nn.Module]) -> None:
@@ -160,7 +138,7 @@ def check_stored_gather(shard: StoredRows | MatricesShard) -> None:
     Raises:
         ValueError: it shards the weight by columns, reshards it to fewer ranks, or hands it on in float16.
     """
-    for managed in all_managed():
+    for managed in managed_parameters().values():
         if stored_part(managed.param.sharded_param) is not shard:
             continue
         if reason := _why_not(managed):
@@ -184,7 +162,7 @@ def _why_not(managed: Managed) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _starts(size: int, dim: int, placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     everywhere = itertools.product(*map(range, sizes))
-    return tuple(sorted({_interval(size, dim, placements, Mesh(sizes, here, ())).start for here in everywhere}))
+    return tuple(sorted({interval(size, dim, placements, Mesh(sizes, here, ())).start for here in everywhere}))
 
 
 def starts(weight: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -199,7 +177,7 @@ def place(weight: Tensor) -> tuple[int, int]:
     """Row and column of this rank's first element."""
     assert isinstance(weight, DTensor)
     mesh = Mesh(*plain_mesh(weight.device_mesh))
-    row, col = (_interval(weight.shape[dim], dim, weight.placements, mesh).start for dim in (0, 1))
+    row, col = (interval(weight.shape[dim], dim, weight.placements, mesh).start for dim in (0, 1))
     return row, col
 
 

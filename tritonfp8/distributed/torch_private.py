@@ -91,6 +91,7 @@ STATE, MESH_INFO = f"{_FSDP}._fsdp_state:FSDPState", f"{_FSDP}._fsdp_common:FSDP
 PARAM, GROUP = f"{_FSDP}._fsdp_param:FSDPParam", f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
 _INFO = f"{_FSDP}._fsdp_param:ParamModuleInfo"
 FSDP = (
+    PrivateName("torch:Tensor", "_version", "notices writes to a shard"),
     PrivateName("torch.nn:Module", "_forward_pre_hooks", "the hook of the model must run before that of FSDP"),
     PrivateName("torch.utils.checkpoint:", "_CachingTorchDispatchMode", "selective checkpointing of a forward"),
     PrivateName("torch.utils.checkpoint:", "_CachedTorchDispatchMode", "selective checkpointing of its recompute"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from tritonfp8.distributed.fsdp import Managed, gather_of, managed_weights
+from tritonfp8.distributed.fsdp import Float8AllGather, Managed, gather_of, managed_of
 from tritonfp8.layers.extensions import WholeTogether
 from tritonfp8.layers.linear import ConvertedLayer
 
@@ -29,22 +29,20 @@ def _whole(group: Any) -> Iterator[None]:
 
 def whole_together(layers: Any) -> list[WholeTogether]:
     """The layers whose weights FSDP2 shards: by the object that gathers them in 8 bits, else by parameter group."""
-    managed = managed_weights(layers.values())
-    by_gather: dict[Any, dict[str, ConvertedLayer]] = {}
-    by_group: dict[Any, dict[str, ConvertedLayer]] = {}
+    managed = {layer: found for (layer, name), found in managed_of(layers.values()).items() if name == "weight"}
+    found: dict[Any, dict[str, ConvertedLayer]] = {}
     for name, layer in layers.items():
         if layer in managed:
-            gather = gather_of(layer)
-            found = (
-                by_group.setdefault(managed[layer].group, {}) if gather is None else by_gather.setdefault(gather, {})
-            )
-            found[name] = layer
+            found.setdefault(gather_of(layer) or managed[layer].group, {})[name] = layer
 
     def stored(layer: ConvertedLayer) -> Sequence[Tensor]:
         return [managed[layer].param.sharded_param]
 
-    groups = [WholeTogether(found, partial(_whole, group), stored) for group, found in by_group.items()]
-    for gather, found in by_gather.items():
-        keeps: Callable[[], AbstractContextManager[object]] = partial(gather.keeping_segments, found)
-        groups.append(WholeTogether(found, keeps, stored, keeps))
+    groups = []
+    for owner, members in found.items():
+        if isinstance(owner, Float8AllGather):
+            keeps = partial(owner.keeping_segments, members)
+            groups.append(WholeTogether(members, keeps, stored, keeps))
+        else:
+            groups.append(WholeTogether(members, partial(_whole, owner), stored))
     return groups

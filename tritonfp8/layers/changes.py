@@ -34,20 +34,16 @@ def versions(x: Tensor) -> int | tuple[Any, ...] | None:
     return None if None in inner else (x._version, *inner)
 
 
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
-
-
 def _local(x: Tensor) -> Tensor:
     local: Tensor = getattr(x, "_local_tensor", x)
     return local
 
 
-def stamp(x: Tensor) -> tuple[int, int | None, int | None]:
+def stamp(x: Tensor) -> tuple[object, ...]:
     """Address and counts of writes of ``x``, of the part on this rank if it is a DTensor: a value to compare."""
     # A write to a DTensor may be counted there only, a write to its local tensor is.
-    local = _local(x)
-    return local.data_ptr(), _version(x), _version(local)
+    local = getattr(x, "_local_tensor", x)
+    return local.data_ptr(), *(None if each.is_inference() else each._version for each in (x, local))
 
 
 def _bits(x: Tensor) -> Tensor:

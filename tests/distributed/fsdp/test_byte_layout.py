@@ -6,13 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tritonfp8 import QuantSpec, recipes
-from tritonfp8.distributed.fsdp.byte_layout import (
-    ByteLayout,
-    WeightOrientation,
-    read_rank_segments,
-    weight_orientations,
-    write_rank_segment,
-)
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, GatheredBytes
+from tritonfp8.distributed.fsdp.orientations import WeightOrientation, weight_orientations
 from tritonfp8.distributed.fsdp.shard_casts import (
     fill_amax,
     one_nan,
@@ -31,24 +26,22 @@ ALL["1x128"] = Recipe("1x128", Gemm(ROWS_OF_128, ROWS_OF_128), Gemm(ROWS_OF_128,
 def gathered(weight, layout, orientation):
     """What the ranks of ``layout`` make of ``weight`` together."""
     shards = [weight[start : start + count] for start, count in map(layout.shard, range(layout.shards))]
+    index = layout.orientations.index(orientation)
     grids = torch.zeros(layout.shards, len(layout.reduced(orientation)), layout.grid(orientation)[1])
     for rank, shard in enumerate(shards):
         if grids[rank].numel():
-            fill_amax(grids[rank], shard, layout, orientation, rank)
+            fill_amax(grids[rank], shard, layout.place(orientation, rank))
     reduced = one_nan(grids).view(torch.int32).amax(0).view(torch.float32)
     # Bytes that nobody writes are not to be read.
     segments = torch.full((layout.shards, layout.rank_segment_size), 0x55, dtype=torch.uint8)
     for rank, shard in enumerate(shards):
         if shard.shape[0]:
-            write_rank_segment(
-                segments[rank], layout, orientation, *quantize_shard(shard, layout, orientation, rank, reduced)
-            )
-    qdata, scale = read_rank_segments(segments.flatten(), layout, orientation)
-    if scale is None:
-        scale = scale_of_orientation(
-            scales_of_amaxes(reduced, orientation.spec.format, orientation.spec.scale_rounding), layout, orientation
-        )
-    return qdata, scale
+            layout.write(segments[rank], index, *quantize_shard(shard, layout.place(orientation, rank), reduced))
+    scale = None
+    if not orientation.sends_scales:
+        flat = scales_of_amaxes(reduced, orientation.spec.format, orientation.spec.scale_rounding)
+        scale = scale_of_orientation(flat, orientation, layout.grid(orientation), layout.extent(orientation))
+    return layout.read(GatheredBytes(segments.flatten(), None, scale, scale), index, index)
 
 
 def bits(x):
@@ -88,7 +81,7 @@ def test_scale_of_a_shard_alone_would_be_another():
     weight = torch.ones(6, 40)
     weight[5] = 1000.0
     layout = ByteLayout(6, 40, 2, weight_orientations(ALL["rowwise"]), False)
-    qdata, scale = quantize_shard(weight[:3], layout, layout.orientations[1], 0, torch.full((1, 40), 1000.0))
+    qdata, scale = quantize_shard(weight[:3], layout.places(0)[1], torch.full((1, 40), 1000.0))
     alone = quantize(weight[:3], layout.orientations[1].spec, transpose=True)
     assert not same_bits(scale, alone.scale)
     assert not same_bits(qdata, alone.qdata)
@@ -106,7 +99,8 @@ def test_blocks_on_several_ranks(rows, shards, expected):
 def test_untransposed_bytes_are_not_copied():
     layout = ByteLayout(5, 16, 4, weight_orientations(ALL["rowwise"]), False)
     buffer = torch.zeros(4 * layout.rank_segment_size, dtype=torch.uint8)
-    assert read_rank_segments(buffer, layout, layout.orientations[0])[0].data_ptr() == buffer.data_ptr()
+    qdata, _ = layout.read(GatheredBytes(buffer, None, torch.ones(5, 1)), 0, 0)
+    assert qdata.data_ptr() == buffer.data_ptr()
 
 
 def test_recipes_that_read_the_values_have_no_forms():

@@ -12,9 +12,9 @@ from mixtures import model_of
 import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.distributed import enable_float8_all_gather
-from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
-from tritonfp8.distributed.fsdp.experts import GatheredExperts
-from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
+from tritonfp8.distributed.fsdp.byte_layout import MatricesLayout
+from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
+from tritonfp8.distributed.fsdp.orientations import weight_orientations
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 QUANTIZED = ["tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"]
@@ -167,7 +167,8 @@ def test_errors(ranks):
 def test_operands_of_another_recipe_are_an_error():
     hp, rowwise = (recipes.get(name) for name in ("rowwise_hp_grad_weight", "rowwise"))
     layout = MatricesLayout(2, 32, 64, 1, weight_orientations(hp), together=True)
-    weight = GatheredExperts(*layout.pack(torch.randn(2, 32, 64), (0, 1)), None, layout, torch.float32)
+    sent = layout.pack(torch.randn(2, 32, 64), (0, 1))
+    weight = GatheredWeight(layout.joined(sent, ()), None, layout, torch.float32)
     weight.operand(rowwise.output.rhs, False)
     with pytest.raises(ValueError, match="and their recipe reads .* transposed: swap recipes between steps"):
         weight.operand(rowwise.grad_input.rhs, True)

@@ -11,7 +11,7 @@ from cases import QUANTIZED
 from fsdp_cases import Setup
 
 from tritonfp8 import recipes
-from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
+from tritonfp8.distributed.fsdp.orientations import weight_orientations
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonfp8 import QuantSpec, launch, ops, recipes
 from tritonfp8.distributed.fsdp import grouped
-from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, weight_orientations
-from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherPlan, Reduction
-from tritonfp8.distributed.fsdp.shard_casts import one_nan, rank_segment
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout
+from tritonfp8.distributed.fsdp.gather_plan import Batch, Reduction, RowsPlan
+from tritonfp8.distributed.fsdp.orientations import weight_orientations
+from tritonfp8.distributed.fsdp.shard_casts import one_nan
 from tritonfp8.distributed.shard_layout import DimLayout, Interval
 from tritonfp8.launch import shards as launch_shards
 from tritonfp8.recipes import Gemm, Recipe
@@ -46,10 +47,7 @@ def batch_of(recipe, rank, shards, device, dtype, together=False, within=None, s
         start, count = layout.shard(rank)
         local = weight(*shape, i, dtype, device)[start : start + count].contiguous()
         managed = SimpleNamespace(local=local, rank=rank, device=local.device, group=("first", "second")[i % 2])
-        grids = tuple(
-            (len(layout.reduced(orientation)), layout.grid(orientation)[1]) for orientation in layout.orientations
-        )
-        plans[f"{i}"] = GatherPlan(managed, layout, torch.bfloat16, torch.bfloat16, torch.bfloat16, grids, ())
+        plans[f"{i}"] = RowsPlan(managed, layout, torch.bfloat16, torch.bfloat16, torch.bfloat16)
     return Batch(plans)
 
 
@@ -59,8 +57,12 @@ def amaxes_of(batch, fill):
     return one_nan(amaxes)
 
 
+def shards_of(batch):
+    return {name: plan.managed.local for name, plan in batch.plans.items()}
+
+
 def both_amaxes(batch):
-    one_by_one = amaxes_of(batch, lambda out: grouped._fill_one_by_one(batch, list(batch.plans), out))
+    one_by_one = amaxes_of(batch, lambda out: grouped.fill_one_by_one(batch, shards_of(batch), out))
     return amaxes_of(batch, lambda out: grouped.fill_amaxes(batch, out)), one_by_one
 
 
@@ -78,9 +80,7 @@ def check_segments(batch, amaxes):
             if not found:
                 continue
             for name, plan in group.plans.items():
-                amaxes_of_one = {plan.layout.orientations[i]: reduction[name].reduced[i] for i in wanted}
-                shard = plan.local().to(plan.quantized_dtype)
-                alone = rank_segment(plan.layout, plan.managed.rank, shard, amaxes_of_one)
+                [alone] = plan.layout.pack(plan.shard(), wanted, plan.rank, reduction[name].reduced)
                 assert torch.equal(found[name], alone), f"{name}, orientations {wanted}"
                 sent[name, wanted] = found[name]
     return sent

@@ -17,10 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 import tritonfp8
 from tritonfp8 import Float8Experts, recipes
-from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, weight_orientations
-from tritonfp8.distributed.fsdp.experts.gathered import GatheredExperts
-from tritonfp8.distributed.fsdp.experts.layout import MatricesLayout
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, GatheredBytes, MatricesLayout
 from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
+from tritonfp8.distributed.fsdp.orientations import weight_orientations
 from tritonfp8.layers.stored import CodesTensor, StoredMatrices, StoredWeight, recipe_of_storage, store
 from tritonfp8.testing import assert_bitwise_equal
 
@@ -54,17 +53,18 @@ def experts():
 
 def gathered():
     layout = ByteLayout(N, K, 1, weight_orientations(recipes.get("rowwise")), together=True)
-    return GatheredWeight(torch.zeros(4096, dtype=torch.uint8), None, None, None, layout, torch.float32)
+    return GatheredWeight(GatheredBytes(torch.zeros(4096, dtype=torch.uint8)), None, layout, torch.float32)
 
 
 def gathered_experts():
     layout = MatricesLayout(2, N, K, 1, weight_orientations(recipes.get("rowwise")), together=True)
-    return GatheredExperts(*layout.pack(torch.randn(2, N, K), (0, 1)), None, layout, torch.float32)
+    sent = layout.pack(torch.randn(2, N, K), (0, 1))
+    return GatheredWeight(layout.joined(sent, ()), None, layout, torch.float32)
 
 
 KINDS = {
     "GatheredWeight": gathered,
-    "GatheredExperts": gathered_experts,
+    "GatheredWeight of experts": gathered_experts,
     "StoredWeight": weight,
     "StoredRows": lambda: weight().as_shard(),
     "StoredMatrices": experts,

@@ -169,8 +169,8 @@ MUTANTS = (
     ),
     Mutant(
         "tritonfp8/distributed/fsdp/byte_layout.py",
-        "return tuple((0, self.shard(rank)[1]) for rank in range(self.shards))",
-        "return tuple((0, self.shard_rows) for rank in range(self.shards))",
+        "counts = tuple((0, self.shard(rank)[1]) for rank in range(self.shards))",
+        "counts = tuple((0, self.shard_rows) for rank in range(self.shards))",
         "the padding of uneven shards is taken for rows of the weight",
         ("tests/distributed/fsdp/test_fsdp.py", "-k", "losses_with"),
     ),

@@ -167,7 +167,7 @@ def train_with_fsdp(mesh, recipe, payload, steps=3, tokens=32, gather=False, res
     mine = slice(mesh.get_rank() * tokens, (mesh.get_rank() + 1) * tokens)
     losses, stuck = _trained(model, [(x[mine], y[mine]) for x, y in batches], steps)
     if gather:
-        found = managed_parameters(model)
+        found = managed_parameters(model.modules())
         assert all(found[model.experts, name].gathers_by_hooks for name in model.experts.weights())
     torch.distributed.all_reduce(losses)
     return expected.tolist(), (losses / 4).tolist(), stuck

@@ -29,8 +29,7 @@ from torch import nn
 from tritonfp8.checks import require
 from tritonfp8.convert import ConversionReport
 from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
-from tritonfp8.distributed.fsdp.byte_layout import weight_orientations
-from tritonfp8.distributed.fsdp.experts import ExpertsAllGather, experts_to_gather
+from tritonfp8.distributed.fsdp.orientations import weight_orientations
 from tritonfp8.distributed.torch_private import FSDP, require_names
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, require_module
 from tritonfp8.layers.moe import is_converted_experts
@@ -64,7 +63,7 @@ def _check_once(model: nn.Module) -> None:
                 f"the weight of {name or 'the model'} is gathered in 8 bits already: call enable_float8_all_gather once"
             )
     hooks = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
-    if any(isinstance(owner, Float8AllGather) and owner.experts.are_converted for owner in hooks):
+    if any(isinstance(owner, Float8AllGather) and owner.converts_experts for owner in hooks):
         raise ValueError("the experts of the model are gathered in 8 bits already: call enable_float8_all_gather once")
 
 
@@ -141,14 +140,14 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
     require("cast", cast, CASTS)
     _check_once(model)
     enabled, skipped = _choose(model)
-    experts = {name: owners[0].module.recipe for name, owners in experts_to_gather(model).items()}
-    others = {n: module for n, module in model.named_modules() if is_converted_experts(module) and n not in experts}
-    skipped.update({name: STORED if is_stored(module) else EXPERTS for name, module in others.items()})
-    report = ConversionReport({**{name: layers[0].recipe for name, layers in enabled.items()}, **experts}, skipped)
+    found = {name: module for name, module in model.named_modules() if is_converted_experts(module)}
+    experts = {n: each for n, each in found.items() if weight_orientations(each.recipe) and not is_stored(each)}
+    skipped |= {n: STORED if is_stored(each) else EXPERTS for n, each in found.items() if n not in experts}
+    recipes = {name: layers[0].recipe for name, layers in enabled.items()}
+    report = ConversionReport({**recipes, **{name: each.recipe for name, each in experts.items()}}, skipped)
     if not report.converted:
         raise ValueError(f"no weight can be gathered in 8 bits: {report if skipped else 'convert the model first'}")
-    rounds = cast == "param_dtype"
-    source = Float8AllGather(model, enabled, rounds, ExpertsAllGather(model, rounds))
+    source = Float8AllGather(model, enabled, experts, cast == "param_dtype")
     for layers in enabled.values():
         for layer in layers:
             layer.on_revert = source.release

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, weight_orientations
+from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, MatricesLayout
+from tritonfp8.distributed.fsdp.orientations import WeightOrientation, weight_orientations
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed
 from tritonfp8.distributed.shard_layout import DimLayout, Mesh, aligned_to, flattened, largest_blocks, plain_mesh
 from tritonfp8.ops import ALIGNMENT, GridPlace, casts_shards
@@ -35,10 +37,12 @@ class GatherSettings(NamedTuple):
     @classmethod
     def of(cls, recipe: Recipe, managed: Managed) -> GatherSettings:
         """The settings of a weight now, under the autocast that is on now."""
+        group = managed.group
         dtype = managed.param_dtype
-        if dtype is None and torch.is_autocast_enabled(managed.device.type):
-            dtype = torch.get_autocast_dtype(managed.device.type)
-        return cls(recipe, not managed.gathers_again, dtype)
+        if dtype is None and torch.is_autocast_enabled(group.device.type):
+            dtype = torch.get_autocast_dtype(group.device.type)
+        again = group.post_forward_mesh_info is not None and group.post_forward_mesh_info == group.mesh_info
+        return cls(recipe, not again, dtype)
 
     def description(self, cast: bool) -> str:
         """Text that is equal on two ranks exactly if they gather alike."""
@@ -58,26 +62,64 @@ class GatherPlan:
         dtype: of the gathered weight, in which FSDP hands it to the layer.
         quantized_dtype: from which the weight is quantized.
         rounded: the dtype that the values are rounded to before they are quantized; None if they are not.
-        grids: the shape of the amaxes to reduce, for each orientation.
-        split: the indices of orientations with a block that several ranks of tensor parallelism share.
     """
 
     managed: Managed
-    layout: ByteLayout
+    layout: ByteLayout | MatricesLayout
     dtype: torch.dtype
     quantized_dtype: torch.dtype
     rounded: torch.dtype | None
-    grids: tuple[tuple[int, int], ...]
-    split: tuple[int, ...]
+
+    @cached_property
+    def rank(self) -> int:
+        """The index of this rank's shard."""
+        return self.managed.rank
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.managed.device
+
+    @cached_property
+    def sends_one(self) -> bool:
+        """Whether the bytes of a gather hold one of two orientations."""
+        return len(self.layout.orientations) > 1 and not self.layout.together
+
+    def shard(self) -> Tensor:
+        """This rank's rows or experts, on the device that computes, in the dtype that is quantized."""
+        return self.managed.local.detach().to(self.device, self.quantized_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsPlan(GatherPlan):
+    """How a weight ``[N, K]`` is gathered, whose amaxes ranks reduce."""
+
+    layout: ByteLayout
+
+    @cached_property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """The shape of the amaxes to reduce, for each orientation."""
+        layout = self.layout
+        return tuple((len(layout.reduced(o)), layout.grid(o)[1]) for o in layout.orientations)
+
+    @cached_property
+    def split(self) -> tuple[int, ...]:
+        """The indices of orientations with a block that several ranks of tensor parallelism share."""
+        layout = self.layout
+        return tuple(i for i, o in enumerate(layout.orientations) if layout.is_split(o, 0) or layout.is_split(o, 1))
+
+    @cached_property
+    def scales(self) -> tuple[tuple[WeightOrientation, tuple[int, int], tuple[int, int]] | None, ...]:
+        """How this rank makes the scales of each orientation of amaxes; None where they come with the bytes."""
+        layout = self.layout
+        return tuple(None if o.sends_scales else (o, layout.grid(o), layout.extent(o)) for o in layout.orientations)
 
     @cached_property
     def places(self) -> tuple[GridPlace, ...]:
         """Where this rank's rows begin in the grid of amaxes of each orientation; the first amax has index 0."""
-        layout = self.layout
-        start, _ = layout.shard(self.managed.rank)
         return tuple(
-            GridPlace(0, layout.grid(orientation)[1], layout.lead(orientation)[0] + start, layout.lead(orientation)[1])
-            for orientation in layout.orientations
+            GridPlace(0, self.layout.grid(place.orientation)[1], place.lead[0] + place.start, place.lead[1])
+            for place in self.layout.places(self.rank)
         )
 
     @cached_property
@@ -87,24 +129,6 @@ class GatherPlan:
         return all(
             casts_shards(orientation.spec) and place.fits(orientation.block) for orientation, place in orientations
         )
-
-    def parameter(self) -> Tensor:
-        """The sharded DTensor."""
-        found: Tensor = self.managed.param.sharded_param
-        return found
-
-    def local(self) -> Tensor:
-        """This rank's rows, on the device that keeps them."""
-        return self.managed.local
-
-    @property
-    def stamp(self) -> tuple[object, ...]:
-        """A value that every counted write to the shard changes."""
-        return self.managed.stamp
-
-    def shard(self) -> Tensor:
-        """This rank's rows, on the device that computes."""
-        return self.local().detach().to(self.managed.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +141,7 @@ class GatherGroup:
     """
 
     key: int
-    plans: dict[str, GatherPlan]
+    plans: dict[str, RowsPlan]
 
     @cached_property
     def is_groupable(self) -> bool:
@@ -141,7 +165,7 @@ class Batch:
         places: a cache of :mod:`.grouped`: for each purpose, the weights and the places of their shards.
     """
 
-    plans: dict[str, GatherPlan]
+    plans: dict[str, RowsPlan]
     places: dict[object, tuple[list[str], Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -163,13 +187,8 @@ class Batch:
     @cached_property
     def kinds(self) -> set[tuple[str, str]]:
         """Format and scale rounding of all orientations whose scales each rank computes from the amaxes."""
-        orientations = [
-            orientation
-            for plan in self.plans.values()
-            for orientation in plan.layout.orientations
-            if not orientation.sends_scales
-        ]
-        return {scale_kind(orientation) for orientation in orientations}
+        found = [each for plan in self.plans.values() for each in plan.scales if each is not None]
+        return {(orientation.spec.format, orientation.spec.scale_rounding) for orientation, *_ in found}
 
     @cached_property
     def shares(self) -> bool:
@@ -179,7 +198,7 @@ class Batch:
     @cached_property
     def groups(self) -> dict[int, GatherGroup]:
         """The weights that FSDP gathers together, by the identity of its parameter group."""
-        found: dict[int, dict[str, GatherPlan]] = {}
+        found: dict[int, dict[str, RowsPlan]] = {}
         for name, plan in self.plans.items():
             found.setdefault(id(plan.managed.group), {})[name] = plan
         return {key: GatherGroup(key, members) for key, members in found.items()}
@@ -190,9 +209,13 @@ class Batch:
         return {name: [next(parts).view(grid) for grid in plan.grids] for name, plan in self.plans.items()}
 
 
-def scale_kind(orientation: WeightOrientation) -> tuple[str, str]:
-    """Format and scale rounding: a scale depends on these and the amax alone."""
-    return orientation.spec.format, orientation.spec.scale_rounding
+def batches_of(plans: Iterable[tuple[str, GatherPlan]]) -> list[Batch]:
+    """The weights whose amaxes are reduced, by the process group over which they are sharded."""
+    by_group: dict[Any, dict[str, RowsPlan]] = {}
+    for name, plan in plans:
+        if isinstance(plan, RowsPlan):
+            by_group.setdefault(plan.managed.process_group, {})[name] = plan
+    return [Batch(members) for members in by_group.values()]
 
 
 class Reduction(NamedTuple):
@@ -218,48 +241,55 @@ class Sent(NamedTuple):
 
     Attributes:
         plan: of the weight.
-        reduction: whose scales the bytes have.
+        scales: of the whole weight for each orientation, see :class:`Reduction`; of experts, none.
         content: the index of the one orientation that the bytes hold; None if they hold all.
     """
 
     plan: GatherPlan
-    reduction: Reduction
+    scales: tuple[Tensor | None, ...]
     content: int | None
 
 
-def plan_of(name: str, managed: Managed, settings: GatherSettings, cast: bool) -> GatherPlan | None:
+def plan_of(name: str, module: Any, managed: Managed, settings: GatherSettings, cast: bool) -> GatherPlan | None:
     """How a weight is gathered in 8 bits; None if its recipe reads it in high precision.
 
     Args:
         name: of its layer, for messages.
+        module: the layer, or the module of experts, that owns it.
         managed: the weight, as FSDP has it.
         settings: see :class:`GatherSettings`.
         cast: whether the weight is rounded to the compute dtype before it is quantized.
 
     Raises:
-        ValueError: FSDP shards the weight along another dim than 0.
+        ValueError: FSDP shards the rows of a weight along another dim than 0.
     """
-    weight, orientations = managed.param.sharded_param, weight_orientations(settings.recipe)
+    own, orientations = managed.param.sharded_param.dtype, weight_orientations(settings.recipe)
     if not orientations:
         return None
     managed.require_mesh()
-    if managed.shard_dim != 0:
+    is_rows = len(managed.shape) == 2
+    if is_rows and managed.shard_dim != 0:
         raise ValueError(
             f"the FP8 all-gather needs weights that are sharded along dim 0; {name}.weight is sharded along "
             f"{managed.shard_dim}: have shard_placement_fn return None for it"
         )
-    within = _within(managed, settings.recipe)
-    layout = ByteLayout(*managed.size, managed.shards, orientations, settings.together, within)
-    quantized = settings.compute_dtype if cast and settings.compute_dtype is not None else weight.dtype
-    return GatherPlan(
-        managed,
-        layout,
-        dtype=managed.param_dtype or weight.dtype,
-        quantized_dtype=quantized,
-        rounded=quantized if cast else None,
-        grids=tuple((len(layout.reduced(o)), layout.grid(o)[1]) for o in orientations),
-        split=tuple(i for i, o in enumerate(orientations) if layout.is_split(o, 0) or layout.is_split(o, 1)),
-    )
+    computed = settings.compute_dtype or own
+    layout: Any
+    if is_rows:
+        rows, cols = managed.shape
+        layout = ByteLayout(
+            rows, cols, managed.shards, orientations, settings.together, _within(managed, settings.recipe)
+        )
+    else:
+        # Of gpt-oss the parameter is [E, K, N], whose matrices the GEMMs read transposed.
+        flipped = bool(getattr(module, "is_transposed", False))
+        read = tuple(WeightOrientation(o.spec, o.transposed != flipped) for o in orientations)
+        experts, rows, cols = managed.shape
+        layout = MatricesLayout(experts, rows, cols, managed.shards, read, settings.together)
+        computed = module.casts_to or computed
+    quantized = computed if cast else own
+    kind = RowsPlan if is_rows else GatherPlan
+    return kind(managed, layout, managed.param_dtype or own, quantized, quantized if cast else None)
 
 
 def _within(managed: Managed, recipe: Recipe) -> tuple[DimLayout, DimLayout] | None:

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.distributed.fsdp.byte_layout import WeightOrientation
 from tritonfp8.distributed.fsdp.gather_plan import Batch, GatherGroup, Reduction
-from tritonfp8.distributed.fsdp.shard_casts import fill_amax, fill_amax_of_tensors
+from tritonfp8.distributed.fsdp.orientations import WeightOrientation
+from tritonfp8.distributed.fsdp.shard_casts import (
+    fill_amax,
+    fill_amax_of_tensors,
+    one_nan,
+    scale_of_orientation,
+    scales_of_amaxes,
+)
+from tritonfp8.distributed.global_scales import Grid, reduce_grids
 from tritonfp8.ops import GridPlace
 from tritonfp8.specs import TENSORWISE
 
@@ -47,15 +55,15 @@ def fill_amaxes(batch: Batch, amaxes: Tensor) -> None:
         amaxes: float32 zeros, in the order of the batch.
     """
     grouped: dict[tuple[torch.dtype, tuple[WeightOrientation, ...]], dict[str, Tensor]] = {}
-    alone: list[str] = []
+    others: dict[str, Tensor] = {}
     for name, plan in batch.plans.items():
-        shard = plan.local()
+        shard = plan.managed.local
         if not (plan.is_groupable and runs_kernels(shard)):
-            alone.append(name)
+            others[name] = shard
         elif shard.numel():
             grouped.setdefault((shard.dtype, plan.layout.orientations), {})[name] = shard
-    if alone:
-        _fill_one_by_one(batch, alone, amaxes)
+    if others:
+        fill_one_by_one(batch, others, amaxes)
     for key, shards in grouped.items():
         indices = range(len(key[1]))
 
@@ -66,18 +74,74 @@ def fill_amaxes(batch: Batch, amaxes: Tensor) -> None:
         ops.amax_of_shards(amaxes, list(shards.values()), _places(batch, key, shards, make), blocks)
 
 
-def _fill_one_by_one(batch: Batch, names: Sequence[str], amaxes: Tensor) -> None:
+def fill_one_by_one(batch: Batch, shards: dict[str, Tensor], amaxes: Tensor) -> None:
+    """As :func:`fill_amaxes` for some weights, by their names."""
     grids = batch.split(amaxes)
     tensors: list[tuple[Tensor, Tensor]] = []
-    for name in names:
+    for name, local in shards.items():
         plan = batch.plans[name]
-        shard = plan.shard()
-        for orientation, grid in zip(plan.layout.orientations, grids[name], strict=True):
-            if orientation.block == TENSORWISE:
+        shard = local.detach().to(plan.device)
+        for place, grid in zip(plan.layout.places(plan.rank), grids[name], strict=True):
+            if place.orientation.block == TENSORWISE:
                 tensors.append((grid, shard))
             elif grid.numel():
-                fill_amax(grid, shard, plan.layout, orientation, plan.managed.rank)
-    fill_amax_of_tensors(tensors)
+                fill_amax(grid, shard, place)
+    if tensors:
+        fill_amax_of_tensors(tensors)
+
+
+@torch.no_grad()
+def reduce_amaxes(batch: Batch) -> dict[str, Reduction]:
+    """Find the scales of these weights, by one collective (two with tensor parallelism).
+
+    Returns:
+        The result for each weight, by its name.
+    """
+    first = next(iter(batch.plans.values())).managed
+    amaxes = torch.zeros(sum(batch.sizes), device=first.device)
+    fill_amaxes(batch, amaxes)
+    if amaxes.numel():
+        # The bits of non-negative floats are ordered as integers, with NaN on top. A MAX of floats may drop a NaN.
+        amaxes = one_nan(amaxes)
+        dist.all_reduce(amaxes.view(torch.int32), dist.ReduceOp.MAX, group=first.process_group)
+    if batch.shares:
+        _reduce_over_tensor_parallel(batch, amaxes)
+    rounded = {dtype: one_nan(amaxes.to(dtype).float()) for dtype in batch.dtypes}
+    reduced = {dtype: batch.split(values) for dtype, values in rounded.items()}
+    scales = {
+        (dtype, *kind): batch.split(scales_of_amaxes(values, *kind))
+        for dtype, values in rounded.items() for kind in batch.kinds
+    }  # fmt: skip
+    found: dict[str, Reduction] = {}
+    for name, plan in batch.plans.items():
+        dtype = plan.quantized_dtype
+        own = tuple(
+            None if how is None
+            else scale_of_orientation(scales[dtype, how[0].spec.format, how[0].spec.scale_rounding][name][i], *how)
+            for i, how in enumerate(plan.scales)
+        )  # fmt: skip
+        found[name] = Reduction(batch, plan.managed.stamp, rounded[dtype], tuple(reduced[dtype][name]), own)
+    return found
+
+
+def _reduce_over_tensor_parallel(batch: Batch, amaxes: Tensor) -> None:
+    """Reduce again over the ranks of tensor parallelism, where they share a block of a weight."""
+    bits = batch.split(amaxes.view(torch.int32))
+    grids, places = [], []
+    for name, plan in batch.plans.items():
+        layout = plan.layout
+        for i in plan.split:
+            orientation = layout.orientations[i]
+            assert layout.within is not None
+            first_row, first_col = (layout.start(dim) // orientation.block[dim] for dim in (0, 1))
+            held = (
+                [first_row + row for row in layout.reduced(orientation)],
+                [first_col + col for col in range(plan.grids[i][1])],
+            )
+            grids.append(Grid(bits[name][i], orientation.block, layout.within, held))
+            places.append(bits[name][i])
+    for place, grid in zip(places, reduce_grids(grids), strict=True):
+        place.copy_(grid.bits)
 
 
 def segments_to_send(group: GatherGroup, reduction: Reduction, wanted: Sequence[int]) -> dict[str, Tensor]:
@@ -91,14 +155,19 @@ def segments_to_send(group: GatherGroup, reduction: Reduction, wanted: Sequence[
     Returns:
         Flat uint8 segments by name; empty if the weights cannot be cast together.
     """
-    shards = {name: plan.local() for name, plan in group.plans.items()}
-    alike = group.is_groupable and len({shard.dtype for shard in shards.values()}) == 1
-    if not alike or not all(runs_kernels(shard) for shard in shards.values()):
+    if not group.is_groupable:
+        return {}
+    shards: dict[str, Tensor] = {}
+    for name, plan in group.plans.items():
+        shards[name] = shard = plan.managed.local
+        if not runs_kernels(shard):
+            return {}
+    if len({shard.dtype for shard in shards.values()}) > 1:
         return {}
     first = next(iter(group.plans.values()))
     full = all(shards[name].shape[0] == plan.layout.shard_rows for name, plan in group.plans.items())
     empty = torch.empty if full else torch.zeros
-    buffer = empty(group.starts[-1], dtype=torch.uint8, device=first.managed.device)
+    buffer = empty(group.starts[-1], dtype=torch.uint8, device=first.device)
     filled = {name: shard for name, shard in shards.items() if shard.numel()}
     for i in wanted if filled else ():
         orientation = first.layout.orientations[i]
@@ -118,7 +187,6 @@ def _places_in_buffer(batch: Batch, group: GatherGroup, i: int, names: Sequence[
     starts = dict(zip(group.plans, group.starts, strict=False))
     places = []
     for name in names:
-        layout = group.plans[name].layout
-        (offset, shape), _ = layout.regions(layout.orientations[i])
-        places.append((starts[name] + offset, shape[1], _grid_place(batch, name, i)))
+        data, _ = group.plans[name].layout.regions[i]
+        places.append((starts[name] + data.offset, data.shape[1], _grid_place(batch, name, i)))
     return ops.places_to_write(places)

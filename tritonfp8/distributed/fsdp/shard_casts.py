@@ -5,38 +5,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, WeightOrientation, write_rank_segment
+from tritonfp8.distributed.fsdp.orientations import WeightOrientation
 from tritonfp8.specs import BLOCKS, ROWWISE, QuantSpec, empty_scale
 
 
-def _lead(layout: ByteLayout, orientation: WeightOrientation, rank: int) -> tuple[int, int]:
-    """Rows and columns by which the shard starts inside a block."""
-    above, left = layout.lead(orientation)
-    return (layout.shard(rank)[0] + above) % orientation.block[0] if orientation.block[0] > 1 else 0, left
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where a shard ``[rows, K]`` of a weight lies in the blocks of one orientation.
 
+    Attributes:
+        orientation: the orientation.
+        start, rows: the first row of the shard in the weight, and the number of its rows.
+        lead: rows and columns by which the weight starts inside a block.
+        inside: rows and columns by which the shard does.
+        first, count: the first block along N that the shard lies in, and the number of blocks.
+        reduced: the blocks along N whose amaxes ranks reduce; None for all of the weight.
+    """
 
-def _aligned(x: Tensor, above: int, left: int) -> Tensor:
-    return F.pad(x, (left, 0, above, 0)) if above or left else x
+    orientation: WeightOrientation
+    start: int
+    rows: int
+    lead: tuple[int, int]
+    inside: tuple[int, int]
+    first: int
+    count: int
+    reduced: tuple[int, ...] | None
 
 
 # Blocks of whole rows, whole columns or the whole shard, and the dims that one reduction of torch covers.
 _WHOLE = {(1, -1): (1,), (-1, 1): (0,), (-1, -1): (0, 1)}
 
 
-def _grid_of_shard(
-    x: Tensor, layout: ByteLayout, orientation: WeightOrientation, rank: int, out: Tensor | None = None
-) -> Tensor:
+def _grid_of_shard(x: Tensor, place: ShardPlace, out: Tensor | None = None) -> Tensor:
     """The amaxes of this shard's part of each block that it lies in; a NaN may have any bits."""
-    dims = _WHOLE.get(orientation.block)
+    block, (above, left) = place.orientation.block, place.inside
+    dims = _WHOLE.get(block)
     if dims is None:
-        grid = ops.amax(_aligned(x, *_lead(layout, orientation, rank)), list(orientation.block))
+        grid = ops.amax(F.pad(x, (left, 0, above, 0)) if above or left else x, list(block))
         return grid if out is None else out.copy_(grid)
     if out is not None and x.dtype == out.dtype:
         return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, out=out)
@@ -49,28 +62,27 @@ def one_nan(amax: Tensor) -> Tensor:
     return torch.where(amax.isnan(), torch.nan, amax)
 
 
-def fill_amax(out: Tensor, x: Tensor, layout: ByteLayout, orientation: WeightOrientation, rank: int) -> None:
+def fill_amax(out: Tensor, x: Tensor, place: ShardPlace) -> None:
     """Write the amaxes of one shard, which ranks reduce next.
 
     Args:
-        out: float32 zeros, ``[len(layout.reduced(orientation)), K blocks]``.
+        out: float32 zeros, ``[number of reduced blocks along N, K blocks]``.
         x: the shard ``[n, K]``, in any floating dtype. Rounding is monotonic: the amax may be rounded after
             the reduction, in place of the shard before it.
-        layout, orientation, rank: which shard this is, and how a GEMM reads it.
+        place: where the shard lies.
     """
-    first, count = layout.blocks(orientation, rank)
     if not x.numel():
         return
-    if _reduces_all(layout, orientation):
-        _grid_of_shard(x, layout, orientation, rank, out[first : first + count])
+    if place.reduced is None:
+        _grid_of_shard(x, place, out[place.first : place.first + place.count])
         return
-    start, rows = layout.shard(rank)
-    above, left = layout.lead(orientation)
-    for index, block in enumerate(layout.reduced(orientation)):
-        if first <= block < first + count:
-            begin = max(block * orientation.block[0] - above - start, 0)
-            end = min((block + 1) * orientation.block[0] - above - start, rows)
-            out[index] = ops.amax(_aligned(x[begin:end], 0, left), [-1, orientation.block[1]])[0]
+    rows, cols = place.orientation.block
+    above, left = place.lead
+    for index, block in enumerate(place.reduced):
+        if place.first <= block < place.first + place.count:
+            begin = max(block * rows - above - place.start, 0)
+            part = x[begin : min((block + 1) * rows - above - place.start, place.rows)]
+            out[index] = ops.amax(F.pad(part, (left, 0)) if left else part, [-1, cols])[0]
 
 
 def fill_amax_of_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -81,39 +93,32 @@ def fill_amax_of_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([out.view(()) for out, _ in pairs], norms)
 
 
-def _reduces_all(layout: ByteLayout, orientation: WeightOrientation) -> bool:
-    return isinstance(layout.reduced(orientation), range)
-
-
-def _amax_of_shard(
-    x: Tensor, layout: ByteLayout, orientation: WeightOrientation, rank: int, reduced: Tensor
-) -> Tensor | None:
-    """The global amaxes of the shard's blocks; None if the shard has all blocks as a whole."""
-    first, count = layout.blocks(orientation, rank)
-    if _reduces_all(layout, orientation):
-        return reduced[first : first + count]
-    if not reduced.shape[0]:
-        return None
-    amax = one_nan(_grid_of_shard(x, layout, orientation, rank))
-    for index, block in enumerate(layout.reduced(orientation)):
-        if first <= block < first + count:
-            amax[block - first] = reduced[index]
-    return amax
-
-
-def quantize_shard(
-    x: Tensor, layout: ByteLayout, orientation: WeightOrientation, rank: int, reduced: Tensor
-) -> tuple[Tensor, Tensor]:
+def quantize_shard(x: Tensor, place: ShardPlace, reduced: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a shard ``[n, K]``, n > 0, by the reduced amaxes: the bytes that the whole weight would have there.
+
+    Args:
+        x: the shard, in the dtype that the weight is quantized from.
+        place: where it lies.
+        reduced: as ``out`` of :func:`fill_amax`, after the reduction.
 
     Returns:
         ``(qdata, scale)`` of the shard, transposed as the orientation is.
     """
-    amax = _amax_of_shard(x, layout, orientation, rank, reduced)
+    first, orientation = place.first, place.orientation
+    amax: Tensor | None = None
+    if place.reduced is None:
+        amax = reduced[first : first + place.count]
+    elif place.reduced:
+        amax = one_nan(_grid_of_shard(x, place))
+        for index, block in enumerate(place.reduced):
+            if first <= block < first + place.count:
+                amax[block - first] = reduced[index]
     if amax is not None and orientation.transposed:
         amax = amax.t().contiguous()
-    above, left = _lead(layout, orientation, rank)
-    qdata, scale = ops.quantize(_aligned(x, above, left), *orientation.spec.args, orientation.transposed, amax)
+    above, left = place.inside
+    if above or left:
+        x = F.pad(x, (left, 0, above, 0))
+    qdata, scale = ops.quantize(x, *orientation.spec.args, orientation.transposed, amax)
     return (qdata[left:, above:] if orientation.transposed else qdata[above:, left:]), scale
 
 
@@ -125,40 +130,21 @@ def scales_of_amaxes(reduced: Tensor, format: str, scale_rounding: str) -> Tenso
     return ops.quantize(torch.zeros_like(column), *spec.args, False, column)[1].view(-1)
 
 
-def scale_of_orientation(flat: Tensor, layout: ByteLayout, orientation: WeightOrientation) -> Tensor:
-    """Flat scales of a weight in the shape and strides of a quantized operand in this orientation."""
-    grid = layout.grid(orientation)
+def scale_of_orientation(
+    flat: Tensor, orientation: WeightOrientation, grid: tuple[int, int], shape: tuple[int, int]
+) -> Tensor:
+    """Flat scales of a weight in the shape and strides of a quantized operand in this orientation.
+
+    Args:
+        flat: float32, one scale for each block of the grid.
+        orientation: of the operand.
+        grid: the number of blocks along N and K.
+        shape: N and K, from the beginning of the first block.
+    """
     if orientation.transposed and 1 not in grid:
         # Flat in between: dims of size 1 then get the strides of a tensor that was made in this shape.
         flat = flat.view(grid).t().reshape(-1)
-    scale = flat.view(grid[::-1] if orientation.transposed else grid)
-    spec = orientation.spec
+    scale, spec = flat.view(orientation.shape(*grid)), orientation.spec
     if not BLOCKS[spec.block].rows_contiguous:
         return scale
-    above, left = layout.lead(orientation)
-    rows, cols = above + layout.rows, left + layout.cols
-    shape = (cols, rows) if orientation.transposed else (rows, cols)
-    return empty_scale(shape, spec.block, spec.scale_format, scale.device).copy_(scale)
-
-
-def rank_segment(layout: ByteLayout, rank: int, shard: Tensor, reduced: Mapping[WeightOrientation, Tensor]) -> Tensor:
-    """The bytes that a rank sends: its shard in the given orientations.
-
-    Args:
-        layout: of the gathered bytes.
-        rank: which shard this is.
-        shard: ``[n, K]``, in the dtype that the weight is quantized from; n may be 0.
-        reduced: the reduced amaxes of each orientation to send.
-
-    Returns:
-        Flat uint8, as long on each rank.
-    """
-    parts = []
-    if shard.shape[0]:
-        parts = [(o, *quantize_shard(shard, layout, o, rank, amaxes)) for o, amaxes in reduced.items()]
-    if len(parts) == 1 and parts[0][1].numel() == layout.rank_segment_size:
-        return parts[0][1].view(torch.uint8).reshape(-1)
-    segment = torch.zeros(layout.rank_segment_size, dtype=torch.uint8, device=shard.device)
-    for part in parts:
-        write_rank_segment(segment, layout, *part)
-    return segment
+    return empty_scale(orientation.shape(*shape), spec.block, spec.scale_format, scale.device).copy_(scale)

@@ -1,94 +1,243 @@
-"""The local shard of a weight as FSDP2 sees it when it gathers, and its bytes that are kept for several gathers."""
+"""A weight as FSDP2 sees it when it gathers: its two hooks, and the state of its gather."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from tritonfp8.distributed.fsdp.gather_plan import Reduction
+from tritonfp8.distributed.fsdp.byte_layout import GatheredBytes
+from tritonfp8.distributed.fsdp.gather_plan import GatherPlan, GatherSettings, Reduction, RowsPlan, Sent
+from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
+from tritonfp8.distributed.fsdp.grouped import segments_to_send
 from tritonfp8.distributed.fsdp.torch_fsdp import Managed
+from tritonfp8.distributed.torch_private import all_gather_single
+from tritonfp8.distributed.traffic import counted_inside_ops
 from tritonfp8.layers import Watch, sample_of
 
-
-class ShardSource(Protocol):
-    """Answers the hooks of the sharded weights of one model: :class:`~.all_gather.Float8AllGather`, and for experts
-    :class:`~.experts.all_gather.ExpertsAllGather`.
-    """
-
-    def is_gathered(self, name: str) -> bool:
-        """Whether FSDP should find hooks on this weight, which is gathered in 8 bits then."""
-
-    def can_gather(self, name: str) -> bool:
-        """Whether FSDP should call the first hook in the gather that begins now."""
-
-    def segment_to_send(self, name: str, shard: Tensor, mesh: Any) -> tuple[Tensor | tuple[Tensor, ...], Any]:
-        """The rank segment of this rank, flat uint8, or several; and what :meth:`receive` must know of it."""
-
-    def receive(self, name: str, buffer: Tensor, sent: Any, out: Tensor | None) -> Tensor | None:
-        """The gathered weight over the rank segments of all ranks; or None, with ``out`` refilled."""
+log = logging.getLogger("tritonfp8")
 
 
-class ShardToGather:
-    """Carries the two hooks of FSDP2's all-gather extension.
+class GatherSource(Protocol):
+    """Gathers the weights of one model: :class:`~.all_gather.Float8AllGather`, which says what these are."""
 
-    FSDP reads the hooks from here. The sharded parameter itself stays a plain DTensor of a plain tensor, so optimizers,
+    weights: dict[str, WeightToGather]
+    kept: KeptSegments | None
+    reduced: torch.cuda.Event | None
+    key: int
+
+    def require_reduction(self, weight: WeightToGather, plan: RowsPlan, backward: bool) -> None:
+        """Reduce the amaxes of the weight's group, unless the amaxes of the model's forward are still valid."""
+
+
+class WeightToGather:
+    """One weight of a model, and the hooks of FSDP2's all-gather extension for it.
+
+    FSDP finds the hooks here. The sharded parameter itself stays a plain DTensor of a plain tensor, so optimizers,
     checkpoints and code that compares memory or identity see nothing of the 8-bit gather.
 
     Args:
-        source: answers the hooks.
-        fqn: the name of the weight's layer.
-        data: the local shard.
+        source: gathers the weights of the model.
+        name: of the weight's layer, or of a weight of experts.
+        index: of the weight in the model.
+        owners: the modules that own the parameter, and its names there; several layers may share it.
+        of_experts: whether it is ``[E, N, K]``.
+
+    Attributes:
+        managed: the weight as FSDP has it; None until FSDP shards it.
+        is_sharded: whether FSDP shards it. By torch's replicate each rank has all of it, and nothing is gathered.
+        settings: how it is gathered; None before the first forward, and for experts that are gathered otherwise.
+        plan: how it is gathered in 8 bits; None in high precision.
+        reduction: of the amaxes of a weight of rows.
     """
 
-    def __init__(self, source: ShardSource, fqn: str, data: Tensor) -> None:
-        self.source = source
-        self.fqn = fqn
-        self.data = data
-
-    def to(self, *args: Any, **kwargs: Any) -> ShardToGather:
-        """The shard on another device: with CPU offload FSDP moves it before it gathers."""
-        return ShardToGather(self.source, self.fqn, self.data.to(*args, **kwargs))
-
-    @property
-    def fsdp_pre_all_gather(self) -> Callable[[Any], Any]:
-        """The hook that FSDP calls with the mesh before it gathers; absent where FSDP should gather the values."""
-        if not (self.source.is_gathered(self.fqn) and self.source.can_gather(self.fqn)):
-            raise AttributeError("fsdp_pre_all_gather")
-        return _PreAllGather(self)
-
-    @property
-    def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """The hook that FSDP calls with the gathered bytes; absent likewise."""
-        if not self.source.is_gathered(self.fqn):
-            raise AttributeError("fsdp_post_all_gather")
-        return self._post_all_gather
-
-    def _post_all_gather(
-        self, outputs: tuple[Tensor, ...], sent: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        gathered = self.source.receive(self.fqn, outputs[0] if outputs else None, sent, out)  # type: ignore[arg-type]
-        # The empty tuple names no tensor for FSDP to free: it frees what it gathered anyway.
-        return None if out is not None else (gathered, ())
-
-
-class _PreAllGather:
-    """The first hook. FSDP reads its signature at every gather, so it is made once."""
-
+    # FSDP reads the signature of the first hook at every gather.
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
-    def __init__(self, shard: ShardToGather) -> None:
-        self.shard = shard
+    def __init__(
+        self, source: GatherSource, name: str, index: int, owners: list[tuple[Any, str]], of_experts: bool
+    ) -> None:
+        self.source, self.name, self.index, self.owners, self.of_experts = source, name, index, owners, of_experts
+        self.module = owners[0][0]
+        # The values in high precision, until the next gather.
+        self.kept_values: Tensor | None = None
+        self._told = False
+        self.forget()
 
-    def __call__(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        shard = self.shard
-        sent, told = shard.source.segment_to_send(shard.fqn, shard.data, mesh)
-        return sent if isinstance(sent, tuple) else (sent,), told
+    def forget(self) -> None:
+        """Begin again, as before FSDP sharded the weight."""
+        self.managed: Managed | None = None
+        self.is_sharded = False
+        self.settings: GatherSettings | None = None
+        self.plan: GatherPlan | None = None
+        self.reduction: Reduction | None = None
+        # What was made together with the bytes of another weight, and is not sent yet.
+        self.ready: tuple[Reduction, tuple[int, ...], Tensor] | None = None
+        self._moved: Tensor | None = None
+        self._seen: tuple[Any, weakref.ref[Tensor]] | None = None
+
+    def parameter(self) -> Tensor:
+        """The sharded DTensor."""
+        assert self.managed is not None
+        found: Tensor = self.managed.param.sharded_param
+        return found
+
+    def was_assigned(self) -> bool:
+        """Whether ``param.data = other`` was called since the last call of this; torch ignores it for a DTensor."""
+        assert self.managed is not None
+        holder, local = self.managed.holder, self.managed.param.sharded_param._local_tensor
+        before, self._seen = self._seen, (holder, weakref.ref(local))
+        return before is not None and before[1]() is local and before[0] != holder
+
+    # What FSDP reads.
+
+    def to(self, *args: Any, **kwargs: Any) -> WeightToGather:
+        """With CPU offload FSDP moves the shard to another device before it gathers."""
+        assert self.managed is not None
+        self._moved = self.managed.local.to(*args, **kwargs)
+        return self
+
+    @property
+    def fsdp_pre_all_gather(self) -> WeightToGather:
+        """The hook that FSDP calls with the mesh before it gathers; absent where it gathers from fewer ranks."""
+        assert self.managed is not None
+        if self.managed.param.sharded_state.name == "SHARDED_POST_FORWARD":
+            self.managed.send_bytes()
+            raise AttributeError("fsdp_pre_all_gather")
+        return self
+
+    @torch.no_grad()
+    def __call__(self, mesh: Any) -> tuple[tuple[Tensor, ...], Sent]:
+        """The bytes that this rank sends, flat uint8, and what the other hook must know of them."""
+        plan = self.plan
+        assert plan is not None
+        backward = plan.managed.in_backward
+        content = int(backward) if plan.sends_one else None
+        shard, self._moved = self._moved, None
+        wanted = plan.layout.contents(content)
+        if not isinstance(plan, RowsPlan):
+            return self._packed(plan, wanted, shard), Sent(plan, (), content)
+        self.source.require_reduction(self, plan, backward)
+        assert self.reduction is not None
+        return (self._segment(plan, self.reduction, wanted, shard),), Sent(plan, self.reduction.scales, content)
+
+    def fsdp_post_all_gather(
+        self, outputs: Sequence[Tensor], sent: Sent | None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The hook that FSDP calls with the bytes of all ranks: returns the gathered weight, or refills ``out``."""
+        if sent is None:
+            # Gathered again from fewer ranks: the bytes of the forward, into their memory.
+            assert out is not None
+            return None
+        plan, scales, content = sent
+        if plan.managed.reshards_to_fewer:
+            plan.managed.keep_bytes()
+        given = plan.layout.joined([x.view(torch.uint8) for x in outputs], scales)
+        if out is None:
+            # The empty tuple names no tensor for FSDP to free: it frees what it gathered anyway.
+            return self._gathered(plan, given, content), ()
+        held = out._local_tensor if isinstance(out, DTensor) else out
+        assert isinstance(held, GatheredWeight)
+        held.refill(given, plan.layout)
+        if held._tag is not None:
+            assert content is not None
+            # Through .data: a graph that saved the tag for backward must see the write, and must not raise for it.
+            held._tag.data.select(0, -1).fill_(content)
+        return None
+
+    def _gathered(self, plan: GatherPlan, given: GatheredBytes, content: int | None) -> GatheredWeight:
+        tag = None if content is None else torch.tensor([self.source.key, self.index, content], device="cpu")
+        found = GatheredWeight(given, tag, plan.layout, plan.dtype, plan.rounded)
+        if isinstance(plan, RowsPlan):
+            found.high_precision = self
+        return found
+
+    # The bytes of this rank.
+
+    def _segment(self, plan: RowsPlan, reduction: Reduction, wanted: tuple[int, ...], shard: Tensor | None) -> Tensor:
+        """The rank segment with the orientations of these indices; the segments of a group may be made together."""
+        ready, self.ready = self.ready, None
+        if ready is not None and ready[0] is reduction and ready[1] == wanted:
+            return ready[2]
+        source = self.source
+        if source.kept is not None and (segment := source.kept.find(self, wanted)) is not None:
+            return segment
+        if source.reduced is not None:
+            # FSDP calls this on a stream of its own, which may not have waited for the stream of forward.
+            torch.cuda.current_stream().wait_event(source.reduced)
+        found = segments_to_send(reduction.batch.groups[id(plan.managed.group)], reduction, wanted)
+        for name, segment in found.items():
+            source.weights[name].take(wanted, segment)
+        if found:
+            self.ready = None
+            return found[self.name]
+        return self._packed(plan, wanted, shard)[0]
+
+    def take(self, wanted: tuple[int, ...], segment: Tensor) -> None:
+        """Send this segment next, which was made together with the segments of other weights."""
+        assert self.reduction is not None
+        self.ready = self.reduction, wanted, segment
+        if self.source.kept is not None:
+            self.source.kept.keep(self, wanted, segment)
+
+    def _packed(self, plan: GatherPlan, wanted: tuple[int, ...], shard: Tensor | None = None) -> tuple[Tensor, ...]:
+        shard = plan.shard() if shard is None else shard.to(plan.quantized_dtype)
+        if self.reduction is None:
+            return plan.layout.pack(shard, wanted)
+        sent = plan.layout.pack(shard, wanted, plan.rank, self.reduction.reduced)
+        if self.source.kept is not None:
+            self.source.kept.keep(self, wanted, sent[0])
+        return sent
+
+    @torch.no_grad()
+    def gather_now(self, index: int) -> tuple[Tensor, Tensor]:
+        """``(qdata, scale)`` of one orientation, gathered by this call."""
+        plan = self.plan
+        assert plan is not None
+        kept = None if self.source.kept is None else self.source.kept.find(self, (index,))
+        sent = self._packed(plan, (index,)) if kept is None else (kept,)
+        gathered = [self._joined(plan, x) for x in sent]
+        scales = () if self.reduction is None else self.reduction.scales
+        return plan.layout.read(plan.layout.joined(gathered, scales), index, index)
+
+    @torch.no_grad()
+    def values(self) -> Tensor:
+        """A weight ``[N, K]`` as FSDP would gather it without this; with tensor parallelism, this rank's part."""
+        plan = self.plan
+        assert isinstance(plan, RowsPlan)
+        layout, shard = plan.layout, plan.managed.local.detach().to(plan.device, plan.dtype)
+        padded = shard.new_zeros(layout.shard_rows, layout.cols)
+        padded[: shard.shape[0]] = shard
+        return self._joined(plan, padded)[: layout.rows]
+
+    def keep_values(self, dtype: torch.dtype) -> Tensor:
+        """The values, gathered once: a loss in chunks reads them for each chunk."""
+        if self.kept_values is None or self.kept_values.dtype != dtype:
+            self.kept_values = self.values().to(dtype)
+            if not self._told:
+                log.warning(
+                    "code outside of %s multiplies by its weight, which FSDP2 gathers in 8 bits: its values are "
+                    "gathered in high precision as well. Leave it out of convert, as is done with an output head that "
+                    "no pattern names, and they are gathered once.",
+                    self.name,
+                )
+                self._told = True
+        return self.kept_values
+
+    @staticmethod
+    def _joined(plan: GatherPlan, x: Tensor) -> Tensor:
+        """``x`` of all ranks, joined along dim 0."""
+        whole = x.new_empty(plan.layout.shards * x.shape[0], *x.shape[1:])
+        with counted_inside_ops():
+            all_gather_single(whole, x, group=plan.managed.process_group)
+        return whole
 
 
 class KeptSegments:
@@ -98,31 +247,25 @@ class KeptSegments:
         self._watches: dict[str, Watch] = {}
         self._segments: dict[tuple[str, tuple[int, ...]], tuple[Reduction, Tensor]] = {}
 
-    def find(self, name: str, orientations: tuple[int, ...], reduction: Reduction) -> Tensor | None:
-        """The segment of a weight in the orientations of these indices, if one was kept with these scales."""
-        found = self._segments.get((name, orientations))
+    def find(self, weight: WeightToGather, orientations: tuple[int, ...]) -> Tensor | None:
+        """The segment of a weight in the orientations of these indices, if one was kept with the scales of now."""
+        found = self._segments.get((weight.name, orientations))
         # A write that torch counts brought a new reduction.
-        if found is None or found[0] is not reduction:
+        if found is None or found[0] is not weight.reduction:
             return None
-        self._watches[name].note()
+        self._watches[weight.name].note()
         if found[1].is_cuda:
             # Another stream may have made it.
             found[1].record_stream(torch.cuda.current_stream())
         return found[1]
 
-    def keep(
-        self,
-        name: str,
-        orientations: tuple[int, ...],
-        reduction: Reduction,
-        segment: Tensor,
-        parameter: Callable[[], Tensor],
-    ) -> None:
-        """Keep a segment that was made just now of ``parameter()``, the sharded DTensor."""
-        self._segments[name, orientations] = reduction, segment
-        watch = self._watches.get(name)
+    def keep(self, weight: WeightToGather, orientations: tuple[int, ...], segment: Tensor) -> None:
+        """Keep a segment that was made just now of the sharded weight."""
+        assert weight.reduction is not None
+        self._segments[weight.name, orientations] = weight.reduction, segment
+        watch = self._watches.get(weight.name)
         if watch is None or watch.is_written():
-            self._watches[name] = Watch(lambda: [parameter()])
+            self._watches[weight.name] = Watch(lambda: [weight.parameter()])
         else:
             watch.note()
 
@@ -167,26 +310,3 @@ def _sample(group: Sequence[Managed]) -> tuple[list[object], dict[torch.dtype, T
         sample = sample_of(managed.local).reshape(-1)
         samples.setdefault(sample.dtype, []).append(sample)
     return [managed.stamp for managed in group], {dtype: torch.cat(each) for dtype, each in samples.items()}
-
-
-class Assignments:
-    """Notices ``param.data = other`` on sharded weights, which torch ignores: the DTensor keeps its local shard."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[Any, weakref.ref[Tensor]]] = {}
-
-    def check(self, weights: dict[str, Managed]) -> None:
-        """Raise RuntimeError for weights that were assigned to since the last call, and so have their old values."""
-        found = []
-        for name, managed in weights.items():
-            holder, local = managed.holder, managed.local
-            before = self._seen.get(name)
-            if before is not None and before[1]() is local and before[0] != holder:
-                found.append(name)
-            self._seen[name] = holder, weakref.ref(local)
-        if found:
-            raise RuntimeError(
-                f"the weight of {', '.join(found)} was assigned by param.data = ..., which torch ignores for a sharded "
-                "parameter: it still has the old values. Copy instead: param.data.copy_(values), or "
-                "model.load_state_dict"
-            )

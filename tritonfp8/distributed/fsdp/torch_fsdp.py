@@ -6,7 +6,8 @@ Its private names are listed in :mod:`tritonfp8.distributed.torch_private`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tritonfp8.distributed.torch_private import GROUP, MESH_INFO, PARAM, STATE, require_of_instance
+from tritonfp8.layers import stamp
 
 _USER = "enable_float8_all_gather"
 
@@ -28,21 +30,13 @@ class _GathersByHooks:
     checkpoints and code that replaces ``param.data`` or compares ``data_ptr()`` would then meet the subclass, too.
     """
 
-    hooks_of: Callable[[torch.Tensor], Any]
-
-    @property
-    def _sharded_local_tensor(self) -> Any:
-        param: Any = self
-        return self.hooks_of(param.sharded_param._local_tensor)
+    # FSDP reads this several times at each gather; a getter of C costs the host less than a method.
+    _sharded_local_tensor = property(operator.attrgetter("gather_hooks"))
 
 
 @functools.cache
 def _by_hooks(owner: Any) -> type:
     return type(owner.__name__, (_GathersByHooks, owner), {})
-
-
-def _version(x: torch.Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 class Managed(NamedTuple):
@@ -55,6 +49,12 @@ class Managed(NamedTuple):
     def name(self) -> str:
         """Its name below the outermost ``fully_shard``, or in its module before the first forward."""
         return self.param._param_fqn or self.param._module_info.param_name
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The modules that own it, and its names there."""
+        info = self.param._module_info
+        return list(zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True))
 
     @property
     def is_replicated(self) -> bool:
@@ -93,12 +93,6 @@ class Managed(NamedTuple):
         return tuple(self.param._orig_size)
 
     @property
-    def size(self) -> tuple[int, int]:
-        """The shape of the gathered matrix; with tensor parallelism, of this rank's part."""
-        rows, cols = self.param._orig_size
-        return rows, cols
-
-    @property
     def tensor_parallel(self) -> Any:
         """The DTensorSpec that the parameter had before ``fully_shard``, or None if it was a plain tensor."""
         if not self.param.is_dtensor:
@@ -131,26 +125,14 @@ class Managed(NamedTuple):
         return self.group._training_state.name == "PRE_BACKWARD"
 
     @property
-    def is_resharded_to_fewer(self) -> bool:
-        """Whether the gathered bytes are sharded over a part of the ranks (``reshard_after_forward`` an int)."""
-        return self.param.sharded_state.name == "SHARDED_POST_FORWARD"
-
-    @property
     def is_sharded(self) -> bool:
         """Whether nothing is gathered now."""
         return bool(self.group.is_sharded)
 
     @property
-    def gathers_again(self) -> bool:
-        """Whether backward gathers from the shards again; otherwise it uses the gather of forward."""
-        post_forward = self.group.post_forward_mesh_info
-        return post_forward is not None and post_forward == self.group.mesh_info
-
-    @property
     def stamp(self) -> tuple[object, ...]:
         """Changes with every write to the shard that torch counts, on the DTensor or on its local tensor."""
-        local = self.local
-        return local.data_ptr(), _version(self.param.sharded_param), _version(local)
+        return stamp(self.param.sharded_param)
 
     @property
     def holder(self) -> StorageWeakRef | None:
@@ -165,17 +147,17 @@ class Managed(NamedTuple):
         """Whether FSDP asks our hooks for what to gather."""
         return isinstance(self.param, _GathersByHooks)
 
-    def gather_by_hooks(self, hooks_of: Callable[[torch.Tensor], Any]) -> bool:
-        """Make FSDP ask ``hooks_of(local shard)`` for the hooks of its all-gather extension.
+    def gather_by_hooks(self, hooks: Any) -> bool:
+        """Make FSDP find the hooks of its all-gather extension on ``hooks``, in the place of the local shard.
 
         Returns:
-            Whether the values were gathered already. The caller must then call :meth:`gather_again`.
+            Whether the values were gathered already. The caller must then gather them again by :meth:`gather_now`.
         """
         # A gather that was started ahead (prefetched) must end before it is dropped.
         self.group.wait_for_unshard()
         gathered = not self.is_sharded
         self.forget_gathered()
-        self.param.hooks_of = hooks_of
+        self.param.gather_hooks = hooks
         owner: Any = type(self.param)
         self.param.__class__ = _by_hooks(owner)
         self.param._init_extensions()
@@ -186,15 +168,10 @@ class Managed(NamedTuple):
         self.forget_gathered()
         if self.gathers_by_hooks:
             self.param.__class__ = type(self.param).__mro__[2]
-            del self.param.hooks_of
-
-    def gather_again(self) -> None:
-        """Gather the whole group again, which was gathered before :meth:`gather_by_hooks`."""
-        self.group.unshard()
-        self.group.wait_for_unshard()
+            del self.param.gather_hooks
 
     def gather_now(self) -> None:
-        """Gather the whole group outside of forward, before its first one too."""
+        """Gather the whole group, also outside of forward and before its first one."""
         self.group.lazy_init()
         self.group.unshard()
         self.group.wait_for_unshard()
@@ -221,9 +198,7 @@ class Managed(NamedTuple):
         if type(local) is not torch.Tensor:
             # FSDP would compare its memory with the memory of the shard before, and such a tensor has none.
             self.param._sharded_param_data = local
-        info = self.param._module_info
-        owners = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
-        for module, name in owners:
+        for module, name in self.owners:
             module._parameters[name] = parameter
         self.param.reset_sharded_param()
         self.param._init_extensions()
@@ -260,20 +235,28 @@ def _owners(group: Any) -> Iterator[tuple[tuple[nn.Module, str], Managed]]:
     require_of_instance(_USER, GROUP, group)
     for param in group.fsdp_params:
         require_of_instance(_USER, PARAM, param)
-        info = param._module_info
-        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-        for owner in zip(modules, names, strict=True):
-            yield owner, Managed(group, param)
+        managed = Managed(group, param)
+        for owner in managed.owners:
+            yield owner, managed
 
 
-def managed_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], Managed]:
-    """Every parameter that FSDP manages in ``model``, by the module that owns it and its name there."""
+def managed_parameters(modules: Iterable[nn.Module] | None = None) -> dict[tuple[nn.Module, str], Managed]:
+    """Every parameter that FSDP manages by one of these modules, by the module that owns it and its name there.
+
+    By default, every parameter that FSDP manages in this process.
+    """
     found: dict[tuple[nn.Module, str], Managed] = {}
-    for module in model.modules():
+    for module in list(_module_state_mapping) if modules is None else modules:
         if isinstance(module, FSDPModule):
             for group in _groups(module._get_fsdp_state()):
                 found.update(_owners(group))
     return found
+
+
+def managed_of(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], Managed]:
+    """The parameters of these modules themselves that FSDP manages, from whichever module, by owner and name."""
+    wanted = set(modules)
+    return {owner: managed for owner, managed in managed_parameters().items() if owner[0] in wanted}
 
 
 def by_group(parameters: Iterable[Managed]) -> list[list[Managed]]:
@@ -282,29 +265,6 @@ def by_group(parameters: Iterable[Managed]) -> list[list[Managed]]:
     for managed in parameters:
         found.setdefault(id(managed.group), {})[id(managed.param)] = managed
     return [list(members.values()) for members in found.values()]
-
-
-def managed_weights(layers: Iterable[nn.Module]) -> dict[nn.Module, Managed]:
-    """The weights of those layers that FSDP manages, from whichever module, by layer."""
-    return {layer: managed for (layer, name), managed in managed_of(layers).items() if name == "weight"}
-
-
-def managed_of(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], Managed]:
-    """The parameters of these modules themselves that FSDP manages, from whichever module, by owner and name."""
-    wanted, found = set(modules), {}
-    for module in list(_module_state_mapping):
-        if isinstance(module, FSDPModule):
-            for group in _groups(module._get_fsdp_state()):
-                found.update({owner: managed for owner, managed in _owners(group) if owner[0] in wanted})
-    return found
-
-
-def all_managed() -> Iterator[Managed]:
-    """Every parameter that FSDP manages in this process."""
-    for module in list(_module_state_mapping):
-        if isinstance(module, FSDPModule):
-            for group in _groups(module._get_fsdp_state()):
-                yield from (Managed(group, param) for param in group.fsdp_params)
 
 
 def require_none_above(layers: Mapping[str, nn.Module]) -> None:
@@ -324,6 +284,6 @@ def forget_inference_memory(model: nn.Module) -> None:
     FSDP keeps the memory of the first forward. Without this, a model whose first forward is an evaluation in
     ``torch.inference_mode()`` could not be trained.
     """
-    for managed in managed_parameters(model).values():
+    for managed in managed_parameters(model.modules()).values():
         if any(x.is_inference() for x in managed.param.all_gather_outputs):
             managed.forget_gathered()

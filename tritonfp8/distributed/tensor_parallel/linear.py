@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from tritonfp8.distributed import options
 from tritonfp8.distributed.fsdp import GatheredWeight
-from tritonfp8.distributed.shard_layout import align, largest_blocks, plain_mesh, unalign
+from tritonfp8.distributed.shard_layout import align, distributed, largest_blocks, plain_mesh, unalign
 from tritonfp8.distributed.tensor_parallel.placements import ShardedLayer, cached_layer_of, layer_of
 from tritonfp8.distributed.tensor_parallel.sharded_operands import ShardedOperands, ShardedWeight, StoredShard
 from tritonfp8.distributed.tensor_parallel.token_gather import gathered_placeholder, gathered_rows
@@ -81,13 +81,6 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def _tokens_are_sharded(input: DTensor) -> bool:
     return any(p.is_shard() and p.dim < input.ndim - 1 for p in input.placements)  # type: ignore[attr-defined]
-
-
-def _stride(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides[: len(shape)])
 
 
 def _cast(x: DTensor) -> DTensor:
@@ -183,10 +176,7 @@ def sharded_linear(
     if recipe.output.batch_invariant:
         _check_invariant(mesh.shape, layer.placements.output)
     out = _local(input, weight, bias, recipe, shared_input, layer, cached)
-    shape = (*input.shape[:-1], weight.shape[0])
-    return DTensor.from_local(
-        out, mesh, layer.placements.output, run_check=False, shape=torch.Size(shape), stride=_stride(shape)
-    )
+    return distributed(out, mesh, layer.placements.output, (*input.shape[:-1], weight.shape[0]))
 
 
 def _check_invariant(ranks: Sequence[int], output: Sequence[Placement]) -> None:

@@ -7,7 +7,6 @@ these leave the gather to the layer, which quantizes first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tritonfp8.checks import require_flag, shown
 from tritonfp8.distributed import options
 from tritonfp8.distributed.collectives import all_gather_rows, reduce_scatter_sum
+from tritonfp8.distributed.shard_layout import distributed, distributed_as
 from tritonfp8.layers.linear import Float8Linear
 from tritonfp8.ops import sealed
 
@@ -41,9 +41,7 @@ def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
             f"token_counts says {counts}; rank {mesh.get_local_rank()} of {mesh.size()} came with an input of "
             f"{x.shape[dim]} tokens: give every rank the counts of all, in the order of the mesh"
         )
-    shape = (*x.shape[:dim], sum(counts), *x.shape[dim + 1 :])
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
+    return distributed(x, mesh, [Shard(dim)], (*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
 
 
 def _summing_gradient_once(x: DTensor) -> DTensor:
@@ -54,9 +52,7 @@ def _summing_gradient_once(x: DTensor) -> DTensor:
     """
     if not any(placement.is_shard() for placement in x.placements):
         return x
-    return DTensor.from_local(
-        x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
+    return distributed_as(x.to_local(), x)
 
 
 def _check_placements(**layouts: Any) -> None:
@@ -70,16 +66,6 @@ def _check_placements(**layouts: Any) -> None:
             )
 
 
-def _require_converted(style: str, module: nn.Module) -> None:
-    if not isinstance(module, Float8Linear):
-        raise TypeError(f"{style} needs a converted layer; got {type(module).__name__}: {_CONVERT}")
-
-
-def _require_linear(style: str, module: nn.Module) -> None:
-    if not isinstance(module, nn.Linear):
-        raise TypeError(f"{style} is for linear layers that follow a recipe; got {type(module).__name__}")
-
-
 def _input_left_sharded(style: str) -> Any:
     """The hook of a style that makes the input a DTensor and does not redistribute it.
 
@@ -89,7 +75,8 @@ def _input_left_sharded(style: str) -> Any:
     def prepare(
         input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
     ) -> DTensor:
-        _require_converted(style, mod)
+        if not isinstance(mod, Float8Linear):
+            raise TypeError(f"{style} needs a converted layer; got {type(mod).__name__}: {_CONVERT}")
         x = _distributed(inputs[0], device_mesh, input_layouts)
         # Siblings sum their gradients before the ranks do: PrepareFloat8ModuleInput sees to that.
         return _summing_gradient_once(x) if x is inputs[0] and mod.shared_input is None else x
@@ -113,7 +100,10 @@ class _LinearStyle:
         super().__init__(**layouts, use_local_output=use_local_output)  # type: ignore[call-arg]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _require_linear(type(self).__name__, module)
+        if not isinstance(module, nn.Linear):
+            raise TypeError(
+                f"{type(self).__name__} is for linear layers that follow a recipe; got {type(module).__name__}"
+            )
         applied: nn.Module = super()._apply(module, device_mesh)  # type: ignore[misc]
         return applied
 

@@ -1,0 +1,29 @@
+"""A step of FSDP2 whose calls of Python functions are counted."""
+
+import torch
+from calls import calls_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import tritonfp8
+from tritonfp8.distributed import enable_float8_all_gather
+
+
+def calls_of_a_step(mesh, recipe):
+    """The calls of forward and of backward, for two blocks of two layers, after two steps."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2))
+    model = nn.Sequential(*blocks).to(mesh.device_type)
+    tritonfp8.convert(model, recipe)
+    enable_float8_all_gather(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(8, 64, device=mesh.device_type, requires_grad=True)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    forward, out = calls_of(lambda: model(x))
+    backward, _ = calls_of(lambda: out.backward(torch.ones_like(out)))
+    return forward, backward

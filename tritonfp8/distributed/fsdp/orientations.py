@@ -1,0 +1,50 @@
+"""How the GEMMs of a recipe read a weight, and which bytes of it they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tritonfp8.formats import SCALE_FORMATS
+from tritonfp8.layers.linear import serves_both
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec, transposed
+
+
+@dataclass(frozen=True)
+class WeightOrientation:
+    """How a GEMM reads a matrix ``[N, K]``: quantized untransposed, or transposed as ``[K, N]``."""
+
+    spec: QuantSpec
+    transposed: bool
+
+    @cached_property
+    def block(self) -> tuple[int, int]:
+        """The block in the coordinates of the untransposed weight."""
+        return transposed(self.spec.block) if self.transposed else self.spec.block
+
+    @cached_property
+    def sends_scales(self) -> bool:
+        """Whether scales of a shard of rows travel in its rank segment.
+
+        Scales of one byte for a few elements (MX) do: their amaxes, in float32, would be too many to reduce. Each rank
+        computes all other scales from the reduced amaxes.
+        """
+        return SCALE_FORMATS[self.spec.scale_format].exponent_only
+
+    def shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """The shape in which a part ``[rows, cols]`` of the untransposed weight is sent."""
+        return (cols, rows) if self.transposed else (rows, cols)
+
+
+def weight_orientations(recipe: Recipe) -> tuple[WeightOrientation, ...]:
+    """The orientations in which ``output`` and ``grad_input`` read the weight: one if they can share it, else two.
+
+    None in high precision, nor where only one of the two GEMMs is quantized: the other needs the values anyway.
+    """
+    output, grad_input = recipe.output.rhs, recipe.grad_input.rhs
+    if output is None or grad_input is None:
+        return ()
+    if serves_both(recipe):
+        return (WeightOrientation(output, False),)
+    return WeightOrientation(output, False), WeightOrientation(grad_input, True)
