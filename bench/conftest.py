@@ -15,7 +15,7 @@ import torch
 from bench import shapes
 from bench.contest import machine
 from bench.contest.compare import FULL, QUICK, SMOKE_EFFORT, Contest, Device, Stopwatch
-from tritonfp8 import hardware
+from tritonfp8.compat import hardware
 
 STOPWATCH = Stopwatch()
 # Exit code of a run whose budget ended before all tests ran; pytest's own codes end at 5.

@@ -59,7 +59,7 @@ NEEDS = {
 @pytest.fixture
 def poisoned_outputs():
     """``torch.empty`` gives NaN (the largest value in integers) for the duration of a test."""
-    from tritonfp8.formats import FORMATS
+    from tritonfp8.specs.formats import FORMATS
 
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -39,7 +39,7 @@ from packaging.requirements import Requirement
 
 import tritonfp8
 from docs import house
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 OTHERS = [module for folder in ("tests", "bench", "docs") for module in modules_below(folder, (folder,))]
 
@@ -82,10 +82,9 @@ def test_the_map_in_contributing_is_true(monkeypatch):
 
 
 def test_the_house_does_not_grow():
-    """Both figures may fall: to 11 floors and 22 rooms."""
     rooms = house.arrows()
-    assert house.floors(rooms) == 15
-    assert len(rooms) == 32
+    assert house.floors(rooms) <= 11
+    assert len(rooms) <= 22
     assert house.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
 
 
@@ -197,7 +196,15 @@ BAD_SAMPLES = [
     ),
     (
         import_violations,
-        [sample("tritonfp8.testing", "from tritonfp8 import recipes"), sample("tritonfp8.recipes")],
+        [
+            sample("tritonfp8.layers.linear.module", "from tritonfp8.layers.moe import x"),
+            folder("tritonfp8.layers.moe"),
+        ],
+        "above it",
+    ),
+    (
+        import_violations,
+        [sample("tritonfp8.reference.casts", "from tritonfp8 import recipes"), sample("tritonfp8.recipes")],
         "beside it",
     ),
     (
@@ -250,7 +257,7 @@ BAD_SAMPLES = [
     ),
     (
         import_violations,
-        [sample("tritonfp8.convert", "from tritonfp8.layers.linear.module import x"), LINEAR_MODULE],
+        [sample("tritonfp8.functional", "from tritonfp8.layers.linear.module import x"), LINEAR_MODULE],
         "a file of another folder",
     ),
     (import_violations, [sample("tritonfp8.misc")], "LAYERS"),
@@ -337,8 +344,8 @@ def test_every_rule_has_a_bad_sample():
 
 GOOD = """
 from dataclasses import dataclass
-from tritonfp8 import formats
-from tritonfp8.formats import FORMATS
+from tritonfp8.specs import formats
+from tritonfp8.specs.formats import FORMATS
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -368,7 +375,9 @@ def f(spec, dtype):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_rule_can_pass(rule):
-    assert rule([sample("tritonfp8.launch", GOOD), sample("tritonfp8.formats", "x = format == 'e4m3'")]) == []
+    formats = sample("tritonfp8.specs.formats", "x = format == 'e4m3'")
+    specs = Module("tritonfp8.specs", '"""Specs."""\nfrom tritonfp8.specs import formats', is_package=True)
+    assert rule([sample("tritonfp8.launch", GOOD), formats, specs]) == []
 
 
 @pytest.mark.parametrize(

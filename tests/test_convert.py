@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations
 
 import tritonfp8
 from tritonfp8 import Float8Linear, convert, recipes, revert, swap_recipe
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.recipes import Gemm, Recipe
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 ROWWISE, BLOCKWISE = recipes.get("rowwise"), recipes.get("blockwise")
 LAYERS = [

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES, SCALE_FORMATS
+from tritonfp8.specs.formats import FORMATS, HIGH_PRECISION_DTYPES, SCALE_FORMATS
 
 CODES = torch.arange(256, dtype=torch.uint8)
 

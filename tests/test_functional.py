@@ -7,10 +7,10 @@ from cases import banded, cpu_and_cuda, normal
 
 import tritonfp8
 from tritonfp8 import QuantSpec, functional, reference
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import linear
 from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, ROWWISE
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")

@@ -16,8 +16,8 @@ NAMES = {
         "recipes", "revert", "scaled_grouped_matmul", "scaled_matmul", "sensitivity", "swap_recipe", "verify",
         "verify_training",
     ),
-    "tritonfp8.convert": ("ConversionReport", "convert", "revert", "swap_recipe"),
-    "tritonfp8.counting": ("count_gemms",),
+    "tritonfp8.conversion": ("ConversionReport", "convert", "revert", "swap_recipe"),
+    "tritonfp8.compat.counting": ("count_gemms",),
     "tritonfp8.distributed": (
         "Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput", "count_collective_bytes",
         "enable_float8_all_gather", "scales", "shard_experts", "sharded_linear", "token_counts",
@@ -26,18 +26,17 @@ NAMES = {
         "CHECKPOINT_FORMATS", "CheckpointFormat", "ExportReport", "ExportedLayer", "LoadReport", "LoadedLayer", "load",
         "plan", "save", "tensors",
     ),
-    "tritonfp8.formats": ("FORMATS", "SCALE_FORMATS", "Format"),
+    "tritonfp8.specs.formats": ("FORMATS", "SCALE_FORMATS", "Format"),
     "tritonfp8.functional": (
         "Operands", "SharedInput", "amax", "dequantize", "linear", "quantize", "quantize_both", "quantize_weight",
         "scaled_matmul",
     ),
-    "tritonfp8.hardware": ("abilities", "machine_key"),
-    "tritonfp8.modules": ("Float8Linear", "require_module"),
-    "tritonfp8.quantized": ("Quantized",),
+    "tritonfp8.compat.hardware": ("abilities", "machine_key"),
+    "tritonfp8.specs.quantized": ("Quantized",),
     "tritonfp8.recipes": ("Gemm", "Recipe", "describe", "get", "load", "names", "save", "summary"),
     "tritonfp8.reference": ("amax", "dequantize", "matmul", "quantize", "quantize_both", "scaled_matmul", "transpose"),
     "tritonfp8.specs": ("QuantSpec",),
-    "tritonfp8.testing": ("assert_bitwise_equal", "assert_matmul_close", "sqnr", "worst_tile_sqnr"),
+    "tritonfp8.specs.testing": ("assert_bitwise_equal", "assert_matmul_close", "sqnr", "worst_tile_sqnr"),
     "tritonfp8.warmup": ("warm_up",),
 }  # fmt: skip
 

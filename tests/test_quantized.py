@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.quantized import Quantized
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, ROWWISE, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.quantized import Quantized
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 def make(shape=(5, 300), spec=VALID_SPECS[0], scale_shape=None, device="cpu", **dtypes):

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import COMBINATIONS, VALID_SPECS, shapes, specs
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs import (
     BLOCK_1X32,
     BLOCK_1X128,
@@ -30,6 +29,7 @@ from tritonfp8.specs import (
     spec_of,
     transposed,
 )
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 
 class TestConstruction:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec
-from tritonfp8.testing import (
+from tritonfp8.specs.quantized import Quantized
+from tritonfp8.specs.testing import (
     MATMUL_TOLERANCES,
     assert_bitwise_equal,
     assert_matmul_close,

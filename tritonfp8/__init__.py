@@ -14,13 +14,13 @@ from typing import Any
 # Imported first: it rejects unsupported versions of torch and triton, which would fail later on a missing name.
 import tritonfp8.compat  # noqa: F401
 from tritonfp8 import recipes
-from tritonfp8.convert import ConversionReport, convert, revert, swap_recipe
+from tritonfp8.conversion import ConversionReport, convert, revert, swap_recipe
 from tritonfp8.functional import dequantize, quantize, quantize_both, scaled_grouped_matmul, scaled_matmul
 from tritonfp8.layers.linear import Float8Linear, quantize_weights_once
 from tritonfp8.layers.moe import Float8Experts
-from tritonfp8.quantized import Quantized, QuantizedGroups
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.quantized import Quantized, QuantizedGroups
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _LAZY = dict.fromkeys(
     ),
     "tritonfp8.workflow",
 )  # fmt: skip
-_LAZY["quantized_init"] = "tritonfp8.stored_init"
+_LAZY["quantized_init"] = "tritonfp8.conversion.stored_init"
 
 
 def __getattr__(name: str) -> Any:

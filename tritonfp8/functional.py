@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.checks import check_floating, check_strided, require, require_flag, require_type
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.linear import (
     Operands,
     SharedInput,
@@ -17,7 +15,6 @@ from tritonfp8.layers.linear import (
     quantize_weight,
 )
 from tritonfp8.layers.moe import check_offsets, grouped_linear
-from tritonfp8.quantized import Quantized, QuantizedGroups, unchecked
 from tritonfp8.specs import (
     ACCUMULATIONS,
     ACTIVATIONS,
@@ -29,6 +26,9 @@ from tritonfp8.specs import (
     matmul_family,
     scale_shape,
 )
+from tritonfp8.specs.checks import check_floating, check_strided, require, require_flag, require_type
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.quantized import Quantized, QuantizedGroups, unchecked
 
 __all__ = [
     "Operands",

@@ -11,9 +11,9 @@ import tritonfp8
 from bench.contest.peers import block_scaled, epilogue_scaled
 from bench.shapes import BAR_GEMMS, LARGE_GEMMS, SMOKE
 from tritonfp8 import Quantized, QuantSpec, Recipe, recipes, reference
-from tritonfp8.formats import FORMATS
 from tritonfp8.recipes import GEMMS, Gemm
 from tritonfp8.specs import transposed
+from tritonfp8.specs.formats import FORMATS
 
 Tensors = tuple[torch.Tensor, ...]
 # The contenders that casts are compared with.

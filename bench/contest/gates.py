@@ -7,7 +7,7 @@ import torch
 
 from tritonfp8 import Recipe, reference
 from tritonfp8.recipes import GEMMS, OPERANDS
-from tritonfp8.testing import (
+from tritonfp8.specs.testing import (
     FAST_SQNR,
     FAST_TOLERANCE,
     MODEL_SQNR,

@@ -22,10 +22,10 @@ from bench.contest.compare import rounded
 from bench.distributed.models import Contestant, Meshes, attend_causally, fsdp_contestants, spread, tp_contestants
 from bench.distributed.ranks import AllFailedError, Ranks
 from tritonfp8 import recipes
-from tritonfp8.checks import require
 from tritonfp8.distributed import count_collective_bytes
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW
+from tritonfp8.specs.checks import require
 from tritonfp8.training import UNTIMED_STEPS, build_model, corpus, default_lr, lr_factor, require_train_extra, timers
 
 ORDER = "one after the other"

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import tritonfp8
-from tritonfp8.testing import sqnr
+from tritonfp8.specs.testing import sqnr
 
 RESULTS = Path(__file__).parents[1] / "results" / "families.json"
 COMMAND = "python -m bench.inference.families"

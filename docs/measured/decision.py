@@ -9,7 +9,7 @@ from typing import Any
 from bench.tables import table
 from docs.measured import results
 from tritonfp8 import recipes
-from tritonfp8.conversion import cost
+from tritonfp8.conversion.selection import cost
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 TRAINED = "train-160m/training.json"

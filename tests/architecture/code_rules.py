@@ -15,13 +15,17 @@ DEVICE_RECORD = ("collections", "namedtuple")
 MAX_DEVICE_PARAMETERS = 12
 
 MUTABLE_DATACLASSES = {
-    "tritonfp8.counting.GemmCounts": "counts",
+    "tritonfp8.compat.counting.GemmCounts": "counts",
     "tritonfp8.integrations.torchtitan.Config": "torchtitan fills and replaces fields of a tree of configs",
     "tritonfp8.integrations.torchtitan.Float8ModelConfig": "likewise",
     "tritonfp8.training.loop.Result": "filled while training, so that Ctrl-C keeps what was measured",
     "tritonfp8.training.loop.Run": "likewise",
 }
-MAY_SET_FROZEN_FIELDS = {"__post_init__", "tritonfp8.quantized.unchecked", "tritonfp8.quantized.unchecked_groups"}
+MAY_SET_FROZEN_FIELDS = {
+    "__post_init__",
+    "tritonfp8.specs.quantized.unchecked",
+    "tritonfp8.specs.quantized.unchecked_groups",
+}
 MAY_READ_THE_ENVIRONMENT = (*(f"tritonfp8.{room}" for room in ABOVE_THE_CORE), "tritonfp8.tuning.store")
 # Functions, or a stride in one.
 BOUNDED = "the host copies a tensor whose offsets exceed 32 bits (View.within_32_bits)"
@@ -71,7 +75,7 @@ INVERSE_SCALE = re.compile(r"inv(erse)?_?scale|scales?_?inv", re.IGNORECASE)
 
 def _format_names():
     """The names of the tables in formats.py, which this reads and does not import: torch takes seconds."""
-    body = ast.parse((ROOT / "tritonfp8" / "formats.py").read_text()).body
+    body = ast.parse((ROOT / "tritonfp8" / "specs" / "formats.py").read_text()).body
     tables = {node.target.id: node.value.args[0] for node in body if isinstance(node, ast.AnnAssign)}
     return {key.value for name in ("FORMATS", "SCALE_FORMATS") for key in tables[name].keys}
 
@@ -146,7 +150,7 @@ def format_violations(modules):
     """Comparisons with a format, by name or by dtype, and tables of formats, anywhere but in formats.py."""
     violations = []
     for module in modules:
-        if module.name == "tritonfp8.formats":
+        if module.name == "tritonfp8.specs.formats":
             continue
         for node in module.nodes:
             compared = {

@@ -3,7 +3,7 @@
 import graphlib
 import re
 
-from .modules import LAYERS, RANKS, imported_modules, imports, is_within, string_imports
+from .modules import INSIDE, LAYERS, RANKS, imported_modules, imports, is_within, string_imports
 
 # What lies above the ops reaches kernels through the dispatcher only.
 ABOVE_OPS = set().union(*LAYERS[RANKS["ops"] + 1 : RANKS["tritonfp8"]], {"distributed"})
@@ -17,6 +17,13 @@ def _is_exported(module, by_name):
     """Whether the `__init__` of its folder imports something of its name: the module, or a function."""
     name = module.name.rpartition(".")[2]
     return module.folder in by_name and name in {imported for _, imported in imports(by_name[module.folder])}
+
+
+def _rank_inside(module):
+    """The place of a module's folder among those of its room; 0 where the room has no order."""
+    folders = INSIDE.get(module.room, ())
+    within = [i for i, folder in enumerate(folders) if is_within(module.name, f"tritonfp8.{folder}")]
+    return max(within, default=0)
 
 
 def _named(module, names):
@@ -42,6 +49,8 @@ def import_violations(modules):
                 violations.append(f"{name} imports {imported}, which lies beside it")
             elif other.room == "distributed" and module.room not in MAY_IMPORT_DISTRIBUTED:
                 violations.append(f"{name} imports {imported}: only {', '.join(MAY_IMPORT_DISTRIBUTED)} may")
+            elif other.room == module.room and _rank_inside(other) > _rank_inside(module):
+                violations.append(f"{name} imports {imported}, which lies above it")
             elif module.room in ABOVE_OPS and other.room in BEHIND_OPS:
                 violations.append(f"{name} imports {imported} past the ops")
             elif not (

@@ -10,20 +10,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # other; `tritonfp8` is the package's own namespace.
 LAYERS = (
     {"kernels"},
-    {"checks", "compat", "counting", "formats", "hardware"},
-    {"specs"},
-    {"quantized", "recipes", "reference", "testing"},
+    {"compat", "specs"},
+    {"recipes", "reference"},
     {"tuning"},
     {"launch"},
     {"ops"},
     {"layers"},
-    {"layers.linear"},
-    {"layers.moe"},
-    {"layers.stored"},
-    {"functional", "modules"},
+    {"functional", "optim"},
     {"conversion"},
-    {"convert"},
-    {"export", "optim", "stored_init"},
+    {"export"},
     {"tritonfp8"},
     {"distributed"},
     {"workflow"},
@@ -33,6 +28,8 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
+# Folders of one room from the bottom up: a file imports its own folder and the ones before it.
+INSIDE = {"layers": ("layers", "layers.linear", "layers.moe", "layers.stored")}
 RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 IMPORTERS = {"import_module", "__import__", "resolve_name"}
 

@@ -9,7 +9,7 @@ from bench.contest import cases, gates
 from tritonfp8 import recipes, reference
 from tritonfp8.recipes import GEMMS
 from tritonfp8.specs import BLOCKS
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import store
 from tritonfp8.tuning.chooser import bucket
 from tritonfp8.warmup.gemms import gemm_of

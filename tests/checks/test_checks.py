@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tritonfp8.checks import check_floating, require
+from tritonfp8.specs.checks import check_floating, require
 
 
 def test_require():

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from models import SMALL
 
+import tritonfp8
 from tritonfp8 import training
+from tritonfp8.compat import machine
 from tritonfp8.training import report as training_report
-from tritonfp8.workflow import doctor
 
 COMMAND = [sys.executable, "-m", "tritonfp8"]
 
@@ -88,7 +89,7 @@ def test_json_names_settings_machine_versions_and_text(invoke, small, tmp_path):
     assert data["settings"]["seed"] == 7
     assert data["settings"]["steps"] == 20
     assert data["command"][0] == "tritonfp8"
-    assert data["versions"] == doctor.versions()
+    assert data["versions"] == machine.versions(tritonfp8.__version__)
     assert data["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert data["text"]["bytes"] + data["text"]["held_out_bytes"] == os.path.getsize(__file__)
     assert data["text"]["held_out_bytes"] > 500

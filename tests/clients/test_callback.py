@@ -14,7 +14,7 @@ import tritonfp8
 from tritonfp8 import Float8Linear, recipes
 from tritonfp8.integrations.transformers import Float8Callback, Float8Config, restore, write_config
 from tritonfp8.layers.moe import is_converted_experts
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 class Steps(TrainerCallback):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import tritonfp8
 from tritonfp8.integrations.lightning import fabric_plugin, trainer_plugin
 from tritonfp8.layers.moe import is_converted_experts
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 PROCESSES = 2
 

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tritonfp8
 from tritonfp8 import Float8Linear
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.layers.stored import StoredWeight
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 LORA = {"r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
 TOKENS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))

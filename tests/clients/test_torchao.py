@@ -10,7 +10,7 @@ import tritonfp8
 from tritonfp8 import Float8Linear, recipes
 from tritonfp8.integrations.torchao import TritonFP8Config
 from tritonfp8.layers.stored import StoredWeight
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
 

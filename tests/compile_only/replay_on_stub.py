@@ -17,8 +17,8 @@ import torch
 
 stub.patch()
 
-from tritonfp8 import hardware, recipes, reference
-from tritonfp8.compat import triton_private
+from tritonfp8 import recipes, reference
+from tritonfp8.compat import hardware, triton_private
 from tritonfp8.launch import casts, executor, figures, gemms, kernel_cache
 from tritonfp8.ops import fakes
 from tritonfp8.specs import BLOCKS, QuantSpec

@@ -10,7 +10,7 @@ from cases import llama
 from torch import nn
 
 from tritonfp8 import RecipeSchedule, convert, recipes, swap_recipe
-from tritonfp8.conversion import cost
+from tritonfp8.conversion.selection import cost
 
 MEASURED = Path(__file__).resolve().parents[2] / "bench" / "results" / "nvidia-h200" / "linear.json"
 UP = [f"model.layers.{i}.mlp.{name}_proj" for i in range(2) for name in ("gate", "up")]

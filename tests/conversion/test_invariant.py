@@ -12,7 +12,7 @@ import tritonfp8
 from tritonfp8 import Float8Linear, convert, ops, recipes
 from tritonfp8.distributed.dtensor_rules import placements_where_sharded
 from tritonfp8.distributed.tensor_parallel.linear import _check_invariant
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.warmup.gemms import GemmCall
 from tritonfp8.warmup.record import record_linear
 

@@ -8,7 +8,7 @@ from torchao.float8 import convert_to_float8_training
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
 from tritonfp8 import Float8Linear, convert, recipes, revert
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 ROWWISE, BLOCKWISE = recipes.get("rowwise"), recipes.get("blockwise")
 # torchao warns about its own binaries, and about what it is made of.

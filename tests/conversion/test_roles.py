@@ -8,7 +8,7 @@ from cases import llama
 from torch import nn
 
 from tritonfp8 import convert, recipes
-from tritonfp8.conversion.choice import names_part
+from tritonfp8.conversion.selection.choice import names_part
 
 
 def modules(**layers):

@@ -12,7 +12,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from tritonfp8 import convert, revert, swap_recipe, verify
 from tritonfp8.layers.linear import Float8Linear, computes_linear
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 TORCHTITAN = "torchtitan.models.common.linear"
 

@@ -6,7 +6,7 @@ from cases import normal
 from torch import nn
 
 from tritonfp8 import convert, recipes, swap_recipe
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 def model():

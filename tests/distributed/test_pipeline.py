@@ -8,7 +8,7 @@ import torch
 from cases import QUANTIZED
 
 from tritonfp8 import recipes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::sphinx.deprecation.RemovedInSph
 NOT_ON_THE_PAGE = {
     "tritonfp8.__version__": "a text",
     "tritonfp8.functional.Operands": "a type alias",
-    "tritonfp8.modules.require_module": "kept for programs that import it from there; a check of this package",
 }
 
 OF_MODULES = ("class", "data", "exception", "function", "module")

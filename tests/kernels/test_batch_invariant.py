@@ -10,7 +10,7 @@ from tritonfp8.launch import casts, gemms
 from tritonfp8.launch.gemms import dense
 from tritonfp8.launch.plan import View, make_plan
 from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning import space
 
 pytestmark = pytest.mark.in_turn(3)

@@ -7,9 +7,9 @@ import torch
 from cases import cpu_and_cuda
 
 from tritonfp8 import reference
-from tritonfp8.formats import FORMATS
 from tritonfp8.launch import executor, figures
 from tritonfp8.specs import SPECS
+from tritonfp8.specs.formats import FORMATS
 
 # The sums are float64, in another order; the logarithm differs in the last bits.
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-10}

@@ -14,10 +14,10 @@ import torch
 from cases import CUDA, INTERPRETER, each_device, generator, normal, surrounded
 from matmul_cases import EPILOGUES, OTHER_PAIRS, PAIRS, Product, family, integers, runs
 
-from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.launch import casts, gemms
 from tritonfp8.specs import ACCUMULATIONS, ACTIVATIONS, scale_shape
-from tritonfp8.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr
+from tritonfp8.specs.formats import FORMATS, HIGH_PRECISION_DTYPES
+from tritonfp8.specs.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr
 from tritonfp8.tuning import chooser
 
 pytestmark = pytest.mark.in_turn(2)

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from cases import each_device
 
-from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.numerics import round_to_format
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.formats import FORMATS
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 @triton.jit

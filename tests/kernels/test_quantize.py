@@ -30,11 +30,11 @@ from cases import (
 )
 
 from tritonfp8 import launch, reference
-from tritonfp8.formats import FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.launch import casts, executor
 from tritonfp8.launch.casts.partial_maxima import PartialMaxima
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.formats import FORMATS, HIGH_PRECISION_DTYPES
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
 from tritonfp8.tuning.cast_tiles import MAX_ROW_IN_TILE, AmaxPass, CastTile
 

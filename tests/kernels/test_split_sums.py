@@ -7,7 +7,7 @@ import torch
 from cases import each_device, normal
 from matmul_cases import EPILOGUES, PAIRS, Product, family, runs
 
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning import chooser
 
 

@@ -12,7 +12,7 @@ from tritonfp8.launch import casts
 from tritonfp8.launch.gemms import dense, operands
 from tritonfp8.launch.plan import View
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec, empty_scale
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import chooser
 
 STRIDE = 2**30

@@ -8,12 +8,13 @@ import torch
 from cases import each_device, normal, surrounded
 from matmul_cases import EPILOGUES, PAIRS, Product, integers
 
-from tritonfp8 import hardware, reference, tuning
+from tritonfp8 import reference, tuning
+from tritonfp8.compat import hardware
 from tritonfp8.launch import gemms
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.gemms import widened
 from tritonfp8.specs import BLOCK_1X32, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning.matmul_space import MAX_M_OF_CODES, SPACES
 
 MX = PAIRS["mx"]

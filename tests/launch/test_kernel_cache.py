@@ -7,10 +7,10 @@ import torch
 from cases import normal
 from torch import nn
 
-from tritonfp8 import convert, hardware, recipes
-from tritonfp8.compat import triton_private
+from tritonfp8 import convert, recipes
+from tritonfp8.compat import hardware, triton_private
 from tritonfp8.launch import executor, kernel_cache
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 class Kernel:

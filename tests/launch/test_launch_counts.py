@@ -13,8 +13,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import tritonfp8
 from bench import models, shapes
-from tritonfp8 import hardware, ops
-from tritonfp8.conversion.cost import H200
+from tritonfp8 import ops
+from tritonfp8.compat import hardware
+from tritonfp8.conversion.selection.cost import H200
 from tritonfp8.launch import executor
 from tritonfp8.launch.gemms import widened
 from tritonfp8.ops import passes

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import tritonfp8
 from tritonfp8 import QuantSpec
 from tritonfp8.layers import stored
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

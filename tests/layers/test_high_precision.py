@@ -9,9 +9,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritonfp8
-from tritonfp8 import convert, counting
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8 import convert
+from tritonfp8.compat import counting
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 SHAPES = [(72,), (1, 72), (150, 72), (3, 50, 72), (2, 3, 5, 72)]
 

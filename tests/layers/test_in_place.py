@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrize
 
 from tritonfp8 import Float8Linear, convert, quantize_weights_once, recipes, revert, swap_recipe
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.layers.in_place import all_or_nothing, rebase
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from tritonfp8 import convert, swap_recipe
 from tritonfp8.distributed import options, scales, token_counts
 from tritonfp8.distributed.options import Options, current
 from tritonfp8.layers import recompute
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 

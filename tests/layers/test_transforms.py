@@ -9,8 +9,9 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritonfp8
-from tritonfp8 import convert, counting, ops, recipes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8 import convert, ops, recipes
+from tritonfp8.compat import counting
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 SAMPLES = 3

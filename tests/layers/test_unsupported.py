@@ -6,7 +6,7 @@ from cases import normal
 from torch import nn
 
 from tritonfp8 import Float8Linear, convert, revert
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 SCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 WAYS_OUT = r"torch\.export or torch\.jit\.trace.*tritonfp8\.revert\(model\)"

@@ -10,10 +10,10 @@ from op_samples import SAMPLES
 from torch.utils.flop_counter import FlopCounterMode
 
 from tritonfp8.compat import torch_private, triton_private
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.launch import Plannable, executor
 from tritonfp8.ops import call_site, direct
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 PLANNABLE = list(direct._plannable)
 

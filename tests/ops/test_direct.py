@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tritonfp8 import ops
 from tritonfp8.compat import inductor_private
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.ops import direct
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 DISPATCHED = re.compile(r"^ *(?:\w+ = )?torch\.ops\.tritonfp8\.(\w+)", re.MULTILINE)
 CALLED = re.compile(r"tritonfp8_calls\.(\w+)\(")

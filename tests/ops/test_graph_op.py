@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import tritonfp8
 from tritonfp8 import Float8Linear, convert, ops, recipes
 from tritonfp8.ops import graph_op
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 

@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tritonfp8
-from tritonfp8 import counting, ops, reference
-from tritonfp8.counting import count_gemms
+from tritonfp8 import ops, reference
+from tritonfp8.compat import counting
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.launch import gemms
 from tritonfp8.specs import BLOCK_1X32
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.in_turn(3)
 
@@ -262,7 +263,7 @@ class TestCounting:
     @pytest.mark.gpu
     @pytest.mark.parametrize("pair", MATMUL_PAIRS, ids=lambda pair: f"{pair[0]} x {pair[1]}")
     def test_kinds_on_cuda(self, pair):
-        from tritonfp8 import hardware
+        from tritonfp8.compat import hardware
 
         emulated = pair[0].block == BLOCK_1X32 and not hardware.abilities("cuda").has_native_mx
         args = matmul_args(pair, "cuda")

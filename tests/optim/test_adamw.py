@@ -16,7 +16,7 @@ import tritonfp8
 from tritonfp8 import VerificationError, recipes
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW, with_masters
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
 MOMENTS = ("fp32", "bf16", "fp8")

@@ -11,7 +11,7 @@ from trained_models import codes, counts_of_writes, data, plain_model, stored_mo
 import tritonfp8
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW, DirectSteps, direct_steps, with_masters
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 OPTIMIZERS = {
     torch.optim.AdamW: {"lr": 1e-3},

@@ -28,9 +28,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonfp8 import reference
-from tritonfp8.formats import FORMATS
 from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec, scale_shape
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.formats import FORMATS
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.in_turn(2)
 

@@ -10,7 +10,7 @@ from strategies import gemms, specs
 from tritonfp8 import reference
 from tritonfp8.reference import group_bounds
 from tritonfp8.specs import BLOCK_128X128, QuantSpec, group_column
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 # Sizes around those of blocks and of the alignment of columns.
 SIZES = st.lists(st.sampled_from([0, 1, 7, 32, 127, 128, 129]), min_size=1, max_size=5)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from cases import normal
 
-from tritonfp8.formats import FORMATS
 from tritonfp8.reference.optimizer import (
     GENERATOR,
     MULTIPLIERS,
@@ -18,6 +17,7 @@ from tritonfp8.reference.optimizer import (
     round_to_code,
     rounding_keys,
 )
+from tritonfp8.specs.formats import FORMATS
 
 N, K = 256, 512
 

@@ -11,7 +11,7 @@ from cases import (
 
 from tritonfp8 import reference
 from tritonfp8.specs import ROWWISE, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 def quantize(x, spec, **kwargs):

@@ -7,7 +7,7 @@ import torch
 from cases import generator, llama
 
 from tritonfp8 import convert, recipes
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.specs import BLOCK_1X32
 
 STEPS = 30

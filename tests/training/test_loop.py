@@ -10,7 +10,8 @@ import torch
 from models import SMALL
 from torch.utils.flop_counter import flop_registry
 
-from tritonfp8 import hardware, recipes
+from tritonfp8 import recipes
+from tritonfp8.compat import hardware
 from tritonfp8.training import corpus, loop, report
 from tritonfp8.training import models as training_models
 from tritonfp8.training import settings as training_settings
@@ -27,15 +28,9 @@ def config(tmp_path):
 def settings(config):
     def make(**changes):
         given = {
-            "model": config,
-            "recipes": ("bf16", "rowwise"),
-            "steps": 6,
-            "batch_size": 2,
-            "seq_len": 20,
-            "lr": 1e-2,
-            "device": "cpu",
-            "data": __file__,
-        }
+            "model": config, "recipes": ("bf16", "rowwise"), "steps": 6, "batch_size": 2, "seq_len": 20, "lr": 1e-2,
+            "device": "cpu", "data": __file__,
+        }  # fmt: skip
         return training_settings.Settings.resolve(**{**given, **changes})
 
     return make

@@ -3,7 +3,7 @@
 import pytest
 from tuned import ADA, MACHINE
 
-from tritonfp8 import hardware
+from tritonfp8.compat import hardware
 from tritonfp8.tuning import chooser
 
 

@@ -10,7 +10,7 @@ import triton
 from hypothesis import strategies as st
 from tuned import ADA, H200, MACHINE, PLAIN, ROWWISE, SMALL, WIDE, entry, fastest, key
 
-from tritonfp8 import hardware
+from tritonfp8.compat import hardware
 from tritonfp8.launch import executor
 from tritonfp8.tuning import chooser as tuning
 from tritonfp8.tuning import store

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tritonfp8.hardware import Abilities
+from tritonfp8.compat.hardware import Abilities
 from tritonfp8.tuning import chooser
 from tritonfp8.tuning.matmul_space import COPY_BANDWIDTH, LOAD_LATENCY, SMALL_M, SPACES, MatmulConfig, predicted_time
 

@@ -11,7 +11,8 @@ import torch
 from tuned import stored
 from warmup_jobs import last_is_fastest
 
-from tritonfp8 import hardware, recipes, tuning
+from tritonfp8 import recipes, tuning
+from tritonfp8.compat import hardware
 from tritonfp8.functional import grouped_linear
 from tritonfp8.launch import gemms
 from tritonfp8.warmup import measure

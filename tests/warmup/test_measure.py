@@ -12,8 +12,9 @@ from op_samples import SAMPLES
 from tuned import CPU_MACHINE, entry, layer_products, stored
 from warmup_jobs import SHAPES, choices, last_is_fastest
 
-from tritonfp8 import hardware, launch, ops, recipes, tuning
-from tritonfp8.testing import assert_matmul_close
+from tritonfp8 import launch, ops, recipes, tuning
+from tritonfp8.compat import hardware
+from tritonfp8.specs.testing import assert_matmul_close
 from tritonfp8.warmup import gemms, measure
 from tritonfp8.warmup.gemms import GemmCall
 from tritonfp8.warmup.measure import tune

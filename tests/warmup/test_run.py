@@ -17,7 +17,8 @@ from models import SMALL
 from tuned import layer_products, stored
 from warmup_jobs import SHAPES, Touch, choices, last_is_fastest
 
-from tritonfp8 import hardware, recipes
+from tritonfp8 import recipes
+from tritonfp8.compat import hardware
 from tritonfp8.tuning import store
 from tritonfp8.tuning.matmul_space import space
 from tritonfp8.warmup import run as warmup

@@ -10,10 +10,11 @@ from tuned import H200, entry, key
 from typer.testing import CliRunner
 
 import tritonfp8
-from tritonfp8 import hardware, launch, ops, recipes
+from tritonfp8 import launch, ops, recipes
 from tritonfp8.cli import app
-from tritonfp8.quantized import Quantized
+from tritonfp8.compat import hardware, machine
 from tritonfp8.specs import BLOCKS
+from tritonfp8.specs.quantized import Quantized
 from tritonfp8.tuning import store
 from tritonfp8.workflow import doctor, op_tests
 
@@ -154,7 +155,7 @@ def test_recipes_are_seen_to_run_as_they_state(name):
 
 
 def test_versions_are_those_installed():
-    found = doctor.versions()
+    found = machine.versions(tritonfp8.__version__)
     assert found["tritonfp8"] == tritonfp8.__version__
     assert found["torch"] == importlib.metadata.version("torch")
     assert found["python"].count(".") == 2
@@ -164,7 +165,7 @@ def test_package_that_is_too_old_or_missing_is_flagged(monkeypatch):
     required = ["torch>=99", "triton>=1", "matplotlib; extra == 'train'", "numpy"]
     monkeypatch.setattr(doctor, "requirements", lambda: {r.name: r for r in map(Requirement, required)})
     monkeypatch.setattr(
-        doctor, "versions", lambda: {"torch": "2.11.0+cu130", "triton": "3.6.0", "matplotlib": None, "numpy": None}
+        machine, "versions", lambda own: {"torch": "2.11.0+cu130", "triton": "3.6.0", "matplotlib": None, "numpy": None}
     )
     lines = {row.split()[1]: row for row in run_doctor().output.splitlines() if re.match(r"│ \w+ +│ [\d-]", row)}
     assert "not supported" in lines["torch"]

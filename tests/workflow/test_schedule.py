@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonfp8
 from tritonfp8 import RecipeSchedule, recipes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 def stages(recipe="rowwise"):

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import tritonfp8
-from tritonfp8 import counting, hardware, recipes
+from tritonfp8 import recipes
 from tritonfp8.cli import app
+from tritonfp8.compat import counting, hardware
 from tritonfp8.recipes import GEMMS
 
 M = 16

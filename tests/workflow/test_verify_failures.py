@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritonfp8
-from tritonfp8 import hardware
+from tritonfp8.compat import hardware
 from tritonfp8.workflow.verification_report import Failure, VerificationReport
 
 M = 16

@@ -1,17 +1,20 @@
-"""Adapters for particular versions of torch, Triton and transformers: each private name has one place.
+"""What runs beneath: private names of torch, Triton and transformers, abilities of a device, counts of what ran.
 
 Exports the versions that are supported, and the modules of private names; importing this folder checks the installed
 versions and names.
 """
 
-from tritonfp8.compat import inductor_private, torch_private, triton_private
+from tritonfp8.compat import counting, hardware, inductor_private, machine, torch_private, triton_private
 from tritonfp8.compat.transformers_names import CheckpointNames
 from tritonfp8.compat.versions import TRITON_OF_TORCH, triton_since
 
 __all__ = [
     "CheckpointNames",
     "TRITON_OF_TORCH",
+    "counting",
+    "hardware",
     "inductor_private",
+    "machine",
     "torch_private",
     "triton_private",
     "triton_since",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tritonfp8.checks import require, shown
+from tritonfp8.specs.checks import require, shown
 
 SCALES = ("global", "local")
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 from tritonfp8.distributed.collectives import all_reduce
 from tritonfp8.distributed.fsdp import Managed, managed_of, managed_parameters
 from tritonfp8.distributed.shard_layout import Interval, Mesh, chunk, distributed, distributed_as, interval, plain_mesh
-from tritonfp8.formats import FORMATS
 from tritonfp8.layers.stored import (
     DTYPES,
     MatricesShard,
@@ -27,6 +26,7 @@ from tritonfp8.layers.stored import (
     stored_part,
 )
 from tritonfp8.specs import QuantSpec, scale_shape
+from tritonfp8.specs.formats import FORMATS
 
 
 def _cut(x: Tensor, like: DTensor) -> Tensor:

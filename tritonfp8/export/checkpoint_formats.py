@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from tritonfp8.checks import require
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.specs.checks import require
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 UE8M0 = "ue8m0"
 REFUSED_EXPERTS = "transformers 5 refuses experts in this format: for it leave them out by filter"

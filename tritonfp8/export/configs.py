@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tritonfp8.checks import require, shown
 from tritonfp8.export.checkpoint_formats import CHECKPOINT_FORMATS, UE8M0, CheckpointFormat
 from tritonfp8.specs import BLOCKS, TENSORWISE, QuantSpec
+from tritonfp8.specs.checks import require, shown
 
 # By key the default of compressed-tensors, and what is read here.
 _CODES = (("num_bits", 8, 8), ("type", "int", "float"), ("symmetric", True, True), ("dynamic", False, False))

@@ -14,8 +14,8 @@ from tritonfp8.export.places import Place
 from tritonfp8.functional import quantize
 from tritonfp8.layers.moe import RoutedExperts, class_of_experts
 from tritonfp8.layers.stored import StoredMatrices, plain_weight
-from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.quantized import Quantized
 
 # The projections that lie below each other in a parameter [E, N, K], each with as many rows.
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}

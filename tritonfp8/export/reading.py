@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.checks import require_type
 from tritonfp8.conversion import bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat
 from tritonfp8.export.configs import groups, scales_of_activations
@@ -23,7 +22,6 @@ from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
 from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
@@ -36,8 +34,10 @@ from tritonfp8.layers.stored import (
     replacing,
     stored_part,
 )
-from tritonfp8.quantized import Quantized
 from tritonfp8.specs import BLOCKS, QuantSpec, scale_shape
+from tritonfp8.specs.checks import require_type
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.quantized import Quantized
 
 
 def load(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.checks import check_floating, require
 from tritonfp8.conversion import Filter, bare, reshard
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, is_exported, notes
@@ -17,12 +16,13 @@ from tritonfp8.export.experts import PROJECTIONS, Part, codes_of, parts_of
 from tritonfp8.export.permanent import check_adapters, permanent, value_of
 from tritonfp8.export.places import Place, joined, places
 from tritonfp8.export.report import ExportedLayer, ExportReport
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.functional import quantize
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import StoredWeight, plain_weight
-from tritonfp8.quantized import Quantized
+from tritonfp8.specs.checks import check_floating, require
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.quantized import Quantized
 
 
 class WrittenTensor(NamedTuple):

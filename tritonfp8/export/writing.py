@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.checks import require_int, require_type
 from tritonfp8.conversion import Filter
 from tritonfp8.export.files import (
     CONFIG,
@@ -29,6 +28,7 @@ from tritonfp8.export.files import (
 from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.report import ExportReport
 from tritonfp8.export.stream import WrittenTensor, planned
+from tritonfp8.specs.checks import require_int, require_type
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -27,9 +27,9 @@ except ImportError as error:
         "tritonfp8.integrations.lightning needs lightning: pip install 'tritonfp8[integrations]'"
     ) from error
 
-from tritonfp8.checks import require
-from tritonfp8.convert import ConversionReport, convert
+from tritonfp8.conversion import ConversionReport, convert
 from tritonfp8.distributed import enable_float8_all_gather
+from tritonfp8.specs.checks import require
 
 FABRIC = {"32-true": FabricPrecision, "bf16-true": FabricHalf, "bf16-mixed": FabricMixed}
 TRAINER = {"32-true": Precision, "bf16-true": HalfPrecision, "bf16-mixed": MixedPrecision}

@@ -12,7 +12,7 @@ from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from tritonfp8.convert import convert
+from tritonfp8.conversion import convert
 from tritonfp8.recipes import Recipe, get
 
 __all__ = ["TritonFP8Config"]

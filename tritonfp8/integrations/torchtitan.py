@@ -30,12 +30,12 @@ except ImportError as error:
         f"({error})"
     ) from error
 
-from tritonfp8.checks import require, require_type
-from tritonfp8.convert import convert
+from tritonfp8.conversion import convert
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.distributed.expert_parallel import PAYLOADS, exchange, payload_of
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.checks import require, require_type
 
 SPMD_BACKEND = "partial_dtensor"
 """The ``parallelism.spmd_backend`` under which layers see how their tensors are sharded."""

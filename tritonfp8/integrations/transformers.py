@@ -25,8 +25,7 @@ except ImportError as error:
         "tritonfp8.integrations.transformers needs transformers and accelerate: pip install 'tritonfp8[integrations]'"
     ) from error
 
-from tritonfp8.conversion import bare, unwrapped
-from tritonfp8.convert import ConversionReport, convert
+from tritonfp8.conversion import ConversionReport, bare, convert, unwrapped
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.linear import is_converted
 from tritonfp8.layers.moe import computing_class, is_converted_experts

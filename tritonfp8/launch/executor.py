@@ -18,8 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonfp8 import hardware
-from tritonfp8.compat import torch_private, triton_private
+from tritonfp8.compat import hardware, torch_private, triton_private
 from tritonfp8.compat.triton_private import Address, DescribedAddress, RawCall, launches_are_watched
 from tritonfp8.launch.kernel_cache import MAX_ENTRIES, run
 from tritonfp8.launch.plan import ALIGNMENT, Buffer, Plan, PlanFunction, TensorMap, View, make_plan

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8 import hardware
-from tritonfp8.compat import triton_private
+from tritonfp8.compat import hardware, triton_private
 from tritonfp8.launch.plan import ALIGNMENT
 
 MAX_ENTRIES = 2**14

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.hardware import Abilities
+from tritonfp8.compat.hardware import Abilities
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 ALIGNMENT = 16
 MAX_OFFSET = 2**31

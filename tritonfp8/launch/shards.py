@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tritonfp8 import hardware
-from tritonfp8.formats import FORMATS
+from tritonfp8.compat import hardware
 from tritonfp8.kernels.cast import shards as kernels
 from tritonfp8.launch.kernel_cache import run
 from tritonfp8.launch.plan import ALIGNMENT, kernel_constants
 from tritonfp8.specs import spec_of, transposed
+from tritonfp8.specs.formats import FORMATS
 from tritonfp8.tuning import cast_tiles
 
 TILE = cast_tiles.SHARDS

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from tritonfp8.checks import require_type
 from tritonfp8.compat.torch_private import constant_for_dynamo
 from tritonfp8.layers import extensions
+from tritonfp8.specs.checks import require_type
 
 TENSORS = (Tensor, nn.Parameter)
 PLAIN = (*TENSORS, type(None))

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tritonfp8 import counting
-from tritonfp8.compat import torch_private
+from tritonfp8.compat import counting, torch_private
 from tritonfp8.compat.triton_private import launches_are_watched
 from tritonfp8.launch import ALIGNMENT, Plannable, generation, repeat_of
 

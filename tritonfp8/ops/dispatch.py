@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8 import counting, hardware, launch
-from tritonfp8.compat import torch_private
-from tritonfp8.counting import listeners
+from tritonfp8 import launch
+from tritonfp8.compat import counting, hardware, torch_private
+from tritonfp8.compat.counting import listeners
 
 
 def on_cuda(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import reference
-from tritonfp8.formats import FORMATS
 from tritonfp8.specs import (
     amax_shape,
     empty_grouped_scale,
@@ -20,6 +19,7 @@ from tritonfp8.specs import (
     spec_of,
     transposed,
 )
+from tritonfp8.specs.formats import FORMATS
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:

@@ -40,7 +40,7 @@ class Op:
             what the kernels must return. None for an op that another module implements (:func:`implement`).
         launch: the same by kernels. None if the reference runs on CUDA, too. Where a plan serves all that it does, it
             has an attribute ``plannable``.
-        kind: the kind under which a GEMM is counted (:mod:`tritonfp8.counting`).
+        kind: the kind under which a GEMM is counted (:mod:`tritonfp8.compat.counting`).
         contraction: the K with which it is counted, from its arguments. None for the columns of the first one.
         sharding: how DTensor may shard it. None for an op that is not called on DTensors, or that takes or returns a
             list of tensors: the schema does not say how many there are.

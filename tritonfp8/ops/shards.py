@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.specs import BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.specs.formats import SCALE_FORMATS
 
 SUPPORTED_BLOCKS = (ROWWISE, ROWWISE[::-1], TENSORWISE, BLOCK_128X128)
 """Blocks that the kernels take, in the coordinates of the shard."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers.stored import StoredPart, distribute, gradient_of, part_to_update, starts_of, whole_amaxes
 from tritonfp8.optim import moments as moment
+from tritonfp8.specs.checks import require
 
 ROUNDINGS = ("stochastic", "nearest")
 # Groups of torch.optim.AdamW have these; each must be off here.

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from tritonfp8.checks import require_type
 from tritonfp8.layers.stored import is_stored, restore_plain
+from tritonfp8.specs.checks import require_type
 
 
 def float32_copy(model: nn.Module) -> nn.Module:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.formats import FORMATS
 from tritonfp8.layers.stored import exponents_of, scales_of
 from tritonfp8.specs import BLOCK_1X128, QuantSpec, scale_shape
+from tritonfp8.specs.formats import FORMATS
 
 SPEC = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 KINDS = ("fp32", "bf16", "fp8")

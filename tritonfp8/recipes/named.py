@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tritonfp8.checks import nearest, require, require_type
 from tritonfp8.recipes.recipe import GEMMS, Gemm, Recipe
 from tritonfp8.specs import ACCUMULATIONS, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
+from tritonfp8.specs.checks import nearest, require, require_type
 
 _FACTORIES: dict[str, Callable[[], Recipe]] = {}
 

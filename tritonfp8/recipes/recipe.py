@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonfp8.checks import require, require_flag, require_type
 from tritonfp8.specs import ACCUMULATIONS, QuantSpec, matmul_family
+from tritonfp8.specs.checks import require, require_flag, require_type
 
 GEMMS = ("output", "grad_input", "grad_weight")
 OPERANDS = {

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS, Format
 from tritonfp8.specs import QuantSpec, empty_scale, full_block, spec_of
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS, Format
 
 INFINITY_BITS = 0x7F800000
 MANTISSA_MASK = 0x7FFFFF

@@ -1,6 +1,6 @@
 """GEMMs in plain torch: float32 on dequantized operands, rounded once.
 
-Kernels agree with them within the tolerances of :mod:`tritonfp8.testing`.
+Kernels agree with them within the tolerances of :mod:`tritonfp8.specs.testing`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritonfp8.formats import FORMATS
 from tritonfp8.reference import casts, gemms
 from tritonfp8.specs import (
     COLUMNWISE,
@@ -32,6 +31,7 @@ from tritonfp8.specs import (
     spec_of,
     transposed,
 )
+from tritonfp8.specs.formats import FORMATS
 
 
 def group_bounds(offsets: Tensor, tokens: int) -> list[tuple[int, int]]:
@@ -170,7 +170,7 @@ def quantize_groups(
         swiglu: quantize :func:`swiglu` of ``x``.
 
     Returns:
-        ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"rows"``, or in ``"columns"`` if
+        ``(qdata, scale)`` of a :class:`~tritonfp8.QuantizedGroups` in ``"rows"``, or in ``"columns"`` if
         ``transpose``. Rows of no group: quantized where each row has scales of its own, else zeros.
     """
     s = spec_of(spec)
@@ -240,7 +240,7 @@ def quantize_matrices(
         amax: float32, ``[groups, ...]``: of each matrix as :func:`~tritonfp8.reference.quantize` takes it.
 
     Returns:
-        ``(qdata, scale)`` of a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"matrices"``.
+        ``(qdata, scale)`` of a :class:`~tritonfp8.QuantizedGroups` in ``"matrices"``.
     """
     s = spec_of(spec)
     groups, *shape = x.shape

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritonfp8.formats import FORMATS, Format
 from tritonfp8.reference import casts
 from tritonfp8.specs import BLOCK_1X128, QuantSpec, spec_of
+from tritonfp8.specs.formats import FORMATS, Format
 
 MOMENT = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 """How 8-bit moments are quantized. Their scales are kept as exponents, one byte each."""

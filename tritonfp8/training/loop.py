@@ -27,10 +27,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from tritonfp8.checks import first_line
-from tritonfp8.convert import convert
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
+from tritonfp8.conversion import convert
 from tritonfp8.layers.moe import computing_class
+from tritonfp8.specs.checks import first_line
 from tritonfp8.training import corpus, timers
 from tritonfp8.training.models import perturb
 from tritonfp8.training.settings import BASELINE, PERTURBED, Job, Settings
@@ -55,7 +55,7 @@ class Run:
             such text, or the last step did not end.
         step_seconds: wall time of each step; on a GPU, time between events on its stream.
         peak_bytes: peak of allocated GPU memory over the timed steps, weights and optimizer included; None on a CPU.
-        flops: FLOPs of the GEMMs of converted layers, over all steps, by kind (:data:`tritonfp8.counting.KINDS`).
+        flops: FLOPs of the GEMMs of converted layers, by kind (:data:`tritonfp8.compat.counting.KINDS`).
         converted: recipe of each converted layer, by its name in the model.
         skipped: for each layer that was not converted, the reason, by its name in the model.
         failure: the error that ended this recipe, or None.

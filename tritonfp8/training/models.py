@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonfp8.checks import nearest
+from tritonfp8.specs.checks import nearest
 from tritonfp8.training.corpus import VOCABULARY
 
 

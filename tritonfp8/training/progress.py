@@ -8,9 +8,9 @@ from pathlib import Path
 import rich.progress
 from rich.console import Console
 
+from tritonfp8.compat.machine import MISSING
 from tritonfp8.training import report
 from tritonfp8.training.loop import Result, RunObserver
-from tritonfp8.workflow import MISSING
 
 _LINES_A_RECIPE = 10
 

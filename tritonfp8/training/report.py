@@ -17,9 +17,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tritonfp8 import __version__
+from tritonfp8.compat import machine
+from tritonfp8.compat.machine import MISSING
 from tritonfp8.training.loop import UNTIMED_STEPS, Result, Run
 from tritonfp8.training.settings import BASELINE, Job
-from tritonfp8.workflow import MISSING, doctor
 
 KIND_LABELS = {
     "fp8": "",
@@ -49,7 +51,7 @@ class Summary:
         tokens_per_second: from the median step time, without the first steps.
         speed_up: tokens/s divided by bf16's; None on a CPU (:data:`NO_SPEED_ON_A_CPU`).
         peak_bytes: peak of allocated GPU memory.
-        shares: share of the FLOPs of all linear layers, by kind of GEMM (:data:`tritonfp8.counting.KINDS`).
+        shares: share of the FLOPs of all linear layers, by kind of GEMM (:data:`tritonfp8.compat.counting.KINDS`).
     """
 
     recipe: str
@@ -208,7 +210,7 @@ def title(result: Result) -> str:
     return (
         f"{settings.model} ({parameters / 1e6:.1f} M parameters), {settings.steps} steps of "
         f"{settings.batch_size} x {settings.seq_len} tokens{', compiled' if settings.compile else ''}, "
-        f"{doctor.machine(settings.device)['name']}"
+        f"{machine.machine(settings.device)['name']}"
     )
 
 
@@ -229,8 +231,8 @@ def to_json(result: Result) -> dict[str, Any]:
         "settings": asdict(job.settings),
         "model": {"parameters": parameters, "linear_flops_a_step": result.linear_flops},
         "text": text,
-        "versions": doctor.versions(),
-        "machine": doctor.machine(job.settings.device) | {"threads": result.threads},
+        "versions": machine.versions(__version__),
+        "machine": machine.machine(job.settings.device) | {"threads": result.threads},
         "final_steps": final_steps(job),
         "interrupted": result.interrupted,
         "runs": runs,

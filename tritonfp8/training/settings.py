@@ -13,9 +13,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from tritonfp8 import hardware, recipes
-from tritonfp8.checks import require_int
+from tritonfp8 import recipes
+from tritonfp8.compat import hardware
 from tritonfp8.layers.moe import computing_class
+from tritonfp8.specs.checks import require_int
 from tritonfp8.training import corpus
 from tritonfp8.training.models import build_model, default_lr, require_train_extra
 

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from tritonfp8.hardware import Abilities, machine_key
+from tritonfp8.compat.hardware import Abilities, machine_key
 from tritonfp8.tuning import grouped_tiles, store
 from tritonfp8.tuning.grouped_tiles import GroupedGemm
 from tritonfp8.tuning.kinds import COLUMNS, ROWS, Key, Kind

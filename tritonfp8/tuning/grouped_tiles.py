@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tritonfp8.hardware import Abilities
+from tritonfp8.compat.hardware import Abilities
 from tritonfp8.tuning.matmul_space import MatmulConfig, shared_bytes, supports
 
 # Of plain Triton, by the family of the scales. The last fit any device.

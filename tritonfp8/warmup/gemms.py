@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import tritonfp8
-from tritonfp8 import hardware, launch, reference, tuning
+from tritonfp8 import launch, reference, tuning
+from tritonfp8.compat import hardware
 from tritonfp8.functional import quantize_groups, quantize_matrices
-from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, matmul_family, spec_of
+from tritonfp8.specs.quantized import Quantized
 from tritonfp8.tuning import Key, MatmulConfig
 from tritonfp8.tuning.grouped_tiles import GroupedGemm
 from tritonfp8.warmup.record import Call, Layout

@@ -17,9 +17,10 @@ import triton
 from torch import Tensor
 
 import tritonfp8
-from tritonfp8 import hardware, tuning
-from tritonfp8.checks import first_line
-from tritonfp8.testing import FAST_TOLERANCE, assert_matmul_close, sqnr, worst_tile_sqnr
+from tritonfp8 import tuning
+from tritonfp8.compat import hardware
+from tritonfp8.specs.checks import first_line
+from tritonfp8.specs.testing import FAST_TOLERANCE, assert_matmul_close, sqnr, worst_tile_sqnr
 from tritonfp8.training import timers
 from tritonfp8.tuning import Entries, Entry, Key, MatmulConfig, find, store
 from tritonfp8.warmup.gemms import AnyGemm, gemm_of
@@ -169,8 +170,8 @@ def tune(
     """Measure the GEMMs among ``calls``; this process and later ones then launch the fastest configurations.
 
     Each GEMM runs in its most promising configurations, compiled in parallel, on random normal data. A configuration
-    whose output is not within the tolerances (:mod:`tritonfp8.testing`) is not timed. The fastest is saved before the
-    next GEMM is measured.
+    whose output is not within the tolerances (:mod:`tritonfp8.specs.testing`) is not timed. The fastest is saved before
+    the next GEMM is measured.
 
     Args:
         calls: the calls of a step, from :func:`tritonfp8.warmup.record.record_model` or ``record_linear``.

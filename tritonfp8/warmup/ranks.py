@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from tritonfp8.checks import first_line
+from tritonfp8.specs.checks import first_line
 
 T = TypeVar("T")
 # Number of warm-ups that this process has joined: equal on all ranks.

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonfp8 import ops
-from tritonfp8.checks import first_line
-from tritonfp8.convert import convert
+from tritonfp8.conversion import convert
 from tritonfp8.functional import grouped_linear
 from tritonfp8.layers.linear import Float8Linear
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.checks import first_line
 from tritonfp8.training import build_model, next_token_loss
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

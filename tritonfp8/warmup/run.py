@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from tritonfp8 import hardware, recipes, training, tuning
-from tritonfp8.checks import require_flag
+from tritonfp8 import recipes, training, tuning
+from tritonfp8.compat import hardware
+from tritonfp8.specs.checks import require_flag
 from tritonfp8.training import default_lr, require_train_extra
 from tritonfp8.tuning import store
 from tritonfp8.warmup.gemms import gemm_of

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from tritonfp8.checks import first_line
+from tritonfp8.specs.checks import first_line
 
 MAX_WORKERS = 8
 _JOIN_SECONDS = 5.0

@@ -5,7 +5,7 @@ Exports the checks of ``tritonfp8 doctor``, :class:`RecipeSchedule`, and the fun
 """
 
 from tritonfp8.workflow import doctor
-from tritonfp8.workflow.doctor import MISSING, accumulation_figures
+from tritonfp8.workflow.doctor import accumulation_figures
 from tritonfp8.workflow.health import inspect, sensitivity
 from tritonfp8.workflow.schedule import RecipeSchedule
 from tritonfp8.workflow.training_check import TrainingCheck, verify_training
@@ -20,7 +20,6 @@ from tritonfp8.workflow.verification_report import (
 )
 
 __all__ = [
-    "MISSING",
     "Failure",
     "GemmReport",
     "LayerReport",

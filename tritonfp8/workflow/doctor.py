@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import itertools
-import os
-import platform
-import re
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,22 +17,22 @@ from rich.markup import escape
 from rich.table import Table
 
 import tritonfp8
-from tritonfp8 import hardware, recipes, reference
-from tritonfp8.counting import KINDS, count_gemms
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.hardware import Abilities, machine_key
-from tritonfp8.quantized import Quantized
+from tritonfp8 import recipes, reference
+from tritonfp8.compat import hardware, machine
+from tritonfp8.compat.counting import KINDS, count_gemms
+from tritonfp8.compat.hardware import Abilities, machine_key
+from tritonfp8.compat.machine import MISSING
 from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close, canonical_nan, sqnr
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.quantized import Quantized
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close, canonical_nan, sqnr
 from tritonfp8.tuning import store
 from tritonfp8.workflow import op_tests
 
-PACKAGES = ("torch", "triton", "torchao", "transformers", "matplotlib", "numpy")
 SELF_TEST_SHAPE = (200, 333)
 SELF_TEST_MNK = (200, 177, 333)
 Tensors = tuple[torch.Tensor, ...]
 ACCUMULATION_KS = (1024, 4096, 16384)
-MISSING = "-"
 
 
 @dataclass(frozen=True)
@@ -50,16 +44,6 @@ class Check:
     detail: str
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of Python, this package and the packages it works with; None for a package that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "tritonfp8": tritonfp8.__version__}
-    for package in PACKAGES:
-        found[package] = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found | {"cuda": torch.version.cuda}
-
-
 def requirements() -> dict[str, Requirement]:
     """Requirements of the installed package, extras included, by package name; empty if it is not installed."""
     try:
@@ -67,39 +51,6 @@ def requirements() -> dict[str, Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return {}
     return {requirement.name: requirement for requirement in map(Requirement, lines)}
-
-
-def machine(device: torch.device | str) -> dict[str, Any]:
-    """The device and its host as plain data, to be stored with measurements."""
-    device = torch.device(device)
-    cores = len(os.sched_getaffinity(0))
-    facts: dict[str, Any] = {"name": f"{_cpu_name()}, {cores} cores", "system": platform.platform()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "name": properties.name,
-            "capability": [properties.major, properties.minor],
-            "memory_bytes": properties.total_memory,
-            "driver": _driver(),
-        }
-    return facts | {"cpu": _cpu_name(), "cores": cores}
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        if match := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return match[1]
-    return platform.machine()
-
-
-def _driver() -> str | None:
-    with contextlib.suppress(OSError):
-        if match := re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text()):
-            return match[1]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
-    return None
 
 
 def recipe_kinds(name: str, device: torch.device) -> dict[str, int]:
@@ -238,7 +189,7 @@ def diagnose(console: Console) -> bool:
         # A warning would repeat the table of abilities below.
         warnings.simplefilter("ignore")
         abilities = hardware.abilities(device)
-    console.print(_facts_table("machine", machine(device)))
+    console.print(_facts_table("machine", machine.machine(device)))
     console.print(_versions_table())
     console.print(_facts_table("abilities", asdict(abilities)))
     if not abilities.has_fp8_mma:
@@ -269,7 +220,7 @@ def _facts_table(title: str, facts: dict[str, Any]) -> Table:
 def _versions_table() -> Table:
     table = _table("package", "version", "required", "", title="versions")
     required = requirements()
-    for package, version in versions().items():
+    for package, version in machine.versions(tritonfp8.__version__).items():
         requirement = required.get(package)
         verdict = ""
         if requirement is not None and version is None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tritonfp8 import ops, reference
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")

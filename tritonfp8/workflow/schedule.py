@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tritonfp8.checks import require_type
-from tritonfp8.convert import ConversionReport, convert, swap_recipe
+from tritonfp8.conversion import ConversionReport, convert, swap_recipe
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs.checks import require_type
 
 MAX_RECIPES = 7
 """Dynamo compiles a function at most eight times by default, and one more may be needed for another shape."""

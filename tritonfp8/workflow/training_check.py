@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tritonfp8.checks import require
 from tritonfp8.layers import Fingerprints
 from tritonfp8.layers.linear import require_module
+from tritonfp8.specs.checks import require
 from tritonfp8.workflow.outputs import local_part
 from tritonfp8.workflow.verification_report import ON_FAILURE, Failure, deliver
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tritonfp8 import counting
-from tritonfp8.checks import require, require_flag
+from tritonfp8.compat import counting
 from tritonfp8.conversion import reshard
 from tritonfp8.layers import recorded_modules
 from tritonfp8.layers.linear import compared_casts, is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import spec_of
+from tritonfp8.specs.checks import require, require_flag
 from tritonfp8.workflow.outputs import floating_tensors, own_loss, total
 from tritonfp8.workflow.unchanged import unchanged
 from tritonfp8.workflow.verification_failures import (

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
-from tritonfp8 import hardware
-from tritonfp8.counting import GemmLog
+from tritonfp8.compat import hardware
+from tritonfp8.compat.counting import GemmLog
 from tritonfp8.layers.linear import ConvertedLayer, is_converted
 from tritonfp8.layers.moe import ConvertedExperts, is_converted_experts
 from tritonfp8.recipes import Recipe

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tritonfp8.counting import KINDS
+from tritonfp8.compat.counting import KINDS
 from tritonfp8.recipes import GEMMS
 
 ON_FAILURE = ("raise", "warn")
@@ -42,7 +42,7 @@ class GemmReport:
     Attributes:
         op: the op that ran, such as ``"tritonfp8.scaled_matmul"``.
         dtype: the formats of both operands, ``"e4m3 x e5m2"``; of a GEMM in high precision its dtype.
-        kind: how the device computed it, a key of :data:`tritonfp8.counting.KINDS`.
+        kind: how the device computed it, a key of :data:`tritonfp8.compat.counting.KINDS`.
         device: the type of the device, such as ``"cuda"``.
         calls: how often it ran; a recompute counts, too.
         flops: 2 M N K of each call, on this rank.
@@ -140,7 +140,7 @@ class VerificationReport:
         return not self.failures
 
     def share(self, *kinds: str) -> float:
-        """Share of these kinds (:data:`tritonfp8.counting.KINDS`) in the FLOPs of all GEMMs that read a weight."""
+        """Share of these :data:`~tritonfp8.compat.counting.KINDS` in the FLOPs of all GEMMs that read a weight."""
         return self._share_of(gemm for gemm in self._gemms() if gemm.kind in kinds)
 
     @property

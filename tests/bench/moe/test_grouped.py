@@ -9,7 +9,7 @@ from bench.contest import gates, grouped
 from bench.contest.gates import Part
 from bench.shapes import SMOKE, select
 from bench.suites import test_grouped as suite
-from tritonfp8.testing import FAST_SQNR
+from tritonfp8.specs.testing import FAST_SQNR
 
 CPU = torch.device("cpu")
 # FP8 codes in 16 bytes.

@@ -8,7 +8,7 @@ from torch import nn
 
 import tritonfp8
 from tritonfp8.layers.stored import CodesTensor, StoredWeight
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 VOCABULARY = 96
 

@@ -10,7 +10,7 @@ from cases import SPECS, banded, each_recipe
 import tritonfp8
 from tritonfp8.distributed.expert_parallel import payload_of
 from tritonfp8.specs import BLOCK_1X32, ROWWISE, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 

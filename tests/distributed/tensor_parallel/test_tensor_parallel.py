@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tritonfp8 import recipes
 from tritonfp8.distributed import PrepareFloat8ModuleInput, scales
 from tritonfp8.functional import linear
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 # Not with the other tests of several processes: it has its own, and they would wait for it on a machine of two cores.
 pytestmark = [pytest.mark.xdist_group("tensor parallel"), pytest.mark.in_turn(3)]

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import tritonfp8
 from tritonfp8 import export
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 TARGETS = ["q_proj", "up_proj", "down_proj"]
 METHODS = {

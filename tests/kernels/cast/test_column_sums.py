@@ -6,7 +6,7 @@ from cases import MATRICES, SPEC_OF_BLOCK, each_device, generator, normal
 
 from tritonfp8 import reference
 from tritonfp8.launch import casts
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 

@@ -8,7 +8,7 @@ from tritonfp8 import launch, reference
 from tritonfp8.launch import casts, executor
 from tritonfp8.launch.casts import dense, grouped, lines
 from tritonfp8.specs import ROWWISE, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
 
 SPEC = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")

@@ -7,7 +7,7 @@ from cases import MATRICES, SPEC_OF_BLOCK, each_device, normal
 from tritonfp8 import reference
 from tritonfp8.launch import casts, executor
 from tritonfp8.specs import scale_shape
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")

@@ -7,7 +7,7 @@ from cases import each_device, normal, patterns
 from tritonfp8 import reference
 from tritonfp8.launch import casts, executor
 from tritonfp8.launch.casts import weights
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 ROWWISE, SQUARE = "e4m3:rowwise:fp32:pow2", "e4m3:128x128:fp32:pow2"

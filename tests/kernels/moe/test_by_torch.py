@@ -7,10 +7,11 @@ from grouped_runs import HOSTILE
 from routings import ends, routing_cases
 from tuned import ADA, H200
 
-from tritonfp8 import hardware, reference
+from tritonfp8 import reference
+from tritonfp8.compat import hardware
 from tritonfp8.launch import gemms
 from tritonfp8.launch.gemms import by_torch
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 cpu_and_cuda = pytest.mark.parametrize("device", ["cpu", CUDA])
 

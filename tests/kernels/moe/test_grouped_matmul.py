@@ -10,11 +10,12 @@ from cases import CUDA, each_device, normal
 from routings import ends, routing_cases
 from tuned import ADA, H200
 
-from tritonfp8 import hardware, recipes, reference
+from tritonfp8 import recipes, reference
+from tritonfp8.compat import hardware
 from tritonfp8.launch import gemms
 from tritonfp8.recipes import Gemm
 from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning import chooser, grouped_tiles, matmul_space
 
 pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(3)]

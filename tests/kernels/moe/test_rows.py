@@ -8,7 +8,7 @@ from routings import ends
 from tritonfp8 import reference
 from tritonfp8.launch import casts, rows
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 

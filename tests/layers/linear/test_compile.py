@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonfp8
 from tritonfp8 import Float8Linear, convert, recipes, swap_recipe
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.functional import linear
 from tritonfp8.recipes import Recipe
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.in_turn(3)
 

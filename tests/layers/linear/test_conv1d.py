@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.pytorch_utils import Conv1D
 
 from tritonfp8 import convert, functional, quantize_weights_once, recipes, revert, swap_recipe
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.linear import is_converted
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 LAYERS = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]

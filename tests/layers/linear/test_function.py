@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import tritonfp8
 from tritonfp8 import QuantSpec, Recipe, ops, recipes
-from tritonfp8.counting import count_gemms
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.functional import linear
 from tritonfp8.recipes import GEMMS, Gemm
 from tritonfp8.specs import BLOCK_1X128, ROWWISE
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")

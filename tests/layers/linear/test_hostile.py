@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import tritonfp8
-from tritonfp8 import Float8Linear, Quantized, QuantSpec, Recipe, distributed, functional, recipes, testing
+from tritonfp8 import Float8Linear, Quantized, QuantSpec, Recipe, distributed, functional, recipes
 from tritonfp8.recipes import Gemm
+from tritonfp8.specs import testing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nested tensors.*"),

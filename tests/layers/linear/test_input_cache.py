@@ -17,7 +17,7 @@ from tritonfp8 import convert, recipes, revert
 from tritonfp8.functional import SharedInput
 from tritonfp8.layers.linear import input_cache
 from tritonfp8.layers.linear.operands import OperandProvider
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 

@@ -8,7 +8,7 @@ from cases import normal
 from torch import nn
 
 from tritonfp8 import Float8Linear, functional, recipes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 

@@ -10,7 +10,7 @@ from tritonfp8 import recipes
 from tritonfp8.functional import SharedInput, linear, quantize_weight
 from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.linear import CASTS, LOCAL, OperandProvider, WeightSource, local_linear, source_of
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tritonfp8
 from tritonfp8 import Float8Linear, convert, ops, recipes
 from tritonfp8.functional import grouped_linear, linear, quantize_weight
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),

@@ -15,7 +15,7 @@ import tritonfp8
 from tritonfp8 import Float8Linear, convert, quantize_weights_once, recipes, revert, swap_recipe
 from tritonfp8.functional import linear, quantize_weight
 from tritonfp8.layers.changes import SAMPLES, Watch
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 each_recipe = pytest.mark.parametrize("name", recipes.names())
 SHAPE = (24, 40)

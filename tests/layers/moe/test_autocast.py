@@ -7,7 +7,7 @@ from cases import QUANTIZED, normal
 from tritonfp8 import Float8Experts
 from tritonfp8.layers.moe import experts as module
 from tritonfp8.layers.moe import routing
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 TOKENS, TOP_K = 20, 2
 FACTORS = (torch.float32, torch.bfloat16)

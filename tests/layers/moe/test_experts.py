@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.in_turn(3)
 

@@ -10,7 +10,7 @@ from cases import normal
 from torch import nn
 
 import tritonfp8
-from tritonfp8.testing import sqnr
+from tritonfp8.specs.testing import sqnr
 
 # A class of each kind of gate, and whether the casts may compute it as SwiGLU.
 KINDS = {

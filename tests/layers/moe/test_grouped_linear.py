@@ -9,9 +9,9 @@ from strategies import recipes as any_recipe
 
 import tritonfp8
 from tritonfp8 import QuantSpec, functional, recipes
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.specs import BLOCK_128X128
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 SIZES = st.lists(st.sampled_from([0, 1, 7, 127, 128, 129]), min_size=1, max_size=4)
 

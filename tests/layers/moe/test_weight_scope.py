@@ -10,7 +10,7 @@ from torch import nn
 
 import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.in_turn(3)
 

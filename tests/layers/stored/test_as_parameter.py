@@ -21,7 +21,7 @@ from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, GatheredBytes, Ma
 from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
 from tritonfp8.distributed.fsdp.orientations import weight_orientations
 from tritonfp8.layers.stored import CodesTensor, StoredMatrices, StoredWeight, recipe_of_storage, store
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 N, K = 16, 24
 SPEC = recipe_of_storage(recipes.get("rowwise")).output.rhs

@@ -9,7 +9,7 @@ from torch.torch_version import TorchVersion
 
 import tritonfp8
 from tritonfp8 import recipes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,7 +13,7 @@ from torch import nn
 import tritonfp8
 from tritonfp8 import Float8Linear
 from tritonfp8.layers.stored import StoredMatrices, StoredWeight, is_stored
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 SIZE, LAYERS = 128, 10
 

@@ -9,7 +9,7 @@ from torch import nn
 import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.layers.stored import StoredMatrices, recipe_of_storage, store
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 N, K = 24, 48
 RECIPES = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]

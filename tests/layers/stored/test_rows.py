@@ -7,8 +7,8 @@ import torch
 from cases import SPECS, normal
 
 from tritonfp8.layers.stored import StoredRows, exponents_of, scales_of, store
-from tritonfp8.specs import SCALE_FORMATS
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.formats import SCALE_FORMATS
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 STORABLE = [spec for spec in SPECS if spec.scale_rounding == "pow2"]
 each_spec = pytest.mark.parametrize("spec", STORABLE, ids=str)

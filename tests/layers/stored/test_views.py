@@ -10,7 +10,7 @@ from torch import nn
 
 from tritonfp8 import recipes
 from tritonfp8.layers.stored import StoredWeight, recipe_of_storage, store
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 N, K = 40, 64
 RECIPES = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]

@@ -14,7 +14,7 @@ import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.layers.stored import StoredMatrices, StoredWeight, recipe_of_storage, store
 from tritonfp8.optim import DirectSteps, direct_steps, float32_copy
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 RECIPES = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
 N, K, STEPS, SHARE = 128, 96, 300, 0.005

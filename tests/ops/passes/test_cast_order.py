@@ -11,7 +11,7 @@ from torch import nn
 import tritonfp8
 from tritonfp8 import ops
 from tritonfp8.ops import passes
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 ROWWISE, TENSORWISE = "e4m3:rowwise:fp32:pow2", "e4m3:tensorwise:fp32:pow2"
 WHERE = torch.ops.aten.where.self

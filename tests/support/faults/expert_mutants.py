@@ -96,7 +96,7 @@ FAULTS = (
         _GROUPED,
     ),
     (
-        "tritonfp8/specs.py",
+        "tritonfp8/specs/quant_spec.py",
         "return GROUP_ALIGNMENT * (start // GROUP_ALIGNMENT + group)",
         "return GROUP_ALIGNMENT * (start // GROUP_ALIGNMENT) + group",
         "columns of two groups share a block",

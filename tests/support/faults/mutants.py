@@ -196,7 +196,7 @@ MUTANTS = (
         ("tests/layers/linear/test_input_cache.py",),
     ),
     Mutant(
-        "tritonfp8/conversion/roles.py",
+        "tritonfp8/conversion/selection/roles.py",
         "return WITH_HEAD.search(type(parent).__name__) is not None or out_features in rows",
         "return True",
         "an ordinary layer named output stays in high precision",

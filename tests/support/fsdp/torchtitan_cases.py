@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.distributed import count_collective_bytes
 from tritonfp8.layers.linear import Float8Linear
 from tritonfp8.layers.moe import is_converted_experts

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tritonfp8 import hardware
+from tritonfp8.compat import hardware
 from tritonfp8.compat.triton_private import settle_key
 from tritonfp8.launch import executor
 from tritonfp8.launch.kernel_cache import COMPILER_OPTIONS

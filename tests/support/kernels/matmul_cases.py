@@ -5,8 +5,8 @@ import math
 import torch
 from cases import generator
 
-from tritonfp8 import hardware, reference
-from tritonfp8.formats import FORMATS
+from tritonfp8 import reference
+from tritonfp8.compat import hardware
 from tritonfp8.launch import gemms
 from tritonfp8.specs import (
     BLOCK_1X32,
@@ -17,6 +17,7 @@ from tritonfp8.specs import (
     matmul_family,
     scale_shape,
 )
+from tritonfp8.specs.formats import FORMATS
 from tritonfp8.tuning.matmul_space import supports
 
 TENSOR = QuantSpec("e4m3")

@@ -4,9 +4,9 @@ import itertools
 
 from hypothesis import strategies as st
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.recipes import Gemm, Recipe
 from tritonfp8.specs import ACCUMULATIONS, BLOCKS, QuantSpec
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 COMBINATIONS = list(
     itertools.product(FORMATS, BLOCKS, SCALE_FORMATS, sorted({r for f in SCALE_FORMATS.values() for r in f.roundings}))

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonfp8.formats import FORMATS
+from tritonfp8.specs.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels are compiled in this process, not interpreted"

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from tritonfp8.hardware import CPU, Abilities, machine_key
+from tritonfp8.compat.hardware import CPU, Abilities, machine_key
 from tritonfp8.tuning.matmul_space import space
 from tritonfp8.tuning.store import Entry, Key, Kind, read_user
 from tritonfp8.warmup.measure import distinct_gemms

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import tritonfp8
 from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather, shard_experts
 from tritonfp8.distributed.fsdp.torch_fsdp import managed_parameters
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 HIDDEN, INSIDE, TOP_K = 64, 48, 2
 

@@ -5,10 +5,11 @@ from typing import NamedTuple
 import torch
 from cases import normal
 
-from tritonfp8 import functional, hardware, recipes
+from tritonfp8 import functional, recipes
+from tritonfp8.compat import hardware
 from tritonfp8.reference import group_bounds
 from tritonfp8.specs import group_column, grouped_columns
-from tritonfp8.testing import assert_matmul_close
+from tritonfp8.specs.testing import assert_matmul_close
 
 # One number of tokens, which is no multiple of 16, and of groups: kernels are then compiled once for all sizes.
 TOKENS, GROUPS = 571, 8

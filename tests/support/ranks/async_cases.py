@@ -29,7 +29,7 @@ from tritonfp8 import recipes
 from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from tritonfp8.functional import linear
 from tritonfp8.layers import extensions
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 PLAIN, FLOAT8 = (ColwiseParallel, RowwiseParallel), (Float8ColwiseParallel, Float8RowwiseParallel)
 HIDDEN, HEADS, INTERMEDIATE = 128, 4, 256

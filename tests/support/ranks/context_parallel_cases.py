@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tp_cases import tolerance
 
 import tritonfp8
-from tritonfp8.testing import sqnr
+from tritonfp8.specs.testing import sqnr
 
 HIDDEN, HEADS = 48, 3
 # On a GPU attention saves tensors for backward in multiples of 32 tokens. With 256 tokens each of four ranks has two

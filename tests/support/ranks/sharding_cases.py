@@ -11,7 +11,7 @@ from tp_cases import mesh_of
 
 import tritonfp8.distributed  # noqa: F401  registers the rules
 from tritonfp8 import ops, reference
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 _library = None
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tritonfp8
 from tritonfp8 import distributed, recipes
 from tritonfp8.functional import linear
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 R = Replicate()
 # dB between sums in different orders, on a CPU and on tensor cores. One wrong scale gives 20 to 40.

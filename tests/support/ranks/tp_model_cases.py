@@ -18,7 +18,7 @@ import tritonfp8
 from tritonfp8 import distributed, recipes
 from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from tritonfp8.functional import linear
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 
 class Mlp(nn.Module):

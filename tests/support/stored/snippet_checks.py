@@ -96,3 +96,9 @@ def check_sharded_mixture(names):
     assert isinstance(experts.down_proj, DTensor)
     assert experts.down_proj.to_local().shape[0] == 2
     assert names["model"](torch.randn(6, 64)).shape == (6, 64)
+
+
+def check_program(names):
+    assert [m.recipe.name for m in names["model"] if isinstance(m, tritonfp8.Float8Linear)] == ["rowwise"] * 2
+    assert names["loss"].isfinite()
+    assert all(names["optimizer"].state[p]["step"] == 4 for p in names["model"].parameters())

@@ -16,7 +16,7 @@ import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.recipes import Gemm, Recipe
 from tritonfp8.specs import QuantSpec
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.workflow.health import FIELDS, THRESHOLDS
 
 

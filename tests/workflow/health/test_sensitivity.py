@@ -12,7 +12,7 @@ import tritonfp8
 from tritonfp8 import recipes
 from tritonfp8.functional import linear
 from tritonfp8.recipes import Recipe
-from tritonfp8.testing import assert_bitwise_equal
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.workflow.health.sensitivity import relative_noise
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from figures import measure
 
-from tritonfp8.formats import FORMATS
 from tritonfp8.reference import dequantize, quantize
 from tritonfp8.specs import SPECS, QuantSpec
-from tritonfp8.testing import sqnr
+from tritonfp8.specs.formats import FORMATS
+from tritonfp8.specs.testing import sqnr
 from tritonfp8.workflow.health.statistics import FIELDS, local_matrix, some_rows
 
 FLOOR = QuantSpec("e4m3", (1, 32), "e8m0", "floor")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.distributed.collectives import all_to_all_rows
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs import QuantSpec, empty_scale
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 # Every code times a power of two is exact in these. float16 has too few exponents.
 _EXACT_IN = (torch.bfloat16, torch.float32)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tritonfp8.checks import require, require_flag, require_type
 from tritonfp8.distributed.expert_parallel.dispatch import ExpertDispatch
 from tritonfp8.distributed.stored_weights import split_experts
 from tritonfp8.layers.moe import RoutedExperts
 from tritonfp8.layers.stored import StoredMatrices, replacing
+from tritonfp8.specs.checks import require, require_flag, require_type
 
 PAYLOADS = ("float8", "high_precision")
 

@@ -27,8 +27,8 @@ from tritonfp8 import ops
 from tritonfp8.distributed.fsdp.orientations import WeightOrientation
 from tritonfp8.distributed.fsdp.shard_casts import ShardPlace, quantize_shard
 from tritonfp8.distributed.shard_layout import DimLayout, is_split, split_blocks
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.specs import empty_grouped_scale, grouped_scale_shape
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 
 class GatheredBytes(NamedTuple):

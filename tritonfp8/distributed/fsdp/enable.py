@@ -26,14 +26,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from tritonfp8.checks import require
-from tritonfp8.convert import ConversionReport
+from tritonfp8.conversion import ConversionReport
 from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 from tritonfp8.distributed.fsdp.orientations import weight_orientations
 from tritonfp8.distributed.torch_private import FSDP, require_names
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import is_stored
+from tritonfp8.specs.checks import require
 
 CASTS = ("param_dtype", "master")
 CONV1D = "a Conv1D: its weight is stored transposed, and is gathered in its own dtype"

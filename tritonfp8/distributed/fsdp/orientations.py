@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.layers.linear import serves_both
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec, transposed
+from tritonfp8.specs.formats import SCALE_FORMATS
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from tritonfp8.checks import require_flag, shown
 from tritonfp8.distributed import options
 from tritonfp8.distributed.collectives import all_gather_rows, reduce_scatter_sum
 from tritonfp8.distributed.shard_layout import distributed, distributed_as
 from tritonfp8.layers.linear import Float8Linear
 from tritonfp8.ops import sealed
+from tritonfp8.specs.checks import require_flag, shown
 
 _CONVERT = "use tritonfp8.convert(model, recipe), before or after parallelize_module"
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from tritonfp8.distributed.collectives import all_gather_bytes, all_gather_rows, reduce_scatter_sum
 from tritonfp8.distributed.global_scales import global_amax, quantize_by_amaxes
 from tritonfp8.distributed.shard_layout import DimLayout, align, local_blocks, unalign
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.layers.linear import NO_PAIR, Pair
 from tritonfp8.ops import sealed
 from tritonfp8.specs import QuantSpec, empty_scale, transposed
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 
 @dataclass(frozen=True)

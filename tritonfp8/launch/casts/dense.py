@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import reference
-from tritonfp8.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.kernels.cast import quantize as quantize_kernels
 from tritonfp8.launch.casts.lines import can_plan_rows, plan_columns, plan_rows, run_together
 from tritonfp8.launch.casts.partial_maxima import PartialMaxima, row_chunks
@@ -24,6 +23,7 @@ from tritonfp8.launch.executor import planned
 from tritonfp8.launch.launcher import launcher
 from tritonfp8.launch.plan import Planner, View
 from tritonfp8.specs import COLUMNWISE, ROWWISE, TENSORWISE, QuantSpec, empty_scale, scale_shape, spec_of, transposed
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS, stacked
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, cast_tiles
 
 

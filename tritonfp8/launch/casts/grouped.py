@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import reference
-from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.cast import groups as kernels
 from tritonfp8.launch.casts.dense import plan_quantize
 from tritonfp8.launch.casts.groups import TILE, Groups, plan_sides, side_of_matrices, side_of_tokens, with_maxima
@@ -30,6 +29,7 @@ from tritonfp8.specs import (
     spec_of,
     transposed,
 )
+from tritonfp8.specs.formats import FORMATS
 from tritonfp8.tuning import cast_tiles
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from tritonfp8.formats import FORMATS
 from tritonfp8.kernels.cast import groups as kernels
 from tritonfp8.launch.casts.partial_maxima import PartialMaxima
 from tritonfp8.launch.casts.side import META, Side, both, side_constants
@@ -26,6 +25,7 @@ from tritonfp8.specs import (
     grouped_columns,
     transposed,
 )
+from tritonfp8.specs.formats import FORMATS
 from tritonfp8.tuning import VECTOR_BYTES, BlockShape, cast_tiles
 
 # Rows of a tile: as many tokens as the columns at whose multiples groups begin.

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels.cast import quantize as kernels
 from tritonfp8.launch.plan import View, kernel_constants
 from tritonfp8.specs import QuantSpec, transposed
+from tritonfp8.specs.formats import SCALE_FORMATS
 from tritonfp8.tuning import BlockShape, cast_tiles
 
 META = torch.device("meta")

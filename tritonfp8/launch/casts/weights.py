@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.kernels.cast import weights as kernels
 from tritonfp8.launch.casts import dense
 from tritonfp8.launch.casts.partial_maxima import magnitude_dtype
@@ -16,6 +15,7 @@ from tritonfp8.launch.casts.side import META
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.plan import Planner, View, kernel_constants
 from tritonfp8.specs import ROWWISE, empty_scale, spec_of, transposed
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.tuning import VECTOR_BYTES, cast_tiles
 
 T = TypeVar("T")

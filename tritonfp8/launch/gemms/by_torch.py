@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tritonfp8 import hardware
+from tritonfp8.compat import hardware
 from tritonfp8.launch.plan import TMA_ALIGNMENT, View
 
 

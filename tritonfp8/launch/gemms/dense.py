@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8 import hardware, reference, tuning
+from tritonfp8 import reference, tuning
+from tritonfp8.compat import hardware
 from tritonfp8.kernels.gemm import block_scaled as block_kernels
 from tritonfp8.kernels.gemm import hopper_dense as hopper_kernels
 from tritonfp8.kernels.gemm import scaled as matmul_kernels
@@ -289,7 +290,7 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def product_kind(a_spec: str, device: torch.device, m: int, batch_invariant: bool = False) -> str:
-    """How a GEMM of ``m`` rows of operands with this spec runs: a key of :data:`tritonfp8.counting.KINDS`."""
+    """How a GEMM of ``m`` rows of operands with this spec runs: a key of :data:`tritonfp8.compat.counting.KINDS`."""
     abilities = hardware.abilities(device)
     if not abilities.has_fp8_mma:
         return "reference"

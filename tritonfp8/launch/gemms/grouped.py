@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritonfp8 import hardware, reference
-from tritonfp8.hardware import Abilities
+from tritonfp8 import reference
+from tritonfp8.compat import hardware
+from tritonfp8.compat.hardware import Abilities
 from tritonfp8.kernels.gemm import grouped as kernels
 from tritonfp8.kernels.gemm import hopper_grouped as hopper_kernels
 from tritonfp8.kernels.gemm.sizes import SCALE_VECTOR, SPECIALIZED_WAVE_ROWS
@@ -289,7 +290,7 @@ def grouped_product_kind(
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, accumulation: str = "precise",
     batch_invariant: bool = False, tokens: int = 0,
 ) -> str:  # fmt: skip
-    """How a GEMM of groups runs: a key of :data:`tritonfp8.counting.KINDS`."""
+    """How a GEMM of groups runs: a key of :data:`tritonfp8.compat.counting.KINDS`."""
     # Kernels read the codes of every operand, as in batch-invariant GEMMs, but those of MX operands that are widened.
     kind = product_kind(a_spec, a.device, len(a), True)
     shape = (len(a), b.shape[1]) if b.ndim == 3 else (len(offsets), len(a), len(b))

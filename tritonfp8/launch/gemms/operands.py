@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from tritonfp8.formats import SCALE_FORMATS
 from tritonfp8.kernels.gemm.scaled import reduce_parts_kernel
 from tritonfp8.launch.plan import TMA_ALIGNMENT, Planner, Pointer, TensorMap, View
 from tritonfp8.specs import BLOCK_1X128, SCALE_ALIGNMENT, QuantSpec, matmul_family
+from tritonfp8.specs.formats import SCALE_FORMATS
 from tritonfp8.tuning import REDUCE_TILE, REDUCE_WARPS, MatmulConfig
 
 MAX_TMA_COORDINATE = 2**31 - 1

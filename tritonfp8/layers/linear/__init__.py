@@ -44,7 +44,6 @@ from tritonfp8.layers.linear.checks import autocast_all, autocast_dtype, cast_to
 from tritonfp8.layers.linear.dispatch import linear, local_linear
 from tritonfp8.layers.linear.function import (
     multiply,
-    weight_t,
 )
 from tritonfp8.layers.linear.input_cache import SharedInput, compared_casts, forget
 from tritonfp8.layers.linear.module import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritonfp8.checks import check_strided
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.codes import refuse_codes
+from tritonfp8.specs.checks import check_strided
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
 
 _STRIDED = torch.strided
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritonfp8 import counting, ops
-from tritonfp8.checks import require_type
+from tritonfp8 import ops
+from tritonfp8.compat import counting
 from tritonfp8.compat.torch_private import is_functionalized, is_transformed
 from tritonfp8.layers import recompute
 from tritonfp8.layers.linear.checks import autocast_dtype, cast_to, check_dtypes, check_linear, check_shapes, fit
@@ -22,6 +22,7 @@ from tritonfp8.layers.tensor_types import PLAIN, TENSORS, handler_of
 from tritonfp8.layers.unsupported import refuse_compiled_transform, refuse_transform
 from tritonfp8.ops import graph_op, is_exporting, is_traced
 from tritonfp8.recipes import Recipe, get, recipe_of
+from tritonfp8.specs.checks import require_type
 
 # Of nodes of autograd, without "Backward": activations, what they are written with, and views.
 ELEMENTWISE = frozenset(

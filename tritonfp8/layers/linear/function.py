@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8 import counting, ops
+from tritonfp8 import ops
+from tritonfp8.compat import counting
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear.operands import LOCAL, NO_PAIR, OperandProvider, Pair
 from tritonfp8.layers.linear.weight_source import CASTS, WeightSource, serves_both
@@ -40,8 +41,8 @@ class LinearPlan(NamedTuple):
         source: where the operands of the weight come from.
         casts_input_again: whether backward casts the operand of ``grad_weight`` from the input. Only in a graph: its
             compiler has the input in backward, or recomputes it.
-        layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None. Backward and a
-            recompute of the forward have plans of the same call, so their GEMMs are logged under the right layer.
+        layer: the module whose call this is, inside :func:`~tritonfp8.compat.counting.log_gemms`; else None. Backward
+            and a recompute of the forward have plans of the same call, so their GEMMs are logged under the right layer.
     """
 
     recipe: Recipe

@@ -7,8 +7,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from torch import Tensor, nn
 
-from tritonfp8 import counting
-from tritonfp8.checks import require_type
+from tritonfp8.compat import counting
 from tritonfp8.layers.joined import register_computing
 from tritonfp8.layers.linear.dispatch import linear
 from tritonfp8.layers.linear.input_cache import SharedInput
@@ -16,6 +15,7 @@ from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.layers.parameter_hooks import ParameterHooks
 from tritonfp8.layers.unsupported import refuse_script
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs.checks import require_type
 
 _NO_RECIPE = (
     "a Float8Linear needs recipe=. Its class does not carry the recipe of a layer, so code that copies a layer as "

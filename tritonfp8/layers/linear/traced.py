@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonfp8 import counting, ops
+from tritonfp8 import ops
+from tritonfp8.compat import counting
 from tritonfp8.layers.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.dispatch import local_linear
 from tritonfp8.layers.linear.function import LinearPlan, Saved, cached_for_backward, gradients
 from tritonfp8.layers.linear.operands import LOCAL
 from tritonfp8.layers.linear.weight_source import CASTS, Operands
 from tritonfp8.ops import implement, saved
-from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, recipe_of
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.quantized import Quantized
 
 
 def _quantized(pair: Sequence[Tensor | None], spec: QuantSpec | None) -> Quantized | None:

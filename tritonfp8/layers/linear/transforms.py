@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tritonfp8 import counting, ops
+from tritonfp8 import ops
+from tritonfp8.compat import counting
 from tritonfp8.layers.first_order import refuse_second_derivative
 from tritonfp8.layers.linear.weight_source import CASTS, Operands, pair_of, weight_operands
 from tritonfp8.layers.unsupported import refuse_forward_mode

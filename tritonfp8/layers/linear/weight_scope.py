@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tritonfp8.checks import shown
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers import extensions
 from tritonfp8.layers.extensions import Extensions, WholeTogether
 from tritonfp8.layers.linear.module import ConvertedLayer, as_matrix, is_converted, require_module
 from tritonfp8.layers.linear.weight_cache import CachedWeight
 from tritonfp8.layers.linear.weight_source import quantize_weight, source_of
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.checks import shown
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
 
 Layers = Mapping[str, ConvertedLayer]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.checks import check_floating, require_flag, shown
 from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.linear.operands import NO_PAIR, Pair, quantize_for, quantize_later, quantize_now
 from tritonfp8.ops.passes import may_batch
-from tritonfp8.quantized import Quantized
 from tritonfp8.recipes import Recipe, get
 from tritonfp8.specs import TENSORWISE, QuantSpec
+from tritonfp8.specs.checks import check_floating, require_flag, shown
+from tritonfp8.specs.quantized import Quantized
 
 Operands = tuple[Quantized | None, Quantized | None]
 """A matrix as two GEMMs read it: quantized untransposed and quantized transposed; None where no GEMM reads it."""

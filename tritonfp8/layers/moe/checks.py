@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tritonfp8.checks import check_strided, require_type
-from tritonfp8.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.layers.codes import refuse_codes
 from tritonfp8.layers.linear import raise_without_transpose
 from tritonfp8.layers.tensor_types import PLAIN, TENSORS
-from tritonfp8.quantized import QuantizedGroups
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import check_group_spec
+from tritonfp8.specs.checks import check_strided, require_type
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.quantized import QuantizedGroups
 
 # The operands that hold tokens as rows. Those of grad_weight have them as columns.
 _OF_TOKENS = ("output", "grad_input")

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from tritonfp8 import counting
+from tritonfp8.compat import counting
 from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight, Weights, autocast_all, register_finder, source_of
 from tritonfp8.layers.moe.activation import swiglu

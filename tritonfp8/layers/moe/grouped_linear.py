@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8 import counting, ops
+from tritonfp8 import ops
+from tritonfp8.compat import counting
 from tritonfp8.compat.torch_private import is_transformed
 from tritonfp8.layers.extensions import SOURCES
 from tritonfp8.layers.first_order import first_order
@@ -32,9 +33,9 @@ from tritonfp8.layers.moe.checks import (
 )
 from tritonfp8.layers.recompute import decided
 from tritonfp8.layers.unsupported import refuse_transform
-from tritonfp8.quantized import QuantizedGroups
 from tritonfp8.recipes import Gemm, Recipe, get
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.quantized import QuantizedGroups
 
 
 class Rows(NamedTuple):
@@ -119,7 +120,7 @@ class GroupedPlan(NamedTuple):
         recipe: of its three GEMMs.
         needs_grad_input, needs_grad_weight, needs_grad_bias: whether somebody needs these gradients.
         is_cached: whether the caller keeps the quantized weights.
-        layer: the module whose call this is, inside :func:`tritonfp8.counting.log_gemms`; else None.
+        layer: the module whose call this is, inside :func:`tritonfp8.compat.counting.log_gemms`; else None.
         source: gives the operands of the weight.
     """
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8 import ops
-from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.checks import require
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes in which every code times its scale is exact. In float16 a small scale would be rounded."""

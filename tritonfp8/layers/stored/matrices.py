@@ -27,7 +27,7 @@ class StoredMatrices(StoredWeight):
 
     Args:
         qdata: 8-bit ``[E, N, K]``, contiguous.
-        scale: its scales, as a :class:`~tritonfp8.quantized.QuantizedGroups` in ``"matrices"`` has them.
+        scale: its scales, as a :class:`~tritonfp8.specs.quantized.QuantizedGroups` in ``"matrices"`` has them.
         spec: of both; its scales are powers of two.
         dtype: bfloat16 or float32.
         is_transposed: whether this tensor is ``[E, K, N]``, as the weights of gpt-oss. The codes stay ``[E, N, K]``.

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
 from tritonfp8.layers.stored.direct import on_values
 from tritonfp8.layers.stored.shard import OF_SHARDS, Shard
 from tritonfp8.specs import BLOCKS, QuantSpec, empty_scale, scale_shape, spec_of
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 aten = torch.ops.aten
 ONE, NAN = 127, 255

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from tritonfp8 import ops
-from tritonfp8.checks import require
 from tritonfp8.compat import torch_private
 from tritonfp8.layers import refuse_codes
 from tritonfp8.layers.stored.base import DTYPES, CodesTensor, StoredTensor
 from tritonfp8.layers.stored.direct import OVERWRITES, STORED, TRAINED, counted, on_values
 from tritonfp8.layers.stored.rows import rows_of
 from tritonfp8.layers.stored.views import view_of
-from tritonfp8.quantized import Quantized
 from tritonfp8.specs import QuantSpec, spec_of
+from tritonfp8.specs.checks import require
+from tritonfp8.specs.quantized import Quantized
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritonfp8.checks import require
+from tritonfp8.specs.checks import require
 from tritonfp8.workflow.health.statistics import FIELDS
 from tritonfp8.workflow.health.thresholds import OPERANDS
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.checks import require_int, require_type
 from tritonfp8.layers.linear import require_module
+from tritonfp8.specs.checks import require_int, require_type
 from tritonfp8.workflow.health.groups import Key
 from tritonfp8.workflow.health.heat_map import Sample, plot
 from tritonfp8.workflow.health.observer import Observer, expert_names, layer_names

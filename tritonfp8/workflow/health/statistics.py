@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.compat import torch_private
-from tritonfp8.formats import FORMATS
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.stored import plain_weight
 from tritonfp8.specs import ROWWISE, TENSORWISE, QuantSpec
+from tritonfp8.specs.formats import FORMATS
 from tritonfp8.workflow.outputs import local_part
 
 FIELDS = (

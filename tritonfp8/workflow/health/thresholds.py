@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tritonfp8.checks import require
+from tritonfp8.specs.checks import require
 
 OPERANDS = ("input", "weight", "grad_output")
 

@@ -8,7 +8,7 @@ from grouped_runs import captured
 
 import tritonfp8
 from tritonfp8 import recipes
-from tritonfp8.testing import assert_bitwise_equal, sqnr
+from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.gpu
 

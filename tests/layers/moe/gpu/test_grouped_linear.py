@@ -24,9 +24,9 @@ from grouped_runs import (
 from routings import ends
 
 from tritonfp8 import ops, recipes, reference
-from tritonfp8.counting import count_gemms
+from tritonfp8.compat.counting import count_gemms
 from tritonfp8.reference import group_bounds
-from tritonfp8.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 
 pytestmark = pytest.mark.in_turn(3)
 

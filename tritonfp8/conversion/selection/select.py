@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tritonfp8.conversion.choice import Choice, Recipes
-from tritonfp8.conversion.filters import Filter, Selection
 from tritonfp8.conversion.report import ConversionReport
+from tritonfp8.conversion.selection.choice import Choice, Recipes
+from tritonfp8.conversion.selection.filters import Filter, Selection
 from tritonfp8.layers import check_not_torchao, is_own_forward
 from tritonfp8.layers.linear import (
     Float8Conv1D,

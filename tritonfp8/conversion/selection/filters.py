@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from tritonfp8.checks import require_int, shown
-from tritonfp8.conversion.choice import check_patterns, names_part
-from tritonfp8.conversion.cost import why_slower
-from tritonfp8.conversion.roles import Roles
+from tritonfp8.conversion.selection.choice import check_patterns, names_part
+from tritonfp8.conversion.selection.cost import why_slower
+from tritonfp8.conversion.selection.roles import Roles
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.checks import require_int, shown
 
 MIN_FEATURES = 16
 AUTO = "auto"

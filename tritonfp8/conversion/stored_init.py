@@ -10,14 +10,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from tritonfp8.checks import require_flag
-from tritonfp8.conversion import Selection, linears, select, share_inputs, sizes_of
-from tritonfp8.convert import apply_selection, for_storage, revert
+from tritonfp8.conversion.model import apply_selection, for_storage, revert
+from tritonfp8.conversion.selection import Selection, linears, select, sizes_of
+from tritonfp8.conversion.sharing import share_inputs
 from tritonfp8.layers import record_names
 from tritonfp8.layers.linear import computes_linear, is_conv1d, is_converted
 from tritonfp8.layers.moe import class_of_experts
 from tritonfp8.layers.stored import stored_part, taken
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs.checks import require_flag
 
 Filter = Callable[[nn.Module, str], bool] | None
 

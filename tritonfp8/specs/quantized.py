@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tritonfp8.checks import check_strided, require, require_type
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
-from tritonfp8.specs import (
+from tritonfp8.specs.checks import check_strided, require, require_type
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.quant_spec import (
     GROUP_ALIGNMENT,
     GROUP_LAYOUTS,
     QuantSpec,

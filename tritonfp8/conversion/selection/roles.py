@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from tritonfp8.conversion.heads import COPIES, WITH_HEAD, WRAPPERS, last_linears, told_heads
+from tritonfp8.conversion.selection.heads import COPIES, WITH_HEAD, WRAPPERS, last_linears, told_heads
 
 HEADS = {"lm_head", "embed_out"}
 HEAD = "an output head"

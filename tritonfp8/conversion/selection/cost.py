@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonfp8.hardware import Abilities, abilities, machine_key
+from tritonfp8.compat.hardware import Abilities, abilities, machine_key
 from tritonfp8.recipes import GEMMS, Gemm, Recipe
 from tritonfp8.specs import QuantSpec, matmul_family
 from tritonfp8.tuning import COPY_BANDWIDTH, choose, is_widened, key, kind, predicted_time, table

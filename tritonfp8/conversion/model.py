@@ -12,23 +12,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tritonfp8.checks import require, require_flag
-from tritonfp8.conversion import (
+from tritonfp8.conversion.coverage import coverage
+from tritonfp8.conversion.others import keep_layers, teach_counters
+from tritonfp8.conversion.report import ConversionReport
+from tritonfp8.conversion.selection import (
     NO_PATTERN,
     Choice,
-    ConversionReport,
     Filter,
     Recipes,
     Selected,
     converted_experts,
     converted_layers,
-    coverage,
-    keep_layers,
     select,
-    share_inputs,
-    teach_counters,
-    unshare_inputs,
 )
+from tritonfp8.conversion.sharing import share_inputs, unshare_inputs
 from tritonfp8.layers import (
     all_or_nothing,
     change_class,
@@ -48,6 +45,7 @@ from tritonfp8.layers.linear import (
 )
 from tritonfp8.layers.moe import ConvertedExperts, convert_experts, experts_before, revert_experts
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.checks import require, require_flag
 
 __all__ = ["ConversionReport", "apply_selection", "convert", "for_storage", "revert", "swap_recipe"]
 

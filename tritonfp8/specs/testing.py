@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tritonfp8.checks import require
+from tritonfp8.specs.checks import require
 
 TILE = 128
 REPORTED_MISMATCHES = 8

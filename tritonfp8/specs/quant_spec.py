@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import torch
 
-from tritonfp8.checks import is_among, require
-from tritonfp8.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.checks import is_among, require
+from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
 
 TENSORWISE = (-1, -1)
 ROWWISE = (1, -1)
@@ -21,7 +21,7 @@ BLOCK_128X128 = (128, 128)
 BLOCK_1X32 = (1, 32)
 
 GROUP_LAYOUTS = ("rows", "columns", "matrices")
-"""Where the groups of :class:`~tritonfp8.quantized.QuantizedGroups` lie."""
+"""Where the groups of :class:`~tritonfp8.specs.quantized.QuantizedGroups` lie."""
 GROUP_ALIGNMENT = 128
 """Groups of columns begin at multiples of this, so that no block and no tile has columns of two groups."""
 
