@@ -72,11 +72,11 @@ HOSTILE = [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0)]
 
 
 def check_clamped(recipe, device, hostile):
-    gemms, offsets = recipes.get(recipe), torch.tensor(hostile, dtype=torch.int32)
+    recipe, offsets = recipes.get(recipe), torch.tensor(hostile, dtype=torch.int32)
     x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
     for args, tokens in (
-        (of_rows(gemms.output, x, weight, offsets), 0),
-        (of_columns(gemms.grad_weight, grad, x, offsets), 100),
+        (of_rows(recipe.output, x, weight, offsets), 0),
+        (of_columns(recipe.grad_weight, grad, x, offsets), 100),
     ):
         found = gemms.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
         assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
@@ -86,19 +86,19 @@ def check_clamped(recipe, device, hostile):
 @each_recipe
 @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
 def test_groups_of_any_size(device, recipe, tokens, sizes):
-    gemms = recipes.get(recipe)
-    assert_equal(*check_rows(gemms.output, device, tokens, sizes, 48, 160))
-    assert_equal(*check_columns(gemms.grad_weight, device, tokens, sizes, 48, 160))
+    recipe = recipes.get(recipe)
+    assert_equal(*check_rows(recipe.output, device, tokens, sizes, 48, 160))
+    assert_equal(*check_columns(recipe.grad_weight, device, tokens, sizes, 48, 160))
 
 
 @each_device
 @each_recipe
 @pytest.mark.parametrize(("n", "k"), [(41, 75), (200, 8), (136, 264)])
 def test_sizes(device, recipe, n, k):
-    gemms = recipes.get(recipe)
+    recipe = recipes.get(recipe)
     for out_dtype in (torch.float32, torch.float16):
-        assert_equal(*check_rows(gemms.output, device, 170, (7, 130, 20), n, k, out_dtype=out_dtype))
-        assert_equal(*check_columns(gemms.grad_weight, device, 170, (7, 130, 20), n, k, out_dtype=out_dtype))
+        assert_equal(*check_rows(recipe.output, device, 170, (7, 130, 20), n, k, out_dtype=out_dtype))
+        assert_equal(*check_columns(recipe.grad_weight, device, 170, (7, 130, 20), n, k, out_dtype=out_dtype))
 
 
 BLOCKS = [QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2"), QuantSpec("e5m2", BLOCK_128X128)]
@@ -181,22 +181,22 @@ class TestWide:
     @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
     @pytest.mark.parametrize(("tokens", "sizes"), routing_cases())
     def test_mx_groups_of_any_size(self, device, out_dtype, tokens, sizes):
-        gemms = recipes.get("mxfp8")
-        assert_equal(*check_rows(gemms.output, device, tokens, sizes, 272, 416, out_dtype=out_dtype))
-        assert_equal(*check_columns(gemms.grad_weight, device, tokens, sizes, 272, 416, out_dtype=out_dtype))
+        recipe = recipes.get("mxfp8")
+        assert_equal(*check_rows(recipe.output, device, tokens, sizes, 272, 416, out_dtype=out_dtype))
+        assert_equal(*check_columns(recipe.grad_weight, device, tokens, sizes, 272, 416, out_dtype=out_dtype))
 
     @pytest.mark.parametrize(("n", "k"), [(8, 8), (200, 72), (264, 1000)])
     def test_sizes(self, device, n, k):
-        gemms = recipes.get("mxfp8")
-        assert_equal(*check_rows(gemms.output, device, 500, (7, 230, 20), n, k))
-        assert_equal(*check_columns(gemms.grad_weight, device, 500, (7, 230, 20), n, k))
+        recipe = recipes.get("mxfp8")
+        assert_equal(*check_rows(recipe.output, device, 500, (7, 230, 20), n, k))
+        assert_equal(*check_columns(recipe.grad_weight, device, 500, (7, 230, 20), n, k))
 
     def test_normal_data(self, device):
         def data(*shape, seed):
             return normal(*shape, seed=seed, dtype=torch.bfloat16)
 
-        gemms = recipes.get("mxfp8")
-        for check, gemm in ((check_rows, gemms.output), (check_columns, gemms.grad_weight)):
+        recipe = recipes.get("mxfp8")
+        for check, gemm in ((check_rows, recipe.output), (check_columns, recipe.grad_weight)):
             found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, data)
             assert_matmul_close(found.flatten(0, -2), expected.float().flatten(0, -2), torch.bfloat16)
 
@@ -224,16 +224,16 @@ class TestWide:
 
 def test_how_groups_are_multiplied_is_known(monkeypatch):
     """Of MX operands on Hopper it depends on the size of a group."""
-    gemms, few, many = recipes.get("mxfp8"), matmul_space.MAX_M_OF_CODES, matmul_space.MAX_M_OF_CODES + 1
+    recipe, few, many = recipes.get("mxfp8"), matmul_space.MAX_M_OF_CODES, matmul_space.MAX_M_OF_CODES + 1
     x, weight, offsets = ternary(2 * many, 96, seed=0), ternary(2, 48, 96, seed=5), ends((many, many))
-    rows, columns = of_rows(gemms.output, x, weight, offsets), of_columns(gemms.grad_weight, x, x, offsets)
+    rows, columns = of_rows(recipe.output, x, weight, offsets), of_columns(recipe.grad_weight, x, x, offsets)
 
     def kinds(device):
         monkeypatch.setattr(hardware, "abilities", lambda _: device)
         return [
             gemms.grouped_product_kind(*rows),
             gemms.grouped_product_kind(*rows, batch_invariant=True),
-            gemms.grouped_product_kind(*of_rows(gemms.output, x[: 2 * few], weight, ends((few, few)))),
+            gemms.grouped_product_kind(*of_rows(recipe.output, x[: 2 * few], weight, ends((few, few)))),
             gemms.grouped_product_kind(*columns, tokens=2 * many),
             gemms.grouped_product_kind(*columns, tokens=2 * few),
             gemms.grouped_product_kind(*of_rows(recipes.get("rowwise").output, x, weight, offsets)),
@@ -293,12 +293,12 @@ def test_scales_and_offsets_of_other_layouts(device):
 @each_device
 def test_a_given_output_is_written_in_every_call(device):
     """Also in a repeated call: it must not allocate another output."""
-    gemms = recipes.get("rowwise")
+    recipe = recipes.get("rowwise")
     x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
     offsets = ends((40, 0, 50))
     for args, tokens in (
-        (of_rows(gemms.output, x, weight, offsets), 0),
-        (of_columns(gemms.grad_weight, grad, x, offsets), 100),
+        (of_rows(recipe.output, x, weight, offsets), 0),
+        (of_columns(recipe.grad_weight, grad, x, offsets), 100),
     ):
         expected = reference.scaled_grouped_matmul(*args, tokens=tokens)
         out = torch.empty(expected.shape, dtype=torch.bfloat16, device=device)

@@ -378,8 +378,11 @@ def verdict(tree, number, mutant):
     if not copy.exists():
         copy_tree(copy)
     start = time.monotonic()
-    caught = is_caught(mutant, copy)
-    said = "caught" if caught else "MISSED"
+    try:
+        caught = is_caught(mutant, copy)
+        said = "caught" if caught else "MISSED"
+    except (RuntimeError, ValueError) as error:
+        caught, said = False, f"FAILED ({error})"
     print(f"{number:3} {said} {time.monotonic() - start:4.0f} s  {mutant.file}: {mutant.wrong}", flush=True)
     return caught
 
