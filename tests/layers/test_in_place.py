@@ -200,14 +200,14 @@ class TestAllOrNothing:
         def stop(*args):
             raise Stop
 
-        monkeypatch.setattr(sys.modules["tritonfp8.convert"], "unshare_inputs", stop)
+        monkeypatch.setattr(sys.modules["tritonfp8.conversion.model"], "unshare_inputs", stop)
         with pytest.raises(Stop):
             revert(model)
         assert state(model) == converted
         monkeypatch.undo()
         revert(model)
         assert state(model).keys() == before.keys()
-        monkeypatch.setattr(sys.modules["tritonfp8.convert"], "share_inputs", stop)
+        monkeypatch.setattr(sys.modules["tritonfp8.conversion.model"], "share_inputs", stop)
         before = state(model)
         with pytest.raises(Stop):
             convert(model, "rowwise")
