@@ -61,7 +61,7 @@ def warmup(
     Ctrl-C ends it and keeps finished work. Exit code 1 if something failed.
     """
     options = {"tune": tune, "force": force, "workers": workers, "device": device, "timeout": timeout}
-    names = names_in(recipes)
+    names = list(names_in(recipes))
     _warm_up(tokens, model=model, shapes=shapes, recipes=names, dtype=dtype, experts=experts, **options)
 
 

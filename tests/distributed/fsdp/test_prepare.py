@@ -95,7 +95,10 @@ def test_deepcopy_is_a_model_of_its_own():
     assert sources[0] is sources[1]
     assert sources[0] is not sources[2]
     assert sources[0].model is other
-    assert sources[0].layers == {"0": [other[0]], "2": [other[2]]}
+    assert {name: weight.owners for name, weight in sources[0].weights.items()} == {
+        "0": [(other[0], "weight")],
+        "2": [(other[2], "weight")],
+    }
     assert [p.requires_grad for p in other.parameters()] == [True, True, False]
 
 

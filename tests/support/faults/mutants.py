@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[3]
 COMPILED = "tests/compile_only"
 
 
+OTHERS = (expert_mutants, graph_mutants, loading_mutants, model_mutants, shared_mutants, stored_mutants)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A fault.
@@ -321,18 +324,7 @@ MUTANTS = (
         "codes that change are called kept",
         ("tests/export",),
     ),
-    *(
-        Mutant(*fault)
-        for faults in (
-            expert_mutants,
-            graph_mutants,
-            loading_mutants,
-            model_mutants,
-            shared_mutants,
-            stored_mutants,
-        )
-        for fault in faults.FAULTS
-    ),
+    *(Mutant(*fault) for faults in OTHERS for fault in faults.FAULTS),
 )
 
 
