@@ -20,7 +20,7 @@ def _is_exported(module, by_name):
 
 
 def _rank_inside(module):
-    """The place of a module's folder among those of its room; 0 where the room has no order."""
+    """The place of a module's folder among the folders of its room; 0 where the room has no order."""
     folders = INSIDE.get(module.room, ())
     within = [i for i, folder in enumerate(folders) if is_within(module.name, f"tritonfp8.{folder}")]
     return max(within, default=0)

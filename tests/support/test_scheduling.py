@@ -51,7 +51,7 @@ def test_a_group_of_files_runs_in_one_worker(tmp_path):
 
 def test_groups_are_those_of_the_marks():
     assert scheduling.group_of(TESTS / "distributed" / "fsdp" / "test_fsdp.py") == "ranks"
-    assert scheduling.group_of(TESTS / "test_formats.py") is None
+    assert scheduling.group_of(TESTS / "specs" / "test_formats.py") is None
 
 
 def test_what_begins_first_exists():

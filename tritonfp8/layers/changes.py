@@ -173,7 +173,7 @@ class Fingerprints:
 def _words(chunk: Tensor) -> Tensor:
     """The bytes as int64 ``[words]``, each of 32 bits; the last word is filled up with zeros."""
     missing = -chunk.numel() % _WORD
-    # A chunk whose address is not that of a word cannot be viewed as words.
+    # A chunk that does not begin at the address of a word cannot be viewed as words.
     if missing or chunk.storage_offset() % _WORD:
         chunk = torch.cat([chunk, chunk.new_zeros(missing)])
     return chunk.view(torch.int32).to(torch.int64)

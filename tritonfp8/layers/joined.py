@@ -48,7 +48,8 @@ def joined_of(module: nn.Module) -> type[nn.Module] | None:
 def class_before(module: nn.Module) -> type[nn.Module] | None:
     """The class that a module had before it was given a joined one; None if it has none.
 
-    ``fully_shard`` and others derive classes from the class of a module: the result is derived likewise.
+    ``fully_shard`` and others derive classes from the class of a module: the result is derived from the
+    class before in the same way.
 
     Raises:
         TypeError: the class was written as a subclass of one of this package.

@@ -327,7 +327,7 @@ class Float8AllGather:
             self.weights[name].reduction = reduction
 
     def require_reduction(self, weight: WeightToGather, plan: RowsPlan, backward: bool) -> None:
-        """Reduce the amaxes of the weight's group, unless those of the model's forward are still valid.
+        """Reduce the amaxes of the weight's group, unless the amaxes of the model's forward are still valid.
 
         They are not in a forward that did not come through the model, and where a weight changed since the model's
         forward began: that forward may have been interrupted.

@@ -127,7 +127,7 @@ class ByteLayout(_Layout):
         orientations: of the recipe, from :func:`~.orientations.weight_orientations`.
         together: whether a rank segment holds all orientations; otherwise one, and the bytes do not say which.
         within: the layouts of N and K in a larger weight, if tensor parallelism put a part of that here; None if the
-            weight is whole. Blocks are those of the larger weight.
+            weight is whole. Blocks begin where blocks of the larger weight do.
     """
 
     rows: int

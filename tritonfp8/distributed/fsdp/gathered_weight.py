@@ -52,7 +52,7 @@ _WHOLE = _View()
 class GatheredWeight(CodesTensor):
     """A weight ``[N, K]``, or ``[E, N, K]`` of experts, with the 8-bit bytes of all ranks, for the GEMMs of one recipe.
 
-    Its dtype is the one in which FSDP hands it to the layer, and so is that of its gradient. It has no values in high
+    Its dtype is the one in which FSDP hands it to the layer; its gradient has this dtype, too. It has no values in high
     precision: an op that needs them raises NotImplementedError. It takes one cast: to the dtype that its values were
     rounded to before they were quantized, which is the cast that autocast makes. Experts may be transposed. Of a linear
     layer two kinds of ops gather the values: a copy without a gradient (``p.detach().clone()``, as an EMA makes), and a
@@ -189,7 +189,7 @@ class GatheredWeight(CodesTensor):
         return qdata, sent[0] if held is None else held
 
     def _with_gaps(self, qdata: Tensor, scale: Tensor, orientation: WeightOrientation) -> tuple[Tensor, Tensor]:
-        """The operand after zeros of scale 1, so that blocks start where those of the larger weight do."""
+        """The operand after zeros of scale 1, so that blocks start where blocks of the larger weight do."""
         assert isinstance(self._byte_layout, ByteLayout)
         lead, gaps = self._byte_layout.lead(orientation), self._view.gaps
         missing = [gap - at for gap, at in zip(gaps, lead, strict=True)]

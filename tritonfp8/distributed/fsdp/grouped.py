@@ -149,7 +149,7 @@ def segments_to_send(group: GatherGroup, reduction: Reduction, wanted: Sequence[
 
     Args:
         group: the weights.
-        reduction: of one of them, whose amaxes are those of all.
+        reduction: of one of them, whose amaxes hold for all.
         wanted: indices of the orientations to send.
 
     Returns:

@@ -275,7 +275,7 @@ class KeptSegments:
 
 
 class GatheredInEvaluation:
-    """Groups of weights that FSDP leaves gathered after a forward without gradients, such as those of the outermost.
+    """Groups of weights that FSDP leaves gathered after a forward without gradients, such as the outermost group.
 
     FSDP computes the next forward with the gathered values, even if the shards have others by then: an evaluation of
     EMA weights would be one of the old weights. Torch does not count writes through ``.data``, so samples are compared.

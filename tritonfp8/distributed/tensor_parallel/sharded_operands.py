@@ -67,7 +67,7 @@ class ShardedWeight(WeightSource):
     """Quantizes a shard of a weight by the scales of the global one.
 
     Attributes:
-        n, k: as of :class:`ShardedOperands`.
+        n, k: see :class:`ShardedOperands`.
     """
 
     n: DimLayout
@@ -98,7 +98,7 @@ class StoredShard(CodesSource):
     ``grad_input`` reads the transposed weight, quantized from this rank's values by the scales of the global one.
 
     Attributes:
-        n, k: as of :class:`ShardedOperands`.
+        n, k: see :class:`ShardedOperands`.
     """
 
     n: DimLayout
@@ -125,5 +125,5 @@ class StoredShard(CodesSource):
 def _values(weight: Tensor) -> Tensor:
     if isinstance(weight, StoredWeight):
         return weight.dequantize()
-    # An op, because a graph does not look into tensor types: the transpose of a shard is that of its values.
+    # An op, because a graph does not look into tensor types: the transpose of a shard is the transpose of its values.
     return torch.t(weight.detach()).t()

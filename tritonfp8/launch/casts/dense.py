@@ -169,7 +169,7 @@ def _plan_columns(plan: Planner, x: View, side: Side | None, side_t: Side | None
 
 
 def plan_sides(plan: Planner, x: View, side: Side | None, side_t: Side | None, with_sums: bool = False) -> View | None:
-    """Fill one or two sides from ``x [m, n]``; with sums return ``[parts, n]``, float32, whose sum is that of rows."""
+    """Fill one or two sides from ``x [m, n]``; with sums return ``[parts, n]``, float32, partial sums of rows."""
     if reads_along_columns(x):
         x, side, side_t = x.t(), side_t and side_t.swapped(), side and side.swapped()
     m, n = x.shape
@@ -245,14 +245,14 @@ quantize = launcher(plan_quantize, reference.quantize, _quantize_matrices)
 
 
 def plan_both_sides(plan: Planner, x: View, spec: str, spec_t: str, with_sums: bool) -> tuple[list[View], View | None]:
-    """qdata, scale, and those of the transpose; and with sums those of :func:`plan_sides`."""
+    """qdata and scale of the matrix and of its transpose; with sums, what :func:`plan_sides` says."""
     side, qdata, scale = new_side(plan, x.shape, spec_of(spec), False)
     side_t, qdata_t, scale_t = new_side(plan, x.shape, spec_of(spec_t), True)
     return [qdata, scale, qdata_t, scale_t], plan_sides(plan, x, side, side_t, with_sums)
 
 
 def plan_quantize_both(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
-    """Outputs: qdata, scale, and those of the transpose."""
+    """Outputs: qdata and scale of the matrix, then of its transpose."""
     return plan_both_sides(plan, x, spec, spec_t, False)[0] if x.numel() else None
 
 
@@ -260,7 +260,7 @@ quantize_both = launcher(plan_quantize_both, reference.quantize_both)
 
 
 def plan_quantize_both_sum(plan: Planner, x: View, spec: str, spec_t: str) -> list[View] | None:
-    """Outputs: qdata, scale, those of the transpose, and the sums ``[n]``. No plan for a matrix along columns."""
+    """Outputs: qdata and scale of the matrix, then of its transpose, and sums ``[n]``. None along columns."""
     # float64 is summed as float64, and cast by way of float32.
     if not x.numel() or reads_along_columns(x) or x.dtype == torch.float64:
         return None

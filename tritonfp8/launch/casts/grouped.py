@@ -123,7 +123,7 @@ def plan_quantize_groups_both(
     spec_t: str,
     swiglu: bool,
 ) -> list[View] | None:
-    """Outputs: qdata, scale, and those of the transpose."""
+    """Outputs: qdata and scale of the groups, then of their transposes."""
     found = spec_of(spec)
     check_group_spec(found, "rows")
     of = _tokens(x, offsets, rows, factors, None, swiglu, amax)

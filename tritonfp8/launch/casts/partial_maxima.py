@@ -79,7 +79,7 @@ class PartialMaxima(NamedTuple):
         )
 
     def pointers(self) -> tuple[View, View]:
-        """Where the maxima of rows begin, and those of columns."""
+        """Where the maxima of rows, and the maxima of columns, begin."""
         return self.buffer, self._split(self.buffer, 1, 1)[1] if self.rows < self.lines else self.buffer
 
     def unreduced(self) -> tuple[View, View]:

@@ -83,7 +83,7 @@ def both(side: Side | None, side_t: Side | None) -> tuple[Side, Side]:
 
 
 def side_constants(side: Side | None, side_t: Side | None) -> dict[str, object]:
-    """The compile-time arguments with which kernels of casts begin; a missing side gets those of the other."""
+    """The compile-time arguments with which kernels of casts begin; a missing side gets the arguments of the other."""
     first, second = both(side, side_t)
     return {
         **kernel_constants(first.spec, first.block),

@@ -255,7 +255,7 @@ class StoredTensor(CodesTensor):
 
     def _with(self, qdata: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Self:
         """A tensor of these codes and scales, all else as this one has it."""
-        attributes = dict(zip(self.attribute_names, self.__tensor_flatten__()[1], strict=True))
+        attributes = {name: getattr(self, name) for name in self.attribute_names}
         return type(self)(qdata, scales, **{**attributes, "dtype": dtype or self.dtype})
 
     def _same(self) -> Self:

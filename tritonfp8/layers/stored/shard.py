@@ -28,7 +28,7 @@ class Shard(StoredTensor):
     total: int | None
     # Whether tritonfp8.distributed has checked how FSDP2 gathers it.
     is_checked = False
-    # Codes and scales as uint8, not copied; dim 0 is that of the tensor.
+    # Codes and scales as uint8, not copied; dim 0 is dim 0 of the tensor.
     as_bytes: Callable[[], tuple[Tensor, Tensor]]
 
     def _of_gathered(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
