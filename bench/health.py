@@ -1,6 +1,6 @@
-"""The cost of ``tritonfp8.inspect``, as a share of training: ``python -m bench.health [--compile]``.
+"""The cost of ``tritonfp8.monitor``, as a share of training: ``python -m bench.health [--compile]``.
 
-Trains Llama layers of ``--shapes`` for windows of 50 steps, in turns: without ``inspect``, inside it without a sample,
+Trains Llama layers of ``--shapes`` for windows of 50 steps, in turns: without ``monitor``, inside it without a sample,
 and with a sample in the first step. Prints the median of each, and what a sample every 50 steps adds. On a CPU, use
 ``--shapes smoke``.
 """
@@ -19,7 +19,7 @@ from bench import shapes
 from bench.contest.machine import write_results
 from bench.models import llama
 from tritonfp8.training.timers import now, seconds_between
-from tritonfp8.workflow.health.inspection import ROWS
+from tritonfp8.workflow.health.monitoring import ROWS
 
 EVERY = 50
 
@@ -55,17 +55,17 @@ def measure(shape: shapes.Shape, recipe: str, compile: bool, rounds: int, rows: 
         for _ in range(EVERY):
             step()
 
-    def inspected(first_step: int, rows: int = ROWS) -> None:
+    def monitored(first_step: int, rows: int = ROWS) -> None:
         # The last steps are outside of the block, whose next sample would begin with them.
-        with tritonfp8.inspect(model, every=EVERY, rows=rows, thresholds=(), first_step=first_step) as stats:
+        with tritonfp8.monitor(model, every=EVERY, rows=rows, thresholds=(), first_step=first_step) as stats:
             for _ in range(EVERY - 1 - first_step):
                 step()
                 stats.step()
         for _ in range(1 + first_step):
             step()
 
-    kinds: dict[str, Callable[[], None]] = {"plain": plain, "unsampled": functools.partial(inspected, 1)}
-    kinds |= {f"sampled {each}": functools.partial(inspected, 0, each) for each in rows}
+    kinds: dict[str, Callable[[], None]] = {"plain": plain, "unsampled": functools.partial(monitored, 1)}
+    kinds |= {f"sampled {each}": functools.partial(monitored, 0, each) for each in rows}
     for window in kinds.values():
         window()
     found: dict[str, list[float]] = collections.defaultdict(list)

@@ -139,7 +139,7 @@ ONE_PROCESS = (
         ("tests/workflow/test_verify_training.py::test_weights_that_move_pass",),
         known="It compares parameters before and after a step, which no recipe changes.",
     ),
-    Column("inspect", ("tests/workflow/health/test_inspect.py::test_a_healthy_model_has_no_findings",)),
+    Column("monitor", ("tests/workflow/health/test_monitor.py::test_a_healthy_model_has_no_findings",)),
     Column("sensitivity", ("tests/workflow/health/test_sensitivity.py::test_an_error_is_that_of_the_layer",)),
     Column(
         "quantize_ of torchao on the same layer",

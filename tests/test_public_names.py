@@ -12,7 +12,7 @@ NAMES = {
     "tritonfp8": (
         "ConversionReport", "Float8Experts", "Float8Linear", "QuantSpec", "Quantized", "QuantizedGroups", "Recipe",
         "RecipeSchedule", "VerificationError", "VerificationReport", "__version__", "convert", "dequantize",
-        "distributed", "export", "inspect", "quantize", "quantize_both", "quantize_weights_once", "quantized_init",
+        "distributed", "export", "monitor", "quantize", "quantize_both", "quantize_weights_once", "quantized_init",
         "recipes", "revert", "scaled_grouped_matmul", "scaled_matmul", "sensitivity", "swap_recipe", "verify",
         "verify_training",
     ),

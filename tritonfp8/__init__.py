@@ -37,7 +37,7 @@ __all__ = [
     "VerificationReport",
     "convert",
     "dequantize",
-    "inspect",
+    "monitor",
     "quantize",
     "quantize_both",
     "quantize_weights_once",
@@ -55,7 +55,7 @@ __all__ = [
 # Imported on first use: a plain training run needs none of them.
 _LAZY = dict.fromkeys(
     (
-        "RecipeSchedule", "VerificationError", "VerificationReport", "inspect", "sensitivity", "verify",
+        "RecipeSchedule", "VerificationError", "VerificationReport", "monitor", "sensitivity", "verify",
         "verify_training",
     ),
     "tritonfp8.workflow",

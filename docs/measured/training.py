@@ -98,8 +98,8 @@ def direct_call_times() -> str:
     return table(("op, [128, 768, 768]", "through the dispatcher", "directly"), lines)
 
 
-def inspection() -> str:
-    """What a sample of ``inspect`` every 50 steps adds to a step, by the rows that it measures."""
+def monitoring() -> str:
+    """What a sample of ``monitor`` every 50 steps adds to a step, by the rows that it measures."""
     rows = data("../nvidia-h100/health.json")["rows"]
     counts = sorted(int(kind.split()[1]) for kind in rows[0]["seconds"] if kind.startswith("sampled "))
     lines = []
@@ -185,7 +185,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "decoding experts": lambda: decoding("decode-qwen3-moe.json"),
     "direct call times": direct_call_times,
     "direct calls": direct_calls,
-    "inspection": inspection,
+    "monitoring": monitoring,
     "mixtures": functools.partial(mixtures, "grouped.json"),
     "mixture layers": functools.partial(mixtures, "experts.json"),
     "mixture layers on an H100": functools.partial(mixtures, "../nvidia-h100/experts.json"),

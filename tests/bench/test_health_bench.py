@@ -1,4 +1,4 @@
-"""The benchmark of inspect: each window has the steps and the samples that it is named after."""
+"""The benchmark of monitor: each window has the steps and the samples that it is named after."""
 
 import pytest
 

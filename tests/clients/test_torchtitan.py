@@ -176,7 +176,7 @@ def test_inspect_names_the_weights_of_experts():
         nn.init.uniform_(weight, -scale, scale)
     tritonfp8.convert(model, "rowwise", experts=True)
     x = torch.randn(20, 64)
-    with tritonfp8.inspect(model, every=1) as stats:
+    with tritonfp8.monitor(model, every=1) as stats:
         model["experts"](x, torch.tensor([5, 0, 7, 8])).sum().backward()
         stats.step()
     found = stats.to_dict()[0]

@@ -1,12 +1,12 @@
 """What surrounds training: checks of a machine, a model and a step, recipes that change, and layers that are watched.
 
 Exports the checks of ``tritonfp8 doctor``, :class:`RecipeSchedule`, and the functions ``verify``, ``verify_training``,
-``inspect`` and ``sensitivity`` of :mod:`tritonfp8`.
+``monitor`` and ``sensitivity`` of :mod:`tritonfp8`.
 """
 
 from tritonfp8.workflow import doctor
 from tritonfp8.workflow.doctor import accumulation_figures
-from tritonfp8.workflow.health import inspect, sensitivity
+from tritonfp8.workflow.health import monitor, sensitivity
 from tritonfp8.workflow.schedule import RecipeSchedule
 from tritonfp8.workflow.training_check import TrainingCheck, verify_training
 from tritonfp8.workflow.verification import verify
@@ -32,6 +32,6 @@ __all__ = [
     "doctor",
     "verify",
     "verify_training",
-    "inspect",
+    "monitor",
     "sensitivity",
 ]

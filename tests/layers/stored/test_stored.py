@@ -246,7 +246,7 @@ def test_inspect_and_verify_read_stored_weights():
     model, plain = stored_and_plain("rowwise")
     found = []
     for each in (model, plain):
-        with tritonfp8.inspect(each, every=1, thresholds=()) as stats:
+        with tritonfp8.monitor(each, every=1, thresholds=()) as stats:
             each(data())
             stats.step()
         found.append({k: v for k, v in stats.to_dict()[0]["0"]["weight"].items() if k != "scale_min"})

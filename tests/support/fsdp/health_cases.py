@@ -1,4 +1,4 @@
-"""What inspect() and sensitivity() see on ranks: functions of each rank."""
+"""What monitor() and sensitivity() see on ranks: functions of each rank."""
 
 import torch
 from figures import measure
@@ -44,7 +44,7 @@ def inspect_fsdp(mesh, gather, compiled):
     hooks = [len(module._forward_hooks) for module in model.modules()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     call = torch.compile(model, backend="aot_eager") if compiled else model
-    with tritonfp8.inspect(model, every=2) as stats:
+    with tritonfp8.monitor(model, every=2) as stats:
         for _ in range(4):
             call(x).square().mean().backward()
             optimizer.step()
@@ -65,7 +65,7 @@ def inspect_tensor_parallel(mesh):
     model = _model("tensorwise")
     full = [layer.weight.detach().clone() for layer in (model[0], model[2])]
     parallelize_module(model, mesh, {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()})
-    with tritonfp8.inspect(model) as stats:
+    with tritonfp8.monitor(model) as stats:
         model(torch.ones(16, 64)).square().mean().backward()
     found, rank, world = stats.to_dict()[0], mesh.get_local_rank(), mesh.size()
     spec = get("tensorwise").output.rhs
@@ -112,7 +112,7 @@ def inspect_experts(mesh, way):
     generator = torch.Generator().manual_seed(mesh.get_local_rank())
     hidden = torch.randn(16, 64, generator=generator)
     model = Routed(experts, torch.rand(16, 4, generator=generator).topk(2).indices)
-    with tritonfp8.inspect(model, every=1) as stats:
+    with tritonfp8.monitor(model, every=1) as stats:
         model(hidden).square().mean().backward()
         stats.step()
     found, spec = stats.to_dict()[0], get("rowwise").output.rhs

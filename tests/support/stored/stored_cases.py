@@ -188,10 +188,10 @@ def beside_trained_weights(mesh, recipe):
 
 
 def other_tools(mesh, recipe):
-    """verify, inspect, quantize_weights_once and export take a sharded stored model."""
+    """verify, monitor, quantize_weights_once and export take a sharded stored model."""
     model, one_rank = shard(stored_model(recipe), mesh), stored_model(recipe)
     assert "e4m3 x e4m3" in str(tritonfp8.verify(model, data()))
-    with tritonfp8.inspect(model, every=1, thresholds=()) as stats:
+    with tritonfp8.monitor(model, every=1, thresholds=()) as stats:
         model(data())
         stats.step()
     assert stats.to_dict()[0]["0.up"]["weight"]["sqnr"] == float("inf")

@@ -1,4 +1,4 @@
-"""inspect() of converted experts: each of their weights is a layer."""
+"""monitor() of converted experts: each of their weights is a layer."""
 
 import logging
 
@@ -35,7 +35,7 @@ class Mixture(torch.nn.Module):
 
 def figures_of(model, x):
     """The figures of one step, by layer and operand."""
-    with tritonfp8.inspect(model, every=1) as stats:
+    with tritonfp8.monitor(model, every=1) as stats:
         model(x).square().sum().backward()
         stats.step()
     return stats.to_dict()[0], stats
@@ -50,7 +50,7 @@ def test_every_operand_of_every_family(family):
     model = model_of(family)
     tritonfp8.convert(model, "rowwise", experts=True)
     ids = torch.randint(0, 96, (2, 12))
-    with tritonfp8.inspect(model, every=1) as stats:
+    with tritonfp8.monitor(model, every=1) as stats:
         model(ids, labels=ids).loss.backward()
         stats.step()
     found = stats.to_dict()[0]
@@ -108,11 +108,11 @@ def test_one_bad_expert_is_found_and_named(caplog):
     assert "experts.gate_up_proj" in caplog.text
 
 
-def test_an_inspected_step_has_the_same_bits_and_leaves_nothing():
+def test_a_monitored_step_has_the_same_bits_and_leaves_nothing():
     gradients = []
-    for inspected in (False, True):
+    for monitored in (False, True):
         model, x = Mixture(), normal(20, 64, seed=1)
-        if inspected:
+        if monitored:
             figures_of(model, x)
         else:
             model(x).square().sum().backward()
@@ -123,7 +123,7 @@ def test_an_inspected_step_has_the_same_bits_and_leaves_nothing():
 
 def test_an_error_leaves_no_observer():
     model = Mixture()
-    with pytest.raises(RuntimeError, match="of the caller"), tritonfp8.inspect(model, every=1):
+    with pytest.raises(RuntimeError, match="of the caller"), tritonfp8.monitor(model, every=1):
         raise RuntimeError("of the caller")
     assert model.experts.observer is None
 
@@ -131,7 +131,7 @@ def test_an_error_leaves_no_observer():
 def test_compiled_code_is_not_compiled_again():
     model, x = Mixture(), normal(20, 64, seed=1)
     compiled = torch.compile(model, backend="eager")
-    with tritonfp8.inspect(compiled, every=2, first_step=1) as stats:
+    with tritonfp8.monitor(compiled, every=2, first_step=1) as stats:
         compiled(x).sum().backward()
         stats.step()
         compiled(x).sum().backward()
@@ -150,7 +150,7 @@ def test_rows_of_a_caller_of_compute_are_seen():
     """Experts over ranks call compute() with the rows that they received."""
     model = Mixture()
     rows, offsets = normal(12, 64, seed=2), torch.tensor([3, 3, 9, 12], dtype=torch.int32)
-    with tritonfp8.inspect(model, every=1) as stats:
+    with tritonfp8.monitor(model, every=1) as stats:
         weights = list(model.experts.weights().values())
         model.experts.compute(rows, offsets, weights, [None, None]).sum().backward()
         stats.step()

@@ -136,7 +136,7 @@ def test_siblings_are_measured_once_unless_their_input_changed(calls, change, me
     model = Siblings(change).bfloat16()
     tritonfp8.convert(model, "rowwise")
     x = operand(0, rows=32, columns=64)
-    with tritonfp8.inspect(model, every=1) as stats, torch.no_grad():
+    with tritonfp8.monitor(model, every=1) as stats, torch.no_grad():
         model(x)
         stats.step()
     # Three weights, then the inputs: they have another shape. The next sample begins with the weights.
@@ -150,7 +150,7 @@ def test_an_input_of_an_earlier_call_serves_nobody():
     model = Siblings(lambda x: x).bfloat16()
     tritonfp8.convert(model, "rowwise")
     first, second = operand(0, rows=32, columns=64), operand(1, rows=32, columns=64)
-    with tritonfp8.inspect(model, every=1, thresholds=()) as stats, torch.no_grad():
+    with tritonfp8.monitor(model, every=1, thresholds=()) as stats, torch.no_grad():
         model.q(first)
         # The second call of q is not measured; k reads the same tensor, which is.
         model.q(second)
@@ -164,7 +164,7 @@ def test_layers_of_a_model_share_their_launches(calls):
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
     tritonfp8.convert(model, "rowwise")
     x = torch.randn(32, 64, dtype=torch.bfloat16)
-    with tritonfp8.inspect(model, every=1) as stats:
+    with tritonfp8.monitor(model, every=1) as stats:
         model(x).square().mean().backward()
         stats.step()
         after_a_step = list(calls)

@@ -44,7 +44,7 @@ class ConvertedExperts(ParameterHooks):
     """What all modules of experts that follow a recipe have."""
 
     recipe: Recipe
-    # Set in a sampled step of inspect, and in sensitivity.
+    # Set in a sampled step of monitor, and in sensitivity.
     observer: ExpertsObserver | None = None
     # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
     casts_to: torch.dtype | None = None

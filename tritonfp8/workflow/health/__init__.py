@@ -4,14 +4,14 @@
     groups       operands of one shape, measured together
     observer     hooks that measure the operands of a step, and nothing in other steps
     thresholds   figures that deserve a warning, with advice, as data
-    inspection   inspect(): measure every N steps, keep the figures, warn
+    monitoring   monitor(): measure every N steps, keep the figures, warn
     heat_map     the figures of layers and steps as an image
     sensitivity  sensitivity(): the error that each recipe causes in each layer
 
-Exports :func:`inspect` and :func:`sensitivity`, and their results.
+Exports :func:`monitor` and :func:`sensitivity`, and their results.
 """
 
-from tritonfp8.workflow.health.inspection import Inspection, inspect
+from tritonfp8.workflow.health.monitoring import Monitor, monitor
 from tritonfp8.workflow.health.sensitivity import Sensitivity, sensitivity
 from tritonfp8.workflow.health.statistics import FIELDS
 from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold
@@ -20,9 +20,9 @@ __all__ = [
     "FIELDS",
     "THRESHOLDS",
     "Finding",
-    "Inspection",
+    "Monitor",
     "Sensitivity",
     "Threshold",
-    "inspect",
+    "monitor",
     "sensitivity",
 ]

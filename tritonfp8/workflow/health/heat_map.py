@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 def plot(path: str | Path, rows: Sequence[Sample], value: str, operand: str | None) -> None:
-    """Draw the heat map of :meth:`Inspection.plot`."""
+    """Draw the heat map of :meth:`Monitor.plot`."""
     require("value", value, FIELDS)
     require("operand", operand, (None, *OPERANDS))
     if not rows:

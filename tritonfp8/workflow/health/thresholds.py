@@ -121,7 +121,7 @@ THRESHOLDS = (
         "use a recipe of finer blocks for this layer, or 'bf16'; tritonfp8.sensitivity compares them",
     ),
 )
-"""The thresholds of :func:`tritonfp8.inspect`. On normal data e4m3 has an SQNR of about 31 dB, and e5m2 of 25 dB."""
+"""The thresholds of :func:`tritonfp8.monitor`. On normal data e4m3 has an SQNR of about 31 dB, and e5m2 of 25 dB."""
 
 
 def findings(

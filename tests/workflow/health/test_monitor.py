@@ -1,4 +1,4 @@
-"""inspect() finds what is unhealthy, names it, and leaves nothing behind."""
+"""monitor() finds what is unhealthy, names it, and leaves nothing behind."""
 
 import csv
 import logging
@@ -45,7 +45,7 @@ def batch(step=0, dtype=torch.float32):
 
 
 def one_step(model, x, call=None):
-    with tritonfp8.inspect(model) as stats:
+    with tritonfp8.monitor(model) as stats:
         (call or model)(x).float().square().mean().backward()
     return stats
 
@@ -153,7 +153,7 @@ def test_figures_are_those_of_each_operand():
 
 def test_every_nth_step_is_sampled():
     model, hooked = model_of(), []
-    with tritonfp8.inspect(model, every=3) as stats:
+    with tritonfp8.monitor(model, every=3) as stats:
         for step in range(8):
             hooked.append(bool(hooks_of(model)))
             model(batch(step)).square().mean().backward()
@@ -165,7 +165,7 @@ def test_every_nth_step_is_sampled():
 
 def test_step_may_come_before_the_forward():
     model = model_of()
-    with tritonfp8.inspect(model, every=2) as stats:
+    with tritonfp8.monitor(model, every=2) as stats:
         for step in range(4):
             stats.step()
             model(batch(step))
@@ -175,18 +175,18 @@ def test_step_may_come_before_the_forward():
 
 def test_a_resumed_run_goes_on_counting():
     model = model_of()
-    with tritonfp8.inspect(model, every=4, first_step=6) as stats:
+    with tritonfp8.monitor(model, every=4, first_step=6) as stats:
         for step in range(6, 10):
             model(batch(step))
             stats.step()
     assert list(stats.to_dict()) == [8]
 
 
-def test_an_inspected_run_has_the_same_bits():
-    def trained(inspected):
+def test_a_monitored_run_has_the_same_bits():
+    def trained(monitored):
         model = model_of("tensorwise")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with tritonfp8.inspect(model if inspected else model_of(), every=2) as stats:
+        with tritonfp8.monitor(model if monitored else model_of(), every=2) as stats:
             for step in range(4):
                 optimizer.zero_grad()
                 model(batch(step)).square().mean().backward()
@@ -201,7 +201,7 @@ def test_compiled_code_is_neither_compiled_again_nor_changed():
     torch._dynamo.reset()
     model, counter = model_of(), CompileCounterWithBackend("aot_eager")
     compiled, frames = torch.compile(model, backend=counter, fullgraph=True), []
-    with tritonfp8.inspect(compiled, every=3) as stats:
+    with tritonfp8.monitor(compiled, every=3) as stats:
         for step in range(8):
             compiled(batch(step)).square().mean().backward()
             frames.append(counter.frame_count)
@@ -220,7 +220,7 @@ def test_a_caller_s_stance_comes_back():
     torch._dynamo.reset()
     compiled(batch())
     with torch.compiler.set_stance("fail_on_recompile"):
-        with tritonfp8.inspect(model):
+        with tritonfp8.monitor(model):
             pass
         with pytest.raises(RuntimeError):
             compiled(torch.randn(3, 5, 64))
@@ -230,7 +230,7 @@ def test_a_caller_s_stance_comes_back():
 
 def test_an_error_leaves_no_hooks():
     model = model_of()
-    with pytest.raises(ZeroDivisionError), tritonfp8.inspect(model):
+    with pytest.raises(ZeroDivisionError), tritonfp8.monitor(model):
         raise ZeroDivisionError
     assert hooks_of(model) == []
 
@@ -238,7 +238,7 @@ def test_an_error_leaves_no_hooks():
 def test_checkpointing_and_accumulation_measure_the_first_call():
     model, x = model_of(), batch().requires_grad_()
     once = one_step(model, x)
-    with tritonfp8.inspect(model) as stats:
+    with tritonfp8.monitor(model) as stats:
         for step in range(2):
             checkpoint(model, batch(step).requires_grad_(), use_reentrant=False).float().square().mean().backward()
     assert stats.to_dict() == once.to_dict()
@@ -247,13 +247,13 @@ def test_checkpointing_and_accumulation_measure_the_first_call():
 def test_a_layer_without_elements_or_calls_is_left_out():
     model = model_of()
     assert set(one_step(model, torch.zeros(0, 64)).to_dict()[0]["blocks.0"]) == {"weight"}
-    with tritonfp8.inspect(model) as stats:
+    with tritonfp8.monitor(model) as stats:
         model.blocks[0](batch())
     assert set(stats.to_dict()[0]["blocks.0"]) == {"input", "weight"}
 
 
 def test_a_block_without_a_sample_is_a_warning(warnings):
-    with tritonfp8.inspect(model_of()) as stats:
+    with tritonfp8.monitor(model_of()) as stats:
         stats.step()
     assert stats.samples == []
     assert "saw no layer run" in warnings.records[0].getMessage()
@@ -278,7 +278,7 @@ def test_a_layer_is_warned_of_once_and_findings_are_kept(warnings):
     model = model_of()
     with torch.no_grad():
         model.blocks[1].weight.zero_()
-    with tritonfp8.inspect(model, every=1) as stats:
+    with tritonfp8.monitor(model, every=1) as stats:
         for step in range(3):
             model(batch(step))
             stats.step()
@@ -290,7 +290,7 @@ def test_thresholds_are_data(warnings):
     model = model_of()
     with torch.no_grad():
         model.blocks[1].weight.zero_()
-    with tritonfp8.inspect(model, thresholds=()) as stats:
+    with tritonfp8.monitor(model, thresholds=()) as stats:
         model(batch())
     assert stats.findings == []
     assert {each.field for each in THRESHOLDS} <= set(FIELDS)
@@ -330,7 +330,7 @@ def test_each_figure_is_written_for_tensorboard():
 def test_a_heat_map_is_drawn(tmp_path, options):
     matplotlib = pytest.importorskip("matplotlib.image")
     model = model_of("tensorwise")
-    with tritonfp8.inspect(model, every=1, thresholds=()) as stats:
+    with tritonfp8.monitor(model, every=1, thresholds=()) as stats:
         for step in range(3):
             # Infinite figures: no error, and a spoiled block.
             model(batch(step) * (0, 1, math.inf)[step])
@@ -349,12 +349,12 @@ def test_a_missing_matplotlib_is_an_error_that_says_so(monkeypatch, tmp_path):
 def test_mistakes_are_errors(tmp_path):
     model = model_of()
     with pytest.raises(ValueError, match="convert first"):
-        tritonfp8.inspect(nn.Linear(64, 64))
+        tritonfp8.monitor(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="every must be at least 1; got 0"):
-        tritonfp8.inspect(model, every=0)
+        tritonfp8.monitor(model, every=0)
     with pytest.raises(TypeError, match="rows must be an int"):
-        tritonfp8.inspect(model, rows=1.5)
-    stats = tritonfp8.inspect(model)
+        tritonfp8.monitor(model, rows=1.5)
+    stats = tritonfp8.monitor(model)
     with pytest.raises(RuntimeError, match="belongs into the block"):
         stats.step()
     with stats, pytest.raises(RuntimeError, match="open already"), stats:

@@ -1,4 +1,4 @@
-"""inspect(): measure the operands of a model every N steps, keep the figures, and warn of unhealthy ones."""
+"""monitor(): measure the operands of a model every N steps, keep the figures, and warn of unhealthy ones."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class _Pending:
                 yield Sample(self.step, layer, operand, dict(zip(FIELDS, figures, strict=True)))
 
 
-class Inspection:
-    """What :func:`inspect` returns: the figures of the sampled steps, and a context in which steps are sampled."""
+class Monitor:
+    """What :func:`monitor` returns: the figures of the sampled steps, and a context in which steps are sampled."""
 
     def __init__(
         self, model: nn.Module, every: int, rows: int, thresholds: Sequence[Threshold], first_step: int
@@ -81,9 +81,9 @@ class Inspection:
         self._warned: set[str] = set()
         self._open = self._is_sampling = self._has_run = False
 
-    def __enter__(self) -> Inspection:
+    def __enter__(self) -> Monitor:
         if self._open:
-            raise RuntimeError("this block of inspect is open already: call inspect again for another one")
+            raise RuntimeError("this block of monitor is open already: call monitor again for another one")
         self._open = True
         self._begin()
         return self
@@ -97,7 +97,7 @@ class Inspection:
             self._collect(wait=True)
             if not self._samples:
                 log.warning(
-                    "inspect saw no layer run in a sampled step: the model was not called, or ran as a CUDA graph, or "
+                    "monitor saw no layer run in a sampled step: the model was not called, or ran as a CUDA graph, or "
                     "no step of the block was a multiple of every=%d",
                     self.every,
                 )
@@ -109,7 +109,7 @@ class Inspection:
             RuntimeError: outside of the ``with`` block.
         """
         if not self._open:
-            raise RuntimeError("stats.step() belongs into the block: with tritonfp8.inspect(model) as stats")
+            raise RuntimeError("stats.step() belongs into the block: with tritonfp8.monitor(model) as stats")
         self._has_run = self._has_run or not self._is_sampling or self._observer.has_run
         if self._has_run:
             self._end()
@@ -212,17 +212,17 @@ def _worst(found: Sequence[Finding], thresholds: Sequence[Threshold]) -> Finding
     return min(found, key=lambda each: order.index(each.problem))
 
 
-def inspect(
+def monitor(
     model: nn.Module,
     every: int = 50,
     *,
     rows: int = ROWS,
     thresholds: Sequence[Threshold] = THRESHOLDS,
     first_step: int = 0,
-) -> Inspection:
+) -> Monitor:
     """Measure what quantization does to the operands of each converted layer, every N training steps::
 
-        with tritonfp8.inspect(model, every=50) as stats:
+        with tritonfp8.monitor(model, every=50) as stats:
             for batch in batches:
                 loss = model(batch)
                 ...
@@ -263,4 +263,4 @@ def inspect(
         require_type("a threshold", each, Threshold, "a tritonfp8.workflow.health.Threshold")
     if not layer_names(model) and not expert_names(model):
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")
-    return Inspection(model, every, rows, thresholds, first_step)
+    return Monitor(model, every, rows, thresholds, first_step)
