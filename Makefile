@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test docs notebooks versions reports lint format clean
+.PHONY: demo test nightly docs notebooks versions reports lint format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -17,6 +17,11 @@ demo: $(VENV)/.installed  ## train the smallest model in bf16 and with two recip
 
 test: $(VENV)/.installed
 	$(BIN)/pytest
+
+nightly: $(VENV)/.installed  ## run every case of every test, plant every fault, and compile with every supported triton
+	env -u CI $(BIN)/pytest
+	$(BIN)/python tests/support/faults/mutants.py --jobs 2
+	$(BIN)/python tests/support/kernels/every_triton.py
 
 docs: $(VENV)/.installed  ## build the site of the pages: build/site/index.html
 	$(BIN)/sphinx-build -W --keep-going -q -c docs . build/site

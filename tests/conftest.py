@@ -11,12 +11,12 @@ os.environ["OMP_NUM_THREADS"] = str(THREADS)
 import collector  # noqa: F401  before what imports many modules
 import hypothesis
 import pytest
+import sampling
 import torch
-import turns
 from scheduling import order, pytest_xdist_make_scheduler  # noqa: F401  a hook
 
 torch.set_num_threads(THREADS)
-turns.note_day()
+sampling.note_commit()
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -104,6 +104,10 @@ def two_ranks():
     processes.stop()
 
 
+def pytest_report_header():
+    return sampling.header()
+
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()
@@ -118,8 +122,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=order)
     runnable = [item for item in items if unmet(item) is None]
     # A list of the tests, as the tables of the docs are made from, has them all.
-    waiting = [] if config.getoption("collectonly") else turns.waiting(runnable)
-    left_out = Counter({"in_turn": len(waiting)})
+    others = [] if config.getoption("collectonly") else sampling.left_out(runnable)
+    left_out = Counter({"in_turn": len(others)})
     if hasattr(config, "workeroutput"):
         # A worker sets up and reports each test that it skips: of three thousand that takes ten seconds.
         left_out.update(mark for mark in map(unmet, items) if mark)
@@ -130,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if mark := unmet(item):
                 item.add_marker(pytest.mark.skip(reason=NEEDS[mark][1]))
-    out = set(waiting)
+    out = set(others)
     items[:] = [item for item in items if item not in out]
 
 
@@ -152,7 +156,7 @@ def pytest_terminal_summary(terminalreporter):
         if count and not met:
             terminalreporter.write_line(f"not run: {count} marked {mark!r} ({reason})", yellow=True)
     if count := not_run.get("in_turn", 0):
-        reason = "their turn is on another day: tests/support/choice/turns.py"
+        reason = "other commits choose them, and make nightly runs all: tests/support/choice/sampling.py"
         terminalreporter.write_line(f"not run: {count} marked 'in_turn' ({reason})", yellow=True)
 
 
