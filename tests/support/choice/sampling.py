@@ -23,10 +23,15 @@ The first process sets them for its workers, in which a new commit would choose 
 
 def note_commit():
     """Fix the commit for this process and its children. Without git no commit chooses: all cases run."""
-    if "CI" in os.environ and COMMIT not in os.environ:
+    if COMMIT not in os.environ:
         commit = changes.git("rev-parse", "HEAD") or ""
         os.environ[COMMIT] = commit
         os.environ.setdefault(BASE, (commit and changes.base_of(commit)) or "")
+
+
+def number():
+    """A number that depends on the commit, for other choices; 0 without git."""
+    return int(os.environ.get(COMMIT) or "0", 16)
 
 
 def is_on():

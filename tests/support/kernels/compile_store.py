@@ -2,13 +2,12 @@
 
 The processes of one run share a folder, so a kernel whose report several tests read is compiled once, whichever test
 asks first. ``REPORTS`` is committed: a kernel is not compiled again while its source, arguments, target, options and
-Triton are the same. A sample is compiled anyway, another every day, and must give the committed reports.
+Triton are the same. A sample is compiled anyway, which the commit chooses, and must give the committed reports.
 
 ``make reports`` compiles everything and writes ``REPORTS``; a change in ``kernels/`` needs it. Without it the tests
 are as strict, and take minutes more.
 """
 
-import datetime
 import functools
 import hashlib
 import json
@@ -16,6 +15,8 @@ import lzma
 import os
 import tempfile
 from pathlib import Path
+
+import sampling
 
 FOLDER = "COMPILED_KERNELS"
 """Names the environment variable that holds the folder, for processes inside the one that made it."""
@@ -47,13 +48,9 @@ def committed():
     return json.loads(lzma.decompress(REPORTS.read_bytes()))
 
 
-def _day():
-    return datetime.datetime.now(datetime.UTC).toordinal()
-
-
 def is_sampled(digest):
-    """Whether the kernel of this digest is compiled today although its report is committed."""
-    return (int(digest, 16) + _day()) % SAMPLE == 0
+    """Whether the kernel of this digest is compiled at this commit although its report is committed."""
+    return (int(digest, 16) + sampling.number()) % SAMPLE == 0
 
 
 def stored(key, compile):

@@ -5,21 +5,22 @@ import json
 
 import compile_store
 import pytest
+import sampling
 
 KEY = "a kernel"
 REPORT = {"registers": 40}
-# A day after the one on which the kernel is in the sample.
-DAY = 1 - int(hashlib.sha256(KEY.encode()).hexdigest(), 16) % compile_store.SAMPLE
+# The number of a commit after one at which the kernel is in the sample.
+COMMIT = 1 - int(hashlib.sha256(KEY.encode()).hexdigest(), 16) % compile_store.SAMPLE
 
 
 @pytest.fixture(autouse=True)
 def committed(tmp_path, monkeypatch):
-    """A file with the report of one kernel, which is not in the sample of the day."""
+    """A file with the report of one kernel, which is not in the sample of the commit."""
     run, path = tmp_path / "run", tmp_path / "reports.json.xz"
     monkeypatch.setenv(compile_store.FOLDER, str(run))
     monkeypatch.delenv(compile_store.FRESH, raising=False)
     monkeypatch.setattr(compile_store, "REPORTS", path)
-    monkeypatch.setattr(compile_store, "_day", lambda: DAY)
+    monkeypatch.setattr(sampling, "number", lambda: COMMIT)
     compile_store.committed.cache_clear()
     assert compile_store.stored(KEY, lambda: REPORT) == REPORT
     assert compile_store.write(run, path) == 1
@@ -30,10 +31,10 @@ def committed(tmp_path, monkeypatch):
     compile_store.committed.cache_clear()
 
 
-def test_every_kernel_is_in_the_sample_of_some_day(monkeypatch):
+def test_every_kernel_is_in_the_sample_of_some_commit(monkeypatch):
     sampled = []
-    for day in range(compile_store.SAMPLE):
-        monkeypatch.setattr(compile_store, "_day", lambda day=day: day)
+    for number in range(compile_store.SAMPLE):
+        monkeypatch.setattr(sampling, "number", lambda number=number: number)
         sampled += [digest for digest in ("0f", "3a", "ff") if compile_store.is_sampled(digest)]
     assert sorted(sampled) == ["0f", "3a", "ff"]
 
@@ -59,7 +60,7 @@ def test_every_kernel_is_compiled_on_demand(monkeypatch):
 
 
 def test_a_wrong_report_in_the_sample_is_an_error(monkeypatch):
-    monkeypatch.setattr(compile_store, "_day", lambda: DAY - 1)
+    monkeypatch.setattr(sampling, "number", lambda: COMMIT - 1)
     with pytest.raises(AssertionError, match="make reports"):
         compile_store.stored(KEY, lambda: {"registers": 41})
     assert compile_store.stored(KEY, lambda: json.loads(json.dumps(REPORT))) == REPORT
