@@ -41,3 +41,12 @@ def test_peft_lora(tmp_path):
     first, last = first_and_last_loss(shown)
     assert last < first
     assert "of the linear FLOPs run in FP8" in shown
+
+
+def test_teach(tmp_path):
+    """Its own assertions compare casts, products and the layer; a bf16 layer and its layer learn alike."""
+    shown = run("teach.py", folder=tmp_path)
+    assert shown.count("to the bit") == 3
+    (first, last), (first_in_fp8, last_in_fp8) = re.findall(r"loss: ([\d.]+) at the first step, ([\d.]+)", shown)
+    assert float(last) < 0.1 * float(first)
+    assert float(last_in_fp8) < 0.1 * float(first_in_fp8)
