@@ -219,7 +219,7 @@ def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
         if weight.is_part and id(weight) not in _owners:
             raise NotImplementedError(
                 f"{func} does not write to a weight that is stored in 8 bits and sharded ({type(weight).__name__}): "
-                "its scales are those of the whole weight. Write by load_state_dict of the model, or initialize by "
+                "its scales depend on the whole weight. Write by load_state_dict of the model, or initialize by "
                 "reset_parameters of the layer; train it by tritonfp8.optim.AdamW or tritonfp8.optim.with_masters; for "
                 "an average use tritonfp8.optim.float32_copy"
             )

@@ -165,7 +165,7 @@ class StoredRows(Shard):
         alike = isinstance(source, StoredRows) and source.spec == self.spec and source.shape == self.shape
         if not alike:
             raise NotImplementedError(
-                "values cannot be copied into a shard of a weight that is stored in 8 bits: its scales are those of "
+                "values cannot be copied into a shard of a weight that is stored in 8 bits: its scales depend on "
                 "the whole weight. Use load_state_dict of the model, or reset_parameters of the layer"
             )
         assert isinstance(source, StoredRows)
