@@ -4,7 +4,7 @@ Groups are adjacent rows. ``offsets`` has the end of each; the first group begin
 before it ends. A group may be empty. Rows after the last group belong to none: results have zeros there.
 
 On a GPU nothing reads ``offsets`` on the host, so nothing can be raised for bad ones. They are read as if they had been
-clamped: an end before that of the group before it is that end, and an end beyond the rows is the last row.
+clamped: an end before the previous end is the previous end, and an end beyond the rows is the last row.
 """
 
 from __future__ import annotations
