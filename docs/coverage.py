@@ -141,7 +141,7 @@ def cell(column: Column, recipe: str, collected: Sequence[Collected]) -> str:
         return column.otherwise[recipe][0] if recipe in column.otherwise else column.answer
     if column.known and recipe not in column.fixed and recipe not in column.otherwise:
         return UNTESTED
-    raise ValueError(f"no test of {recipe!r} with {column.name!r} among those of: {column.command}")
+    raise ValueError(f"no test of {recipe!r} with {column.name!r} in: {column.command}")
 
 
 def _markdown(rows: Iterable[Sequence[str]]) -> str:

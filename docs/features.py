@@ -180,8 +180,8 @@ GRAPHS = (
         gpu=True,
     ),
     Column("torch.export", (f"{_TRACED}::test_every_recipe_trains_as_exported",)),
-    Column("torch.jit.trace", (_EVERY_TRACE,), "jit", known="The op in the graph is that of `torch.export`."),
-    Column("make_fx", (_EVERY_TRACE,), "make_fx", known="The op in the graph is that of `torch.export`."),
+    Column("torch.jit.trace", (_EVERY_TRACE,), "jit", known="The graph has the same op as with `torch.export`."),
+    Column("make_fx", (_EVERY_TRACE,), "make_fx", known="The graph has the same op as with `torch.export`."),
     Column(
         "torch.jit.script",
         (f"{_TRACED}::test_other_tracers_are_errors",),
@@ -249,7 +249,7 @@ SHARDED = (
     Column(
         "FSDP2, EMA weights swapped in and out",
         (f"{_EMA}::test_evaluations_are_those_of_the_weights_that_were_swapped_in",),
-        known="`bf16` is FSDP2 alone: `reshard()` before each swap. `param.data = ...` on a shard is a `RuntimeError`.",
+        known="`bf16` is plain FSDP2: `reshard()` before each swap. `param.data = ...` on a shard is a `RuntimeError`.",
     ),
     Column(
         "FSDP2, losses in chunks: F.linear(x, head.weight)",

@@ -89,9 +89,9 @@ def quantize(x: Tensor, spec: QuantSpec, transpose: bool = False, amax: Tensor |
         x: ``[..., K]``, bfloat16, float16, float32 or float64, of any strides. 2-D if ``transpose``.
         spec: format, block and scale of the result.
         transpose: quantize ``x.T`` instead, contiguous: K-major for a contraction over the rows of ``x``.
-        amax: float32, one value for each block of the result, used in place of the block's own amax: for example that
-            of the whole tensor, if ``x`` is a shard of it. Larger values of ``x`` saturate. The sign of an amax is
-            ignored, also that of zero, infinity and NaN.
+        amax: float32, one value for each block of the result, used in place of the block's own amax: for example the
+            amax of the whole tensor, if ``x`` is a shard of it. Larger values of ``x`` saturate. The sign of an amax is
+            ignored, also the sign of zero, infinity and NaN.
 
     Returns:
         A :class:`Quantized` of the shape of ``x`` (or ``x.T``). It has no gradient; gradients flow through
@@ -246,7 +246,7 @@ def scaled_matmul(
 
 
 def quantize_groups(x: Tensor, offsets: Tensor, spec: QuantSpec, transpose: bool = False) -> QuantizedGroups:
-    """Quantize each group of rows of ``x``, or its transpose, to the bits that it has when it is quantized alone.
+    """Quantize each group of rows of ``x``, or its transpose, to the bits of a separate :func:`quantize` of the group.
 
     Args:
         x: ``[T, K]``, bfloat16, float16, float32 or float64; the rows of a group are adjacent.
@@ -275,7 +275,7 @@ def quantize_groups(x: Tensor, offsets: Tensor, spec: QuantSpec, transpose: bool
 
 
 def quantize_matrices(x: Tensor, spec: QuantSpec, transpose: bool = False) -> QuantizedGroups:
-    """Quantize each matrix of ``x [groups, N, K]``, or its transpose, as :func:`quantize` quantizes it alone.
+    """Quantize each matrix of ``x [groups, N, K]``, or its transpose, like :func:`quantize` of that matrix.
 
     Args:
         x: ``[groups, N, K]``, bfloat16, float16, float32 or float64, of any strides: the weights of experts.
@@ -349,7 +349,7 @@ def scaled_grouped_matmul(
         a: in ``"rows"``, ``[T, K]``; or in ``"columns"``, ``[M, columns]``.
         b: in ``"matrices"``, ``[groups, N, K]``; or in ``"columns"``, ``[N, columns]``.
         offsets: ``[groups]``, int32: the end of each group, with which ``a`` was quantized.
-        out_dtype, accumulation: as of :func:`scaled_matmul`.
+        out_dtype, accumulation: see :func:`scaled_matmul`.
         bias: ``[groups, N]``, floating, or None. Not for columns.
         tokens: for columns: T, the rows of the tensor that was quantized.
 

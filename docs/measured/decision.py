@@ -76,7 +76,7 @@ def tokens() -> str:
 
 
 def small_m() -> str:
-    """Speed of a GEMM alone over bf16's, by M: geometric mean over the shapes of that M."""
+    """Speed of a GEMM, without casts, over bf16's, by M: geometric mean over the shapes of that M."""
     seconds: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
     for row in results.data("scaled_matmul.json")["rows"]:
         if row["set"] in (*results.SMALL_M, *results.LARGE) and row["seconds"]:

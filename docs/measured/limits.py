@@ -90,7 +90,7 @@ def least_bytes_of_experts(tokens: int, top_k: int, experts: int, hidden: int, i
     of_weights = 2 * weights * (HIGH + CODE)
     # The input, cast by token, picked by row, and cast to its columns.
     of_input = tokens * hidden * 2 * (HIGH + CODE) + rows * hidden * 2 * CODE
-    # SwiGLU, then the casts of its result; likewise backward, from the gradient of its result.
+    # SwiGLU, then the casts of its result. Backward does the same, from the gradient of its result.
     of_swiglu = rows * inside * ((2 + 1) * HIGH + (HIGH + 2 * CODE))
     of_swiglu += rows * inside * ((1 + 2 + 2) * HIGH + 2 * (HIGH + 2 * CODE))
     # Sums of the rows of a token forward and backward, products for the router's gradient, both casts of the gradient.

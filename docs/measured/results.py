@@ -102,7 +102,7 @@ def gemms() -> str:
 
 
 def casts() -> str:
-    """Bytes per second of casts over those of a copy of as many bytes (at most 1 GiB)."""
+    """Bytes per second of casts over a copy's, for as many bytes (at most 1 GiB)."""
     speeds = {
         (row["case"], tuple(row["shape"]), row["contender"]): row["bytes"] / row["seconds"]
         for row in data("quantize.json")["rows"]
@@ -151,7 +151,7 @@ def layers() -> str:
 
 
 def models(folder: str = ".") -> str:
-    """Speed of every model over bf16, and the memory of rowwise over that of torchao's tensorwise."""
+    """Speed of every model over bf16, and the memory of rowwise over torchao's tensorwise."""
     speeds, memory = speed_ups(f"{folder}/model", "model"), peaks(folder)
     lines = []
     for name, shape in {shape.name: shape.size for shape in select("model", ALL_MODELS)}.items():
@@ -177,7 +177,7 @@ def memory() -> str:
 
 
 def gathered_bytes() -> str:
-    """Bytes of the FP8 all-gather over those of bf16's, by recipe."""
+    """Bytes of the FP8 all-gather over the bf16 all-gather's, by recipe."""
     rows = {row["contender"]: row for row in data("distributed-160m-x4-losses/distributed.json")["rows"]}
     sent = {name: row["bytes"]["all_gather"] for name, row in rows.items()}
     with_gather = [name for name in sent if name.endswith(", FP8 all-gather") and rows[name]["own"]]
@@ -205,7 +205,7 @@ def host_times() -> str:
             found.setdefault(row["case"], {})[row["contender"]] = 1e6 * row["seconds"]
     names = ("tritonfp8", "tritonfp8 op", "torch._scaled_mm")
     lines = [(case, *(f"{times[name]:.1f} us" for name in names)) for case, times in found.items()]
-    return table(("call, [128, 768, 768]", "function", "op alone", "torch._scaled_mm"), lines)
+    return table(("call, [128, 768, 768]", "function", "op", "torch._scaled_mm"), lines)
 
 
 def gathers() -> str:
@@ -234,7 +234,7 @@ LARGEST = "largest difference from the losses of one process"
 
 
 def tensor_parallelism() -> str:
-    """Losses under tensor parallelism against those of one process."""
+    """Losses under tensor parallelism against losses of one process."""
     bars = {
         name: {bar["what"]: bar.get("measured") for bar in data(f"distributed-160m-{run}/distributed.json")["bars"]}
         for name, run in RUNS_OF_TP.items()

@@ -43,22 +43,22 @@ def mixture_recipes() -> str:
 
 
 def schedule() -> str:
-    """What a schedule of bf16, FP8 and bf16 gave beside bf16 alone."""
+    """A schedule of bf16, FP8 and bf16 against an all-bf16 run."""
     found = data("schedule-160m/schedule.json")["found"]
     answers = {True: "yes", False: "no"}
     return table(
         ("question", "found"),
         [
-            ("loss of the last 50 steps, over that of bf16 alone", f"{100 * found['difference']:+.2f} %"),
+            ("loss of the last 50 steps, over an all-bf16 run's", f"{100 * found['difference']:+.2f} %"),
             ("graphs compiled after the switch back to bf16", str(found["graphs_after_second_switch"])),
-            ("first stage equal to bf16 alone, to the bit", answers[found["first_stage_equal_to_the_bit"]]),
+            ("first stage equal to the all-bf16 run, to the bit", answers[found["first_stage_equal_to_the_bit"]]),
             ("run resumed in the middle ends with the same bits", answers[found["resumed_equal_to_the_bit"]]),
         ],
     )
 
 
 def seeds() -> str:
-    """Each recipe's loss over that of bf16 from the same seed."""
+    """Each recipe's loss over the bf16 loss from the same seed."""
     measured = data("seeds-160m/seeds.json")
     found = {(row["recipe"], row["seed"]): row["difference"] for row in measured["found"]}
     recipes, numbers = sorted({recipe for recipe, _ in found}), sorted({seed for _, seed in found})
@@ -122,7 +122,7 @@ def torchtitan_mixture() -> str:
 
 
 def decoding(*names: str) -> str:
-    """Speed and memory of stored weights over those of bf16, by tokens decoded together. Later files replace rows."""
+    """Speed and memory of stored weights over bf16, by tokens decoded together. Later files replace rows."""
     files = (data(name)["rows"] for name in names)
     rows = [row for row in itertools.chain.from_iterable(files) if row["recipe"] != PLAIN]
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))

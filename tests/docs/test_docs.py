@@ -81,7 +81,7 @@ def test_a_cell_without_a_test_is_an_error():
     for missing in (tests, [*tests[1:], bf16]):
         with pytest.raises(ValueError, match="no test of"):
             coverage.table([column], missing)
-    with pytest.raises(ValueError, match="no test of 'bf16' with 'TP' among those of: pytest tests/a.py::test_a"):
+    with pytest.raises(ValueError, match="no test of 'bf16' with 'TP' in: pytest tests/a.py::test_a"):
         coverage.table([column._replace(keyword="sequence")], [*tests, bf16])
 
 

@@ -223,7 +223,7 @@ def test_routers_and_experts_are_listed_as_modules_in_high_precision():
     assert {"experts.gate_up", "router.weight"} <= set(report.others)
     (note,) = report.notes
     assert note.startswith(
-        "1 parameters have 3 dims, as of experts, such as experts.gate_up: they are in high precision"
+        "1 parameters have 3 dims, like experts, such as experts.gate_up: they are in high precision"
     )
 
 

@@ -36,7 +36,7 @@ class RanGemm(NamedTuple):
         operands: for each operand the text of its spec, or its dtype in high precision.
         device: on which it ran; None if that was not recorded.
         layer: the module that it belongs to; None if no module announced itself.
-        gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``; None likewise.
+        gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``; None if no module announced itself.
     """
 
     kind: str

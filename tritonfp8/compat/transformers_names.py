@@ -99,7 +99,7 @@ def _table(model: nn.Module) -> list[Any]:
 
 
 def _without_fsdp(module: nn.Module) -> Any:
-    """A stand-in with the classes from which ``fully_shard`` derived those of the modules: the table has their names.
+    """A stand-in with the base classes from which ``fully_shard`` derived classes: the table has the base names.
 
     It has the tree of modules, and shares all else.
     """

@@ -71,8 +71,8 @@ def settle_key(kernel: Any) -> None:
 
     The key of a function covers the constants that its callees read, but only of callees that have a key when their
     caller gets its own. So it would depend on what a process launched before: a kernel that a warm-up compiled would be
-    compiled again. Here callees get their keys first. Kernels without a key, as those of the interpreter, are left
-    alone.
+    compiled again. Here callees get their keys first. Kernels without a key, such as the interpreter's kernels, do not
+    change.
     """
     if id(kernel) in _settled:
         return

@@ -1,7 +1,7 @@
 """The parameters that no converted layer has, and the share of the linear FLOPs that runs in FP8.
 
-FLOPs are those of a forward a token: 2 for each element of a matrix that multiplies it. Backward takes twice as much of
-every layer, so shares are those of a training step, too.
+FLOPs count a forward a token: 2 for each element of a matrix that multiplies it. Backward takes twice as much of
+every layer, so a training step has the same shares.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, st
     share, note = _active(modules, use)
     if layer is not None:
         if isinstance(module, nn.Linear) and use.key == "weight":
-            # The weights of quantized layers, as of bitsandbytes, are packed.
+            # The weights of quantized layers, such as bitsandbytes layers, are packed.
             flops = 2 * module.in_features * module.out_features
         return _Count(flops * share, skipped[layer] + note, layer)
     if isinstance(module, _CONVOLUTIONS):
@@ -116,7 +116,7 @@ def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, st
     if computing_class(module) is not None and _has_experts(module, use.parameter):
         return _Count(flops * share, f"experts, which convert takes with experts=True{note}")
     if _has_experts(module, use.parameter):
-        return _Count(flops * share, f"3-D, as of experts, in {type(module).__name__}, which is no nn.Linear{note}")
+        return _Count(flops * share, f"3-D, like experts, in {type(module).__name__}, which is no nn.Linear{note}")
     if isinstance(module, nn.MultiheadAttention):
         return _Count(flops, f"{use.key} of MultiheadAttention, which no layer multiplies by")
     if any(word in use.key.lower() for word in NO_MATRIX) or use.parameter.shape[0] == 1:

@@ -73,7 +73,7 @@ def convert(
     (``_keep_in_fp32_modules``), and layers of fewer than 16 in or out features (only by a function).
 
     Args:
-        model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, those of torchtitan and Falcon, and the
+        model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, its torchtitan and Falcon classes, and the
             ``Conv1D`` of transformers are converted. Other subclasses of ``nn.Linear`` never are: their forward may
             differ, or be bypassed. Nor are layers whose forward was replaced, unless by the hooks of accelerate.
         recipe: a name, the path of a TOML file (:func:`tritonfp8.recipes.load`), a :class:`~tritonfp8.Recipe`, or a
@@ -85,7 +85,7 @@ def convert(
         weight_storage: ``"parameters"``, or ``"quantized"``: weights of converted layers become codes and scales
             (:class:`tritonfp8.layers.stored.StoredWeight`). Trained weights must be float32.
         mode: ``"inference"`` freezes the weights of converted layers and stores them.
-        batch_invariant: the bits of a row of a layer's output depend on this row of the input alone. It needs scales
+        batch_invariant: the bits of a row of a layer's output depend only on this row of the input. It needs scales
             for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.
         experts: also convert experts (:func:`tritonfp8.functional.grouped_linear`): of transformers 5, which then
             ignore ``set_experts_implementation``, and ``GroupedExperts`` of torchtitan. Frozen ones can be stored.

@@ -13,7 +13,7 @@ class HighPrecision:
 
     Attributes:
         flops: of a forward a token: 2 for each element that is multiplied; 0 for an embedding that is looked up.
-        share: ``flops`` over those of all linear layers of the model, converted or not; 0 to 1.
+        share: ``flops`` over the FLOPs of all linear layers of the model, converted or not; 0 to 1.
         reason: why it stays in high precision.
         layer: the name of its linear layer in ``skipped``, or None if no linear layer has it.
     """

@@ -148,7 +148,7 @@ def quantized_init(recipe: str | Recipe, filter: Filter = None, *, experts: bool
         filter: ``filter(layer, name) -> bool``, of the name of a layer in its parent; by default the choice of
             :func:`convert`. What the model tells of its layers is known once it is made: before a checkpoint is loaded,
             or at the end of the block, layers that stay in high precision get plain weights again.
-        experts: also store the weights of experts, as of :func:`convert`.
+        experts: also store the weights of experts, see :func:`convert`.
 
     Raises:
         ValueError: the block made no layer to store, or an unfit weight (float16); names the layer.

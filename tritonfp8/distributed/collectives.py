@@ -52,7 +52,7 @@ def all_gather_bytes(parts: Sequence[Tensor], sizes: Sequence[Sequence[int]], gr
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: str) -> Tensor:
-    """The rows of ``x`` that are for other ranks, sent to them; and theirs, those of rank 0 first.
+    """Send the rows of ``x`` that are for other ranks to them; returns their rows for this rank, from rank 0 on.
 
     Args:
         x: ``[sum(send), ...]``: first the rows for rank 0.

@@ -16,7 +16,7 @@ from tritonfp8.specs import QuantSpec, transposed
 
 
 class Grid(NamedTuple):
-    """The amax of each block of a matrix, as int32. Rows and columns are those of the untransposed matrix.
+    """The amax of each block of a matrix, as int32. Rows and columns refer to the untransposed matrix.
 
     Attributes:
         bits: the amaxes as int32 ``[blocks along the rows, blocks along the columns]``.

@@ -95,7 +95,7 @@ def scales(mode: str) -> Iterator[None]:
     Their backward follows the same mode, and so does a recompute by :mod:`torch.utils.checkpoint`, inside the block or
     after it. Other threads do not. Checkpointing by other libraries needs the block around backward, too.
 
-    ``"global"``, the default: each scale is that of the global tensor. The number of ranks then changes only the order
+    ``"global"``, the default: each scale comes from the global tensor. The number of ranks then changes only the order
     of sums. It costs one small MAX all-reduce for each operand with a block that spans ranks: for rowwise, 4 bytes a
     row.
 

@@ -1,6 +1,6 @@
 """Which part of each dim of a matrix lies on this rank, and where the blocks of the global matrix begin in it.
 
-All values are plain integers. Whether a collective runs follows from the global shape alone, so all ranks decide alike.
+All values are plain integers. Only the global shape decides whether a collective runs, so all ranks decide alike.
 """
 
 from __future__ import annotations

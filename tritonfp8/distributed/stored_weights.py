@@ -72,7 +72,7 @@ def cut_as(x: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def store_sharded(layer: nn.Module, name: str, values: Tensor, spec: QuantSpec) -> Tensor:
-    """The stored DTensor of a DTensor of values: gathers this one weight, because scales are those of the whole."""
+    """The stored DTensor of a DTensor of values: gathers this one weight, because scales depend on the whole weight."""
     assert isinstance(values, DTensor)
     if values.ndim == 2:
         return shard(layer, name, store(values.full_tensor(), spec), values)
@@ -111,7 +111,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def _joined(local: Tensor, like: DTensor) -> Tensor:
-    """Bytes ``[N, ...]`` of all ranks; ``local`` are those of this rank's rows, or experts, of ``like``."""
+    """Bytes ``[N, ...]`` of all ranks; ``local``: the bytes of this rank's rows, or experts, of ``like``."""
     shape = like.shape[0], *local.shape[1:]
     return distributed(local, like.device_mesh, like.placements, shape).full_tensor()
 

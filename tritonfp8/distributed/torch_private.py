@@ -92,7 +92,7 @@ PARAM, GROUP = f"{_FSDP}._fsdp_param:FSDPParam", f"{_FSDP}._fsdp_param_group:FSD
 _INFO = f"{_FSDP}._fsdp_param:ParamModuleInfo"
 FSDP = (
     PrivateName("torch:Tensor", "_version", "notices writes to a shard"),
-    PrivateName("torch.nn:Module", "_forward_pre_hooks", "the hook of the model must run before that of FSDP"),
+    PrivateName("torch.nn:Module", "_forward_pre_hooks", "the model's hook must run before FSDP's hook"),
     PrivateName("torch.utils.checkpoint:", "_CachingTorchDispatchMode", "selective checkpointing of a forward"),
     PrivateName("torch.utils.checkpoint:", "_CachedTorchDispatchMode", "selective checkpointing of its recompute"),
     PrivateName("torch.utils._python_dispatch:", "_get_current_dispatch_mode_stack", "finds these two"),
@@ -184,7 +184,7 @@ def _require(needed_by: str, missing: list[str]) -> None:
 
 
 def require_names(needed_by: str, names: Iterable[PrivateName]) -> None:
-    """Check that torch has these names. Names of instances alone are left to :func:`require_of_instance`.
+    """Check that torch has these names. :func:`require_of_instance` checks names that only instances have.
 
     Args:
         needed_by: the public function or module that needs them, for the message.

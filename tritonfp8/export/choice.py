@@ -29,7 +29,7 @@ def choose(
     Args:
         model: the model.
         row: the checkpoint format.
-        filter: as of :func:`tritonfp8.export.plan`.
+        filter: see :func:`tritonfp8.export.plan`.
         found: the tensors of the model.
 
     Raises:
@@ -203,7 +203,7 @@ def notes(reasons: Mapping[str, str | None], found: Iterable[Place], row: Checkp
         lines.append(row.note_on_experts)
     if whole:
         lines.append(
-            f"{len(whole)} parameters have 3 dims, as of experts, such as {whole[0]}: they are in high precision and "
+            f"{len(whole)} parameters have 3 dims, like experts, such as {whole[0]}: they are in high precision and "
             "stay whole. transformers reads them; engines that expect a layer for each expert do not"
         )
     return tuple(lines)

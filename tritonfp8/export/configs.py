@@ -104,7 +104,7 @@ def _compressed(config: Mapping[str, Any]) -> list[FormatGroup]:
     for name, scheme in schemes.items():
         if not isinstance(scheme, dict):
             raise ValueError(f"{name} of config_groups must be a JSON object; got {shown(scheme)}")
-        # A group of activations alone, such as those of a cache.
+        # A group without weights: only activations, such as a cache's.
         if scheme.get("weights") is not None:
             targets = _names(f"targets of {name}", scheme.get("targets"))
             found.append(FormatGroup(targets, _compressed_row(name, scheme["weights"])))

@@ -138,7 +138,7 @@ def match(
 
 
 def _by_name(model_places: Iterable[Place], stored: Mapping[str, Stored]) -> dict[str, Place]:
-    """The places by their names in the checkpoint, which may be those of the model: transformers reads these, too."""
+    """The places by their names in the checkpoint, which may be the model's names: transformers reads these, too."""
     return {
         owner.written if owner.written in stored or owner.name not in stored else owner.name: place
         for place in model_places

@@ -114,7 +114,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> object:
-    # A stored weight has no memory of its own, only that of its codes.
+    # A stored weight has no memory of its own, only its codes' memory.
     if is_distributed(tensor) or isinstance(tensor, StoredWeight) or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -61,7 +61,7 @@ def load(
         folder: of the checkpoint.
         ignore: patterns of tensors that need no partner: in the checkpoint they are not read, such as ``"*.k_scale"``
             of a cache; in the model they keep their values, such as a new head. Static scales of activations
-            (``input_scale``, ``activation_scale``) of which the config speaks need no pattern: the report counts them.
+            (``input_scale``, ``activation_scale``) that the config names need no pattern: the report counts them.
         device: where parameters on the meta device are made.
 
     Returns:
@@ -204,7 +204,7 @@ def _kept(target: Tensor, made_from: Quantized | str, x: Tensor) -> Tensor:
 
 
 def _are_kept(scale: Tensor, spec: QuantSpec, stored: QuantSpec) -> bool:
-    """Whether codes of ``spec`` can be those of a weight that is stored by another spec."""
+    """Whether codes of ``spec`` can be the codes of a weight that is stored by another spec."""
     # Scales that are no powers of two would make the values inexact. The config does not always say what they are.
     return _are_powers(scale) and replace(spec, scale_rounding=stored.scale_rounding) == stored
 
@@ -247,7 +247,7 @@ def _again_stack(owner: Any, made: StoredMatrices | None, weight: Tensor, values
 
     Args:
         owner: the experts.
-        made: the codes that were read, if they are those of one weight.
+        made: the codes that were read, if they belong to one weight.
         weight: the new weight, stored or not.
         values: what was read; None if it is not exact.
     """

@@ -53,7 +53,7 @@ class WrittenTensor(NamedTuple):
         return count * self.row.dtype.itemsize + scales * self.row.scale_dtype.itemsize
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the export: one, or codes and scale; of experts those of each matrix.
+        """The tensors of the export: one, or codes and scale; of experts, the tensors of each matrix.
 
         Raises:
             ValueError: a weight has a NaN or an infinity.

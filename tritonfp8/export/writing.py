@@ -132,7 +132,7 @@ def _write_shards(entries: list[WrittenTensor], draft: Path, limit: int) -> list
 
 
 def _owned(x: Tensor) -> Tensor:
-    """``x`` on the CPU, contiguous, and alone in its memory, as safetensors writes it."""
+    """``x`` on the CPU, contiguous, and in memory that it does not share, as safetensors writes it."""
     x = x.cpu().contiguous()
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 

@@ -84,7 +84,7 @@ def trainer_plugin(
     """A plugin for ``lightning.Trainer(plugins=[...])``.
 
     Args:
-        recipe, filter: as for :func:`tritonfp8.convert`. Names begin with those of the LightningModule's attributes.
+        recipe, filter: as for :func:`tritonfp8.convert`. Names begin with an attribute of the LightningModule.
         precision: of everything else: ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"``.
         all_gather: whether FSDP2 (``ModelParallelStrategy``) gathers weights in 8 bits.
         experts: whether experts are converted, too; as for :func:`tritonfp8.convert`.

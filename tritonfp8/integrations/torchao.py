@@ -29,7 +29,7 @@ class TritonFP8Config(AOBaseConfig):
 
     Attributes:
         recipe: a name, the path of a TOML file, or a :class:`~tritonfp8.Recipe`.
-        batch_invariant: as of ``convert``.
+        batch_invariant: see ``convert``.
 
     Raises:
         ValueError: an unknown recipe, or one that cannot be batch-invariant; of ``quantize_``, a weight that cannot be

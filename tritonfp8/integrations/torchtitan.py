@@ -50,15 +50,15 @@ class Float8SelectiveAC(SelectiveAC):
     """torchtitan's selective activation checkpointing, which also saves the results of FP8 GEMMs.
 
     :class:`Float8Converter` puts it in the place of ``SelectiveAC``, which does not know these ops and computes every
-    FP8 GEMM of a forward twice. All of their results are saved. ``SelectiveAC`` saves those of every second bf16 GEMM.
+    FP8 GEMM of a forward twice. All of their results are saved; ``SelectiveAC`` saves every second bf16 GEMM's result.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As of ``SelectiveAC``."""
+        """See ``SelectiveAC``."""
 
     def get_save_ops(self) -> set[Any]:
-        """The ops of ``SelectiveAC`` whose results are saved, and those of FP8 GEMMs."""
+        """The ops whose results are saved: the ops of ``SelectiveAC``, and the FP8 GEMMs."""
         return super().get_save_ops() | {getattr(torch.ops.tritonfp8, name).default for name in SAVED_OPS}
 
 

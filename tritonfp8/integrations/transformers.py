@@ -4,7 +4,7 @@
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[Float8Callback("rowwise")])
 
-It also serves trainers that derive from Trainer, such as those of TRL.
+It also serves trainers that derive from Trainer, such as the TRL trainers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _require_whole_weights(model: nn.Module) -> None:
 
 
 def _require_no_other_fp8() -> None:
-    """Refuse ``mixed_precision="fp8"``, by which accelerate would replace the layers by those of another library."""
+    """Refuse ``mixed_precision="fp8"``, by which accelerate would replace the layers by another library's layers."""
     from accelerate.state import AcceleratorState
 
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision == "fp8":

@@ -209,7 +209,7 @@ def _argument(slots: Sequence[Tensor | None], pointer: View | TensorMap | None) 
 def _repeat_of(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[Any]) -> _Repeat:
     """A function that does what a plan says, given the addresses of its inputs in a list, which it extends.
 
-    ``slots`` are those of the first run. Nothing of them is kept but their layouts.
+    ``slots``: of the first run. Only their layouts are kept.
     """
     assert slots[0] is not None
     device = slots[0].device
@@ -240,7 +240,7 @@ def _repeat_of(plan: Plan, slots: Sequence[Tensor | None], compiled: Sequence[An
             addresses.append(tensor.data_ptr())
         for i in zeroed:
             tensors[i].zero_()
-        # The stream is that of this thread, at this call.
+        # This thread's current stream, read at each call.
         launch_all(stream_of(index), addresses)
         if first is not None:
             return tuple(tensors[:first])

@@ -35,7 +35,7 @@ def plan_swiglu_backward_(plan: Planner, grad: View, gate_up: View) -> list[View
 
 
 def add_swiglu(plan: Planner, x: View, gate_up: View | None, out: View | None = None) -> View:
-    """Add the launch of SwiGLU of ``x``, or of the gradient of ``gate_up``, where ``x`` is that of the result.
+    """Add the launch of SwiGLU of ``x``, or of the gradient of ``gate_up``, where ``x`` is the result's gradient.
 
     ``out`` is where it is written, contiguous and possibly ``gate_up``; None allocates it.
     """

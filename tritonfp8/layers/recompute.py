@@ -1,7 +1,7 @@
 """The decisions of a forward travel to its recompute: activation checkpointing runs a forward again, later.
 
 Between the two, a ``with`` block may have ended, or :func:`tritonfp8.swap_recipe` may have been called. torch's
-checkpointing restores its own state (autocast, random numbers) but not that of others. So its two entry functions are
+checkpointing restores its own state (autocast, random numbers) but no other state. So its two entry functions are
 wrapped, once in a process. The wrappers note the options at the beginning of a region's forward and the recipe of each
 weight in it, and restore both while the region runs again. For models without layers of this package they do nothing
 else.
@@ -126,7 +126,7 @@ class Region:
 
 
 def decided(weight: Tensor, recipe: Recipe) -> Recipe:
-    """The recipe that the layer of ``weight`` follows: in a recompute that of the forward, else ``recipe``."""
+    """The recipe that the layer of ``weight`` follows: in a recompute the forward's recipe, else ``recipe``."""
     if torch.compiler.is_dynamo_compiling() or not _thread.active:
         return recipe
     if _thread.replayed is not None:

@@ -1,4 +1,4 @@
-"""The FLOPs of the ops, for ``torch.utils.flop_counter.FlopCounterMode``: those of the plain linear layer.
+"""The FLOPs of the ops, for ``torch.utils.flop_counter.FlopCounterMode``: equal to the plain linear layer's.
 
 FlopCounterMode counts the ops that it knows. Casts are not counted, as torch counts no pointwise op.
 """

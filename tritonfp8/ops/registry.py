@@ -198,12 +198,12 @@ _LAYERS = {
     "without_backward": Op("(Tensor out, Tensor a, Tensor? b=None, Tensor? c=None, Tensor? d=None) -> Tensor"),
     # grad_output ties the call to backward: without it a compiler may move the read of backward's gather to forward.
     "weight_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
-    # Returns (qdata, scale), or qdata alone if the scale is given.
+    # Returns (qdata, scale), or only qdata if the scale is given.
     "gathered_operand": Op(
         "(Tensor buffer, Tensor? scale, Tensor tag, int rows, int cols, int above, int left, str spec, "
         "bool transposed, Tensor? grad_output=None) -> Tensor[]"
     ),
-    # The same of the weights of experts. `index` is that of an orientation.
+    # The same of the weights of experts. `index`: of an orientation.
     "matrices_operand": Op("(Tensor weight, str spec, bool transposed, Tensor? grad_output=None) -> (Tensor, Tensor)"),
     "gathered_matrices": Op(
         "(Tensor codes, Tensor scales, Tensor tag, int experts, int rows, int cols, str spec, int index, "

@@ -38,10 +38,10 @@ class AdamW(torch.optim.AdamW):
     is kept. It rounds up or down at random, so that the expected change is the exact one: rounded to nearest, a change
     of less than half a spacing is lost, at each step. The random bits are a hash of the seed, the step, the position
     of the weight in the optimizer, and the row and column of the element in the whole weight. So the codes are the same
-    on any mesh and world size that gives the same gradients. Scales are those of the whole weight, after each step.
+    on any mesh and world size that gives the same gradients. Scales are computed from the whole weight after each step.
 
-    All other parameters are stepped by ``torch.optim.AdamW``, with its options, in its formats. The state_dict is that
-    of ``torch.optim.AdamW``, with moments in float32: either loads that of the other one.
+    All other parameters are stepped by ``torch.optim.AdamW``, with its options, in its formats. The state_dict has the
+    format of ``torch.optim.AdamW``, with moments in float32: either optimizer loads the other's state_dict.
 
     A step of stored weights can always be captured in a CUDA graph, once it ran before; ``capturable=True`` is for the
     other parameters.

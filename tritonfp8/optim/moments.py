@@ -55,7 +55,7 @@ def stored(x: Tensor, name: str, kind: str) -> dict[str, Tensor]:
     """The values ``[n, k]`` of a moment, rounded to nearest: the inverse of :func:`values`, exact for its results."""
     if kind != "fp8":
         return {name: x.to(DTYPES[kind]).clone(memory_format=torch.contiguous_format)}
-    # In float64: on some CPUs a float32 root is not the nearest one, and that of a square would not be exact.
+    # In float64: on some CPUs a float32 root is not the nearest one, and the root of a square would not be exact.
     x = x.double().sqrt().float() if NAMES[name] else x.float()
     qdata, scale = ops.quantize(x.contiguous(), *SPEC.args)
     if NAMES[name]:

@@ -123,7 +123,7 @@ def names() -> list[str]:
 
 
 def get(recipe: str | Recipe, *, accumulation: str | None = None, batch_invariant: bool = False) -> Recipe:
-    """The built-in recipe of this name, or that of a TOML file; a :class:`Recipe` is returned unchanged.
+    """The built-in recipe of this name, or the recipe of a TOML file; a :class:`Recipe` is returned unchanged.
 
     Args:
         recipe: a name, the path of a file that ends in ``.toml`` (:func:`load`), or a Recipe.

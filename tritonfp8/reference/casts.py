@@ -123,7 +123,7 @@ def quantize(
         spec: the text of a :class:`~tritonfp8.QuantSpec`.
         transpose: quantize ``x.T``.
         amax: float32, one value for each block of the result, used in place of the block's own amax. Its sign is
-            ignored, also that of zero, infinity and NaN.
+            ignored, also the sign of zero, infinity and NaN.
 
     Returns:
         ``(qdata, scale)``.
@@ -179,6 +179,6 @@ def dequantize(qdata: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> T
 def transpose(qdata: Tensor) -> Tensor:
     """``qdata [M, N]``, 8-bit, as a contiguous copy ``[N, M]``.
 
-    This transposes a tensor quantized in square blocks without rounding again; its scale is transposed likewise.
+    This transposes a tensor quantized in square blocks without rounding again; its scale is transposed the same way.
     """
     return qdata.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(qdata.dtype)

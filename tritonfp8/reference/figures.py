@@ -51,7 +51,7 @@ def operand_figures(
         result: float32, like ``x``: its dequantized values. None for high precision.
         qdata: like ``x``, its codes; given with ``result``.
         low: float32 ``[operands]``, the least scale of each; given with ``result``.
-        high: likewise, the largest.
+        high: float32 ``[operands]``, the largest scale of each; given with ``result``.
 
     Returns:
         float64 ``[operands, 10]``: :func:`tritonfp8.workflow.health.statistics.measure_all` describes them.

@@ -32,7 +32,7 @@ def scaled_matmul(
 
     Args:
         a: ``[M, K]``, 8-bit, with its scale and the text of its spec.
-        b: ``[N, K]``, likewise.
+        b: ``[N, K]``, 8-bit, with its scale and the text of its spec.
         bias: ``[N]`` or None.
         activation: None, ``"relu"``, ``"gelu"`` (by erf) or ``"silu"``.
         residual: ``[M, N]`` or None.

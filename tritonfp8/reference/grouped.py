@@ -1,10 +1,10 @@
-"""Casts and GEMMs of groups of tokens in plain torch: a loop over the groups, each as if it were alone.
+"""Casts and GEMMs of groups of tokens in plain torch: a loop that computes each group separately.
 
 Groups are adjacent rows. ``offsets`` has the end of each; the first group begins at row 0, each next one where the one
 before it ends. A group may be empty. Rows after the last group belong to none: results have zeros there.
 
 On a GPU nothing reads ``offsets`` on the host, so nothing can be raised for bad ones. They are read as if they had been
-clamped: an end before that of the group before it is that end, and an end beyond the rows is the last row.
+clamped: an end before the previous end is the previous end, and an end beyond the rows is the last row.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of ``gate_up [rows, 2 F]`` from that of :func:`swiglu`, as autograd computes it."""
+    """The gradient of ``gate_up [rows, 2 F]`` from the gradient of :func:`swiglu`, as autograd computes it."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
 
@@ -82,7 +82,7 @@ def swiglu_backward_amax(
 def group_amax(x: Tensor, offsets: Tensor, spec: str, spec_t: str) -> Tensor:
     """amax bits, int32, of the blocks of groups of rows of ``x``, and of its transpose, that span a whole dim.
 
-    Those of rows, of the columns of each group, and of each group, where a spec has such blocks, in the order and with
+    The blocks are rows, the columns of each group, and each group, where a spec has such blocks, in the order and with
     the gaps of :func:`tritonfp8.specs.group_amax_sizes`.
     """
     bits = x.float().view(torch.int32) & 0x7FFFFFFF
@@ -107,7 +107,7 @@ def sum_of_rows(x: Tensor, places: Tensor, factors: Tensor | None = None) -> Ten
 
     Args:
         x: ``[rows, N]``.
-        places: ``[tokens, n]``, int64: which rows of ``x`` are those of a token.
+        places: ``[tokens, n]``, int64: which rows of ``x`` belong to a token.
         factors: ``[tokens, n]``, or None. Products are rounded to the common dtype.
 
     Returns:
@@ -128,7 +128,7 @@ def dots_of_rows(grad: Tensor, x: Tensor, places: Tensor, out_dtype: torch.dtype
     Args:
         grad: ``[tokens, N]``, of the sums; rounded to the common dtype.
         x: ``[rows, N]``.
-        places: ``[tokens, n]``, int64: which rows of ``x`` are those of a token.
+        places: ``[tokens, n]``, int64: which rows of ``x`` belong to a token.
         out_dtype: of the factors. Products are rounded to the common dtype of ``x`` and this.
 
     Returns:
@@ -221,8 +221,8 @@ def quantize_groups_both(
     """``quantize_groups(x, offsets, spec)`` and ``quantize_groups(x, offsets, spec_t, transpose=True)``.
 
     Args:
-        x, offsets, spec, spec_t, rows, factors, swiglu: as of :func:`quantize_groups`.
-        amax: that of :func:`swiglu_backward_amax`, whose result ``x`` is; saves a pass over ``x``.
+        x, offsets, spec, spec_t, rows, factors, swiglu: see :func:`quantize_groups`.
+        amax: from the :func:`swiglu_backward_amax` that returned ``x``; saves a pass over ``x``.
     """
     found = read_rows(x, rows, factors, swiglu)
     return *quantize_groups(found, offsets, spec), *quantize_groups(found, offsets, spec_t, True)
@@ -286,7 +286,7 @@ def scaled_grouped_matmul(
         b: in ``"matrices"``, ``[groups, N, K]``; or in ``"columns"``, ``[N, columns]``.
         offsets: ``[groups]``, int32: the end of each group.
         bias: ``[groups, N]`` or None; None for columns.
-        out_dtype, accumulation, batch_invariant: as of :func:`scaled_matmul`.
+        out_dtype, accumulation, batch_invariant: see :func:`scaled_matmul`.
         tokens: of columns: the rows of the tensor that was quantized, as far as offsets may reach.
 
     Returns:

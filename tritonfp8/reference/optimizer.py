@@ -29,7 +29,7 @@ MOMENT = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
 RANDOM_BITS = 20
 """Bits of the random number that rounds a value."""
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x9E3779B1)
-"""Of the hash: the first two are those of C. Wellons' ``lowbias32``, the third is 2^32 over the golden ratio."""
+"""Of the hash: the first two are from C. Wellons' ``lowbias32``, the third is 2^32 over the golden ratio."""
 RANDOM_GROUP = 8
 """Columns that share a state, from which their random numbers are made."""
 GENERATOR = 0xAC564B05
@@ -182,7 +182,7 @@ def scales_of(scale: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, place: Sequence[int], block: Sequence[int]) -> tuple[Tensor, int, int]:
-    """``x`` with zeros before it, so that its blocks begin where those of the whole weight do; and how many."""
+    """``x`` with zeros before it, so that its blocks are blocks of the whole weight; and how many zeros."""
     above, left = (0 if size == -1 else at % size for at, size in zip(place, block, strict=True))
     return F.pad(x, (left, 0, above, 0)), above, left
 
@@ -195,7 +195,7 @@ def adamw_amax(
     """The amaxes of the weight that :func:`adamw` would make, whose arguments these are; nothing is written.
 
     Returns:
-        float32, one value for each block of ``spec`` that the elements lie in. Blocks are those of the whole weight.
+        float32, one value for each block of ``spec`` that the elements lie in. Blocks divide the whole weight.
     """
     args = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, numbers, scale_block)
     p = _stepped(qdata, scale, *args)[0]
@@ -214,7 +214,7 @@ def adamw(
         qdata: codes ``[n, k]``, contiguous.
         scale: of the codes, float32 or exponents in one byte, one for each ``scale_block``.
         exp_avg: ``[n, k]``, float32, bfloat16 or, with ``exp_avg_scale``, e4m3.
-        exp_avg_sq: likewise. In e4m3 it has square roots: the squares have twice the range in octaves.
+        exp_avg_sq: like ``exp_avg``. In e4m3 it has square roots: the squares have twice the range in octaves.
         grad: ``[n, k]``, any floating dtype.
         numbers: float32 ``[7]`` or more.
         keys: int32 ``[2]`` or more, of :func:`rounding_keys`.
@@ -223,7 +223,7 @@ def adamw(
         place: row and column of the first element in the whole weight.
         stochastic: round by random bits, else to nearest.
         exp_avg_scale: uint8 ``[n, ceil(k / 128)]``, the exponents of the scales.
-        exp_avg_sq_scale: likewise.
+        exp_avg_sq_scale: like ``exp_avg_scale``.
         amax: float32, of each block of ``spec`` that the elements lie in (:func:`adamw_amax`), where others have a
             part of a block; else the elements decide.
     """

@@ -22,7 +22,7 @@ def _grid(amaxes: Tensor, shard: Tensor, block: Sequence[int], place: Sequence[i
 
 
 def amax_of_shards(amaxes: Tensor, shards: Sequence[Tensor], places: Tensor, blocks: Sequence[int]) -> None:
-    """Raise amaxes to those of the shards, in one or two orientations.
+    """Raise amaxes to the amaxes of the shards, in one or two orientations.
 
     Args:
         amaxes: float32, flat, written to; zeros where no shard was read yet. A NaN may get any bits.

@@ -212,7 +212,7 @@ def empty_scale(shape: Sequence[int], block: Sequence[int], scale_format: str, d
 def group_amax_sizes(
     tokens: int, width: int, groups: int, blocks: Collection[tuple[int, int]]
 ) -> dict[tuple[int, int], int]:
-    """How many amaxes the casts of groups of rows need: those of blocks that span a whole dim.
+    """How many amaxes the casts of groups of rows need: one for each block that spans a whole dim.
 
     Args:
         tokens, width: sizes of the rows.

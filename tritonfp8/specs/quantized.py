@@ -45,7 +45,7 @@ class Quantized(_CodesAndScales):
     its two tensors.
 
     Invariants:
-        - ``qdata.dtype`` is the torch dtype of ``spec.format``, ``scale.dtype`` that of ``spec.scale_format``.
+        - ``qdata.dtype`` is the torch dtype of ``spec.format``, ``scale.dtype`` the dtype of ``spec.scale_format``.
         - ``scale.ndim == qdata.ndim`` and ``scale.shape[i] == ceil(qdata.shape[i] / block[i])``. A block entry of -1
           is the whole dimension: 1 scale, also for an empty dimension.
         - ``scale`` multiplies to dequantize. A NaN scale marks a block that had a NaN or an infinity.
@@ -115,7 +115,7 @@ class QuantizedGroups(_CodesAndScales):
             - ``"columns"``: ``[N, columns]``. Group g, whose first token is ``start``, begins at column
               ``128 * (start // 128 + g)``, and zeros follow it, quantized with its scales;
             - ``"matrices"``: ``[groups, N, K]``, as the weights of experts.
-        scale: one scale a block, as of :class:`Quantized`; but where a block is all rows of tokens or all columns of
+        scale: one scale a block, like :class:`Quantized`; but where a block is all rows of tokens or all columns of
             tokens, one for each group: ``[groups, 1]`` or ``[N, groups]``.
         spec: the QuantSpec of both.
         layout: where the groups lie.

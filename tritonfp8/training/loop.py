@@ -286,7 +286,7 @@ def _converted_copy(job: Job, run: Run) -> nn.Module:
 
 
 def _run_experts_in_bf16(model: nn.Module) -> None:
-    """Let experts compute in autocast's dtype, which those of transformers ignore, by grouped GEMMs."""
+    """Let experts compute in autocast's dtype, which transformers' experts ignore, by grouped GEMMs."""
     if any(computing_class(module) is not None for module in model.modules()):
         convert(model, BASELINE, filter=lambda module, name: not isinstance(module, nn.Linear), experts=True)
 

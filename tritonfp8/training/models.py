@@ -23,7 +23,7 @@ from tritonfp8.training.corpus import VOCABULARY
 class Preset:
     """A named model: the fields of its ``transformers.LlamaConfig``, and its default learning rate.
 
-    With experts it is a mixture, of a ``transformers.MixtralConfig``, and ``intermediate_size`` is that of an expert.
+    With experts it is a mixture, of a ``transformers.MixtralConfig``, and ``intermediate_size`` is an expert's size.
 
     The difference between two runs from almost equal weights grows with the learning rate. A comparison needs one at
     which two runs of bf16 end close together; ``bf16-perturbed`` shows how close.

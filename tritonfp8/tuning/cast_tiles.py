@@ -68,7 +68,7 @@ class CastTile(NamedTuple):
         return self._replace(m=m, n=width)
 
     def rows_a_thread(self, columns_a_thread: int) -> int:
-        """Rows that a thread holds of the tile, at most those of one store."""
+        """Rows that a thread holds of the tile, at most the rows of one store."""
         threads = WARP_SIZE * self.warps
         columns_a_thread = min(columns_a_thread, max(1, self.m * self.n // threads))
         rows_at_once = max(1, threads * columns_a_thread // self.n)
@@ -123,12 +123,12 @@ ROW_TILES = {
     16384: CastTile(1, 16384, 8),
 }
 MAX_ROW_IN_TILE = max(ROW_TILES)
-# Of whole rows, where the amaxes of columns are found in the same pass: a program keeps those of its rows.
+# Of whole rows, where the amaxes of columns are found in the same pass: a program keeps the column amaxes of its rows.
 ROWS_WITH_COLUMNS = {**ROW_TILES, 16384: CastTile(1, 16384, 16, registers=128)}
 # Warps of these programs on a multiprocessor, and the stages of their loads. Few programs have few partial maxima.
 ROWS_WARPS = 16
 ROWS_STAGES = 3
-# Of partial maxima of rows, or of rows and columns; of columns alone; of the whole tensor.
+# Of partial maxima of rows, or of rows and columns; only of columns; of the whole tensor.
 AMAX_OF_LINES = AmaxPass(CastTile(16, 512, 4), 8)
 AMAX_OF_SHORT_ROWS = AmaxPass(CastTile(32, 512, 8), 2)
 AMAX_OF_COLUMNS = AmaxPass(CastTile(64, 128, 4), 8)

@@ -24,7 +24,7 @@ __all__ = ["candidates", "choose", "choose_grouped", "grouped_key", "install", "
 
 MIN_BUCKET = 8
 # In octaves (factors of two): distance in M for the same N and K, else Euclidean distance of (M, N, K). Farther off the
-# cost model chooses better than the nearest entry (``bench.contest.ranking``); that of groups was not compared.
+# cost model chooses better than the nearest entry (``bench.contest.ranking``); the model of groups was not compared.
 MAX_M_OCTAVES = 2.0
 MAX_OCTAVES, MAX_OCTAVES_OF_GROUPS = 0.5, 1.0
 

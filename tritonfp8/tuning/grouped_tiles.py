@@ -1,7 +1,7 @@
 """Which tiles the GEMMs of groups can work in, the most promising first.
 
 No configuration splits K, and all promote their sums at the same places: the bits of a row do not depend on which one
-is chosen. So every GEMM of groups is batch-invariant, but that of MX operands (:func:`.matmul_space.is_widened`).
+is chosen. So every GEMM of groups is batch-invariant, except with MX operands (:func:`.matmul_space.is_widened`).
 """
 
 from __future__ import annotations
@@ -172,5 +172,5 @@ def wide(tokens: int, groups: int, sums_tokens: bool, out_itemsize: int, device:
 
 
 def _bytes_of_wide(config: MatmulConfig, out_itemsize: int) -> int:
-    # As many bytes as of operands of one byte and twice the columns.
+    # As many bytes as operands of one byte and twice the columns.
     return shared_bytes(dataclasses.replace(config, block_k=2 * config.block_k), "epilogue", out_itemsize)

@@ -52,5 +52,5 @@ def space(kind: Kind) -> tuple[MatmulConfig, ...]:
 
 
 def find(kind: Kind, name: str) -> MatmulConfig | None:
-    """The configuration of this name among those of a kind; None where this version has none."""
+    """The configuration of this name and kind; None where this version has none."""
     return next((config for config in space(kind) if config.name == name), None)

@@ -49,8 +49,8 @@ class MatmulConfig:
     become the rows of the tensor core's instruction, whose number is fixed. ``split_k`` programs share the K of a tile;
     a second launch adds up their float32 partial sums in order. ``max_m`` is the largest M that this serves.
 
-    ``idle_steps`` are the steps of K that the beginning and end of a tile take longer than those of the tile with the
-    shortest ones; ``rate`` counts without them.
+    ``idle_steps``: the prologue and epilogue of a tile take as many more steps of K than the shortest ones of any tile;
+    ``rate`` counts without them.
 
     ``specialized`` is the warp-specialized Hopper kernel, whose two groups of warps each multiply 64 rows at a time; a
     tile of 64 rows, of the transposed operands if swapped, has one group. ``bare`` says that its registers hold no
@@ -155,7 +155,7 @@ SPACES: Mapping[str, Mapping[str, tuple[MatmulConfig, ...]]] = {
             MatmulConfig(128, 128, 128, 4, 5, 1.45, specialized=True),
             MatmulConfig(128, 256, 128, 8, 4, 1.44, halves=True),
             MatmulConfig(128, 256, 128, 8, 3, 1.42, halves=True),
-            # As the first, but for its order of tiles: see those of "precise".
+            # Like the first, but with another order of tiles: see the orders of "precise".
             MatmulConfig(128, 256, 128, 4, 4, 1.42, halves=True, specialized=True, bare=True),
             MatmulConfig(128, 128, 128, 8, 4, 1.20),
             MatmulConfig(64, 128, 128, 4, 4, 1.00, blocks_per_sm=2),

@@ -257,7 +257,7 @@ def read_shipped(machine: str) -> Entries:
 
 
 def save(entries: Mapping[Key, Entry], machine: str) -> bool:
-    """Add ``entries`` to this user's file for ``machine``, in place of those of the same keys.
+    """Add ``entries`` to this user's file for ``machine``, in place of entries with the same keys.
 
     Returns:
         Whether they are on the disk. Where they cannot be, a warning says so, once.

@@ -55,13 +55,13 @@ class OpCall(NamedTuple):
 
 
 def calls() -> Iterator[OpCall]:
-    """The calls, those of an op adjacent."""
+    """The calls; calls of one op are adjacent."""
     found = itertools.chain(_casts(), _of_shards(), _of_groups(), _of_matrices(), _of_rows(), _steps())
     return iter(sorted(found, key=lambda call: call.name))
 
 
 def agrees(group: Iterable[OpCall], device: torch.device) -> str:
-    """Compare the results of calls of one op on ``device`` with those of the reference on the CPU.
+    """Compare the results of calls of one op on ``device`` with the reference's results on the CPU.
 
     Returns:
         What they agree in.

@@ -15,7 +15,7 @@ def local_part(x: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The loss that a model's output has, as those of transformers; None if it has none."""
+    """The loss in a model's output, such as a transformers output; None if it has none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
 

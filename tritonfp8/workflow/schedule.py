@@ -43,7 +43,7 @@ class RecipeSchedule:
 
     :meth:`step` comes before the forward of a training step. Parameters, the state of the optimizer and of random
     numbers stay. ``torch.compile`` compiles once for each recipe, and not again when the schedule returns to a recipe.
-    The step alone decides, so all ranks of a distributed run change the recipe in the same step.
+    Only the step number decides, so all ranks of a distributed run change the recipe in the same step.
 
     Args:
         stages: ``(start, recipe)`` in ascending order of start.

@@ -109,7 +109,7 @@ def _observed(
         with torch.enable_grad():
             loss = _loss(model(*inputs, **kwargs))
             reads.in_backward = True
-            # The dtypes of backward are those of forward: autocast is not meant for it.
+            # Backward has forward's dtypes: autocast is not meant for it.
             with torch.autocast(loss.device.type, enabled=False):
                 loss.backward()
         return log, reads, {name for name, parameter in parameters if parameter.grad is not None}

@@ -130,7 +130,7 @@ def test_an_evaluation_where_a_rank_has_no_expert(ranks):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"shard_dim": 1}, "sharded along another dim than that of the experts"),
+        ({"shard_dim": 1}, "sharded along another dim than the expert dim"),
         ({"reshard": 2}, "resharded to fewer ranks"),
     ],
     ids=str,

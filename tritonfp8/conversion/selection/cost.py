@@ -1,6 +1,6 @@
 """Whether a converted layer would be slower than the layer in bf16, for ``convert(..., filter="auto")``.
 
-The times of FP8 GEMMs are those of the tuned table, or predicted as the launch predicts them. The other figures are of
+The times of FP8 GEMMs come from the tuned table, or are predicted as the launch predicts them. The other figures are of
 an H200, from ``bench/results/nvidia-h200/linear.json`` (rows "layer kernels", 2026): a bf16 GEMM reaches 0.71 PFLOP/s,
 casts in both orientations move 2.4 TB/s. A launch takes at least as long as a short kernel.
 """

@@ -25,7 +25,7 @@ ASKED = ("get_output_embeddings", "get_classifier")
 SIZES = ("num_labels", "vocab_size")
 # As transformers names models with a head: LlamaForCausalLM, LlamaForSequenceClassification.
 WITH_HEAD = re.compile("For[A-Z]")
-# Inside of a base model its features alone tell nothing: a layer has the name of a head, too.
+# Inside a base model the number of features does not make a layer a head: it needs a head's name, too.
 NAMED_AS_HEAD = re.compile(r"(head|class|score|logit|final)\w*(\.\d+)?$|\.out$")
 
 

@@ -141,7 +141,7 @@ def _select_experts(model: nn.Module, choice: Choice, selection: Selection, foun
         raise ValueError(f"another program keeps experts in 8 bits ({stored[0]}), which convert cannot take: {_LOAD}")
     if not kinds and not found.experts_already:
         raise ValueError(
-            "experts=True, but the model has no experts that are known: those of transformers 5, whose classes have "
+            "experts=True, but the model has no experts that are known: experts of transformers 5, whose classes have "
             "use_experts_implementation, and GroupedExperts of torchtitan. Leave out experts=True"
         )
     for name, (module, computes) in kinds.items():

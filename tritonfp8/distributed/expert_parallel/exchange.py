@@ -65,7 +65,7 @@ def exchange(
         spec, grad_spec: in which rows, and the gradient on its way back, travel; None: as they are.
 
     Returns:
-        ``[sum(receive), K]``: first those of rank 0.
+        ``[sum(receive), K]``: first the rows of rank 0.
     """
     return _Exchange.apply(rows, send, receive, group, spec, grad_spec)  # type: ignore[no-untyped-call]
 

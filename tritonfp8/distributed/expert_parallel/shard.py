@@ -29,13 +29,13 @@ def shard_experts(
     Args:
         model: a converted model. Every rank must have the same weights, or all must be on the meta device.
         mesh: of one dim. The number of experts need not be a multiple of its size: some ranks then have fewer, or none.
-        payload: ``"float8"`` sends tokens to experts as codes and scales, and gradients of the results likewise, where
+        payload: ``"float8"`` sends tokens to experts, and gradients of the results back, as codes and scales, where
             the recipe quantizes rows by scales of their own that are powers of two (rowwise, blockwise, mxfp8). The
             products that read rows then have the same bits. ``grad_weight`` and the gradient of a bias read the rounded
             values: codes of ``grad_weight`` are the same but for the tiniest, if the recipe has them.
             ``"high_precision"`` sends all in the dtype of the model.
-        average_gradients: divide the gradients of experts by the size of the mesh, as DDP and FSDP2 divide those of the
-            other parameters: an expert gets the gradients of the losses of all ranks. A number divides by that: ranks
+        average_gradients: divide the gradients of experts by the size of the mesh, as DDP and FSDP2 divide all other
+            gradients: an expert gets the gradients of the losses of all ranks. A number divides by that: ranks
             of tensor parallelism hold parts of the same sequences and have one loss, so it is the number of losses.
 
     Returns:

@@ -94,7 +94,7 @@ class Agreement:
                 is missing shares none from now on; its ranks are still asked.
         """
         for mesh in (mesh for mesh in described if mesh not in self._shared):
-            # Ranks may have made different numbers of models; those of one mesh agree on the largest.
+            # Ranks may have made different numbers of models; the ranks of one mesh agree on the largest.
             [number] = _largest(mesh, torch.tensor([self._number], device=mesh.device_type)).tolist()
             key = f"tritonfp8/gather/{_number_of(repr(_ranks(mesh)))}/{number}"
             self._shared[mesh] = _Shared(key, torch.empty(0), [])
@@ -102,8 +102,8 @@ class Agreement:
             mine = dict(described.get(mesh, {}))
             number = _number_of(repr(sorted(mine.items())))
             numbers = torch.tensor([number, -number], device=mesh.device_type)
-            # Before any collective: a rank that learns of a difference finds the words of all ranks. And those of
-            # before: a rank may have raised, and changed its recipes again, when another one reads them.
+            # Before any collective: a rank that learns of a difference finds the words of all ranks. The previous words
+            # too: a rank may have raised, and changed its recipes again, when another one reads them.
             words = [*shared.words[-1:], (self._checks, mine)]
             default_store().set(f"{shared.key}/{dist.get_rank()}", json.dumps(words))
             self._shared[mesh] = shared._replace(numbers=numbers, words=words)

@@ -33,7 +33,7 @@ from tritonfp8.distributed.torch_private import disable_dynamo
 from tritonfp8.layers.linear import Float8Linear, raise_changed
 from tritonfp8.layers.moe import ConvertedExperts, is_converted_experts
 
-OTHER_DIM = "it is sharded along another dim than that of the experts"
+OTHER_DIM = "it is sharded along another dim than the expert dim"
 FEWER = "it is resharded to fewer ranks after forward (reshard_after_forward=int)"
 
 

@@ -11,11 +11,11 @@ passes (``reshard_after_forward`` False or an int), it carries both orientations
 again: rowwise and mxfp8 then gather it once more, layer by layer, 1.5 times the bytes of a step.
 
 With tensor parallelism (TP x FSDP2, HSDP x TP) each part of a weight is gathered over its ranks of FSDP2. A second
-small collective, over the ranks of tensor parallelism, makes the scales those of the whole weight. They stay global
+small collective, over the ranks of tensor parallelism, makes the scales global: of the whole weight. They stay global
 under ``scales("local")``.
 
-Converted experts are gathered likewise, where FSDP2 shards them over experts: scales are those of one expert, which one
-rank holds, so they come with the codes and nothing is reduced. Otherwise a warning names the weight in the first
+Converted experts are also gathered in 8 bits, where FSDP2 shards them over experts: one rank has each expert and its
+scales, so the scales come with the codes and nothing is reduced. Otherwise a warning names the weight in the first
 forward, and it is gathered in high precision.
 
 Ranks must run the same layers in the same order, as FSDP itself requires. If a rank fails or skips a layer, the others
@@ -113,14 +113,14 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
 
     Works with tensor parallelism, HSDP, mixed precision policies, CPU offload, meta-device init, frozen weights,
     gradient accumulation, ``torch.compile`` and autocast around the model's call. Parameters, their state_dict and
-    gradients are those of ``fully_shard`` without this. :func:`tritonfp8.revert` undoes it, before ``fully_shard`` and
+    gradients are the same as with plain ``fully_shard``. :func:`tritonfp8.revert` undoes it, before ``fully_shard`` and
     after.
 
     Args:
         model: a converted model, sharded or not. Tied layers stay tied.
         cast: the values that are quantized. ``"param_dtype"``: the shard is first rounded to the dtype that the layer
-            computes in, so the losses are those of FSDP without this, to the bit. That dtype is the ``param_dtype`` of
-            ``MixedPrecisionPolicy``, else that of an autocast around the model's call. ``"master"``: the shard is
+            computes in, so the losses equal plain FSDP's to the bit. That dtype is the ``param_dtype`` of
+            ``MixedPrecisionPolicy``, else the dtype of an autocast around the model's call. ``"master"``: the shard is
             quantized without that rounding, and the losses differ.
 
     Returns:

@@ -125,7 +125,7 @@ def quantize_shard(x: Tensor, place: ShardPlace, reduced: Tensor) -> tuple[Tenso
 def scales_of_amaxes(reduced: Tensor, format: str, scale_rounding: str) -> Tensor:
     """The fp32 scales of any number of amaxes; flat."""
     column = reduced.reshape(-1, 1)
-    # A scale depends on its amax alone, so any block shape serves.
+    # A scale depends only on its amax, so any block shape serves.
     spec = QuantSpec(format, ROWWISE, "fp32", scale_rounding)
     return ops.quantize(torch.zeros_like(column), *spec.args, False, column)[1].view(-1)
 

@@ -97,7 +97,7 @@ class Managed(NamedTuple):
         """The DTensorSpec that the parameter had before ``fully_shard``, or None if it was a plain tensor."""
         if not self.param.is_dtensor:
             return None
-        # The first name is that of torch 2.12 and later.
+        # The first name exists since torch 2.12.
         found = getattr(self.param, "_unsharded_dtensor_spec", None)
         return self.param._tp_spec if found is None else found
 

@@ -26,7 +26,7 @@ from tritonfp8.ops import sealed
 from tritonfp8.recipes import Recipe
 
 _STORED = (StoredRows, StoredWeight)
-# Types of weights whose scales are those of the global weight already.
+# Types of weights whose scales already belong to the global weight.
 _HAVE_CODES = (GatheredWeight, *_STORED)
 
 
@@ -158,7 +158,7 @@ def sharded_linear(
         TypeError: a plain tensor among DTensors.
         ValueError: placements or shapes that do not fit together, a ``quantized_weight`` of plain tensors, or a
             batch-invariant output that more than two ranks sum.
-        RuntimeError: a ``quantized_weight`` by other scales than those of this block.
+        RuntimeError: a ``quantized_weight`` by other scales than this block's.
     """
     cached = _cached_operands(quantized_weight)
     _check(input, weight, bias)

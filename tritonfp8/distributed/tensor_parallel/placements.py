@@ -184,7 +184,7 @@ def layer_of(
         weight_shape: ``[N, K]``, global.
         came: the placements of the input and of the weight.
         blocks: see :func:`largest_blocks`.
-        gathered: whether the weight was gathered in 8 bits: its scales are then those of the global weight.
+        gathered: whether the weight was gathered in 8 bits: its scales then belong to the global weight.
         scaling, counts: see :mod:`tritonfp8.distributed.options`.
 
     Raises:

@@ -48,7 +48,7 @@ def _join(gather: TokenGather, parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """A placeholder of the gathered rows, whose shape alone is read; its gradient is scattered to each rank's rows."""
+    """A placeholder of the gathered rows: only its shape is read; its gradient is scattered to each rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
@@ -87,7 +87,7 @@ def gathered_rows(rows: Tensor, gather: TokenGather) -> Tensor:
 
 
 def gathered_placeholder(rows: Tensor, gather: TokenGather, k: DimLayout) -> Tensor:
-    """A tensor of the shape of the aligned gathered rows, without memory; its gradient is that of the rows."""
+    """A tensor of the shape of the aligned gathered rows, without memory; its gradient is the rows' gradient."""
     return _Whole.apply(rows, gather, k)  # type: ignore[no-untyped-call]
 
 
@@ -154,7 +154,7 @@ def _received(
 def quantize_and_gather(
     x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None, gather: TokenGather, k: DimLayout
 ) -> tuple[Pair, Pair]:
-    """Quantize this rank's tokens and gather those of all ranks: the same bits as quantizing the gathered tensor.
+    """Quantize this rank's tokens and gather all ranks' codes: the same bits as quantizing the gathered tensor.
 
     One collective carries qdata and scales, ``M K`` bytes and the scales for ``output``, and as much again for
     ``grad_weight`` where the weight needs a gradient. Tensorwise, one qdata serves both.

@@ -306,7 +306,7 @@ def plan_quantize_with_amax(plan: Planner, x: View, spec: str, spec_t: str) -> l
         m, n = x.shape
         maxima = plan.empty((1, m + n), torch.float32)
         of_lines = whole_dim_amax(plan, along, [ROWWISE, COLUMNWISE], True, True, maxima)
-        # Those of the rows of ``along`` come first.
+        # The maxima of the rows of ``along`` come first.
         of_rows, start = (of_lines[ROWWISE], m) if along is x else (of_lines[COLUMNWISE].transposed(1, 2), 0)
         plan_sides(plan, x, side.with_parts(of_rows), None)
         amax = maxima.strided((1, n), (n, 1), start)

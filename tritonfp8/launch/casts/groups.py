@@ -131,7 +131,7 @@ def side_of_tokens(plan: Planner, of: Groups, spec: QuantSpec, transpose: bool) 
 
 
 def side_of_matrices(plan: Planner, shape: Sequence[int], spec: QuantSpec, transpose: bool) -> tuple[Side, View, View]:
-    """Allocate a result of matrices ``[groups, n, k]``, likewise."""
+    """Allocate a result of matrices ``[groups, n, k]``: the side, and its views as the caller gets them."""
     groups, n, k = shape
     sizes = (groups, k, n) if transpose else (groups, n, k)
     qdata = plan.empty(sizes, FORMATS[spec.format].dtype)

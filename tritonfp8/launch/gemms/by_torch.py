@@ -1,6 +1,6 @@
 """Sums over the tokens of each group in bf16, by torch's grouped GEMM.
 
-A recipe that keeps ``grad_weight`` in high precision leaves this GEMM to torch, as it leaves those of linear layers.
+A recipe that keeps ``grad_weight`` in high precision leaves this GEMM to torch, like the GEMMs of linear layers.
 """
 
 import torch
@@ -28,8 +28,8 @@ def can_sum(a: Tensor, b: Tensor) -> bool:
 def sum_tokens(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """``a[:, start:end] @ b[:, start:end].T`` of each group, ``[groups, M, N]``, as the reference's ``grouped_matmul``.
 
-    Torch's kernel trusts the offsets, so wrong ones are replaced, as in our kernels: an end before that of the group
-    before counts as that end, one beyond the tokens as the number of tokens.
+    Torch's kernel trusts the offsets, so wrong ones are replaced, as in our kernels: an end before the previous end
+    counts as the previous end, one beyond the tokens as the number of tokens.
     """
     ends = offsets.clamp(0, a.shape[1]).cummax(0).values
     return F.grouped_mm(a, b.t(), offs=ends)

@@ -291,7 +291,7 @@ def grouped_product_kind(
     batch_invariant: bool = False, tokens: int = 0,
 ) -> str:  # fmt: skip
     """How a GEMM of groups runs: a key of :data:`tritonfp8.compat.counting.KINDS`."""
-    # Kernels read the codes of every operand, as in batch-invariant GEMMs, but those of MX operands that are widened.
+    # As in batch-invariant GEMMs, kernels read the codes of every operand, except of MX operands that are widened.
     kind = product_kind(a_spec, a.device, len(a), True)
     shape = (len(a), b.shape[1]) if b.ndim == 3 else (len(offsets), len(a), len(b))
     out = torch.empty(shape, dtype=out_dtype or torch.bfloat16, device="meta")

@@ -83,7 +83,7 @@ def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless the shapes are those of a linear layer."""
+    """Raise ValueError unless the shapes fit a linear layer."""
     if weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear needs input [..., K] and weight [N, K]; got {tuple(input.shape)} and {tuple(weight.shape)}"

@@ -105,7 +105,7 @@ def local_linear(
     """:func:`linear` on the local tensors of this rank; handlers of other tensor types call it on shards.
 
     Args:
-        input, weight, bias, recipe, quantized_weight, shared_input: as of :func:`linear`.
+        input, weight, bias, recipe, quantized_weight, shared_input: see :func:`linear`.
         shared_as: the tensor under which sibling layers share the cast input. Default: ``input``.
         own_rows: ``[M, K]``, what ``provider`` makes the input's operands of, if those are not the rows of ``input``.
         provider, source: see :class:`OperandProvider` and :class:`WeightSource`.

@@ -95,7 +95,7 @@ register_computing(Float8Linear, nn.Linear)
 
 
 def computes_linear(cls: type[nn.Module]) -> TypeGuard[type[nn.Linear]]:
-    """Whether layers of this class compute what ``nn.Linear`` does, as those of torchtitan and Falcon do."""
+    """Whether layers of this class compute what ``nn.Linear`` does, like the layers of torchtitan and Falcon."""
     if cls is nn.Linear or (cls.__module__, cls.__name__) in _SAME_RESULT:
         return True
     return (cls.__module__, cls.__name__) in _SAME_FORWARD and getattr(cls, "forward", None) is nn.Linear.forward
@@ -133,12 +133,12 @@ class Float8Conv1D(ParameterHooks):
 
     @property
     def in_features(self) -> int:
-        """K, as of nn.Linear."""
+        """K, like nn.Linear."""
         return int(self.weight.shape[0])
 
     @property
     def out_features(self) -> int:
-        """N, as of nn.Linear."""
+        """N, like nn.Linear."""
         return int(self.weight.shape[1])
 
     def __repr__(self) -> str:

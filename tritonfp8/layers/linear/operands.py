@@ -14,7 +14,7 @@ NO_PAIR: Pair = (None, None)
 PairsAndSum = tuple[Pair, Pair, Tensor]
 """Both operands of a gradient, and the gradient of the bias."""
 Amaxes = tuple[Tensor | None, Tensor | None]
-"""float32 amaxes of the blocks of a matrix and of its transpose; None where each block lies on this rank alone."""
+"""float32 amaxes of the blocks of a matrix and of its transpose; None where each block lies on one rank."""
 
 
 def quantize_for(x: Tensor, spec: QuantSpec | None, spec_t: QuantSpec | None) -> tuple[Pair, Pair]:

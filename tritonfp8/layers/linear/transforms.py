@@ -1,8 +1,8 @@
 """A linear layer inside the transforms of ``torch.func``: grad, vmap, jacrev, and what is made of them.
 
 A transform takes an ``autograd.Function`` only in the form with ``setup_context``, which takes more host time. So eager
-layers have the other form, and this one runs while a transform is open. Its results are those of the eager layer to
-the bit: ``vmap`` computes each sample by itself, as a loop over the samples does.
+layers have the other form, and this one runs while a transform is open. Its results equal the eager layer's to the bit:
+``vmap`` computes one sample at a time, like a loop over the samples.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class CachedWeight:
     Attributes:
         dtype: the dtype in which the layer computes; the weight was cast to it first.
         recipe: that the weight was quantized for.
-        operands: the quantized weight, as :func:`tritonfp8.functional.linear` takes it, or that of experts, as
-            :func:`tritonfp8.functional.grouped_linear` does.
+        operands: the quantized weight, as :func:`tritonfp8.functional.linear` takes it, or the quantized weight of
+            experts, as :func:`tritonfp8.functional.grouped_linear` takes it.
         open: whether the scope is open.
         stored: the tensors that decide the weight: the Parameter itself, the rank's shard of it, or what its
             parametrization computes it from. None where no GEMM reads the weight in 8 bits.

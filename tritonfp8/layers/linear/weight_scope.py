@@ -223,8 +223,8 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     the operand of ``output`` (rowwise, 1x32). Compiled layers have one graph inside the block and one outside.
 
     Sharded weights: with tensor parallelism a rank caches its part. With FSDP2 and
-    ``distributed.enable_float8_all_gather`` each rank caches the codes that it sends, N K / ranks bytes. With FSDP2
-    alone each rank caches whole weights: N K bytes for each, not a shard of it; opening the block gathers them once
+    ``distributed.enable_float8_all_gather`` each rank caches the codes that it sends, N K / ranks bytes. With plain
+    FSDP2 each rank caches whole weights: N K bytes for each, not a shard of it; opening the block gathers them once
     more. All ranks must open and close the block together. Parametrized weights (``torch.nn.utils.parametrizations``)
     are still computed in each pass, for autograd, but not quantized.
 

@@ -16,7 +16,7 @@ from tritonfp8.specs.checks import check_strided, require_type
 from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.specs.quantized import QuantizedGroups
 
-# The operands that hold tokens as rows. Those of grad_weight have them as columns.
+# The GEMMs whose operands hold tokens as rows. The operands of grad_weight hold tokens as columns.
 _OF_TOKENS = ("output", "grad_input")
 
 

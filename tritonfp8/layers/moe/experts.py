@@ -34,7 +34,7 @@ class ExpertsObserver(Protocol):
     """Is told what the linear layers of experts read, by the name of the weight. The first call in a pass counts."""
 
     def saw_input(self, weight: str, rows: Tensor, offsets: Tensor) -> None:
-        """The layer reads ``rows``; those of each expert end at ``offsets``."""
+        """The layer reads ``rows``; the rows of each expert end at ``offsets``."""
 
     def saw_output(self, weight: str, out: Tensor) -> None:
         """``out`` came of the layer, which reads its gradient."""
@@ -46,7 +46,7 @@ class ConvertedExperts(ParameterHooks):
     recipe: Recipe
     # Set in a sampled step of monitor, and in sensitivity.
     observer: ExpertsObserver | None = None
-    # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
+    # The dtype to which the experts cast their weights themselves; None if they compute in the dtype of their input.
     casts_to: torch.dtype | None = None
 
     def weights(self, of: Of | None = None) -> dict[str, Tensor]:
@@ -61,12 +61,12 @@ class ConvertedExperts(ParameterHooks):
         bias: Tensor | None = None,
         quantized_weight: GroupedOperands | None = None,
     ) -> Tensor:
-        """:func:`grouped_linear` by the recipe; its GEMMs count as those of this module."""
+        """:func:`grouped_linear` by the recipe; its GEMMs count for this module."""
         self._resume()
         return grouped_linear(input, weight, offsets, bias, self.recipe, quantized_weight=quantized_weight)
 
     def _resume(self) -> None:
-        """The next GEMMs count as those of this module."""
+        """Count the next GEMMs for this module."""
         if counting.is_logging:
             counting.resume(self)
 
@@ -89,7 +89,7 @@ class Dispatch(Protocol):
 
 
 class RoutedExperts(ConvertedExperts):
-    """Experts that are called with tokens and the experts of each token, as those of transformers are."""
+    """Experts that are called with tokens and the experts of each token, like the experts of transformers."""
 
     # What computes experts that are sharded over ranks; None if all of them are here.
     dispatch: Dispatch | None = None
@@ -191,7 +191,7 @@ class Float8Experts(RoutedExperts):
         device, dtype: of the parameters.
 
     Parameters ``gate_up_proj [E, 2 intermediate, hidden]``, the gate first, and ``down_proj [E, hidden, intermediate]``
-    (and ``gate_up_proj_bias``, ``down_proj_bias``): names and shapes are those of transformers.
+    (and ``gate_up_proj_bias``, ``down_proj_bias``): transformers has the same names and shapes.
     """
 
     gate_up_proj: nn.Parameter
@@ -231,13 +231,13 @@ class Float8Experts(RoutedExperts):
                         nn.init.uniform_(parameter, -bound, bound)
 
     def weights(self, of: Of | None = None) -> dict[str, Tensor]:
-        """As of :class:`ConvertedExperts`."""
+        """See :class:`ConvertedExperts`."""
         found = {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
         return found if of is None else {name: of(weight) for name, weight in found.items()}  # type: ignore[return-value]
 
     @property
     def is_swiglu(self) -> bool:
-        """As of :class:`RoutedExperts`."""
+        """See :class:`RoutedExperts`."""
         return True
 
     def activation(self, rows: Tensor) -> Tensor:
@@ -262,21 +262,21 @@ class TransformersExperts(RoutedExperts):
     """
 
     def weights(self, of: Of | None = None) -> dict[str, Tensor]:
-        """As of :class:`ConvertedExperts`."""
+        """See :class:`ConvertedExperts`."""
         names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
         found = {name: getattr(self, name) if of is None else of(getattr(self, name)) for name in names}
         return {name: w.transpose(1, 2) for name, w in found.items()} if self.is_transposed else found
 
     @property
     def is_swiglu(self) -> bool:
-        """As of :class:`RoutedExperts`: the gate of transformers itself, with SiLU."""
+        """See :class:`RoutedExperts`: the gate of transformers itself, with SiLU."""
         default = getattr(self._apply_gate, "__name__", "") == "_default_apply_gate"
         if not self.has_gate or not default:
             return False
         return self.act_fn is nn.functional.silu or type(self.act_fn).__name__ in _SILU
 
     def activation(self, rows: Tensor) -> Tensor:
-        """The gate of the model, with its clamps and its order of features; or its activation alone."""
+        """The gate of the model, with its clamps and its order of features; without a gate, the activation."""
         if self.is_swiglu:
             return swiglu(rows)
         found: Tensor = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)  # type: ignore[operator]
@@ -289,12 +289,12 @@ class TitanExperts(ConvertedExperts):
     casts_to = torch.bfloat16
 
     def weights(self, of: Of | None = None) -> dict[str, Tensor]:
-        """As of :class:`ConvertedExperts`."""
+        """See :class:`ConvertedExperts`."""
         found = {name: getattr(self, name) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
         return found if of is None else {name: of(weight) for name, weight in found.items()}
 
     def forward(self, *args: Tensor) -> Tensor:
-        """As of torchtitan."""
+        """The forward of torchtitan."""
         if counting.is_logging:
             counting.calling(self)
         if self.observer is not None:

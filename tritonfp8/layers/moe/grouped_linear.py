@@ -4,7 +4,7 @@
     grad_input[g]  = grad_output[g] @ weight[g]      groups along the rows
     grad_weight[g] = grad_output[g].T @ input[g]     groups along the contraction
 
-for the rows of each group g. Every operand is quantized as if its group were alone, so a group has the codes that
+for the rows of each group g. Every group is quantized separately, so a group has the codes that
 :func:`tritonfp8.functional.linear` makes of its tokens; and, multiplied by the reference, the bits.
 """
 
@@ -182,7 +182,7 @@ class GroupedPlan(NamedTuple):
         return ops.grouped_matmul(grad.tensor().t(), rows.tensor().t(), offsets)
 
     def rows_of_swiglu(self, grad: Tensor, gate_up: Tensor, offsets: Tensor) -> Rows:
-        """The gradient of ``gate_up`` from that of its SwiGLU, as this layer's gradient, whose casts come next.
+        """The gradient of ``gate_up`` from its SwiGLU's gradient, as this layer's gradient, whose casts come next.
 
         An op of its own: ``grad`` and ``gate_up`` are free before the codes are written.
         """
@@ -204,7 +204,7 @@ class GroupedPlan(NamedTuple):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The autograd function of :func:`grouped_linear`; it saves what that of a linear layer does, for all groups."""
+    """The autograd function of :func:`grouped_linear`; for all groups it saves what a linear layer saves."""
 
     @staticmethod
     def forward(
@@ -253,7 +253,7 @@ def grouped_linear(
         input: ``[T, K]``, the rows of each group adjacent.
         weight: ``[E, N, K]``, a matrix for each group, in the dtype of ``input`` (or any where autocast is on). Any
             strides: ``weight.transpose(1, 2)`` of a parameter ``[E, K, N]`` will do.
-        offsets: ``[E]``, int32, on the device of ``input``: the end of each group, as of ``torch._grouped_mm``. Groups
+        offsets: ``[E]``, int32, on the device of ``input``: the end of each group, like ``torch._grouped_mm``. Groups
             may be empty. Rows from ``offsets[-1]`` on belong to no group.
         bias: ``[E, N]`` or None.
         recipe: a name or a :class:`~tritonfp8.Recipe`.
@@ -266,7 +266,7 @@ def grouped_linear(
         zero, too.
 
     The scales of a group come from its own rows: its operands have the codes that :func:`tritonfp8.functional.linear`
-    makes of this group alone, and, on a CPU, its outputs and gradients the bits. On a GPU kernels of their own multiply
+    makes of this group, and, on a CPU, its outputs and gradients the bits. On a GPU kernels of their own multiply
     groups; they sum K in the same order for groups of every size. Saved for backward: the transposed input of each
     group in 8 bits, K (T + 128 E) bytes and scales at most, or the input itself if the recipe computes ``grad_weight``
     in high precision; the weight, and the amaxes that its cast found for backward (rowwise 4 E K bytes).
@@ -276,7 +276,7 @@ def grouped_linear(
             subclass, such as a DTensor.
         ValueError: shapes or devices that do not fit, a recipe whose scales would belong to tokens of two groups; or
             offsets on a CPU that decrease or end beyond T. On a GPU the host would have to wait for the offsets, so bad
-            ones raise nothing there: an end before that of the group before counts as that end, one beyond T as T.
+            ones raise nothing there: an end before the previous end counts as the previous end, one beyond T as T.
         RuntimeError: in a transform of ``torch.func``, or a second derivative.
     """
     x, w, b, plan, cached = checked(input, weight, offsets, bias, recipe, quantized_weight)

@@ -56,9 +56,9 @@ def _grads_of_gathered(
     plan: GroupedPlan,
     dtype: torch.dtype,
 ) -> Grads:
-    """Gradients from that of the output, whose codes are ``codes``.
+    """Gradients from the gradient of the output, whose codes are ``codes``.
 
-    ``kept`` as of :meth:`GroupedPlan.output`, ``dtype`` of the weight.
+    ``kept``: see :meth:`GroupedPlan.output`; ``dtype``: of the weight.
     """
     offsets, order, inverse = routing
     pair, pair_t = codes
@@ -94,7 +94,7 @@ def _combined(
 
 
 class _OfCombined(NamedTuple):
-    """Gradients of :func:`_combined`; those of weight and bias once they are asked for.
+    """Gradients of :func:`_combined`; the gradients of weight and bias are computed on request.
 
     ``can_wait``: what the gradient of the weight is made of takes less memory than this gradient.
     """
@@ -116,8 +116,7 @@ def _grads_of_combined(
     plan: GroupedPlan,
     dtype: torch.dtype,
 ) -> _OfCombined:
-    """Gradients from that of the output.
-
+    """Gradients from the gradient of the output.
     ``columns``: the codes of the rows that ``grad_weight`` reads; without them ``rows`` is not None.
     """
     offsets, order, inverse = routing

@@ -36,7 +36,7 @@ class Routing(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all experts. Its gradient adds those of a token in the order of its experts, not as they come."""
+    """The rows of all experts. Its gradient adds a token's rows in the order of its experts, not as they come."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

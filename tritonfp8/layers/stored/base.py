@@ -115,7 +115,7 @@ class CodesTensor(Tensor, metaclass=_Made):
         """Another tensor of this kind, of the codes of ``values``, which have the shape of this one.
 
         Raises:
-            NotImplementedError: the scales are not known from these values alone.
+            NotImplementedError: these values do not determine the scales.
         """
         raise self._refusal("to take values of another tensor")
 

@@ -117,8 +117,8 @@ class _Counts:
 
 
 _counts = _Counts()
-# The DTensor whose part on this rank a tensor is, for the parts that an optimizer steps: an operation on a part alone
-# does not know with which ranks it shares scales.
+# The DTensor of each part that an optimizer steps, by id of the part: an operation on a part does not know with which
+# ranks it shares scales.
 _owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 _writers: list[Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]] = []
 
@@ -219,7 +219,7 @@ def _check(func: Any, targets: Sequence[Any], leaves: Sequence[Any]) -> None:
         if weight.is_part and id(weight) not in _owners:
             raise NotImplementedError(
                 f"{func} does not write to a weight that is stored in 8 bits and sharded ({type(weight).__name__}): "
-                "its scales are those of the whole weight. Write by load_state_dict of the model, or initialize by "
+                "its scales depend on the whole weight. Write by load_state_dict of the model, or initialize by "
                 "reset_parameters of the layer; train it by tritonfp8.optim.AdamW or tritonfp8.optim.with_masters; for "
                 "an average use tritonfp8.optim.float32_copy"
             )
@@ -303,7 +303,7 @@ def _store(func: Any, weights: Sequence[Any], values: _Values, before: dict[int,
         for weight in weights:
             weight._fill(values.whole(weight))
     else:
-        # Together: ranks that share scales reduce those of all weights at once.
+        # Together: ranks that share scales reduce the amaxes of all weights at once.
         owners = [_owners.get(id(weight), weight) for weight in weights]
         _writers[0](owners, [values.whole(weight) for weight in weights], not _counts.is_stepping)
     for weight in weights:

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 class StoredMatrices(StoredWeight):
     """A frozen weight ``[E, N, K]`` of experts that has codes and scales, and no copy in high precision.
 
-    Each matrix has scales of its own. All else is as of :class:`StoredWeight`.
+    Each matrix has scales of its own. All else: see :class:`StoredWeight`.
 
     Args:
         qdata: 8-bit ``[E, N, K]``, contiguous.
@@ -70,7 +70,7 @@ class MatricesShard(Shard, StoredMatrices):
     Experts are whole and have scales of their own, so FSDP2 shards and gathers codes and scales as bytes; a rank may
     have no expert.
 
-    Its arguments are those of :class:`StoredMatrices`, for these experts.
+    Arguments: see :class:`StoredMatrices`, for these experts.
     """
 
     total: int | None = None

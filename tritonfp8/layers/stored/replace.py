@@ -162,7 +162,7 @@ def _read_values(layer: Any, state: dict[str, Any], prefix: str, metadata: Mappi
     """Quantize the values of a state_dict where a copy cannot.
 
     With ``assign=True`` a tensor of the state_dict takes the place of the weight: it must be a stored one. And a copy
-    into a shard would know this rank's values only, but scales are those of the whole weight.
+    into a shard would know only this rank's values, but scales depend on the whole weight.
     """
     for name in stored_names(layer):
         found, before = state.get(prefix + name), layer._parameters[name]

@@ -60,7 +60,7 @@ class StoredRows(Shard):
 
     Args:
         qdata: 8-bit floats ``[n, K]``.
-        exponents: uint8 ``[n, ceil(K / cols)]``, those of the scales; :data:`ONE` is 1.
+        exponents: uint8 ``[n, ceil(K / cols)]``, of the scales; :data:`ONE` is 1.
         spec: of the whole weight; its scales are powers of two.
         dtype: bfloat16 or float32, in which the layer computes.
         cols: the columns that one exponent serves; -1 for all.
@@ -105,7 +105,7 @@ class StoredRows(Shard):
         return (self._qdata.float() * scale).to(dtype)
 
     def _grid(self) -> Tensor:
-        """The exponents of the spec's blocks: of each block those of its first row and column."""
+        """The exponents of the spec's blocks, each read at the first row and column of its block."""
         rows, cols = self.spec.block
         found = self._exponents[:1] if rows == -1 else self._exponents[::rows]
         return found if cols in (-1, self.cols) else found[:, :: cols // self.cols]
@@ -165,7 +165,7 @@ class StoredRows(Shard):
         alike = isinstance(source, StoredRows) and source.spec == self.spec and source.shape == self.shape
         if not alike:
             raise NotImplementedError(
-                "values cannot be copied into a shard of a weight that is stored in 8 bits: its scales are those of "
+                "values cannot be copied into a shard of a weight that is stored in 8 bits: its scales depend on "
                 "the whole weight. Use load_state_dict of the model, or reset_parameters of the layer"
             )
         assert isinstance(source, StoredRows)

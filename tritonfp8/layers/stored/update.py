@@ -54,7 +54,7 @@ def part_to_update(weight: Tensor) -> StoredPart | None:
 
 
 def _turned(x: Tensor, weight: Tensor) -> Tensor:
-    """From the dims of a weight to those of its codes, or back."""
+    """From the dims of a weight to the dims of its codes, or back."""
     part = stored_part(weight)
     return x.mT if isinstance(part, StoredWeight) and part.is_transposed else x
 
@@ -64,7 +64,7 @@ def gradient_of(weight: Tensor, grad: Tensor | None = None) -> Tensor:
 
     Args:
         weight: a stored weight.
-        grad: by default that of the weight.
+        grad: default: ``weight.grad``.
     """
     grad = weight.grad if grad is None else grad
     assert grad is not None

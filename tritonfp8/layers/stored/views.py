@@ -34,7 +34,7 @@ class ValuesView(CodesTensor):
     Args:
         base: the stored weight, whole.
         step: makes the view of the weight's values.
-        values: the view, of which only shape, strides and dtype are read.
+        values: the view; only its shape, strides and dtype are read.
     """
 
     _base_weight: Any

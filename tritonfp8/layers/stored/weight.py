@@ -64,7 +64,7 @@ class StoredWeight(StoredTensor):
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor; values that are assigned are rounded."""
+        """The data of any tensor; values that are assigned are rounded."""
         return self.detach()
 
     @data.setter

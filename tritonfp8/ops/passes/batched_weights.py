@@ -41,7 +41,7 @@ def batch_weights(graph: Any) -> int:
     """Replace ``quantize`` of several inputs of the graph by ``quantize_weights``; how many batches it made.
 
     Args:
-        graph: as of :func:`~tritonfp8.ops.passes.merged_casts.merge_casts`.
+        graph: see :func:`~tritonfp8.ops.passes.merged_casts.merge_casts`.
     """
     open_batches: dict[tuple[Any, ...], list[Any]] = {}
     batches = []

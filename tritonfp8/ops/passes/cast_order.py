@@ -2,10 +2,10 @@
 
 Inductor computes tensors that are made of the same ones by one kernel. It writes a result over an operand if no other
 result of this kernel reads that operand; results that it depends on do not count. In backward of a gated MLP (SwiGLU,
-GEGLU) the gradients of both branches are made of the gradient of their product and of the gate, and that of the gate
-alone reads the other branch, too. Autograd casts the gradient of the other branch first. So that is written over
-nothing, and takes new memory where the most is in use. Here the gradient of the gate comes first and is written over
-the other branch. The second one is made to depend on it, and is written over the gradient of the product.
+GEGLU) the gradients of both branches are made of the gradient of their product and of the gate, and only the gradient
+of the gate reads the other branch, too. Autograd casts the gradient of the other branch first. So this gradient is
+written over nothing, and takes new memory where the most is in use. Here the gradient of the gate comes first and is
+written over the other branch. The second one is made to depend on it, and is written over the gradient of the product.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def order_casts(graph: Any) -> int:
     """Let a cast precede another if its input can be written over an operand, and then the other's; how many pairs.
 
     Args:
-        graph: as of :func:`~tritonfp8.ops.passes.merged_casts.merge_casts`.
+        graph: see :func:`~tritonfp8.ops.passes.merged_casts.merge_casts`.
     """
     casts = [node for node in graph.nodes if node.target in _ops(_CASTS)]
     made_of = {cast: _operands(source(cast.args[0])) for cast in casts}

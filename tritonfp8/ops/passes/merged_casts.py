@@ -54,7 +54,7 @@ def merge_casts(graph: Any) -> int:
 
 
 def _merge_known(graph: Any) -> int:
-    """Merge ``quantize_with_amax`` with the transposed cast that alone reads its amax; how many pairs."""
+    """Merge ``quantize_with_amax`` with the transposed cast, the only reader of its amax; how many pairs."""
     merged = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.tritonfp8.quantize.default):
         amax = argument(node, 3, "amax")

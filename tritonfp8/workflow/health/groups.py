@@ -97,7 +97,7 @@ class StepOperands:
 
     @torch.no_grad()
     def measure_matrices(self, key: Key, x: Tensor, spec: QuantSpec | None) -> None:
-        """Add the weights of experts ``[E, N, K]``, each quantized alone: a figure is that of the worst expert."""
+        """Add the weights of experts ``[E, N, K]``, each quantized separately: a figure is the worst expert's."""
         rows = max(RUN, self._rows // x.shape[0])
         self._figures[key] = worst_of(_figures_of(x.unbind(), rows, spec))
 

@@ -242,13 +242,13 @@ def monitor(
     caller captured has no hooks when it is replayed: nothing is seen.
 
     Each weight of converted experts is a layer, such as ``"model.layers.0.mlp.experts.down_proj"``. A figure of the
-    weight is that of the expert where it is worst, from at least 128 rows of each. Tokens are measured together, once
-    for each expert that they go to; a tensorwise scale then is that of all of them, and not of those of one expert.
+    weight is the worst expert's, from at least 128 rows of each. Tokens are measured together, once for each expert
+    that they go to; a tensorwise scale is then the scale of all tokens, not of one expert's tokens.
 
     Args:
         model: a converted model; it may be compiled or sharded.
         every: steps from one sample to the next, at least 1.
-        rows: rows of an operand that are measured; amax is that of all rows.
+        rows: rows of an operand that are measured; amax covers all rows.
         thresholds: when to warn, from cause to effect; ``()`` never warns.
         first_step: the number of the first step of the block, for a run that was resumed.
 

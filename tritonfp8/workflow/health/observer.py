@@ -154,7 +154,7 @@ class Observer:
             self._seen = _Seen(weakref.ref(x), versions(x), spec, key) if added else None
 
     def note_grad(self, name: str, grad: Tensor, recipe: Recipe, groups: StepOperands) -> None:
-        """Add a gradient, if ``groups`` are still those of this step."""
+        """Add a gradient, if ``groups`` still belong to this step."""
         # A backward after the end of its step belongs to no sample.
         if groups is self.groups:
             self.note(name, "grad_output", local_matrix(grad), recipe)

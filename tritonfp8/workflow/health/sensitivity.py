@@ -46,7 +46,7 @@ class Sensitivity:
         return max(self.errors[layer][recipe if isinstance(recipe, str) else recipe.name].values())
 
     def ranking(self, recipe: str | Recipe | None = None) -> list[str]:
-        """The layers, the largest error first: that of a recipe, or by default of the recipe that hurts each most."""
+        """The layers, the largest error first: with ``recipe``, or by default with the recipe that hurts each most."""
         asked = self.recipes if recipe is None else (recipe,)
         return sorted(self.errors, key=lambda layer: max(self.error(layer, each) for each in asked), reverse=True)
 
@@ -58,7 +58,7 @@ class Sensitivity:
 
         Args:
             max_error_db: the largest error of a GEMM, in dB.
-            budget: how many layers may get another recipe than the first: those of the largest error. Default: all.
+            budget: how many layers, from the largest error on, may get another recipe than the first. Default: all.
 
         Raises:
             ValueError: a negative budget.
@@ -94,10 +94,10 @@ def sensitivity(
     """Rank the linear layers of a model by the error that each recipe causes in them, by one forward and backward.
 
     The model runs in high precision. From the operands of each layer its three GEMMs are computed once more by each
-    recipe, and compared with float32. So the error of a layer is its own, without that of the layers before it. The
+    recipe, and compared with float32. So the error of a layer is its own, without errors of the layers before it. The
     error is the mean of noise over signal of the rows of a result, or of its columns if that is worse, so one large row
     hides no other. Of a layer that runs more than once, the first call counts. Converted experts are a layer together,
-    with the error of the worst GEMM of an expert; those of other ranks are measured there.
+    with the error of the worst GEMM of an expert; each rank measures its own experts.
 
     Parameters, gradients, buffers, recipes, training flags and torch's random numbers are afterwards as they were.
 

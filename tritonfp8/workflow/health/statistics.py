@@ -86,9 +86,9 @@ def whole_amaxes(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def measure_all(parts: Tensor, whole: Tensor, elements: int, spec: QuantSpec | None) -> Tensor:
-    """The figures of operands of one shape, computed together: host time is that of one operand.
+    """The figures of operands of one shape, computed together: host time is the same as for one operand.
 
-    ``amax`` is that of all elements. The other figures are of ``rows`` rows, and exact if there are no more.
+    ``amax`` covers all elements. The other figures are of ``rows`` rows, and exact if there are no more.
 
     ======================  ===========================================================================================
     ``amax``                largest magnitude; infinite or NaN if the operand has such a value
@@ -125,7 +125,7 @@ def measure_all(parts: Tensor, whole: Tensor, elements: int, spec: QuantSpec | N
 def worst_of(figures: Tensor) -> Tensor:
     """The figures of several operands as one: each figure of the operand where it is worst.
 
-    The largest of each, but the smallest ``scale_min`` and ``sqnr``; ``outlier_channel`` is that of ``outlier_ratio``.
+    The largest of each, but the smallest ``scale_min`` and ``sqnr``; ``outlier_channel`` belongs to ``outlier_ratio``.
 
     Args:
         figures: ``[operands, len(FIELDS)]``.
@@ -147,6 +147,6 @@ def _round_trip(parts: Tensor, whole: Tensor, spec: QuantSpec) -> tuple[Tensor, 
     if spec.block != TENSORWISE:
         q = quantize(parts, spec)
         return q.qdata, dequantize(q), q.scale
-    # One scale for the whole tensor is that of all rows, not of those measured. Each operand, as one row, has its own.
+    # A tensorwise scale covers all rows, not only the measured ones. Each operand, as one row, has its own.
     q = quantize(parts.flatten(1), dataclasses.replace(spec, block=ROWWISE), amax=whole[:, None])
     return q.qdata.view(parts.shape), dequantize(q).view(parts.shape), q.scale
