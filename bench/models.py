@@ -19,9 +19,7 @@ POSITIONS = 8192
 # little to the residual stream, equally at every size.
 WEIGHT_GAIN = 0.32
 # Fields of a LlamaConfig, for the shapes that are of another model with the layers of a Llama.
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
-}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {"gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256}}
 # Shapes of models with biases, LayerNorm and GELU, and whether their attention is causal.
 BIASED: Mapping[str, bool] = {"vit h layers": False, "gpt 2 xl layers": True, "tiny with biases": True}
 

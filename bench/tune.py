@@ -76,11 +76,7 @@ def main(
         sys.exit(f"name sets that have GEMMs: {', '.join(sets)}; got {' '.join(names or []) or 'none'}")
     with Progress() as bars:
         task = bars.add_task("tune")
-        tuned = tune(
-            calls,
-            force=True,
-            progress=lambda done, total: bars.update(task, completed=done, total=total),
-        )
+        tuned = tune(calls, force=True, progress=lambda done, total: bars.update(task, completed=done, total=total))
     for key, entry in tuned.entries.items():
         of = f" {key.kind.groups} of {key.experts} experts" if key.experts else ""
         sizes = f"up to {key.m} x {key.n} x {key.k}"

@@ -15,11 +15,7 @@ from bench.contest import cases, grouped
 
 Row = Mapping[str, Any]
 MEAN, LOWEST, HIGHEST = "geometric mean", "lowest", "highest"
-_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
-    MEAN: statistics.geometric_mean,
-    LOWEST: min,
-    HIGHEST: max,
-}
+_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {MEAN: statistics.geometric_mean, LOWEST: min, HIGHEST: max}
 
 
 def _speed_up(row: Row, over: Row) -> float:

@@ -148,11 +148,7 @@ def default_folder(settings: Settings, kind: str) -> Path:
     if kind == "cpu":
         return CPU_FOLDER
     ranks = f"tp{settings.tp}-dp{settings.dp}" if settings.tp > 1 else f"x{settings.dp}"
-    others = {
-        "losses": settings.losses,
-        "eager": not settings.compile,
-        f"lr{settings.lr}": settings.lr is not None,
-    }
+    others = {"losses": settings.losses, "eager": not settings.compile, f"lr{settings.lr}": settings.lr is not None}
     parts = ["distributed", Path(settings.model).stem, ranks, *(name for name, there in others.items() if there)]
     return results_folder() / "-".join(parts)
 

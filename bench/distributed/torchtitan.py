@@ -105,9 +105,7 @@ def _config(program: Program) -> Any:
     return Trainer.Config(
         model_spec=spec,
         parallelism=ParallelismConfig(
-            spmd_backend="partial_dtensor",
-            tensor_parallel_degree=program.tp,
-            expert_parallel_degree=program.ep,
+            spmd_backend="partial_dtensor", tensor_parallel_degree=program.tp, expert_parallel_degree=program.ep
         ),
         training=TrainingConfig(
             local_batch_size=BATCH,

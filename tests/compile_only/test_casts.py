@@ -10,12 +10,7 @@ from compile_target import compile_launch, note_launches
 
 from tritonfp8 import reference
 from tritonfp8.kernels.cast.columns import quantize_columns_kernel, quantize_left_kernel
-from tritonfp8.kernels.cast.quantize import (
-    column_sums_kernel,
-    maxima_kernel,
-    partial_amax_kernel,
-    quantize_kernel,
-)
+from tritonfp8.kernels.cast.quantize import column_sums_kernel, maxima_kernel, partial_amax_kernel, quantize_kernel
 from tritonfp8.kernels.cast.rows import quantize_rows_kernel
 from tritonfp8.launch import casts, executor
 from tritonfp8.launch.gemms import widened

@@ -33,11 +33,7 @@ VARIANTS = {
         [(0, 0), *ROWS["blockwise"]],
         True,
     ),
-    "overlap": (
-        MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4),
-        [(0, 0), (1, 128)],
-        True,
-    ),
+    "overlap": (MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4), [(0, 0), (1, 128)], True),
     "fast, halves": (MatmulConfig(128, 256, 128, 4, 4, specialized=True, halves=True), [(0, 0)], False),
     "fast, two waves": (MatmulConfig(256, 128, 128, 4, 4, specialized=True), [(0, 0)], False),
 }

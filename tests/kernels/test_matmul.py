@@ -124,8 +124,7 @@ def best_and_smallest(pair, device, **product):
 
 
 @pytest.mark.parametrize(
-    ("device", "name", "accumulation", "config", "tma"),
-    [*swept(INTERPRETER, interpreted()), *swept(CUDA, sweep())],
+    ("device", "name", "accumulation", "config", "tma"), [*swept(INTERPRETER, interpreted()), *swept(CUDA, sweep())]
 )
 def test_every_configuration(device, name, accumulation, config, tma):
     """On a GPU each; in the interpreter one for each combination of flags."""

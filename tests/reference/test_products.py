@@ -4,10 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import (
-    each_spec,
-    normal,
-)
+from cases import each_spec, normal
 
 from tritonfp8 import reference
 from tritonfp8.specs import ROWWISE, QuantSpec

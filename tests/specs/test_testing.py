@@ -7,13 +7,7 @@ import torch
 
 from tritonfp8.specs import QuantSpec
 from tritonfp8.specs.quantized import Quantized
-from tritonfp8.specs.testing import (
-    MATMUL_TOLERANCES,
-    assert_bitwise_equal,
-    assert_matmul_close,
-    sqnr,
-    worst_tile_sqnr,
-)
+from tritonfp8.specs.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr, worst_tile_sqnr
 
 
 def normal(*shape, seed=0):

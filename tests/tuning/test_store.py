@@ -71,11 +71,7 @@ VALUES = st.recursive(
 ROW = json.loads(dump({key(): entry()}, MACHINE))["entries"][0]
 ROWS = st.builds(lambda changes: {**ROW, **changes}, st.dictionaries(st.sampled_from(list(ROW)), VALUES, max_size=2))
 DOCUMENTS = st.fixed_dictionaries(
-    {
-        "format": st.just(1) | VALUES,
-        "machine": st.just(MACHINE) | VALUES,
-        "entries": st.lists(ROWS | VALUES) | VALUES,
-    }
+    {"format": st.just(1) | VALUES, "machine": st.just(MACHINE) | VALUES, "entries": st.lists(ROWS | VALUES) | VALUES}
 )
 
 

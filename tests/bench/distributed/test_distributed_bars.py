@@ -61,11 +61,7 @@ def test_bars_of_speed(recipe, peer, seconds, holds):
 
 @pytest.mark.parametrize(
     ("losses", "differing"),
-    [
-        (((3.0, 2.0), (3.5, 2.5)), 0),
-        (((3.0, 2.0), (3.5, math.nextafter(2.5, 3))), 1),
-        (((3.0, "nan"), (3.5, 2.5)), 1),
-    ],
+    [(((3.0, 2.0), (3.5, 2.5)), 0), (((3.0, 2.0), (3.5, math.nextafter(2.5, 3))), 1), (((3.0, "nan"), (3.5, 2.5)), 1)],
 )
 def test_bar_of_equal_losses(losses, differing):
     rows = row("rowwise"), row("rowwise, FP8 all-gather", losses=losses)

@@ -8,15 +8,7 @@ from cases import generator
 from tritonfp8 import reference
 from tritonfp8.compat import hardware
 from tritonfp8.launch import gemms
-from tritonfp8.specs import (
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_128X128,
-    ROWWISE,
-    QuantSpec,
-    matmul_family,
-    scale_shape,
-)
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec, matmul_family, scale_shape
 from tritonfp8.specs.formats import FORMATS
 from tritonfp8.tuning.matmul_space import supports
 
