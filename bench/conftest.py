@@ -34,7 +34,7 @@ def pytest_addoption(parser: Any) -> None:
         "--shapes",
         action="append",
         default=[],
-        help=f"sets of shapes: {', '.join(shapes.set_names())}, or {shapes.ALL}; {shapes.SMOKE} runs on any machine",
+        help=f"sets of shapes: {', '.join(shapes.set_names())}, or {shapes.ALL}; {shapes.SMOKE} without a GPU",
     )
     group.addoption("--quick", action="store_true", help="fewer and shorter rounds; compile peers for few shapes only")
     group.addoption("--runs", type=int, help=f"runs that must give the same bits [{FULL.runs}, quick {QUICK.runs}]")
@@ -47,6 +47,11 @@ def pytest_configure(config: Any) -> None:
         shapes.check_sets(config.getoption("shapes"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+    config.option.shapes = machine.chosen_sets(config.getoption("shapes"))
+
+
+def pytest_report_header(config: Any) -> str | None:
+    return "bench: smoke shapes, which show that the suites run, not how fast anything is" if _smoke(config) else None
 
 
 def _smoke(config: Any) -> bool:

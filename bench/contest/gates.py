@@ -95,7 +95,7 @@ def close_groups(
 
     Args:
         parts: the GEMMs of the groups, which are computed one at a time during the check.
-        accumulation: as of :func:`close_gemm`.
+        accumulation: see :func:`close_gemm`.
         zero: the parts of a result that must be zero.
     """
 

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bench.contest.machine import write_results
 from bench.distributed.compare import make_deterministic
-from bench.distributed.run import DETERMINISTIC_CUBLAS, QUANTIZED
+from bench.distributed.run import QUANTIZED
 from bench.models import with_head
 
 # By which losses of two processes may differ from those of one, those of the two gathers, and those of the control.
@@ -232,8 +232,6 @@ def train(program: Program, device: str) -> dict[str, Any]:
 
 def serve(programs: list[Program], path: Path, device: str) -> None:
     """Train ``programs`` in this rank; rank 0 writes their results."""
-    # cuBLAS reads this when it starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     make_deterministic()
     _supply_missing(device)
     if device == "cuda":

@@ -224,11 +224,7 @@ def test_epilogue(device, name, bias, activation, residual, out_dtype):
     configs = best_and_smallest(pair, device, out_dtype=out_dtype, bare=bare)
     for config, (m, n, k) in ((configs[0], (80, 144, 160)), (configs[-1], (66, 77, 33))):
         product = Product.of(normal, pair, (m, n, k), device)
-        bias_value = None if bias is None else normal(n, seed=3, dtype=torch.bfloat16, device=device) * 10
-        residual_value = None if residual is None else normal(m, n, seed=4, dtype=out_dtype, device=device) * 10
-        epilogue = bias_value, activation, residual_value
-        actual = product.run(out_dtype=out_dtype, epilogue=epilogue, config=config)
-        assert_matmul_close(actual, product.expected(*epilogue), out_dtype)
+        product.check_epilogue((bias, activation, residual, out_dtype), config=config)
 
 
 @each_device
