@@ -8,16 +8,16 @@ import pytest
 import torch
 import triton
 from cases import normal
+from tuned import H200
 
 from tritonfp8 import ops, recipes, reference
-from tritonfp8.compat import hardware, triton_private
+from tritonfp8.compat import triton_private
 from tritonfp8.launch import casts, executor, gemms
 from tritonfp8.launch.plan import Buffer, Planner, TensorMap, View, make_plan
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 from tritonfp8.tuning import space
 
-H200 = hardware.Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2").args[0]
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2").args[0]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

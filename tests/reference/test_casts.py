@@ -38,7 +38,7 @@ BLOCK_WIDTH = 32
 E8M0_SPECS = [spec for spec in SPECS if spec.scale_format == "e8m0"]
 SHORT = [(1, 1), (1, 129), (129, 1), (7, 17), (127, 300), (257, 33)]
 NOT_FINITE = [0x7FC00000, 0xFFC00001, 0x7F800001, 0x7F800000, 0xFF800000]
-POW2_SPECS = [spec for spec in SPECS if spec.scale_rounding == "pow2"]
+AMAXES = [0, 0x40E00000, 0x7F800000, 0x7F800001, 0x7FFFFFFF]
 
 
 def with_blocks(values):
@@ -188,9 +188,7 @@ class TestElements:
         assert qdata.float().tolist() == [[112.0, 224.0, -448.0]]
         assert scale.item() == np.float32(1) / np.float32(112)
 
-    @pytest.mark.parametrize(
-        ("bits", "spec"), with_blocks([0, 0x40E00000, 0x7F800000, 0x7F800001, 0x7FFFFFFF]), ids=str
-    )
+    @pytest.mark.parametrize(("bits", "spec"), with_blocks(AMAXES), ids=str)
     def test_a_given_amax_has_no_sign(self, bits, spec):
         x = normal(20, 160)
         shape = scale_shape(x.shape, spec.block)
