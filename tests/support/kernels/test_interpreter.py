@@ -210,10 +210,10 @@ def test_dot_scaled_multiplies_by_powers_of_two(a_name, b_name):
     """Each 32 of K has a scale 2^(byte - 127), the rhs scale given as [N, K / 32]."""
     generator = torch.Generator().manual_seed(0)
     m, n, k = 16, 32, 128
-    a = torch.randint(-4, 5, (m, k), generator=generator).float()
-    b = torch.randint(-4, 5, (n, k), generator=generator).float()
-    a_scale = torch.randint(124, 131, (m, k // 32), generator=generator).to(torch.uint8)
-    b_scale = torch.randint(124, 131, (n, k // 32), generator=generator).to(torch.uint8)
+    a, b = (torch.randint(-4, 5, (rows, k), generator=generator).float() for rows in (m, n))
+    a_scale, b_scale = (
+        torch.randint(124, 131, (rows, k // 32), generator=generator).to(torch.uint8) for rows in (m, n)
+    )
     out = torch.full((m, n), torch.nan)
     dot_scaled_kernel[(1,)](
         a.to(FORMATS[a_name].dtype), a_scale, b.to(FORMATS[b_name].dtype), b_scale, out,
