@@ -46,10 +46,6 @@ def grouped_calls_of(names: Sequence[str], variants: Mapping[str, Recipe]) -> li
     return list(found)
 
 
-def _found(names: Sequence[str], grouped: bool, variants: Mapping[str, Recipe], backward: bool) -> list[Call]:
-    return grouped_calls_of(names, variants) if grouped else calls_of(names, variants, backward)
-
-
 def _sizes(call: Call) -> tuple[int, ...]:
     a, b = (call.named()[name].shape for name in "ab")
     return (a[0], b[0], a[1])
@@ -68,7 +64,9 @@ def main(
         sys.exit(f"--only must name {', '.join(VARIANTS)}; got {', '.join(unknown)}")
     variants = {name: recipe for name, recipe in VARIANTS.items() if not only or name in only}
     try:
-        calls = _found(names, grouped, variants, backward) if names else []
+        calls = []
+        if names:
+            calls = grouped_calls_of(names, variants) if grouped else calls_of(names, variants, backward)
     except ValueError as error:
         sys.exit(str(error))
     if not calls:

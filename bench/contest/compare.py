@@ -205,6 +205,23 @@ def _wall_seconds(function: Function) -> float:
     return time.perf_counter() - start
 
 
+def captured(function: Function) -> tuple[Any, Any]:
+    """``function`` as a CUDA graph, after a few calls that compile and allocate, and the results that it writes.
+
+    A graph does not own what it reads: the caller keeps it alive.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
 def describe(error: Exception) -> str:
     """The first line of an error, for a table."""
     lines = str(error).strip().splitlines()

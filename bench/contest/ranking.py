@@ -25,8 +25,6 @@ VARIANTS = recipe_variants(("rowwise", "blockwise"))
 CANDIDATES = 5
 Timer = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
 
-app = typer.Typer(add_completion=False)
-
 
 def forward_call(size: Sequence[int], recipe: Recipe) -> Call:
     """The forward GEMM of a bf16 layer, ``size`` being ``(M, N, K)``."""
@@ -52,7 +50,6 @@ def measured(call: Call, device: torch.device, timer: Timer = settled_seconds) -
     return {"seconds": of, "model_over_best": seconds[0] / best, "choice_over_best": of[chosen.name] / best}
 
 
-@app.command()
 def main(
     names: Annotated[list[str], typer.Argument(help="Sets of shapes.")],
     only: Annotated[list[str], typer.Option(help=f"Of: {', '.join(VARIANTS)}. [default: all]")] = [],  # noqa: B006
@@ -80,4 +77,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

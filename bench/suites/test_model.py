@@ -18,7 +18,7 @@ from bench.contest.cases import (
     PRECISE_VARIANTS,
     recipe_variants,
 )
-from bench.contest.compare import Contender, measures
+from bench.contest.compare import Contender, captured, measures
 from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
 from bench.models import build, training_step
 
@@ -59,23 +59,6 @@ class Replay(NamedTuple):
         return self.results
 
 
-def captured(step):
-    """``step`` as a CUDA graph, after a few calls that compile and allocate; on a CPU the step itself."""
-    if not torch.cuda.is_available():
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    return Replay(graph, results, step)
-
-
 @measures("model", (MODEL_GRAPH,))
 def test_graph(benchmark, contest, case, shape):
     if shape.name not in GRAPHED_MODELS:
@@ -88,7 +71,8 @@ def test_graph(benchmark, contest, case, shape):
         if recipe is not None:
             tritonfp8.convert(model, recipe)
         compile_layers(model, contest.smoke)
-        return captured(training_step(model, model.layers, x, grad_output))
+        step = training_step(model, model.layers, x, grad_output)
+        return Replay(*captured(step), step) if torch.cuda.is_available() else step
 
     check = close_to_bf16(shape, x, grad_output)
     recipe = recipe_variants(LAYER_RECIPES)[GRAPHED_VARIANT]

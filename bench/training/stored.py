@@ -21,6 +21,7 @@ import typer
 from torch import Tensor, nn
 
 import tritonfp8
+from bench.contest.compare import captured
 from bench.contest.machine import results_folder, write_results
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW
@@ -122,16 +123,6 @@ def compare_losses(
     )
 
 
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` as a CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def gpu_seconds(call: Callable[[], object]) -> float:
     """Median time of a call on the GPU, which takes long enough that the host is ahead."""
     times = []
@@ -182,7 +173,7 @@ def compare_speed(out: Annotated[Path | None, typer.Option(help="folder of the d
                 target = torch.empty_like(source)
                 # In a CUDA graph, the copy would be one that the driver makes, which is a third slower.
                 copy = gpu_seconds(lambda a=source, b=target: b.copy_(a))
-                step = gpu_seconds(captured(optimizer.step))
+                step = gpu_seconds(captured(optimizer.step)[0].replay)
                 row = {"shape": shape, "recipe": recipe, "moments": moments, "weights": WEIGHTS, "bytes": moved}
                 rows.append({**row, "step": step, "copy": copy, "share": copy / step})
                 print(f"{shape!s:14} {recipe:10} {moments} {moved / step / 1e12:.2f} TB/s, {copy / step:.2f} of a copy")
