@@ -109,7 +109,7 @@ def device(pytestconfig: Any) -> Device:
     # The first GEMM of a process allocates cuBLAS's workspace: run one before any contender is timed.
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.ones(16, 16, device=chosen, dtype=torch.bfloat16) @ torch.ones(16, 16, device=chosen, dtype=torch.bfloat16)
-    # Each contest ends with a collection, which would look at all modules again, also at those of the compiler.
+    # Each contest ends with a collection, which would look at all modules again, also at the compiler's modules.
     torch.compiler.reset()
     gc.collect()
     gc.freeze()

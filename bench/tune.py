@@ -2,7 +2,7 @@
 
 ``tritonfp8 warmup --tune`` tunes the GEMMs of training with the built-in recipes, which are all precise. This command
 tunes the other configurations that ship with the package: the forward GEMMs for small M and for fast accumulation. With
-``--backward`` it tunes those of backward, too, and with ``--grouped`` all GEMMs of experts.
+``--backward`` it tunes the GEMMs of backward, too, and with ``--grouped`` all GEMMs of experts.
 """
 
 import sys
@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 
 
 def calls_of(names: Sequence[str], variants: Mapping[str, Recipe], backward: bool) -> list[Call]:
-    """The distinct GEMMs of bf16 layers of the named sets, for each recipe; those of backward, too, or not."""
+    """The distinct GEMMs of bf16 layers of the named sets, for each recipe; with the GEMMs of backward or not."""
     found: dict[Call, None] = {}
     for shape in select("gemm", names):
         for recipe in variants.values():

@@ -121,7 +121,7 @@ class Device:
         """As :meth:`gpu_seconds`, after enough runs for the GPU's clocks to settle.
 
         GEMMs reach the GPU's power limit, and clocks follow the load of the last tenths of a second. Without settling a
-        short measurement runs at the clocks of the previous contender, not at those of training.
+        short measurement runs at the clocks of the previous contender, not at the clocks of training.
         """
         return self._median(function, self.effort.settle)
 
@@ -274,7 +274,7 @@ class Contest:
         clock: Callable[[Function], float] | None = None,
         rounds: int | None = None,
     ) -> None:
-        """Check results, measure, and write the rows. pytest-benchmark's figure is that of the first own contender.
+        """Check results, measure, and write the rows. The first own contender gives pytest-benchmark's figure.
 
         Args:
             benchmark: pytest-benchmark's fixture.
@@ -286,7 +286,7 @@ class Contest:
 
         Raises:
             AssertionError: an own contender's result was wrong; it gets no time. All rows are written before.
-            Exception: any other error of an own contender, likewise.
+            Exception: any other error of an own contender; all rows are written before.
         """
         clock = clock or self.device.gpu_seconds
         rows, functions, failure = self._prepare_all(case, shape, contenders)

@@ -112,7 +112,7 @@ class Problem:
         return self.parts(PEER_RECIPE)
 
     def zero(self, result: Tensor) -> Iterator[Tensor]:
-        """The parts of an own result that must be zero: those of groups without rows."""
+        """The parts of an own result that must be zero: the results of groups without rows."""
         return iter(())
 
 

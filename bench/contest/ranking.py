@@ -1,8 +1,8 @@
 """How well the cost model ranks the configurations of GEMMs: ``python -m bench.contest.ranking untuned``.
 
 Each forward GEMM of the named sets (:mod:`bench.shapes`) runs at settled clocks in the configurations that the model
-takes for the fastest. A row has the seconds of each, in the model's order, and those of the model's first and of the
-launch's choice over the least.
+takes for the fastest. A row has the seconds of each, in the model's order, and how the model's first and the
+launch's choice compare with the least.
 """
 
 import statistics

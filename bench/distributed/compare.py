@@ -334,7 +334,7 @@ def as_json(x: float) -> float | str:
 def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
     """The measurements of a contestant on all ranks. Collective.
 
-    Seconds are the median step of the slowest rank; memory and bytes are those of the rank with the most. A comparison
+    Seconds are the median step of the slowest rank; memory and bytes are from the rank with the most. A comparison
     of losses has no seconds, because training does not use deterministic kernels.
     """
     seconds = [] if settings.losses else entry.seconds

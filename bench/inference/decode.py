@@ -4,8 +4,8 @@
 
 The layers are the linear layers of Llama-8B's decoder layers, with SwiGLU and without attention; or the mixtures of
 experts of Qwen3-30B-A3B, which in bf16 run torch's grouped GEMM. Each contestant is captured in a CUDA graph, so host
-time does not count. Rounds go through the contestants in turn. The outputs of the replayed graph must equal those of a
-call to the bit.
+time does not count. Rounds go through the contestants in turn. The outputs of the replayed graph must equal a call's
+to the bit.
 """
 
 from __future__ import annotations

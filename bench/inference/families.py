@@ -132,7 +132,7 @@ def converted(name, recipe, plain, inputs, expected):
 
 
 def stored(name, recipe, plain, inputs, expected, folder):
-    """Models with weights in 8 bits, made in four ways: the values that differ from those of ``convert``."""
+    """Models with weights in 8 bits, made in four ways: the values that differ from ``convert``'s."""
     options, cls = {"experts": has_experts(name)}, type(plain)
     first = copy.deepcopy(plain)
     tritonfp8.convert(first, recipe, mode="inference", **options)

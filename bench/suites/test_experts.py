@@ -33,7 +33,7 @@ def inputs(shape, device):
 
 
 def close_experts(shape, x, grad_output):
-    """A check of the results of a step against those of a loop over the experts in bf16."""
+    """A check of the results of a step against the results of a loop over the experts in bf16."""
     layer = mixture(shape, x.device, LoopedExperts)
     expected = training_step(layer, layer, x, grad_output)()
     check = gates.close_model(by_expert(expected))

@@ -42,7 +42,7 @@ def inputs(shape, device):
 
 
 def close_to_bf16(shape, x, grad_output):
-    """A check of the results of a step against those of the model in bf16, which is not compiled."""
+    """A check of the results of a step against the results of the model in bf16, not compiled."""
     model = build(shape, x.device)
     return gates.close_model(training_step(model, model.layers, x, grad_output)())
 

@@ -25,7 +25,7 @@ import typer
 from bench.contest.machine import results_folder, write_results
 from tritonfp8.training import BASELINE, report
 
-# The loss of a step is that of its batch. The mean over so many compares recipes, which see the same batches.
+# The loss of a step is the loss of its batch. The mean over so many compares recipes, which see the same batches.
 MEAN_STEPS = 300
 LIMIT = 0.005
 

@@ -5,7 +5,7 @@
 
 ``loss`` trains one model on the same batches three times: with float32 weights, which are quantized for each use; with
 stored weights that are rounded at random; and, as a control, with stored weights that are rounded to nearest.
-``speed`` times the step of several weights on the GPU alone, in a CUDA graph, and a copy of as many bytes.
+``speed`` times the step of several weights without host time, in a CUDA graph, and a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tritonfp8.training import Settings, TrainingStep, corpus, loop, lr_factor, 
 
 MASTER, STOCHASTIC, NEAREST = "fp32 master", "stochastic", "nearest"
 CONTESTANTS = (MASTER, STOCHASTIC, NEAREST)
-# The loss of a step is that of its batch: means over so many are compared.
+# The loss of a step is the loss of its batch: means over so many are compared.
 MEAN_STEPS = 50
 LIMIT = 0.01
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 MOMENTS = ("fp32", "bf16", "fp8")
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise")
 FASTEST_SHARE = 0.8
-# Learning rates and random keys of a step are computed for all its weights together: of one alone they take as long as
+# Learning rates and random keys of a step are computed for all weights together: for one weight they take as long as
 # its kernel.
 WEIGHTS = 8
 ROUNDS, CALLS = 7, 20

@@ -50,7 +50,7 @@ TRITON_ATTRIBUTES = {
     "arg_annotations", "global_scratch_size", "kernel_signature", "launch_cooperative_grid", "packed_metadata",
     "profile_scratch_size", "tensordesc_meta",
 }  # fmt: skip
-# Private by their path alone: torch documents each, and has no other path to it.
+# Private only by their path: torch documents each, and has no other path to it.
 DOCUMENTED = {
     "torch.utils._pytree": "where containers of tensors are registered",
     "torch.utils._python_dispatch.TorchDispatchMode": "how a mode sees every operation",

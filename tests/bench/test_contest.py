@@ -81,7 +81,7 @@ def test_what_making_a_contender_finds_is_in_its_row(fight):
     assert (fight.rows["own"]["bytes"], fight.rows["own"]["extra_launches"]) == (7, 3)
 
 
-# The first two values are those of the gate and of the run for the peak of memory.
+# The first two values are for the gate and for the run that finds the peak of memory.
 def test_medians_of_rounds_in_which_all_take_turns(fight):
     fight.run(
         fight.contender("own", [9, 9, 3, 1, 2], own=True, peer="peer", fields={"bytes": 7}),

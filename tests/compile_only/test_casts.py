@@ -150,7 +150,7 @@ def shared_bytes_at_once(ptx):
 @pytest.mark.parametrize("side", ["transposed", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_transposed_tiles_move_as_vectors(launches, spec, side, dtype):
-    """No element goes through shared memory alone, nor to memory as less than 16 bytes."""
+    """No element goes through shared memory by itself, nor to memory as less than 16 bytes."""
     launched = launches(90, cast(matrix(4096, 4096, dtype=dtype), spec, side))[-1]
     report = launched.compile(90)
     # Scales of one byte are few: four rows of tiles of a thread at most.

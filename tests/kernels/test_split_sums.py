@@ -67,7 +67,7 @@ def test_split_sums_in_a_cuda_graph(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rowwise", "1x128 x 128x128", "mx"])
 def test_split_sums_on_several_streams_at_once(name):
-    """Parts of one launch never meet those of another."""
+    """Parts of one launch never meet parts of another."""
     pair = PAIRS[name]
     product = Product.of(normal, pair, (64, 4096, 7168), "cuda")
     streams = [torch.cuda.Stream() for _ in range(4)]

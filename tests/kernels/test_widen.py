@@ -87,11 +87,11 @@ def test_epilogues(device, bias, activation, residual, out_dtype):
 @each_device
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_it_is_the_product_of_the_kernel_that_reads_codes(device, out_dtype):
-    """Exact sums: the same bits as of the kernels that are chosen for fewer rows."""
+    """Exact sums: the same bits as the kernels give that are chosen for fewer rows."""
     product = Product.of(integers, MX, (ROWS, 130, odd_k(device, 257)), device)
     kernel = SPACES["mx"]["precise"][-1]
     found, expected = product.run(out_dtype=out_dtype), product.run(out_dtype=out_dtype, config=kernel)
-    # The sign of a zero is that of the order of the additions.
+    # The order of the additions decides the sign of a zero.
     assert_bitwise_equal(found + 0, expected + 0)
 
 

@@ -43,7 +43,7 @@ def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=Non
 
 
 class TestPlans:
-    """Made of layouts alone: there is no memory, no GPU and no launch."""
+    """Made of layouts only: there is no memory, no GPU and no launch."""
 
     def test_a_cast(self):
         plan = cast_plan(view(0, 256, 512))
@@ -71,7 +71,7 @@ class TestPlans:
         assert [launch.kernel.__name__ for launch in plan.launches] == names
         partial, reduce, _ = plan.launches
         assert partial.pointers[1].slot == reduce.pointers[0].slot
-        # The maxima of columns begin after those of rows.
+        # The maxima of columns begin after the maxima of rows.
         assert partial.pointers[2].offset - partial.pointers[1].offset == 2048 * 2
 
     def test_a_gemm_uses_tma_if_the_layouts_allow_it(self):

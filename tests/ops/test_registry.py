@@ -109,7 +109,7 @@ def test_fake(device, i):
     check_fake(*on(device, i))
 
 
-# Formats decide dtypes, and blocks shapes. The rounding of scales is for values alone, which a fake has not.
+# Formats decide dtypes, and blocks shapes. The rounding of scales is for values only, which a fake lacks.
 WITHOUT_ROUNDING = list({(spec.format, spec.block, spec.scale_format): spec for spec in SPECS}.values())
 
 
@@ -131,7 +131,7 @@ def test_fake_of_casts(device, spec):
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_schema(name):
-    """Plain types alone; nothing is written that is not declared; every op has its twin in the reference."""
+    """Plain types only; nothing is written that is not declared; every op has its twin in the reference."""
     overload = getattr(torch.ops.tritonfp8, name).default
     schema = overload._schema
     # A dtype is an int, too.

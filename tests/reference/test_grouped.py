@@ -1,4 +1,4 @@
-"""Groups of tokens: every cast and GEMM of a group is that of the group alone."""
+"""Groups of tokens: every cast and GEMM of a group is the cast or GEMM of its rows by themselves."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tritonfp8.reference import group_bounds
 from tritonfp8.specs import BLOCK_128X128, QuantSpec, group_column
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-# Sizes around those of blocks and of the alignment of columns.
+# Sizes around the sizes of blocks and the alignment of columns.
 SIZES = st.lists(st.sampled_from([0, 1, 7, 32, 127, 128, 129]), min_size=1, max_size=5)
 
 

@@ -39,7 +39,7 @@ class TestConstruction:
         assert QuantSpec() == QuantSpec("e4m3", (-1, -1), "fp32", "none")
 
     def test_what_is_served(self):
-        """Both element formats; fp32 scales unrounded or powers of two for four blocks; e8m0 for 1x32 alone."""
+        """Both element formats; fp32 scales unrounded or powers of two for four blocks; e8m0 for 1x32 only."""
         fp32 = itertools.product(FORMATS, [TENSORWISE, ROWWISE, BLOCK_1X128, BLOCK_128X128], ["fp32"], ["none", "pow2"])
         e8m0 = itertools.product(FORMATS, [BLOCK_1X32], ["e8m0"], ["pow2", "floor"])
         assert {(s.format, s.block, s.scale_format, s.scale_rounding) for s in VALID_SPECS} == {*fp32, *e8m0}

@@ -129,7 +129,7 @@ def test_control_of_tensor_parallelism(recipe, moved, holds):
     found = verdicts(*rows, tp=2)
     assert found[what].holds is holds
     assert [v.bar.what for v in found.values() if v.holds is not None] == [what]
-    # Not that of another recipe.
+    # Not one process of another recipe.
     assert verdicts(row("tensorwise, one process"), rows[1], tp=2)[what].holds is None
 
 

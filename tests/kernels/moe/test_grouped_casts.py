@@ -131,7 +131,7 @@ def test_matrices(device, spec, transpose, shape, layout):
     layout=tuple(LAYOUTS),
 )
 def test_matrices_whose_transposes_are_cast_later(device, spec, shape, layout):
-    """The amaxes are those of the reference, and the cast by them is the cast without."""
+    """The amaxes equal the reference's, and the cast by them is the cast without."""
     x = LAYOUTS[layout](normal(*shape, dtype=torch.bfloat16))
     x[1, 3, 5], x[0, :, 7] = torch.nan, 0.0
     *expected, amax = reference.quantize_matrices_with_amax(x, *spec.args, *spec.args)

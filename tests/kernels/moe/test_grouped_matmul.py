@@ -1,7 +1,7 @@
 """The GEMMs of groups, in every configuration: in the interpreter on CPU tensors, compiled on CUDA tensors.
 
-Where all magnitudes are equal every scale is a power of two and every sum is exact, so the values are those of the
-reference.
+Where all magnitudes are equal every scale is a power of two and every sum is exact, so the values equal the
+reference's.
 """
 
 import pytest
@@ -30,7 +30,7 @@ def ternary(*shape, seed):
 
 
 def assert_equal(found, expected):
-    """Equal values; the sign of a zero is that of the order of the additions."""
+    """Equal values; the order of the additions decides the sign of a zero."""
     assert_bitwise_equal(found + 0, expected + 0)
 
 

@@ -62,7 +62,7 @@ def test_the_gradient_that_alone_reads_an_operand_is_first(operands):
 
 
 def test_casts_of_groups(operands):
-    """As of experts whose activation is not one of our ops."""
+    """Experts have such casts if their activation is not one of our ops."""
 
     def backward(grad, gate, up, weight, offsets):
         rhs = ops.quantize_matrices(torch.stack([weight] * 2), ROWWISE)
