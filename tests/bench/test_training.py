@@ -43,7 +43,7 @@ def test_only_missing_runs_are_trained_and_each_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds, "train", train)
     path = tmp_path / "seeds.json"
     wanted = [("rowwise", 0), ("rowwise", 1), ("rowwise", 2)]
-    failed = seeds.collect([run_of("rowwise", [1.0, 2.0])], wanted, OPTIONS, path, at_once=1)
+    failed = seeds.collect([run_of("rowwise", [1.0, 2.0])], wanted, OPTIONS, path)
     assert trained == wanted[1:]
     assert failed == ["rowwise, seed 2: out of memory"]
     assert [(run.recipe, run.seed) for run in seeds.resume(path, OPTIONS)] == wanted[:2]
