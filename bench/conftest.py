@@ -34,7 +34,7 @@ def pytest_addoption(parser: Any) -> None:
         "--shapes",
         action="append",
         default=[],
-        help=f"sets of shapes: {', '.join(shapes.set_names())}, or {shapes.ALL}; {shapes.SMOKE} runs on any machine",
+        help=f"sets of shapes: {', '.join(shapes.set_names())}, or {shapes.ALL}; {shapes.SMOKE} without a GPU",
     )
     group.addoption("--quick", action="store_true", help="fewer and shorter rounds; compile peers for few shapes only")
     group.addoption("--runs", type=int, help=f"runs that must give the same bits [{FULL.runs}, quick {QUICK.runs}]")
@@ -47,6 +47,11 @@ def pytest_configure(config: Any) -> None:
         shapes.check_sets(config.getoption("shapes"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+    config.option.shapes = machine.chosen_sets(config.getoption("shapes"))
+
+
+def pytest_report_header(config: Any) -> str | None:
+    return "bench: smoke shapes, which show that the suites run, not how fast anything is" if _smoke(config) else None
 
 
 def _smoke(config: Any) -> bool:
@@ -101,10 +106,13 @@ def device(pytestconfig: Any) -> Device:
     effort = SMOKE_EFFORT if _smoke(config) else QUICK if config.getoption("quick") else FULL
     effort = dataclasses.replace(effort, runs=config.getoption("runs") or effort.runs)
     torch.manual_seed(0)
+    if _smoke(config):
+        # Threads wait for each other longer than such small shapes compute.
+        torch.set_num_threads(1)
     # The first GEMM of a process allocates cuBLAS's workspace: run one before any contender is timed.
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.ones(16, 16, device=chosen, dtype=torch.bfloat16) @ torch.ones(16, 16, device=chosen, dtype=torch.bfloat16)
-    # Each contest ends with a collection, which would look at all modules again, also at those of the compiler.
+    # Each contest ends with a collection, which would look at all modules again, also at the compiler's modules.
     torch.compiler.reset()
     gc.collect()
     gc.freeze()

@@ -1,11 +1,10 @@
-"""Time the first training step of this process: ``python -m bench.first_step --model 8b-slice --recipe rowwise ...``.
+"""Time the first training step of this process: ``python -m bench.first_step --model 8b-slice --recipe rowwise``.
 
 Prints one line of JSON: seconds of the first step including compilation, and how many more launches of this package's
 Triton kernels it had than the second step. More launches mean that the step benchmarked configurations.
 With ``--profile`` it also has the seconds by package, in a step that Python's profiler makes slower.
 """
 
-import argparse
 import contextlib
 import cProfile
 import json
@@ -13,10 +12,12 @@ import pstats
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import triton
+import typer
 
 import tritonfp8
 from bench.contest.compare import is_own
@@ -30,29 +31,16 @@ PACKAGES = ("torch/_dynamo", "torch/_inductor", "torch/_functorch", "torch", "sy
 LISTED = 8
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("model", "recipe", "device"):
-        parser.add_argument(f"--{name}", required=True)
-    for name in ("batch", "sequence"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--profile", action="store_true", help="add the seconds by package")
-    return parser.parse_args()
-
-
-def build(options: argparse.Namespace) -> torch.nn.Module:
+def build(name: str, recipe: str, device: str, sequence: int) -> torch.nn.Module:
     """The float32 model on the device, converted to the recipe."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {key: value for key, value in vars(MODELS[options.model]).items() if key != "lr"}
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=options.sequence, tie_word_embeddings=False, **sizes
-    )
-    with torch.device(options.device):
+    sizes = {key: value for key, value in vars(MODELS[name]).items() if key != "lr"}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=sequence, tie_word_embeddings=False, **sizes)
+    with torch.device(device):
         model = LlamaForCausalLM(config)
-    if options.recipe != "bf16":
-        tritonfp8.convert(model, with_head(options.recipe))
+    if recipe != "bf16":
+        tritonfp8.convert(model, with_head(recipe))
     return model
 
 
@@ -92,40 +80,47 @@ def profiled(found: dict[str, float], wanted: bool) -> Iterator[None]:
     found.update(by_package(profiler))
 
 
-def main() -> None:
+def main(
+    model: Annotated[str, typer.Option(help="A model of `tritonfp8 train`.")],
+    recipe: Annotated[str, typer.Option(help="A recipe, or bf16.")],
+    batch: int = 4,
+    sequence: int = 4096,
+    device: str = "cuda",
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Add the seconds by package.")] = False,
+) -> None:
     """Run two steps under bf16 autocast, and print the seconds and the extra launches of the first."""
-    options = parse()
-    model = build(options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    batch = torch.randint(VOCABULARY, (options.batch, options.sequence + 1), device=options.device)
+    network = build(model, recipe, device, sequence)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(VOCABULARY, (batch, sequence + 1), device=device)
     launches: Counter[str] = Counter()
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launches.update([metadata.get()["name"]]))
 
-    def loss_of(batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(options.device, torch.bfloat16):
-            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            logits = network(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-    loss = loss_of if options.eager else torch.compile(loss_of)
+    loss = loss_of if eager else torch.compile(loss_of)
 
     def step() -> tuple[float, int]:
         launches.clear()
         start = time.perf_counter()
-        loss(batch).backward()
+        loss(tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if options.device == "cuda":
+        if device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         return seconds, sum(count for name, count in launches.items() if is_own(name))
 
     parts: dict[str, float] = {}
-    with profiled(parts, options.profile):
+    with profiled(parts, profile):
         seconds, first = step()
     _, second = step()
     found = {"step_seconds": seconds, "extra_launches": first - second}
-    print(json.dumps(found | ({"profile": parts} if options.profile else {})))
+    print(json.dumps(found | ({"profile": parts} if profile else {})))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

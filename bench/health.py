@@ -5,14 +5,15 @@ and with a sample in the first step. Prints the median of each, and what a sampl
 ``--shapes smoke``.
 """
 
-import argparse
 import collections
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 import tritonfp8
 from bench import shapes
@@ -80,34 +81,31 @@ def cost(seconds: Mapping[str, float], rows: int) -> float:
     return seconds[f"sampled {rows}"] / seconds["plain"] - 1
 
 
-def main() -> None:
+def main(
+    models: Annotated[str, typer.Option("--shapes", help="A set of bench.shapes with models.")] = "models",
+    only: Annotated[str, typer.Option(help="Only the models of the set whose name contains this.")] = "",
+    recipe: str = "rowwise",
+    compile: bool = False,
+    rounds: int = 5,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for the figures.")] = None,
+) -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="models", help="a set of bench.shapes with models")
-    parser.add_argument("--only", default="", help="only the models of the set whose name contains this")
-    parser.add_argument("--recipe", default="rowwise")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, nargs="+", default=[ROWS], help="rows of an operand that are measured")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    args = parser.parse_args()
     measured = []
-    for shape in shapes.select("model", [args.shapes]):
-        if args.only not in shape.name:
+    for shape in shapes.select("model", [models]):
+        if only not in shape.name:
             continue
-        found = measure(shape, args.recipe, args.compile, args.rounds, args.rows)
+        found = measure(shape, recipe, compile, rounds, [ROWS])
         plain = found["plain"]
-        print(f"{shape}, {args.recipe}, {'compiled' if args.compile else 'eager'}, {args.rounds} rounds")
+        print(f"{shape}, {recipe}, {'compiled' if compile else 'eager'}, {rounds} rounds")
         for kind, time in found.items():
             print(f"  {kind:<12} {1e3 * time / EVERY:9.2f} ms a step  {time / plain - 1:+.2%}")
-        for rows in args.rows:
-            print(f"  a sample of {rows} rows every {EVERY} steps adds {cost(found, rows):.2%}")
+        print(f"  a sample of {ROWS} rows every {EVERY} steps adds {cost(found, ROWS):.2%}")
         measured.append(
-            {"shape": shape.name, "size": shape.size, "recipe": args.recipe, "compile": args.compile, "seconds": found}
+            {"shape": shape.name, "size": shape.size, "recipe": recipe, "compile": compile, "seconds": found}
         )
-    if args.out is not None:
-        write_results(args.out, {"unit": "seconds of a window of steps", "every": EVERY, "rows": measured})
+    if out is not None:
+        write_results(out, {"unit": "seconds of a window of steps", "every": EVERY, "rows": measured})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

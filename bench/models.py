@@ -1,8 +1,9 @@
 """Models of the suites, on random hidden states: layers of a Llama, of a transformer with biases, or of experts."""
 
+import hashlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +20,7 @@ POSITIONS = 8192
 # little to the residual stream, equally at every size.
 WEIGHT_GAIN = 0.32
 # Fields of a LlamaConfig, for the shapes that are of another model with the layers of a Llama.
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
-}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {"gemma layers": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256}}
 # Shapes of models with biases, LayerNorm and GELU, and whether their attention is causal.
 BIASED: Mapping[str, bool] = {"vit h layers": False, "gpt 2 xl layers": True, "tiny with biases": True}
 
@@ -32,6 +31,26 @@ def with_head(recipe: str) -> dict[str, str]:
     Figures were measured with converted heads, as they are in the comparison's other contestants.
     """
     return {"*lm_head": recipe, "*": recipe}
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of names and bits."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def training_step(forward: Any, module: nn.Module, x: torch.Tensor, grad_output: torch.Tensor) -> Callable[[], Any]:
+    """A function that gives ``forward(x)`` and the gradients of ``x`` and of the parameters of ``module``, by name."""
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def step() -> dict[str, torch.Tensor]:
+        out = forward(x)
+        grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
+        return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
+
+    return step
 
 
 class Layers(nn.Module):
@@ -127,7 +146,6 @@ class TorchExperts(tritonfp8.Float8Experts):
     """The same experts in bf16, with torch's grouped GEMM."""
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """As of :class:`tritonfp8.Float8Experts`."""
         routing = Routing.of(top_k_index, len(self.down_proj))
         rows = self.multiply(gather(hidden_states, routing), self.gate_up_proj, routing.offsets)
         rows = self.multiply(self.activation(rows), self.down_proj, routing.offsets)
@@ -142,7 +160,6 @@ class LoopedExperts(TorchExperts):
     """The same experts in bf16, one after the other."""
 
     def multiply(self, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """As of :class:`TorchExperts`."""
         ends = [0, *offsets.tolist()]
         return torch.cat(
             [F.linear(rows[start:end], w) for (start, end), w in zip(itertools.pairwise(ends), weight, strict=True)]

@@ -21,7 +21,7 @@ import typer
 from bench import shapes, tables
 from bench.contest.bars import BARS
 from bench.contest.judge import judge
-from bench.contest.machine import results_folder, write_results
+from bench.contest.machine import chosen_sets, results_folder, write_results
 
 # Share of the budget for each suite, about its usual time. Later suites get the time that a suite leaves.
 SUITES = {"scaled_matmul": 4, "quantize": 2, "linear": 4, "model": 5, "launch": 5, "grouped": 4, "experts": 4}
@@ -161,6 +161,7 @@ def main(
 ) -> None:
     if unknown := sorted(set(only) - set(SUITES)):
         raise typer.BadParameter(f"no suite is named {', '.join(unknown)}; suites: {', '.join(SUITES)}")
+    sets = chosen_sets(sets)
     try:
         shapes.check_sets(sets)
         if show is not None:

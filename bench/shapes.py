@@ -43,12 +43,7 @@ class Shape:
 
 def _projections(hidden: int, kv: int, ffn: int) -> dict[str, tuple[int, int]]:
     """(N, K) of the linear layers of a Llama with ``kv`` features of keys and of values."""
-    return {
-        "q, o": (hidden, hidden),
-        "k, v": (kv, hidden),
-        "gate, up": (ffn, hidden),
-        "down": (hidden, ffn),
-    }
+    return {"q, o": (hidden, hidden), "k, v": (kv, hidden), "gate, up": (ffn, hidden), "down": (hidden, ffn)}
 
 
 # Projections of the same input are fused: q_a with kv_a, an expert's gate with its up.
@@ -73,11 +68,7 @@ _UNTUNED = (
     (32768, 6144, 2048),
     (2048, 8192, 28672),
 )
-_DECODE = {
-    "llama-8b q, o": (4096, 4096),
-    "llama-8b gate, up": (14336, 4096),
-    "llama-8b down": (4096, 14336),
-}
+_DECODE = {"llama-8b q, o": (4096, 4096), "llama-8b gate, up": (14336, 4096), "llama-8b down": (4096, 14336)}
 
 
 # By model: rows of all experts, experts on a GPU, and (N, K) of linear layers of an expert.
@@ -180,11 +171,7 @@ _SETS = (
         _sizes(SMOKE, tiny=(64, 2, 4, 96, 64)),
     ),
     ("launch", _sizes("launch", small=(128, 768, 768)), _sizes(SMOKE, tiny=(16, 32, 128))),
-    (
-        "first_step",
-        (Shape("first-step", "8b-slice", (4, 4096)),),
-        (Shape(SMOKE, "tiny", (1, 16)),),
-    ),
+    ("first_step", (Shape("first-step", "8b-slice", (4, 4096)),), (Shape(SMOKE, "tiny", (1, 16)),)),
 )
 SHAPES: dict[str, tuple[Shape, ...]] = {kind: sum(sets, ()) for kind, *sets in _SETS}
 

@@ -95,7 +95,7 @@ def means_table(rows: Iterable[Row]) -> str:
 
 
 def rows_table(rows: Iterable[Row]) -> str:
-    """All rows of a suite: time, rate, speed over the peer, and peak memory with its ratio to that of the peer; or the
+    """All rows of a suite: time, rate, speed over the peer, and peak memory with its ratio to the peer's; or the
     reason why there is no time.
     """
     return table(

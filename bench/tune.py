@@ -2,7 +2,7 @@
 
 ``tritonfp8 warmup --tune`` tunes the GEMMs of training with the built-in recipes, which are all precise. This command
 tunes the other configurations that ship with the package: the forward GEMMs for small M and for fast accumulation. With
-``--backward`` it tunes those of backward, too, and with ``--grouped`` all GEMMs of experts.
+``--backward`` it tunes the GEMMs of backward, too, and with ``--grouped`` all GEMMs of experts.
 """
 
 import sys
@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 
 
 def calls_of(names: Sequence[str], variants: Mapping[str, Recipe], backward: bool) -> list[Call]:
-    """The distinct GEMMs of bf16 layers of the named sets, for each recipe; those of backward, too, or not."""
+    """The distinct GEMMs of bf16 layers of the named sets, for each recipe; with the GEMMs of backward or not."""
     found: dict[Call, None] = {}
     for shape in select("gemm", names):
         for recipe in variants.values():
@@ -46,10 +46,6 @@ def grouped_calls_of(names: Sequence[str], variants: Mapping[str, Recipe]) -> li
     return list(found)
 
 
-def _found(names: Sequence[str], grouped: bool, variants: Mapping[str, Recipe], backward: bool) -> list[Call]:
-    return grouped_calls_of(names, variants) if grouped else calls_of(names, variants, backward)
-
-
 def _sizes(call: Call) -> tuple[int, ...]:
     a, b = (call.named()[name].shape for name in "ab")
     return (a[0], b[0], a[1])
@@ -68,7 +64,9 @@ def main(
         sys.exit(f"--only must name {', '.join(VARIANTS)}; got {', '.join(unknown)}")
     variants = {name: recipe for name, recipe in VARIANTS.items() if not only or name in only}
     try:
-        calls = _found(names, grouped, variants, backward) if names else []
+        calls = []
+        if names:
+            calls = grouped_calls_of(names, variants) if grouped else calls_of(names, variants, backward)
     except ValueError as error:
         sys.exit(str(error))
     if not calls:
@@ -76,11 +74,7 @@ def main(
         sys.exit(f"name sets that have GEMMs: {', '.join(sets)}; got {' '.join(names or []) or 'none'}")
     with Progress() as bars:
         task = bars.add_task("tune")
-        tuned = tune(
-            calls,
-            force=True,
-            progress=lambda done, total: bars.update(task, completed=done, total=total),
-        )
+        tuned = tune(calls, force=True, progress=lambda done, total: bars.update(task, completed=done, total=total))
     for key, entry in tuned.entries.items():
         of = f" {key.kind.groups} of {key.experts} experts" if key.experts else ""
         sizes = f"up to {key.m} x {key.n} x {key.k}"

@@ -142,10 +142,7 @@ def _models() -> list[Bar]:
         )  # fmt: skip
     peer = ("model", "model", "model", "tensorwise precise", _TORCHAO)
     what = f"models, forward + backward, tensorwise precise, over {_TORCHAO}"
-    bars += [
-        Bar(f"{what}, each", *peer, 1.0, ALL_MODELS),
-        Bar(f"{what}, all", *peer, 1.03, ALL_MODELS, reduce=MEAN),
-    ]
+    bars += [Bar(f"{what}, each", *peer, 1.0, ALL_MODELS), Bar(f"{what}, all", *peer, 1.03, ALL_MODELS, reduce=MEAN)]
     for contender in ("rowwise precise", "tensorwise precise", "blockwise precise"):
         what = f"models, forward + backward, {contender}, over {_TORCHAO}, each: peak memory"
         bars.append(Bar(what, "model", "model", "model", contender, _TORCHAO, 1.0, ALL_MODELS, **memory))
@@ -158,10 +155,7 @@ _OUTPUT_BARS = {
     ("rowwise fast", "torch rowwise fast"): 1.05,
     ("blockwise precise", "torch rowwise precise"): 1.10,
 }
-_GRAD_BARS = {
-    ("rowwise precise", "torch rowwise fast"): 1.00,
-    ("blockwise precise", "torch rowwise fast"): 0.90,
-}
+_GRAD_BARS = {("rowwise precise", "torch rowwise fast"): 1.00, ("blockwise precise", "torch rowwise fast"): 0.90}
 # The pair that has a bar for each shape and distribution, too.
 _EACH, _EACH_OF = 0.92, {"output": ("rowwise precise", "torch rowwise fast"), "grad_weight": None}
 _MIXTURE_BARS = {"deepseek-v3": 1.35, "qwen3-30b": 1.20, "mixtral": 1.40}
@@ -191,14 +185,7 @@ def _launches() -> list[Bar]:
         *in_graph,
         Bar("first step, cold: seconds beyond bf16's", *first, "cold", "bf16", 10.0, sets, quantity=MORE, **most),
         Bar(
-            "first step, warm: seconds beyond bf16's",
-            *first,
-            "after warm-up",
-            "bf16",
-            2.0,
-            sets,
-            quantity=MORE,
-            **most,
+            "first step, warm: seconds beyond bf16's", *first, "after warm-up", "bf16", 2.0, sets, quantity=MORE, **most
         ),
         Bar("first step, cold: launches beyond the second's", *first, "cold", "bf16", 0, sets, quantity=EXTRA, **most),
     ]

@@ -121,7 +121,7 @@ class Device:
         """As :meth:`gpu_seconds`, after enough runs for the GPU's clocks to settle.
 
         GEMMs reach the GPU's power limit, and clocks follow the load of the last tenths of a second. Without settling a
-        short measurement runs at the clocks of the previous contender, not at those of training.
+        short measurement runs at the clocks of the previous contender, not at the clocks of training.
         """
         return self._median(function, self.effort.settle)
 
@@ -205,6 +205,23 @@ def _wall_seconds(function: Function) -> float:
     return time.perf_counter() - start
 
 
+def captured(function: Function) -> tuple[Any, Any]:
+    """``function`` as a CUDA graph, after a few calls that compile and allocate, and the results that it writes.
+
+    A graph does not own what it reads: the caller keeps it alive.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
 def describe(error: Exception) -> str:
     """The first line of an error, for a table."""
     lines = str(error).strip().splitlines()
@@ -257,7 +274,7 @@ class Contest:
         clock: Callable[[Function], float] | None = None,
         rounds: int | None = None,
     ) -> None:
-        """Check results, measure, and write the rows. pytest-benchmark's figure is that of the first own contender.
+        """Check results, measure, and write the rows. The first own contender gives pytest-benchmark's figure.
 
         Args:
             benchmark: pytest-benchmark's fixture.
@@ -269,7 +286,7 @@ class Contest:
 
         Raises:
             AssertionError: an own contender's result was wrong; it gets no time. All rows are written before.
-            Exception: any other error of an own contender, likewise.
+            Exception: any other error of an own contender; all rows are written before.
         """
         clock = clock or self.device.gpu_seconds
         rows, functions, failure = self._prepare_all(case, shape, contenders)

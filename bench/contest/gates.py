@@ -29,7 +29,7 @@ def same_bytes(expected: Any) -> Check:
 
 
 def nearly_same_bytes(expected: torch.Tensor) -> Check:
-    """A check that nearly all bytes of a result's first tensor equal those of ``expected``."""
+    """A check that nearly all bytes of a result's first tensor equal the bytes of ``expected``."""
 
     def check(actual: tuple[torch.Tensor, ...]) -> None:
         share = (actual[0].view(torch.uint8) == expected.view(torch.uint8)).float().mean().item()
@@ -95,7 +95,7 @@ def close_groups(
 
     Args:
         parts: the GEMMs of the groups, which are computed one at a time during the check.
-        accumulation: as of :func:`close_gemm`.
+        accumulation: see :func:`close_gemm`.
         zero: the parts of a result that must be zero.
     """
 
@@ -136,9 +136,9 @@ def close_layer(recipe: Recipe, x: torch.Tensor, weight: torch.Tensor, grad_outp
 
 
 def close_model(expected: Mapping[str, torch.Tensor]) -> Check:
-    """A check that each output and gradient of a model equals that of bf16, except for the noise of the format.
+    """A check that each output and gradient of a model equals bf16's, except for the noise of the format.
 
-    The output alone shows little, because most of it is the residual stream. A wrong weight shows in the gradients of
+    The output shows little, because most of it is the residual stream. A wrong weight shows in the gradients of
     neighbouring weights, which are GEMMs with that weight or with its output.
     """
 

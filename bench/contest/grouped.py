@@ -112,7 +112,7 @@ class Problem:
         return self.parts(PEER_RECIPE)
 
     def zero(self, result: Tensor) -> Iterator[Tensor]:
-        """The parts of an own result that must be zero: those of groups without rows."""
+        """The parts of an own result that must be zero: the results of groups without rows."""
         return iter(())
 
 
@@ -128,17 +128,14 @@ class Output(Problem):
         return quantize_groups(self.x, self.offsets, gemm.lhs), quantize_matrices(self.weight, gemm.rhs)
 
     def own(self, recipe: str, accumulation: str) -> Function:
-        """As of :class:`Problem`."""
         a, b = self.quantized(recipe)
         return lambda: tritonfp8.scaled_grouped_matmul(a, b, self.offsets, accumulation=accumulation)
 
     def bf16(self) -> Function:
-        """As of :class:`Problem`."""
         weight = self.weight.transpose(-2, -1)
         return lambda: torch._grouped_mm(self.x, weight, offs=self.offsets)
 
     def fp8(self, accumulation: str) -> Function:
-        """As of :class:`Problem`."""
         a, b = self.quantized(PEER_RECIPE)
         scales = (a.scale.reshape(-1).contiguous(), b.scale.reshape(self.groups, -1).contiguous())
         return lambda: torch._scaled_grouped_mm(
@@ -147,7 +144,6 @@ class Output(Problem):
         )  # fmt: skip
 
     def parts(self, recipe: str) -> Iterator[Part]:
-        """As of :class:`Problem`."""
         gemm = recipes.get(recipe).output
         for group, start, end in self.filled:
             lhs, rhs = _dequantized(self.x[start:end], gemm.lhs), _dequantized(self.weight[group], gemm.rhs)
@@ -173,7 +169,6 @@ class GradWeight(Problem):
         return lhs, rhs
 
     def own(self, recipe: str, accumulation: str) -> Function:
-        """As of :class:`Problem`."""
         a, b = self.quantized(recipe)
         return lambda: tritonfp8.scaled_grouped_matmul(
             a, b, self.offsets, accumulation=accumulation, tokens=self.rows
@@ -191,11 +186,10 @@ class GradWeight(Problem):
         return lambda: (multiply(ends), torch.zeros(empty, self.n, self.k, **self.options) if empty else None)[0]
 
     def bf16(self) -> Function:
-        """As of :class:`Problem`."""
         return self._of_filled(lambda ends: torch._grouped_mm(self.grad.t(), self.x, offs=ends))
 
     def fp8(self, accumulation: str) -> Function:
-        """As of :class:`Problem`. The operands are copied without the gaps between the groups."""
+        """The operands are copied without the gaps between the groups."""
         columns = torch.cat(
             [group_column(start, group) + torch.arange(end - start) for group, start, end in self.filled]
         ).to(self.offsets.device)
@@ -211,7 +205,6 @@ class GradWeight(Problem):
         )
 
     def parts(self, recipe: str) -> Iterator[Part]:
-        """As of :class:`Problem`."""
         gemm = recipes.get(recipe).grad_weight
         for group, start, end in self.filled:
             lhs, rhs = (
@@ -220,11 +213,9 @@ class GradWeight(Problem):
             yield Part(group, group, lhs @ rhs.t(), end - start)
 
     def parts_of_peer(self) -> Iterator[Part]:
-        """As of :class:`Problem`."""
         return (part._replace(place=place) for place, part in enumerate(self.parts(PEER_RECIPE)))
 
     def zero(self, result: Tensor) -> Iterator[Tensor]:
-        """As of :class:`Problem`."""
         return (result[group] for group, (start, end) in enumerate(self.bounds) if end == start)
 
 

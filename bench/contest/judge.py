@@ -15,51 +15,23 @@ from bench.contest import cases, grouped
 
 Row = Mapping[str, Any]
 MEAN, LOWEST, HIGHEST = "geometric mean", "lowest", "highest"
-_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
-    MEAN: statistics.geometric_mean,
-    LOWEST: min,
-    HIGHEST: max,
-}
+_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {MEAN: statistics.geometric_mean, LOWEST: min, HIGHEST: max}
 
 
-def _speed_up(row: Row, over: Row) -> float:
-    return over["seconds"] / row["seconds"]
-
-
-def _rate_share(row: Row, over: Row) -> float:
-    return (row["bytes"] / row["seconds"]) / (over["bytes"] / over["seconds"])
-
-
-def _time_ratio(row: Row, over: Row) -> float:
-    return row["seconds"] / over["seconds"]
-
-
-def _more_seconds(row: Row, over: Row) -> float:
-    return row["seconds"] - over["seconds"]
-
-
-def _microseconds(row: Row, over: Row) -> float:
-    return 1e6 * row["seconds"]
-
-
-def _memory_ratio(row: Row, over: Row) -> float:
-    return row["peak_bytes"] / over["peak_bytes"]
-
-
-def _extra_launches(row: Row, over: Row) -> float:
-    return row["extra_launches"]
+def _rate(row: Row) -> float:
+    return row["bytes"] / row["seconds"]
 
 
 MORE, EXTRA = "more seconds", "extra launches"
 # Name -> function of a row and the row that it is compared with, and the field that both rows need.
 QUANTITIES: dict[str, tuple[Callable[[Row, Row], float], str]] = {
-    "speed-up": (_speed_up, "seconds"),
-    "share of copy speed": (_rate_share, "seconds"),
-    "host time ratio": (_time_ratio, "seconds"),
-    "microseconds": (_microseconds, "seconds"),
-    MORE: (_more_seconds, "seconds"),
-    "peak memory ratio": (_memory_ratio, "peak_bytes"),
-    EXTRA: (_extra_launches, "extra_launches"),
+    "speed-up": (lambda row, over: over["seconds"] / row["seconds"], "seconds"),
+    "share of copy speed": (lambda row, over: _rate(row) / _rate(over), "seconds"),
+    "host time ratio": (lambda row, over: row["seconds"] / over["seconds"], "seconds"),
+    "microseconds": (lambda row, over: 1e6 * row["seconds"], "seconds"),
+    MORE: (lambda row, over: row["seconds"] - over["seconds"], "seconds"),
+    "peak memory ratio": (lambda row, over: row["peak_bytes"] / over["peak_bytes"], "peak_bytes"),
+    EXTRA: (lambda row, over: row["extra_launches"], "extra_launches"),
 }
 
 

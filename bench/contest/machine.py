@@ -1,19 +1,25 @@
 """The machine of a measurement, and the format of its data."""
 
-import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import triton
 
 import tritonfp8
+from bench.shapes import SMOKE
 
 RESULTS = Path("bench") / "results"
+
+
+def chosen_sets(names: Iterable[str]) -> list[str]:
+    """The named sets of shapes; without names and without a GPU the smoke shapes, which say nothing about speed."""
+    return list(names) or ([] if torch.cuda.is_available() else [SMOKE])
 
 
 def results_folder() -> Path:
@@ -65,13 +71,3 @@ def write_results(path: Path, data: dict) -> None:
     temporary.write_text(text)
     os.replace(temporary, path)
     print(f"written: {path}")
-
-
-def output_path(name: str, description: str) -> Path:
-    """The file for a measurement's data, from the command line. Exits with a message if there is no GPU."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, help=f"default: bench/results/<gpu>/{name}.json")
-    out = parser.parse_args().out
-    if not torch.cuda.is_available():
-        sys.exit("this measurement needs a CUDA GPU with FP8 tensor cores; this machine has none")
-    return out or results_folder() / f"{name}.json"

@@ -1,8 +1,8 @@
 """How well the cost model ranks the configurations of GEMMs: ``python -m bench.contest.ranking untuned``.
 
 Each forward GEMM of the named sets (:mod:`bench.shapes`) runs at settled clocks in the configurations that the model
-takes for the fastest. A row has the seconds of each, in the model's order, and those of the model's first and of the
-launch's choice over the least.
+takes for the fastest. A row has the seconds of each, in the model's order, and how the model's first and the
+launch's choice compare with the least.
 """
 
 import statistics
@@ -24,8 +24,6 @@ from tritonfp8.warmup import MATMUL, Call, gemm_of, record_linear, settled_secon
 VARIANTS = recipe_variants(("rowwise", "blockwise"))
 CANDIDATES = 5
 Timer = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
-
-app = typer.Typer(add_completion=False)
 
 
 def forward_call(size: Sequence[int], recipe: Recipe) -> Call:
@@ -52,7 +50,6 @@ def measured(call: Call, device: torch.device, timer: Timer = settled_seconds) -
     return {"seconds": of, "model_over_best": seconds[0] / best, "choice_over_best": of[chosen.name] / best}
 
 
-@app.command()
 def main(
     names: Annotated[list[str], typer.Argument(help="Sets of shapes.")],
     only: Annotated[list[str], typer.Option(help=f"Of: {', '.join(VARIANTS)}. [default: all]")] = [],  # noqa: B006
@@ -80,4 +77,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -42,7 +42,7 @@ def _speed_up(row: Row, over: Row) -> float | None:
 
 
 def gathered_ratio(row: Row, over: Row) -> float | None:
-    """All-gathered bytes of a step over those of the other row; None if a row has no count."""
+    """All-gathered bytes of a step over the bytes of the other row; None if a row has no count."""
     found = row["bytes"].get(GATHERED), over["bytes"].get(GATHERED)
     return found[0] / found[1] if None not in found and found[1] else None
 
@@ -159,7 +159,7 @@ def _control(bar: Bar) -> Bar:
 
 
 def _reordered(recipe: str) -> Bar:
-    """Control: if it is missed, the order of sums alone exceeds the bar of tensor parallelism."""
+    """Control: if it is missed, the order of sums by itself exceeds the bar of tensor parallelism."""
     return _control(_apart(f"{recipe}, {REORDERED}", f"{recipe}, {ALONE}"))
 
 

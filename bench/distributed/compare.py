@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -301,6 +302,8 @@ def make_deterministic() -> None:
 
     With a warning only, attention's backward stays nondeterministic.
     """
+    # cuBLAS reads this when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     # Inductor must not choose kernels by measured speed, and fused kernels must round as eager ones do. Some versions
@@ -331,7 +334,7 @@ def as_json(x: float) -> float | str:
 def row(settings: Settings, entry: Measured, ranks: Ranks) -> Row:
     """The measurements of a contestant on all ranks. Collective.
 
-    Seconds are the median step of the slowest rank; memory and bytes are those of the rank with the most. A comparison
+    Seconds are the median step of the slowest rank; memory and bytes are from the rank with the most. A comparison
     of losses has no seconds, because training does not use deterministic kernels.
     """
     seconds = [] if settings.losses else entry.seconds

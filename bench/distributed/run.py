@@ -22,7 +22,7 @@ from bench import tables
 from bench.contest.judge import Verdict
 from bench.contest.machine import command_line, results_folder, write_results
 from bench.distributed.bars import differing_losses, gathered_ratio, judge, loss_difference, mean_losses
-from bench.distributed.compare import Row, Settings, as_json, compare, untimed_steps
+from bench.distributed.compare import Row, Settings, as_json, compare, make_deterministic, untimed_steps
 from bench.distributed.models import ALONE, GATHER, REORDERED, TP_WAYS
 from bench.distributed.ranks import AllFailedError, RankError, joined
 from tritonfp8 import recipes
@@ -34,7 +34,6 @@ WIDTH = 180
 # batch_size and seq_len per data-parallel rank, by model; "" is for other models and for a CPU.
 SIZES = {"160m": (16, 1024), "1b": (8, 2048), "": (2, 64)}
 STEPS, LOSSES_STEPS = 30, 50
-DETERMINISTIC_CUBLAS = ":4096:8"
 COLUMNS = (
     "contestant", "step", "over bf16", "tokens/s", "peak memory",
     "all-gather", "of bf16", "reduce-scatter", "all-reduce", "last loss", "note",
@@ -121,8 +120,8 @@ def _launch(processes: int) -> int:
 
 def _run(settings: Settings, kind: str, out: Path | None) -> None:
     if settings.losses:
-        # cuBLAS reads this when it starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
+        # Before the first GEMM.
+        make_deterministic()
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
     path = (out or default_folder(settings, kind)) / FILE
     try:
@@ -148,11 +147,7 @@ def default_folder(settings: Settings, kind: str) -> Path:
     if kind == "cpu":
         return CPU_FOLDER
     ranks = f"tp{settings.tp}-dp{settings.dp}" if settings.tp > 1 else f"x{settings.dp}"
-    others = {
-        "losses": settings.losses,
-        "eager": not settings.compile,
-        f"lr{settings.lr}": settings.lr is not None,
-    }
+    others = {"losses": settings.losses, "eager": not settings.compile, f"lr{settings.lr}": settings.lr is not None}
     parts = ["distributed", Path(settings.model).stem, ranks, *(name for name, there in others.items() if there)]
     return results_folder() / "-".join(parts)
 

@@ -2,7 +2,7 @@
 ``python -m bench.distributed.torchtitan --out bench/results/nvidia-h200/torchtitan-x2``
 
 torchtitan's own functions shard the models; ``Float8Converter`` converts them, and the output head too. A run is valid
-only if every parameter changed. The losses of all steps must then be within 1e-3 of those of one process. bf16 shows
+only if every parameter changed. The losses of all steps must then be within 1e-3 of one process's losses. bf16 shows
 how much of the difference is the order of sums. With FSDP2 over both processes, losses with and without the 8-bit
 gather must be equal to the bit. On CPUs the processes use gloo, and the reference implementation computes.
 
@@ -38,10 +38,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bench.contest.machine import write_results
 from bench.distributed.compare import make_deterministic
-from bench.distributed.run import DETERMINISTIC_CUBLAS, QUANTIZED
+from bench.distributed.run import QUANTIZED
 from bench.models import with_head
 
-# By which losses of two processes may differ from those of one, those of the two gathers, and those of the control.
+# By which losses of two processes may differ from losses of one, losses of the two gathers, and the control's losses.
 # With experts in FP8 the limit is above what the control shows: a code that rounds the other way sends tokens to other
 # experts.
 LIMITS = {"tp": 1e-3, "gather": 0.0, "ep": 2e-2, "tp x ep": 2e-2, "noise": math.inf}
@@ -63,7 +63,7 @@ class Program:
         experts: whether experts are converted.
         gather: whether FSDP2 gathers weights in 8 bits.
         dtype: of activations and gathered weights, ``mixed_precision_param`` of torchtitan.
-        noise: by how much the first weights differ from those of other programs, as a share of their values.
+        noise: by how much the first weights differ from other programs' weights, as a share of their values.
     """
 
     recipe: str
@@ -105,9 +105,7 @@ def _config(program: Program) -> Any:
     return Trainer.Config(
         model_spec=spec,
         parallelism=ParallelismConfig(
-            spmd_backend="partial_dtensor",
-            tensor_parallel_degree=program.tp,
-            expert_parallel_degree=program.ep,
+            spmd_backend="partial_dtensor", tensor_parallel_degree=program.tp, expert_parallel_degree=program.ep
         ),
         training=TrainingConfig(
             local_batch_size=BATCH,
@@ -234,8 +232,6 @@ def train(program: Program, device: str) -> dict[str, Any]:
 
 def serve(programs: list[Program], path: Path, device: str) -> None:
     """Train ``programs`` in this rank; rank 0 writes their results."""
-    # cuBLAS reads this when it starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     make_deterministic()
     _supply_missing(device)
     if device == "cuda":

@@ -13,12 +13,11 @@ with and without the gather.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,14 +32,13 @@ from torch.distributed.tensor import DTensor, Shard
 import tritonfp8
 from bench.contest.machine import command_line, write_results
 from bench.distributed.compare import make_deterministic
-from bench.distributed.run import DETERMINISTIC_CUBLAS
-from bench.models import with_head
-from tritonfp8 import Float8Linear, recipes
+from bench.distributed.run import QUANTIZED
+from bench.models import digest, with_head
+from tritonfp8 import Float8Linear
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.distributed.fsdp.all_gather import Float8AllGather
 
 VOCABULARY = 512
-QUANTIZED = ",".join(name for name in recipes.names() if recipes.get(name).output.quantized)
 
 
 @dataclass(frozen=True)
@@ -289,17 +287,9 @@ def train(program: Program) -> dict[str, Any]:
         "stuck": [name for name, value in final.items() if torch.equal(value, before[name])],
         "gathered": gathered,
         "gathered_experts": of_experts,
-        "digest": _digest(final),
-        **({"saved": _digest(_loaded(f"{folder[0]}/model"))} if program.save else {}),
+        "digest": digest(final),
+        **({"saved": digest(_loaded(f"{folder[0]}/model"))} if program.save else {}),
     }
-
-
-def _digest(parameters: Mapping[str, Tensor]) -> str:
-    """A hash of names and bits."""
-    digest = hashlib.sha256()
-    for name, value in parameters.items():
-        digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _loaded(folder: str) -> dict[str, Tensor]:
@@ -365,8 +355,6 @@ def main(
     share_gpu: Annotated[bool, typer.Option(help="All processes on one GPU, by gloo.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for trainer.json.")] = None,
 ) -> None:
-    # cuBLAS reads this when it starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     make_deterministic()
     if share_gpu:
         # accelerate takes it for the index of this rank's GPU.

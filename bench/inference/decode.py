@@ -4,8 +4,8 @@
 
 The layers are the linear layers of Llama-8B's decoder layers, with SwiGLU and without attention; or the mixtures of
 experts of Qwen3-30B-A3B, which in bf16 run torch's grouped GEMM. Each contestant is captured in a CUDA graph, so host
-time does not count. Rounds go through the contestants in turn. The outputs of the replayed graph must equal those of a
-call to the bit.
+time does not count. Rounds go through the contestants in turn. The outputs of the replayed graph must equal a call's
+to the bit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import typer
 from torch import Tensor, nn
 
 import tritonfp8
+from bench.contest.compare import captured
 from bench.contest.machine import results_folder, write_results
 
 HIDDEN, HEADS, FFN = 4096, 1024, 14336
@@ -61,11 +62,9 @@ class Mixture(nn.Module):
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
         config = Qwen3MoeConfig(
-            hidden_size=self.hidden,
-            moe_intermediate_size=self.inside,
-            num_experts=self.experts,
+            hidden_size=self.hidden, moe_intermediate_size=self.inside, num_experts=self.experts,
             num_experts_per_tok=self.active,
-        )
+        )  # fmt: skip
         # As models that are loaded have it; a block that is made by itself is not told.
         config._experts_implementation = "grouped_mm"
         self.block = Qwen3MoeSparseMoeBlock(config)
@@ -118,11 +117,8 @@ class Captured:
         # A graph does not own what it reads, so the input lives as long as the graph does.
         self.input = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         with torch.inference_mode():
-            expected = [model(self.input) for _ in range(3)][-1]
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.out = model(self.input)
+            expected = model(self.input)
+            self.graph, self.out = captured(lambda: model(self.input))
         self.graph.replay()
         self.same = torch.equal(self.out, expected)
 
@@ -155,16 +151,13 @@ def measure(decoded: Decoded, recipes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command(help=__doc__)
 def main(
     names: Annotated[str, typer.Option("--recipes", help="Comma-separated.")] = "rowwise,blockwise,mxfp8,tensorwise",
     name: Annotated[str, typer.Option("--model", help=", ".join(MODELS))] = "llama-8b",
     batch_invariant: Annotated[bool, typer.Option(help="Also each recipe with batch_invariant=True.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for decode.json, or decode-<model>.json.")] = None,
 ) -> None:
+    """Measure, print each row, and write."""
     if name not in MODELS:
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}; got {name}")
     decoded, recipes = MODELS[name], names.split(",")
@@ -182,4 +175,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

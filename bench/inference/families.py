@@ -4,16 +4,17 @@ Each is converted and trained, stored, loaded by ``from_pretrained`` and made by
 ``quantized_init``. The results are in ``bench/results/families.json``.
 """
 
-import argparse
 import copy
 import json
 import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
+import typer
 
 import tritonfp8
 from tritonfp8.specs.testing import sqnr
@@ -131,7 +132,7 @@ def converted(name, recipe, plain, inputs, expected):
 
 
 def stored(name, recipe, plain, inputs, expected, folder):
-    """Models with weights in 8 bits, made in four ways: the values that differ from those of ``convert``."""
+    """Models with weights in 8 bits, made in four ways: the values that differ from ``convert``'s."""
     options, cls = {"experts": has_experts(name)}, type(plain)
     first = copy.deepcopy(plain)
     tritonfp8.convert(first, recipe, mode="inference", **options)
@@ -208,10 +209,7 @@ def run(name, recipes):
     return result
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", choices=FAMILIES, help="a family; all by default")
-    only = parser.parse_args().only
+def main(only: Annotated[list[str], typer.Option(help="Families. [default: all]")] = []):  # noqa: B006
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
@@ -231,8 +229,8 @@ def main():
     if not only:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         RESULTS.write_text(json.dumps({"command": COMMAND, "versions": versions, "families": results}, indent=1) + "\n")
-    return any(each["faults"] for each in results.values())
+    raise typer.Exit(any(each["faults"] for each in results.values()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    typer.run(main)

@@ -140,7 +140,6 @@ def rows_of(
 
 def main(
     smoke: Annotated[bool, typer.Option(help="A small shape, once: to test this program, also on a CPU.")] = False,
-    seconds: Annotated[float, typer.Option(help="How long each GEMM runs on each kind of codes.")] = SECONDS,
     out: Annotated[Path | None, typer.Option(help="File. [default: power.json of this GPU's results]")] = None,
 ) -> None:
     """Measure, print each row, and write."""
@@ -152,7 +151,7 @@ def main(
             for case in GEMM_CASES:
                 if case.name not in CASES:
                     continue
-                for row in rows_of(case, shape, device, 0.0 if smoke else seconds, sampler):
+                for row in rows_of(case, shape, device, 0.0 if smoke else SECONDS, sampler):
                     rows.append(row)
                     samples = f"{row['mhz']:.0f} MHz {row['watts']:.0f} W" if "mhz" in row else "no samples"
                     rate = f"{row['flops'] / row['seconds'] / 1e12:.0f} TFLOP/s"

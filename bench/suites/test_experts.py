@@ -9,27 +9,11 @@ from bench.contest.cases import LAYER_RECIPES
 from bench.contest.compare import Contender, measures
 from bench.contest.grouped import EXPERTS, EXPERTS_KERNELS
 from bench.contest.peers import compiled
-from bench.models import LoopedExperts, TorchExperts, mixture
+from bench.models import LoopedExperts, TorchExperts, mixture, training_step
 
 # Compiling takes longer than measuring.
 pytestmark = pytest.mark.timeout(1200)
 BF16, TORCH = "bf16", "torch bf16"
-
-
-def training_step(layer, x, grad_output, smoke=None):
-    """The timed function: output, and gradients of the input and of all parameters, by name.
-
-    ``smoke`` is None for a layer that is not compiled.
-    """
-    forward = layer if smoke is None else compiled(layer, smoke)
-    parameters = dict(layer.named_parameters())
-
-    def step():
-        out = forward(x)
-        grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
-        return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
-
-    return step
 
 
 def by_expert(results):
@@ -49,8 +33,9 @@ def inputs(shape, device):
 
 
 def close_experts(shape, x, grad_output):
-    """A check of the results of a step against those of a loop over the experts in bf16."""
-    expected = training_step(mixture(shape, x.device, LoopedExperts), x, grad_output)()
+    """A check of the results of a step against the results of a loop over the experts in bf16."""
+    layer = mixture(shape, x.device, LoopedExperts)
+    expected = training_step(layer, layer, x, grad_output)()
     check = gates.close_model(by_expert(expected))
     return lambda results: check(by_expert(results))
 
@@ -70,7 +55,8 @@ def contenders_on(contest, shape):
 
     def contender(name, experts, recipe, own):
         def make():
-            return training_step(mixture(shape, device, experts, recipe), x, grad_output, contest.smoke)
+            layer = mixture(shape, device, experts, recipe)
+            return training_step(compiled(layer, contest.smoke), layer, x, grad_output)
 
         return Contender(name, make, check, own=own, peer=None if name == TORCH else TORCH, fields=work)
 

@@ -18,9 +18,9 @@ from bench.contest.cases import (
     PRECISE_VARIANTS,
     recipe_variants,
 )
-from bench.contest.compare import Contender, measures
+from bench.contest.compare import Contender, captured, measures
 from bench.contest.peers import COMPILED_VERSIONS, TORCHAO_RECIPES, torchao_layers
-from bench.models import build
+from bench.models import build, training_step
 
 # Compiling takes longer than measuring.
 pytestmark = pytest.mark.timeout(1200)
@@ -33,24 +33,18 @@ def compile_layers(model, smoke):
         layer.compile(backend="eager" if smoke else "inductor", fullgraph=True, dynamic=False)
 
 
-def training_step(model, x, grad_output):
-    """The timed function: hidden states, and gradients of the input and of all parameters of the layers, by name."""
-    parameters = {name: p for name, p in model.layers.named_parameters() if p.requires_grad}
-
-    def step():
-        out = model(x)
-        grad_input, *grads = torch.autograd.grad(out, (x, *parameters.values()), grad_output)
-        return {"output": out.detach(), "grad_input": grad_input, **dict(zip(parameters, grads, strict=True))}
-
-    return step
-
-
 def inputs(shape, device):
     """Hidden states, which need a gradient, and the gradient of the output."""
     *_, batch, sequence = shape.size
     hidden = (batch, sequence, shape.size[1])
     x = torch.randn(hidden, device=device, dtype=torch.bfloat16).requires_grad_()
     return x, torch.randn(hidden, device=device, dtype=torch.bfloat16)
+
+
+def close_to_bf16(shape, x, grad_output):
+    """A check of the results of a step against the results of the model in bf16, not compiled."""
+    model = build(shape, x.device)
+    return gates.close_model(training_step(model, model.layers, x, grad_output)())
 
 
 class Replay(NamedTuple):
@@ -65,23 +59,6 @@ class Replay(NamedTuple):
         return self.results
 
 
-def captured(step):
-    """``step`` as a CUDA graph, after a few calls that compile and allocate; on a CPU the step itself."""
-    if not torch.cuda.is_available():
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    return Replay(graph, results, step)
-
-
 @measures("model", (MODEL_GRAPH,))
 def test_graph(benchmark, contest, case, shape):
     if shape.name not in GRAPHED_MODELS:
@@ -94,9 +71,10 @@ def test_graph(benchmark, contest, case, shape):
         if recipe is not None:
             tritonfp8.convert(model, recipe)
         compile_layers(model, contest.smoke)
-        return captured(training_step(model, x, grad_output))
+        step = training_step(model, model.layers, x, grad_output)
+        return Replay(*captured(step), step) if torch.cuda.is_available() else step
 
-    check = gates.close_model(training_step(build(shape, device), x, grad_output)())
+    check = close_to_bf16(shape, x, grad_output)
     recipe = recipe_variants(LAYER_RECIPES)[GRAPHED_VARIANT]
     contenders = [
         Contender(GRAPHED_VARIANT, lambda: make(recipe), check, own=True, same_bits=False, peer="bf16"),
@@ -114,9 +92,9 @@ def contenders_on(contest, shape, own_names, torchao_recipes):
         model = build(shape, device)
         convert(model)
         compile_layers(model, contest.smoke)
-        return training_step(model, x, grad_output)
+        return training_step(model, model.layers, x, grad_output)
 
-    check = gates.close_model(training_step(build(shape, device), x, grad_output)())
+    check = close_to_bf16(shape, x, grad_output)
     variants = recipe_variants(LAYER_RECIPES)
 
     contenders = [

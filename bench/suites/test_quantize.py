@@ -1,4 +1,4 @@
-"""Casts: GPU time against Inductor on the same tensor, and speed against that of a copy in the same rounds."""
+"""Casts: GPU time against Inductor on the same tensor, and speed against the speed of a copy in the same rounds."""
 
 import functools
 

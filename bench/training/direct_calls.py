@@ -22,8 +22,7 @@ from bench import shapes
 from bench.contest.compare import QUICK, Device
 from bench.contest.machine import results_folder, write_results
 from bench.contest.peers import COMPILED_VERSIONS
-from bench.models import build
-from bench.suites.test_model import training_step
+from bench.models import build, training_step
 from tritonfp8 import ops, recipes
 from tritonfp8.ops import direct
 
@@ -65,7 +64,7 @@ def model_rows(device: Device, shape: shapes.Shape, names: list[str]) -> Iterato
             tritonfp8.convert(model, name)
         for layer in model.layers:
             layer.compile(fullgraph=True, dynamic=False)
-        step = training_step(model, x, grad_output)
+        step = training_step(model, model.layers, x, grad_output)
         compiled_afresh(way, step)
         seconds, host = device.settled_seconds(step), host_seconds(device, step)
         yield {"shape": shape.name, "contender": name, "calls": way, "seconds": seconds, "host_seconds": host}

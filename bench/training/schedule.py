@@ -11,8 +11,6 @@ by their bits.
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -25,7 +23,7 @@ from torch import nn
 
 from bench.contest.machine import results_folder, write_results
 from bench.distributed.compare import make_deterministic
-from bench.distributed.run import DETERMINISTIC_CUBLAS
+from bench.models import digest
 from tritonfp8 import RecipeSchedule
 from tritonfp8.training import Settings, TrainingStep, prepare
 from tritonfp8.training.corpus import batches
@@ -98,7 +96,7 @@ def train(job: Job, run: Run, schedule: RecipeSchedule | None, checkpoint: Path 
         if compiled := graphs() - before:
             run.compiled[index] = compiled
     run.losses = torch.stack(losses).tolist()
-    run.digest = _digest(model)
+    run.digest = digest(model.state_dict())
     torch.compiler.reset()
     return run
 
@@ -108,13 +106,6 @@ def _scramble(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-
-
-def _digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def judge(runs: dict[str, Run], steps: int) -> dict[str, Any]:
@@ -168,8 +159,6 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder for schedule.json and schedule.png.")] = None,
 ) -> None:
     """Train a model in bf16, and in bf16, FP8 and bf16 by a schedule; resume the second; compare."""
-    # cuBLAS reads this when it starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS)
     make_deterministic()
     settings = Settings.resolve(
         model=model, recipes=("bf16", recipe), steps=steps, batch_size=batch_size, seq_len=seq_len, compile=True

@@ -2,13 +2,12 @@
 
     python -m bench.training.seeds --out bench/results/nvidia-h200/seeds-160m
 
-Each run is a process of ``tritonfp8 train``. ``--at-once`` of them share the GPU: on an H200 two took twice as long a
-step, so that is for small models. The data is written after each run. The same command again goes on with the rest.
+Each run is a process of ``tritonfp8 train``. The data is written after each run. The same command again goes on with
+the rest.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import json
 import statistics
@@ -25,7 +24,7 @@ import typer
 from bench.contest.machine import results_folder, write_results
 from tritonfp8.training import BASELINE, report
 
-# The loss of a step is that of its batch. The mean over so many compares recipes, which see the same batches.
+# The loss of a step is the loss of its batch. The mean over so many compares recipes, which see the same batches.
 MEAN_STEPS = 300
 LIMIT = 0.005
 
@@ -134,26 +133,20 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def collect(
-    runs: list[Run],
-    wanted: list[tuple[str, int]],
-    options: dict[str, Any],
-    path: Path,
-    at_once: int,
-    data: Path | None = None,
+    runs: list[Run], wanted: list[tuple[str, int]], options: dict[str, Any], path: Path, data: Path | None = None
 ) -> list[str]:
     """Train what is missing of ``wanted`` into ``runs``, writing ``path`` after each; returns what failed."""
     arguments = options if data is None else options | {"data": data}
     missing = [each for each in wanted if each not in {(run.recipe, run.seed) for run in runs}]
     failed = []
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        for future in concurrent.futures.as_completed([pool.submit(train, *each, arguments) for each in missing]):
-            try:
-                runs.append(future.result())
-            except RuntimeError as error:
-                failed.append(str(error))
-                continue
-            rows = sorted(map(asdict, runs), key=lambda row: (row["recipe"], row["seed"]))
-            write_results(path, {"options": options, "mean_steps": MEAN_STEPS, "found": judge(runs), "rows": rows})
+    for each in missing:
+        try:
+            runs.append(train(*each, arguments))
+        except RuntimeError as error:
+            failed.append(str(error))
+            continue
+        rows = sorted(map(asdict, runs), key=lambda row: (row["recipe"], row["seed"]))
+        write_results(path, {"options": options, "mean_steps": MEAN_STEPS, "found": judge(runs), "rows": rows})
     return failed
 
 
@@ -175,7 +168,6 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = 8,
     seq_len: Annotated[int, typer.Option(help="Bytes of text a sequence.")] = 1024,
     data: Annotated[Path | None, typer.Option(help="As for `tritonfp8 train`.")] = None,
-    at_once: Annotated[int, typer.Option(help="Runs that share the GPU.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder for seeds.json and seeds.png.")] = None,
 ) -> None:
     """Train each recipe from each seed, and compare with bf16 of the same seed."""
@@ -185,7 +177,7 @@ def main(
     out = out or results_folder() / f"seeds-{model}"
     runs = resume(out / "seeds.json", options)
     wanted = [(recipe, int(seed)) for recipe in recipes.split(",") for seed in seeds.split(",")]
-    failed = collect(runs, wanted, options, out / "seeds.json", at_once, data)
+    failed = collect(runs, wanted, options, out / "seeds.json", data)
     found = judge(runs)
     for row in found:
         held_out = "not measured" if row["held_out"] is None else f"{row['held_out']:+.2%}"

@@ -5,7 +5,7 @@
 
 ``loss`` trains one model on the same batches three times: with float32 weights, which are quantized for each use; with
 stored weights that are rounded at random; and, as a control, with stored weights that are rounded to nearest.
-``speed`` times the step of several weights on the GPU alone, in a CUDA graph, and a copy of as many bytes.
+``speed`` times the step of several weights without host time, in a CUDA graph, and a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import typer
 from torch import Tensor, nn
 
 import tritonfp8
+from bench.contest.compare import captured
 from bench.contest.machine import results_folder, write_results
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW
@@ -28,14 +29,14 @@ from tritonfp8.training import Settings, TrainingStep, corpus, loop, lr_factor, 
 
 MASTER, STOCHASTIC, NEAREST = "fp32 master", "stochastic", "nearest"
 CONTESTANTS = (MASTER, STOCHASTIC, NEAREST)
-# The loss of a step is that of its batch: means over so many are compared.
+# The loss of a step is the loss of its batch: means over so many are compared.
 MEAN_STEPS = 50
 LIMIT = 0.01
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 MOMENTS = ("fp32", "bf16", "fp8")
 RECIPES = ("rowwise", "blockwise", "mxfp8", "tensorwise")
 FASTEST_SHARE = 0.8
-# Learning rates and random keys of a step are computed for all its weights together: of one alone they take as long as
+# Learning rates and random keys of a step are computed for all weights together: for one weight they take as long as
 # its kernel.
 WEIGHTS = 8
 ROUNDS, CALLS = 7, 20
@@ -122,16 +123,6 @@ def compare_losses(
     )
 
 
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` as a CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def gpu_seconds(call: Callable[[], object]) -> float:
     """Median time of a call on the GPU, which takes long enough that the host is ahead."""
     times = []
@@ -182,7 +173,7 @@ def compare_speed(out: Annotated[Path | None, typer.Option(help="folder of the d
                 target = torch.empty_like(source)
                 # In a CUDA graph, the copy would be one that the driver makes, which is a third slower.
                 copy = gpu_seconds(lambda a=source, b=target: b.copy_(a))
-                step = gpu_seconds(captured(optimizer.step))
+                step = gpu_seconds(captured(optimizer.step)[0].replay)
                 row = {"shape": shape, "recipe": recipe, "moments": moments, "weights": WEIGHTS, "bytes": moved}
                 rows.append({**row, "step": step, "copy": copy, "share": copy / step})
                 print(f"{shape!s:14} {recipe:10} {moments} {moved / step / 1e12:.2f} TB/s, {copy / step:.2f} of a copy")

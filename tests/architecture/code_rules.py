@@ -17,9 +17,9 @@ MAX_DEVICE_PARAMETERS = 12
 MUTABLE_DATACLASSES = {
     "tritonfp8.compat.counting.GemmCounts": "counts",
     "tritonfp8.integrations.torchtitan.Config": "torchtitan fills and replaces fields of a tree of configs",
-    "tritonfp8.integrations.torchtitan.Float8ModelConfig": "likewise",
+    "tritonfp8.integrations.torchtitan.Float8ModelConfig": "see Config",
     "tritonfp8.training.loop.Result": "filled while training, so that Ctrl-C keeps what was measured",
-    "tritonfp8.training.loop.Run": "likewise",
+    "tritonfp8.training.loop.Run": "see Result",
 }
 MAY_SET_FROZEN_FIELDS = {
     "__post_init__",
@@ -30,16 +30,18 @@ MAY_READ_THE_ENVIRONMENT = (*(f"tritonfp8.{room}" for room in ABOVE_THE_CORE), "
 # Functions, or a stride in one.
 BOUNDED = "the host copies a tensor whose offsets exceed 32 bits (View.within_32_bits)"
 STRIDES_OF_32_BITS = {
-    **dict.fromkeys(("_read_scale", "read_rows", "read_columns", "scale_tile"), BOUNDED),
     **dict.fromkeys(
-        ("block_scaled_matmul_kernel.stride_a_scale_k", "block_scaled_matmul_kernel.stride_b_scale_k"), BOUNDED
+        (
+            "_read_scale", "read_rows", "read_columns", "scale_tile", "block_scaled_matmul_kernel.stride_a_scale_k",
+            "block_scaled_matmul_kernel.stride_b_scale_k", "_multiply.stride_ag", "_multiply.stride_bg",
+            "_load.stride_cn",
+        ),
+        BOUNDED,
     ),
-    **dict.fromkeys(("_multiply.stride_ag", "_multiply.stride_bg"), BOUNDED),
-    **dict.fromkeys(("_load.stride_cn",), BOUNDED),
     "fill_stage": "TMA coordinates have 32 bits; the host copies scales whose offsets exceed them",
     "quantize_shards_kernel": "indices come from an int64 table",
     "quantize_tile_kernel": "the result index is 0 or 1",
-}
+}  # fmt: skip
 PICKLERS = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 # What a later torch or triton may change: named in these modules, which check at import that the names are there.
 ADAPTERS = ("tritonfp8.compat", "tritonfp8.distributed")
@@ -48,7 +50,7 @@ TRITON_ATTRIBUTES = {
     "arg_annotations", "global_scratch_size", "kernel_signature", "launch_cooperative_grid", "packed_metadata",
     "profile_scratch_size", "tensordesc_meta",
 }  # fmt: skip
-# Private by their path alone: torch documents each, and has no other path to it.
+# Private only by their path: torch documents each, and has no other path to it.
 DOCUMENTED = {
     "torch.utils._pytree": "where containers of tensors are registered",
     "torch.utils._python_dispatch.TorchDispatchMode": "how a mode sees every operation",
@@ -56,20 +58,9 @@ DOCUMENTED = {
 }
 # As torch spells them. None stands for what is left out.
 SCHEMA_TYPES = {
-    "Tensor",
-    "Optional[Tensor]",
-    "List[Tensor]",
-    "str",
-    "Optional[str]",
-    "int",
-    "SymInt",
-    "List[int]",
-    "List[SymInt]",
-    "bool",
-    "float",
-    "ScalarType",
-    "Optional[ScalarType]",
-}
+    "Tensor", "Optional[Tensor]", "List[Tensor]", "str", "Optional[str]", "int", "SymInt", "List[int]", "List[SymInt]",
+    "bool", "float", "ScalarType", "Optional[ScalarType]",
+}  # fmt: skip
 INVERSE_SCALE = re.compile(r"inv(erse)?_?scale|scales?_?inv", re.IGNORECASE)
 
 
@@ -128,11 +119,8 @@ def stride_violations(modules):
                 continue
             sides = ast.unparse(node.left), ast.unparse(node.right)
             strides = [side for side in sides if re.match(r"(\w+\.)*stride(_|$)", side)]
-            allowed = {
-                function.name,
-                *(f"{function.name}.{stride.rpartition('.')[2]}" for stride in strides),
-            } & STRIDES_OF_32_BITS.keys()
-            if strides and not any("int64" in side for side in sides) and not allowed:
+            names = {function.name, *(f"{function.name}.{stride.rpartition('.')[2]}" for stride in strides)}
+            if strides and not any("int64" in side for side in sides) and not names & STRIDES_OF_32_BITS.keys():
                 violations.append(f"{module.name}:{node.lineno} multiplies in 32 bits: {ast.unparse(node)}")
     return violations
 
@@ -229,9 +217,8 @@ def private_violations(modules):
             violations.append(f"{module.name} uses {name}: name it in tritonfp8.compat")
         for node in attributes:
             if node.attr in TRITON_ATTRIBUTES:
-                violations.append(
-                    f"{module.name}:{node.lineno} uses {node.attr} of triton: name it in tritonfp8.compat"
-                )
+                what = f"uses {node.attr} of triton: name it in tritonfp8.compat"
+                violations.append(f"{module.name}:{node.lineno} {what}")
     return violations
 
 

@@ -81,7 +81,7 @@ def test_what_making_a_contender_finds_is_in_its_row(fight):
     assert (fight.rows["own"]["bytes"], fight.rows["own"]["extra_launches"]) == (7, 3)
 
 
-# The first two values are those of the gate and of the run for the peak of memory.
+# The first two values are for the gate and for the run that finds the peak of memory.
 def test_medians_of_rounds_in_which_all_take_turns(fight):
     fight.run(
         fight.contender("own", [9, 9, 3, 1, 2], own=True, peer="peer", fields={"bytes": 7}),
@@ -119,13 +119,19 @@ def test_without_any_right_result_nothing_is_the_benchmarks(fight):
     assert fight.benchmark.skipped
 
 
-def test_a_peer_that_cannot_run_is_reported_with_its_reason(fight):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ModuleNotFoundError("No module named 'peer'\nand more"), "ModuleNotFoundError: No module named 'peer'"),
+        (ValueError("x" * 999), f"ValueError: {'x' * 999}"[: contests.MAX_REASON]),
+    ],
+)
+def test_a_peer_that_cannot_run_is_reported_with_its_reason(fight, error, reason):
     def make():
-        raise ModuleNotFoundError("No module named 'peer'\nand more")
+        raise error
 
     fight.run(fight.contender("own", [1] * 5, own=True), Contender("peer", make))
-    assert fight.rows["peer"]["reason"] == "ModuleNotFoundError: No module named 'peer'"
-    assert fight.rows["peer"]["seconds"] is None
+    assert (fight.rows["peer"]["reason"], fight.rows["peer"]["seconds"]) == (reason, None)
     assert fight.rows["own"]["seconds"] == 1
 
 
@@ -177,14 +183,6 @@ def test_rows_are_appended_as_they_are_measured(fight):
     assert list(fight.rows) == ["first", "second"]
 
 
-def test_reasons_are_short(fight):
-    def make():
-        raise ValueError("x" * 999)
-
-    fight.run(fight.contender("own", [1] * 5, own=True), Contender("peer", make))
-    assert len(fight.rows["peer"]["reason"]) == contests.MAX_REASON
-
-
 def test_clocks_take_the_time_of_a_function():
     device = Device(torch.device("cpu"), Effort(1, 0.001, 1, 0.0))
     calls = []
@@ -194,17 +192,15 @@ def test_clocks_take_the_time_of_a_function():
         assert len(calls) >= least
 
 
-def test_settled_seconds_are_those_after_the_runs_that_a_gpu_takes_to_settle(monkeypatch):
+def test_settled_seconds_follow_the_runs_that_a_gpu_takes_to_settle(monkeypatch):
     device, calls = Device(torch.device("cpu"), Effort(1, 0.3, 1, 0.2)), []
     # What the contender before it left makes the first runs fast: one that tells how many fit, then two to settle.
     seconds = iter([0.1, *[0.1] * 2, *[0.25] * 5])
     monkeypatch.setattr(contests, "_wall_seconds", lambda function: function() or next(seconds))
     assert device.settled_seconds(lambda: calls.append(0)) == 0.25
     assert len(calls) == 1 + 2 + contests.MIN_RUNS
-
-
-def test_runs_to_settle_have_an_end(monkeypatch):
-    device, calls = Device(torch.device("cpu"), Effort(1, 0.001, 1, 1e3)), []
+    # They have an end.
+    device, calls[:] = Device(torch.device("cpu"), Effort(1, 0.001, 1, 1e3)), []
     monkeypatch.setattr(contests, "_wall_seconds", lambda function: function() or 1e-3)
     device.settled_seconds(lambda: calls.append(0))
     assert len(calls) == 1 + contests.MAX_SETTLING_RUNS + contests.MIN_RUNS
@@ -221,12 +217,10 @@ def test_kernels_are_told_apart_by_their_names():
 
 def profiled(monkeypatch, runs):
     """A device on which each run is one product of 2 s and one cast of 1 s, and the profiler counts them."""
+    kind = torch.autograd.DeviceType.CUDA
     events = [
         types.SimpleNamespace(
-            key=key,
-            self_device_time_total=runs * seconds * 1e6,
-            device_type=torch.autograd.DeviceType.CUDA,
-            is_user_annotation=annotation,
+            key=key, self_device_time_total=runs * seconds * 1e6, device_type=kind, is_user_annotation=annotation
         )
         for key, seconds, annotation in (("a_matmul", 2.0, False), ("cast_kernel", 1.0, False), ("a step", 9.0, True))
     ]
@@ -259,10 +253,9 @@ def test_kernels_of_contenders_are_noted_with_their_sum(fight, monkeypatch):
 
 
 def test_kernels_without_a_gpu_have_a_reason_and_what_is_wrong_is_raised(fight):
+    contenders = fight.contender("own", [9] * 3), fight.contender("wrong", [9], own=True, check=wrong)
     with pytest.raises(AssertionError, match="is wrong"):
-        fight.contest.break_down(
-            CASE, SHAPE, [fight.contender("own", [9] * 3), fight.contender("wrong", [9], own=True, check=wrong)]
-        )
+        fight.contest.break_down(CASE, SHAPE, contenders)
     assert fight.rows["own"]["reason"] == "no GPU kernels to profile"
     assert fight.rows["wrong"]["reason"] == "AssertionError: is wrong"
 

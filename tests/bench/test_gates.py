@@ -7,9 +7,8 @@ import torch
 
 from bench.contest import gates
 from bench.contest.cases import CASTS, LAYER_RECIPES
-from bench.models import llama
+from bench.models import llama, training_step
 from bench.shapes import Shape
-from bench.suites.test_model import training_step
 from tritonfp8 import convert, recipes
 
 MODEL_SHAPE = Shape("set", "two layers", (2, 64, 128, 2, 1, 1, 128))
@@ -92,7 +91,7 @@ def llama_step():
         model = llama(MODEL_SHAPE, torch.device("cpu"))
         if recipe is not None:
             convert(model, recipe)
-        return model, training_step(model, x, grad_output)
+        return model, training_step(model, model.layers, x, grad_output)
 
     model, function = step()
     return step, model, function()

@@ -45,7 +45,7 @@ def test_only_samples_of_the_run_count():
 
 
 def test_a_part_is_what_a_call_takes_less_without_it(tmp_path, monkeypatch):
-    """The measured calls are those of the graph; then launches, then memory, are replaced, and nothing afterwards."""
+    """The measured calls are the graph's; then launches, then memory, are replaced, and nothing afterwards."""
     seen, real = [], (triton_private.raw_launches, torch_private.empty_strided)
 
     def seconds(device, run, calls):

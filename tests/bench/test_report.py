@@ -224,21 +224,28 @@ def test_every_suite_runs_on_a_cpu(tmp_path):
 
 def test_the_first_step_of_the_model_that_is_not_converted(monkeypatch, capsys):
     """In this process: the suite above times a converted model's first step in one of its own."""
-    sizes = ["--model", "tiny", "--batch", "1", "--sequence", "16"]
-    monkeypatch.setattr(sys, "argv", ["first_step", *sizes, "--recipe", "bf16", "--device", "cpu", "--eager"])
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", triton.knobs.HookChain())
-    first_step.main()
+    first_step.main("tiny", "bf16", batch=1, sequence=16, device="cpu", eager=True)
     found = json.loads(capsys.readouterr().out)
     assert found["step_seconds"] > 0
     assert found["extra_launches"] == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_without_a_gpu_the_suites_are_skipped_visibly():
-    done = bench("pytest", "bench/suites/test_model.py")
+def test_without_a_gpu_other_suites_are_skipped_visibly():
+    done = bench("pytest", "bench/suites/test_model.py", "--shapes", "models")
     assert done.returncode == 0, done.stdout[-4000:]
-    assert f"{3 * len(shapes.select('model'))} skipped" in done.stdout
+    assert f"{3 * len(shapes.select('model', ['models']))} skipped" in done.stdout
     assert "needs a GPU with FP8 tensor cores; --shapes smoke runs the suites on a CPU" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_and_a_set_the_smoke_shapes_run():
+    done = bench("pytest", "bench", "--collect-only", "-v")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count("bench: smoke shapes") == 1
+    every = {shape for kind in shapes.SHAPES for shape in map(str, shapes.select(kind, ["smoke"]))}
+    assert set(re.findall(r"-(\w+:[\dx]+)\]", done.stdout)) == every
 
 
 def test_a_budget_ends_a_suite_between_two_tests(tmp_path):

@@ -23,25 +23,21 @@ def gemms(*names):
     return shapes.select("gemm", names)
 
 
-@pytest.mark.parametrize("kind", shapes.SHAPES)
-def test_sizes_have_the_dims_of_their_kind(kind):
-    for shape in shapes.SHAPES[kind]:
-        assert len(shape.size) == DIMS[kind]
-        assert min(shape.size) >= 1
-
-
-@pytest.mark.parametrize("kind", shapes.SHAPES)
-def test_no_shape_is_measured_twice(kind):
+@pytest.mark.parametrize(("kind", "dims"), DIMS.items())
+def test_shapes_of_each_kind(kind, dims):
+    """Sizes have the dims of their kind, none is measured twice, and there are default and tiny shapes."""
     sizes = [shape.size for shape in shapes.SHAPES[kind]]
+    assert {len(size) for size in sizes} == {dims}
+    assert min(map(min, sizes)) >= 1
     assert len(set(sizes)) == len(sizes)
-
-
-@pytest.mark.parametrize("kind", shapes.SHAPES)
-def test_every_kind_has_a_default_and_tiny_shapes(kind):
     assert shapes.select(kind)
     tiny = shapes.select(kind, [shapes.SMOKE])
     assert tiny
     assert all(max(shape.size) <= 512 for shape in tiny)
+
+
+def test_every_kind_is_known():
+    assert DIMS.keys() == shapes.SHAPES.keys()
 
 
 def test_by_default_what_the_bars_are_about_is_measured():
@@ -61,25 +57,17 @@ def test_an_unknown_set_is_refused_with_the_names_of_all():
 
 
 def test_forward_products_are_tuned_in_both_accumulations():
-    (shape,) = gemms(shapes.SMOKE)
+    ((m, n, k),) = (shape.size for shape in gemms(shapes.SMOKE))
     given = [call.named() for call in tune.calls_of([shapes.SMOKE], tune.VARIANTS, False)]
-    assert {(*g["a"].shape, g["b"].shape[0]) for g in given} == {(shape.size[0], shape.size[2], shape.size[1])}
-    assert sorted((g["a_spec"].split(":")[1], g["accumulation"]) for g in given) == [
-        ("1x128", "precise"),
-        ("rowwise", "fast"),
-        ("rowwise", "precise"),
-    ]
+    assert {(*g["a"].shape, g["b"].shape[0]) for g in given} == {(m, k, n)}
+    found = sorted((g["a_spec"].split(":")[1], g["accumulation"]) for g in given)
+    assert found == [("1x128", "precise"), ("rowwise", "fast"), ("rowwise", "precise")]
 
 
 def test_gemms_of_experts_are_tuned_for_few_and_many_tokens():
-    (shape,) = shapes.select("grouped", [shapes.SMOKE])
-    tokens, experts, n, k = shape.size
-    found = {
-        gemm.key
-        for gemm in (
-            gemm_of(call, torch.device("cpu")) for call in tune.grouped_calls_of([shapes.SMOKE], tune.VARIANTS)
-        )
-    }
+    ((tokens, experts, n, k),) = (shape.size for shape in shapes.select("grouped", [shapes.SMOKE]))
+    calls = tune.grouped_calls_of([shapes.SMOKE], tune.VARIANTS)
+    found = {gemm_of(call, torch.device("cpu")).key for call in calls}
     assert {at.experts for at in found} == {experts}
     rows = {(at.kind.family, at.kind.accumulation, at.kind.groups, at.n, at.k) for at in found}
     forward, backward, summed = (("rows", n, k), ("rows", k, n), ("columns", n, k))
@@ -112,53 +100,34 @@ def test_shapes_that_nobody_tuned_are_in_no_table():
     assert not untuned & {(at.n, at.k) for at in entries}
 
 
-def test_the_bars_of_gemms_are_about_27_shapes():
+def test_the_sets_are_what_the_bars_say_of_them():
     assert len(gemms(*shapes.BAR_GEMMS)) == 27
-
-
-def test_large_casts_are_large():
     for shape in shapes.select("cast", ["large"]):
         assert shape.size[0] * shape.size[1] * BF16_BYTES >= shapes.LARGE_CAST_BYTES
-
-
-def test_decode_has_the_token_counts_of_the_bars():
     tokens = {shape.size[0] for shape in gemms("decode")}
-    assert min(tokens) == 1
-    assert max(tokens) == 256
-    assert tokens <= set(range(257))
-
-
-def test_large_products_suit_torch():
+    assert (min(tokens), max(tokens)) == (1, 256)
     # torch._scaled_mm takes N and K that are multiples of 16 only.
     for shape in gemms(*shapes.LARGE_GEMMS, "untuned", "decode", "hidden-1024", "hidden-2048"):
         assert all(size % 16 == 0 for size in shape.size[1:])
-
-
-def test_odd_shapes_are_odd():
-    assert all(any(size % 128 for size in shape.size) for shape in gemms("odd"))
-    assert all(any(size % 128 for size in shape.size) for shape in shapes.select("cast", ["odd"]))
+    for shape in (*gemms("odd"), *shapes.select("cast", ["odd"])):
+        assert any(size % 128 for size in shape.size)
 
 
 def test_projections_are_those_of_the_models():
     assert ("gate, up, 16384 tokens", (16384, 14336, 4096)) in [(s.name, s.size) for s in gemms("llama-8b")]
-    assert {shape.size for shape in gemms("llama-8b")} >= {(4096, 1024, 4096), (16384, 4096, 14336)}
-    assert {shape.size for shape in gemms("llama-70b")} >= {(4096, 8192, 28672), (16384, 1024, 8192)}
-    assert {shape.size for shape in gemms("deepseek-v3")} >= {(4096, 24576, 1536), (4096, 7168, 2048)}
+    for name, expected in {
+        "llama-8b": {(4096, 1024, 4096), (16384, 4096, 14336)},
+        "llama-70b": {(4096, 8192, 28672), (16384, 1024, 8192)},
+        "deepseek-v3": {(4096, 24576, 1536), (4096, 7168, 2048)},
+    }.items():
+        assert {shape.size for shape in gemms(name)} >= expected
 
 
 # Bytes an element of bf16.
 BYTES = {
-    "rowwise": 3,
-    "rowwise transposed": 5,
-    "rowwise both": 6,
-    "1x128": 3,
-    "1x128 both": 4,
-    "128x128": 3,
-    "tensorwise": 5,
-    "tensorwise both": 6,
-    "1x32": 3,
-    "1x32 both": 4,
-}
+    "rowwise": 3, "rowwise transposed": 5, "rowwise both": 6, "1x128": 3, "1x128 both": 4, "128x128": 3,
+    "tensorwise": 5, "tensorwise both": 6, "1x32": 3, "1x32 both": 4,
+}  # fmt: skip
 CASTS = cases.CASTS
 
 
@@ -180,16 +149,11 @@ def test_casts_compute_what_they_are_compared_with(case):
         torch.testing.assert_close(scale, e.float(), rtol=1e-6, atol=0)
 
 
-def test_plain_casts_take_whole_blocks_only():
-    whole = {case.name: case.takes_whole_blocks((130, 256)) for case in cases.CASTS}
-    assert not whole["128x128"]
-    assert not whole["1x128 both"]
-    assert whole["1x128"]
-    assert whole["rowwise both"]
-
-
-def test_casts_cover_every_block():
-    assert {spec.block for c in cases.CASTS for spec in (c.spec, c.spec_t) if spec} == set(BLOCKS)
+def test_plain_casts_take_whole_blocks_only_and_cover_every_block():
+    whole = {case.name: case.takes_whole_blocks((130, 256)) for case in CASTS}
+    names = ("128x128", "1x128 both", "1x128", "rowwise both")
+    assert [whole[name] for name in names] == [False, False, True, True]
+    assert {spec.block for c in CASTS for spec in (c.spec, c.spec_t) if spec} == set(BLOCKS)
 
 
 def test_variants_differ_in_accumulation_alone():

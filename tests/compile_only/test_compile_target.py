@@ -208,14 +208,14 @@ def test_divisibility_turns_into_wide_loads():
 
 
 def test_every_argument_must_be_named_once():
-    with pytest.raises(ValueError, match="BLOCK"):
-        compile_kernel(cast_kernel, {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv"}, {}, 90)
-    with pytest.raises(ValueError, match="once"):
-        compile_kernel(cast_kernel, {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv", "BLOCK": "i32"}, {"BLOCK": 64}, 90)
-    with pytest.raises(ValueError, match="divisible_by_16"):
-        compile_kernel(
-            cast_kernel, {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv"}, {"BLOCK": 64}, 90, divisible_by_16=("y_ptr",)
-        )
+    pointers = {"x_ptr": "*fp32", "q_ptr": "*fp8e4nv"}
+    for signature, constants, divisible, message in (
+        (pointers, {}, (), "BLOCK"),
+        ({**pointers, "BLOCK": "i32"}, {"BLOCK": 64}, (), "once"),
+        (pointers, {"BLOCK": 64}, ("y_ptr",), "divisible_by_16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_kernel(cast_kernel, signature, constants, 90, divisible_by_16=divisible)
 
 
 def test_a_log_without_figures_is_an_error_not_zero():

@@ -33,11 +33,7 @@ VARIANTS = {
         [(0, 0), *ROWS["blockwise"]],
         True,
     ),
-    "overlap": (
-        MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4),
-        [(0, 0), (1, 128)],
-        True,
-    ),
+    "overlap": (MatmulConfig(128, 128, 128, 4, 5, specialized=True, overlap=4), [(0, 0), (1, 128)], True),
     "fast, halves": (MatmulConfig(128, 256, 128, 4, 4, specialized=True, halves=True), [(0, 0)], False),
     "fast, two waves": (MatmulConfig(256, 128, 128, 4, 4, specialized=True), [(0, 0)], False),
 }
@@ -126,13 +122,12 @@ def test_mx_compiles_for_every_target(cc, tma):
 @pytest.mark.parametrize("tma", [False, True])
 def test_mx_is_native_where_a_report_calls_it_so(tma):
     """Of a tile below 128 rows Triton makes a bf16 product, silently: such a config must not be chosen there."""
-    chosen = [
-        c for c in SPACES["mx"]["precise"] if supports(c, "mx", 2, True, False, HOPPER_SHARED_BYTES, native_mx=True)
-    ]
+    space = SPACES["mx"]["precise"]
+    chosen = [c for c in space if supports(c, "mx", 2, True, False, HOPPER_SHARED_BYTES, native_mx=True)]
     assert chosen
     assert not any(config.swap for config in chosen)
     # A swapped tile has few rows of the input, and the kernel refuses to be compiled as native.
-    for config in (c for c in SPACES["mx"]["precise"] if not c.swap):
+    for config in (c for c in space if not c.swap):
         native = "kind::mxf8f6f4" in compile_tiles("mx", config, (1, 1), cc=100, tma=tma).ptx
         assert native == (config in chosen)
 

@@ -1,4 +1,4 @@
-"""Root and quotient of the optimizer step are those of float32, for all numbers: on a GPU an assembly computes them."""
+"""Root and quotient of the optimizer step equal float32's, for all numbers: on a GPU an assembly computes them."""
 
 import pytest
 import torch

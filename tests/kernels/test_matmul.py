@@ -41,14 +41,14 @@ def padded_rows(x):
 
 
 def assert_equal(actual, expected):
-    """Equal values, in the actual dtype. The sign of a zero is that of the order of the additions."""
+    """Equal values, in the actual dtype. The order of the additions decides the sign of a zero."""
     assert_bitwise_equal(actual + 0, expected.to(actual.dtype) + 0)
 
 
 def check(pair, shape, device, accumulation="precise", layout=lambda x: x, pooled=None, **options):
     """Exact on integers; precise products within the tolerances on normal and on positive data.
 
-    Where sums of normal data cancel, the noise of an output is that of its terms: of a few outputs the ratio says
+    Where sums of normal data cancel, the noise of an output is the noise of its terms: of few outputs the ratio says
     little, so they go to the pool.
     """
     exact = Product.of(integers, pair, shape, device).with_layout(layout)
@@ -124,8 +124,7 @@ def best_and_smallest(pair, device, **product):
 
 
 @pytest.mark.parametrize(
-    ("device", "name", "accumulation", "config", "tma"),
-    [*swept(INTERPRETER, interpreted()), *swept(CUDA, sweep())],
+    ("device", "name", "accumulation", "config", "tma"), [*swept(INTERPRETER, interpreted()), *swept(CUDA, sweep())]
 )
 def test_every_configuration(device, name, accumulation, config, tma):
     """On a GPU each; in the interpreter one for each combination of flags."""
@@ -225,11 +224,7 @@ def test_epilogue(device, name, bias, activation, residual, out_dtype):
     configs = best_and_smallest(pair, device, out_dtype=out_dtype, bare=bare)
     for config, (m, n, k) in ((configs[0], (80, 144, 160)), (configs[-1], (66, 77, 33))):
         product = Product.of(normal, pair, (m, n, k), device)
-        bias_value = None if bias is None else normal(n, seed=3, dtype=torch.bfloat16, device=device) * 10
-        residual_value = None if residual is None else normal(m, n, seed=4, dtype=out_dtype, device=device) * 10
-        epilogue = bias_value, activation, residual_value
-        actual = product.run(out_dtype=out_dtype, epilogue=epilogue, config=config)
-        assert_matmul_close(actual, product.expected(*epilogue), out_dtype)
+        product.check_epilogue((bias, activation, residual, out_dtype), config=config)
 
 
 @each_device
@@ -326,7 +321,7 @@ def test_overflow_of_the_output_dtype_is_infinite(device):
 
 @each_device
 def test_extreme_scales_do_not_overflow_on_the_way(device):
-    """A huge operand times a tiny one: the product of the scales alone, or of one with the sum, stays in range."""
+    """A huge operand times a tiny one: the product of the scales, or of one with the sum, stays in range."""
     product = Product(PAIRS["rowwise"], torch.full((20, 64), 1e30), torch.full((24, 64), 1e-32), device)
     assert_matmul_close(product.run(), product.expected(), torch.float32)
 

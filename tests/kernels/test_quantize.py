@@ -93,37 +93,33 @@ def test_random_float32(spec, device, rows, cols):
     check_every_orientation(with_specials(banded(rows, cols, seed=2)).to(device), spec)
 
 
-AMAXES = [7.0, 0.0, 1e-40, 1e-3, 3e38, math.inf, math.nan]
+# Without their signs they count: -0.0, -7, -inf and negative NaNs.
+SIGNED_AMAX_BITS = [-(2**31), 0xC0E00000 - 2**32, 0xFF800000 - 2**32, 0xFF800001 - 2**32, -1]
+AMAXES = {
+    "usual": torch.tensor([7.0, 0.0, 1e-40, 1e-3, 3e38, math.inf, math.nan]),
+    "signed": torch.tensor(SIGNED_AMAX_BITS, dtype=torch.int32).view(torch.float32),
+}
 
 
 @each_device
 @each_spec
-def test_given_amax(device, spec):
-    """In place of the block's own: every code, saturation included; then each amax in turn, in every block."""
+def test_given_amax_saturates(device, spec):
+    """In place of the block's own: every code, saturation included."""
     x = finite_patterns(torch.bfloat16).to(device)
-    check_quantize(x, spec, amax=torch.full(scale_shape(x.shape, spec.block), AMAXES[0], device=device))
-    x = banded(70, 150, dtype=torch.bfloat16).to(device)
-    for transpose in (False, True):
-        shape = scale_shape(x.shape[::-1] if transpose else x.shape, spec.block)
-        for first in range(len(AMAXES)):
-            order = (torch.arange(math.prod(shape)) + first) % len(AMAXES)
-            check_quantize(x, spec, transpose, torch.tensor(AMAXES, device=device)[order].view(shape))
-
-
-SIGNED_AMAX_BITS = [-(2**31), 0xC0E00000 - 2**32, 0xFF800000 - 2**32, 0xFF800001 - 2**32, -1]
+    check_quantize(x, spec, amax=torch.full(scale_shape(x.shape, spec.block), 7.0, device=device))
 
 
 @each_device
 @each_spec
 @pytest.mark.parametrize("transpose", [False, True])
-def test_a_given_amax_has_no_sign(device, spec, transpose):
-    """-0.0, -7, -inf and negative NaNs count as what they are without their sign, in every block in turn."""
+@pytest.mark.parametrize("amaxes", AMAXES.values(), ids=AMAXES)
+def test_given_amax(device, spec, transpose, amaxes):
+    """Each amax in turn, in every block."""
     x = banded(70, 150, dtype=torch.bfloat16).to(device)
     shape = scale_shape(x.shape[::-1] if transpose else x.shape, spec.block)
-    for first in range(len(SIGNED_AMAX_BITS)):
-        order = (torch.arange(math.prod(shape)) + first) % len(SIGNED_AMAX_BITS)
-        amax = torch.tensor(SIGNED_AMAX_BITS, dtype=torch.int32, device=device)[order].view(torch.float32).view(shape)
-        check_quantize(x, spec, transpose, amax)
+    for first in range(len(amaxes)):
+        order = (torch.arange(math.prod(shape)) + first) % len(amaxes)
+        check_quantize(x, spec, transpose, amaxes[order].view(shape).to(device))
 
 
 @each_device
@@ -355,7 +351,7 @@ def test_a_cast_joins_few_parts_of_columns_itself(device, parts, both, launches,
     monkeypatch.setattr(PartialMaxima, "reduce", lambda *args: seen.append(args) or reduce(*args))
     monkeypatch.setattr(cast_tiles, "MOST_PARTS_IN_A_CAST", 3)
     x = banded(cast_tiles.AMAX_OF_COLUMNS.tile.m * parts, 160).to(device, torch.bfloat16)
-    (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
+    spec = OF_ROWS
     if both:
         check_both(x, spec, spec)
     else:
@@ -371,8 +367,7 @@ def test_amax_of_narrow_tensors_takes_little_memory(device, monkeypatch):
     monkeypatch.setattr(PartialMaxima, "allocate", lambda *args: allocated.append(allocate(*args)) or allocated[-1])
     monkeypatch.setattr(cast_tiles, "amax_pass", lambda *args: AmaxPass(CastTile(16, 512, 4), 10**4))
     x = banded(2500, 520).to(device, torch.bfloat16)
-    (spec,) = (s for s in SPEC_OF_BLOCK if s.block == ROWWISE)
-    check_both(x, spec, spec)
+    check_both(x, OF_ROWS, OF_ROWS)
     assert allocated
     assert all(each.buffer.numel() * each.buffer.itemsize <= x.nbytes // 4 for each in allocated)
 

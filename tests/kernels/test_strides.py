@@ -53,22 +53,15 @@ def smallest(pair, split):
 
 @interpreted
 @pytest.mark.parametrize("split", [False, True])
-def test_scales_of_rows(device, far, split):
-    product = Product.of(normal, PAIRS["rowwise"], (3, 3, 160), device)
-    options = {"config": smallest(PAIRS["rowwise"], split), "tma": False}
-    expected = product.run(**options)
-    product.a_scale, product.b_scale = far(product.a_scale, 0), far(product.b_scale, 0)
-    assert_bitwise_equal(product.run(**options), expected)
-
-
-@interpreted
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", ["1x128 x 128x128", "1x128 x 1x128"])
-def test_scales_along_k(device, far, name, split):
-    product = Product.of(normal, PAIRS[name], (2, 3, 5 * 128), device)
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"),
+    [("rowwise", (3, 3, 160), 0), ("1x128 x 128x128", (2, 3, 640), 1), ("1x128 x 1x128", (2, 3, 640), 1)],
+)
+def test_scales_of_rows_and_along_k(device, far, name, shape, dim, split):
+    product = Product.of(normal, PAIRS[name], shape, device)
     options = {"config": smallest(PAIRS[name], split), "tma": False}
     expected = product.run(**options)
-    product.a_scale, product.b_scale = far(product.a_scale, 1), far(product.b_scale, 1)
+    product.a_scale, product.b_scale = far(product.a_scale, dim), far(product.b_scale, dim)
     assert_bitwise_equal(product.run(**options), expected)
 
 

@@ -14,7 +14,7 @@ from tritonfp8.launch import gemms
 from tritonfp8.launch.executor import planned
 from tritonfp8.launch.gemms import widened
 from tritonfp8.specs import BLOCK_1X32, QuantSpec
-from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
+from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning.matmul_space import MAX_M_OF_CODES, SPACES
 
 MX = PAIRS["mx"]
@@ -80,22 +80,18 @@ def odd_k(device, k):
 @each_device
 @pytest.mark.parametrize(("bias", "activation", "residual", "out_dtype"), EPILOGUES)
 def test_epilogues(device, bias, activation, residual, out_dtype):
-    m, n, k = ROWS, 77, odd_k(device, 100)
-    product = Product.of(normal, MX, (m, n, k), device)
-    bias_value = None if bias is None else normal(n, seed=3, dtype=torch.bfloat16, device=device) * 10
-    residual_value = None if residual is None else normal(m, n, seed=4, dtype=out_dtype, device=device) * 10
-    epilogue = bias_value, activation, residual_value
-    assert_matmul_close(product.run(out_dtype=out_dtype, epilogue=epilogue), product.expected(*epilogue), out_dtype)
+    product = Product.of(normal, MX, (ROWS, 77, odd_k(device, 100)), device)
+    product.check_epilogue((bias, activation, residual, out_dtype))
 
 
 @each_device
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_it_is_the_product_of_the_kernel_that_reads_codes(device, out_dtype):
-    """Exact sums: the same bits as of the kernels that are chosen for fewer rows."""
+    """Exact sums: the same bits as the kernels give that are chosen for fewer rows."""
     product = Product.of(integers, MX, (ROWS, 130, odd_k(device, 257)), device)
     kernel = SPACES["mx"]["precise"][-1]
     found, expected = product.run(out_dtype=out_dtype), product.run(out_dtype=out_dtype, config=kernel)
-    # The sign of a zero is that of the order of the additions.
+    # The order of the additions decides the sign of a zero.
     assert_bitwise_equal(found + 0, expected + 0)
 
 
@@ -115,52 +111,49 @@ def test_autocast_does_not_change_the_dtype_of_the_operands(device):
         assert_bitwise_equal(product.run(out_dtype=torch.bfloat16), expected)
 
 
-def test_sums_are_not_reduced_in_bf16_and_the_setting_is_restored(monkeypatch):
+@pytest.fixture
+def setting():
+    """Torch's settings of matmuls, as they were after the test."""
     settings = torch.backends.cuda.matmul
     before = settings.allow_bf16_reduced_precision_reduction
-    seen = []
-    plain = torch.mm
-    monkeypatch.setattr(
-        torch,
-        "mm",
-        lambda *args, **options: (
-            seen.append(settings.allow_bf16_reduced_precision_reduction) or plain(*args, **options)
-        ),
-    )
+    yield settings
+    settings.allow_bf16_reduced_precision_reduction = before
+
+
+def test_sums_are_not_reduced_in_bf16_and_the_setting_is_restored(setting, monkeypatch):
+    seen, plain = [], torch.mm
+
+    def noted(*args, **options):
+        seen.append(setting.allow_bf16_reduced_precision_reduction)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(torch, "mm", noted)
     a = torch.ones(2, 8, dtype=torch.bfloat16)
-    try:
-        for allowed in (True, False):
-            settings.allow_bf16_reduced_precision_reduction = allowed
-            widened._multiply(a, a, None, torch.empty(2, 2, dtype=torch.bfloat16))
-            assert settings.allow_bf16_reduced_precision_reduction == allowed
-    finally:
-        settings.allow_bf16_reduced_precision_reduction = before
+    for allowed in (True, False):
+        setting.allow_bf16_reduced_precision_reduction = allowed
+        widened._multiply(a, a, None, torch.empty(2, 2, dtype=torch.bfloat16))
+        assert setting.allow_bf16_reduced_precision_reduction == allowed
     assert seen == [False, False]
 
 
-def test_a_thread_does_not_restore_the_setting_under_another_one_s_gemm():
+def test_a_thread_does_not_restore_the_setting_under_another_one_s_gemm(setting):
     """Backward runs on threads of its own, one for each GPU."""
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = True
+    setting.allow_bf16_reduced_precision_reduction = True
     entered, seen = threading.Event(), []
 
     def other():
         with widened._sums_in_float32():
             entered.set()
-            seen.append(settings.allow_bf16_reduced_precision_reduction)
+            seen.append(setting.allow_bf16_reduced_precision_reduction)
 
     thread = threading.Thread(target=other)
-    try:
-        with widened._sums_in_float32():
-            thread.start()
-            assert not entered.wait(0.2)
-            seen.append(settings.allow_bf16_reduced_precision_reduction)
-        thread.join()
-        assert seen == [False, False]
-        assert settings.allow_bf16_reduced_precision_reduction
-    finally:
-        settings.allow_bf16_reduced_precision_reduction = before
+    with widened._sums_in_float32():
+        thread.start()
+        assert not entered.wait(0.2)
+        seen.append(setting.allow_bf16_reduced_precision_reduction)
+    thread.join()
+    assert seen == [False, False]
+    assert setting.allow_bf16_reduced_precision_reduction
 
 
 class TestChoice:

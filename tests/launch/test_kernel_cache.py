@@ -61,14 +61,10 @@ def test_the_second_launch_compiles_nothing(kernel, dependent):
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"x": torch.zeros(8, dtype=torch.bfloat16)},
-        {"x": torch.zeros(9)[1:]},
-        {"integers": (3, 6)},
-        {"constants": {"BLOCK": 128}},
-    ],
+    [{"x": torch.zeros(8, dtype=torch.bfloat16)}, {"x": torch.zeros(9)[1:]}, {"integers": (3, 6)},
+     {"constants": {"BLOCK": 128}}],
     ids=["dtype", "alignment", "integer", "constant"],
-)
+)  # fmt: skip
 def test_what_a_kernel_is_compiled_for(kernel, other):
     run(kernel, torch.zeros(8))
     assert run(kernel, **{"x": torch.zeros(8), **other})[0] == "compiled"

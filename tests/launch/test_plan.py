@@ -8,16 +8,16 @@ import pytest
 import torch
 import triton
 from cases import normal
+from tuned import H200
 
 from tritonfp8 import ops, recipes, reference
-from tritonfp8.compat import hardware, triton_private
+from tritonfp8.compat import triton_private
 from tritonfp8.launch import casts, executor, gemms
 from tritonfp8.launch.plan import Buffer, Planner, TensorMap, View, make_plan
 from tritonfp8.specs import BLOCK_1X128, ROWWISE, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 from tritonfp8.tuning import space
 
-H200 = hardware.Abilities("NVIDIA H200", (9, 0), True, True, True, True, True, False, 132, 232448)
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2").args[0]
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2").args[0]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -25,6 +25,10 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 def view(slot, *shape, dtype=BF16, aligned=True):
     return View.of(torch.empty(shape, dtype=dtype, device="meta"), slot)._replace(aligned=aligned)
+
+
+def cast_plan(x, spec=ROW):
+    return make_plan(casts.dense.plan_quantize, [x, None], (spec, False), H200)
 
 
 def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=None, device=H200, config=None, out=None):
@@ -39,23 +43,20 @@ def gemm_plan(m, n, k, spec=VECTOR, a_aligned=True, scale_strides=None, bias=Non
 
 
 class TestPlans:
-    """Made of layouts alone: there is no memory, no GPU and no launch."""
+    """Made of layouts only: there is no memory, no GPU and no launch."""
 
     def test_a_cast(self):
-        plan = make_plan(casts.dense.plan_quantize, [view(0, 256, 512), None], (ROW, False), H200)
+        plan = cast_plan(view(0, 256, 512))
         assert plan.inputs == 2
-        assert plan.buffers == (
-            Buffer((256, 512), (512, 1), E4M3), Buffer((256, 1), (1, 1), torch.float32)
-        )  # fmt: skip
+        assert plan.buffers == (Buffer((256, 512), (512, 1), E4M3), Buffer((256, 1), (1, 1), torch.float32))
         [launch] = plan.launches
         assert launch.kernel.__name__ == "quantize_kernel"
         assert [pointer.slot for pointer in launch.pointers[:3]] == [0, 2, 3]
         assert launch.integers[:4] == (256, 512, 512, 1)
         assert launch.constants["QMAX"] == 448.0
         assert launch.options == {"num_warps": 4}
-        assert [(out.slot, out.shape, out.dtype) for out in plan.outputs] == [
-            (2, (256, 512), E4M3), (3, (256, 1), torch.float32)
-        ]  # fmt: skip
+        found = [(out.slot, out.shape, out.dtype) for out in plan.outputs]
+        assert found == [(2, (256, 512), E4M3), (3, (256, 1), torch.float32)]
 
     def test_the_same_key_gives_the_same_plan(self):
         for make in (
@@ -66,12 +67,11 @@ class TestPlans:
 
     def test_partial_maxima_are_reduced_before_they_are_read(self):
         plan = make_plan(casts.dense.plan_quantize_both, [view(0, 2048, 4096)], (ROW, ROW), H200)
-        assert [launch.kernel.__name__ for launch in plan.launches] == [
-            "partial_amax_kernel", "maxima_kernel", "quantize_kernel"
-        ]  # fmt: skip
+        names = ["partial_amax_kernel", "maxima_kernel", "quantize_kernel"]
+        assert [launch.kernel.__name__ for launch in plan.launches] == names
         partial, reduce, _ = plan.launches
         assert partial.pointers[1].slot == reduce.pointers[0].slot
-        # The maxima of columns begin after those of rows.
+        # The maxima of columns begin after the maxima of rows.
         assert partial.pointers[2].offset - partial.pointers[1].offset == 2048 * 2
 
     def test_a_gemm_uses_tma_if_the_layouts_allow_it(self):
@@ -100,13 +100,9 @@ class TestPlans:
     @pytest.mark.parametrize(
         "plan",
         [
-            lambda: make_plan(casts.dense.plan_quantize, [view(0, 0, 512), None], (ROW, False), H200),
-            lambda: make_plan(
-                casts.dense.plan_quantize, [view(0, 3, 100, 128), None], ("e4m3:128x128:fp32:pow2", False), H200
-            ),
-            lambda: make_plan(
-                casts.dense.plan_quantize, [view(0, 3, 100, 128).transposed(0, 1), None], (ROW, False), H200
-            ),
+            lambda: cast_plan(view(0, 0, 512)),
+            lambda: cast_plan(view(0, 3, 100, 128), "e4m3:128x128:fp32:pow2"),
+            lambda: cast_plan(view(0, 3, 100, 128).transposed(0, 1)),
             lambda: gemm_plan(2048, 4096, 512, scale_strides=(4, 1)),
             lambda: gemm_plan(256, 512, 384, scale_strides=(1, 2**31)),
             lambda: gemm_plan(256, 512, 384, bias=view(4, 512)._replace(strides=(2,))),
@@ -311,9 +307,8 @@ def test_repeats_compute_what_triton_s_own_launches_do(name, monkeypatch):
             x = normal(160, 300, seed=seed, dtype=torch.bfloat16, device="cuda")
             a = ops.quantize(x, *gemm.lhs.args)
             b, b_scale, t, t_scale = ops.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)
-            args = (
-                *a, *gemm.lhs.args, b, b_scale, *gemm.rhs.args, None, None, None, torch.float32, "precise"
-            )  # fmt: skip
+            options = None, None, None, torch.float32, "precise"
+            args = *a, *gemm.lhs.args, b, b_scale, *gemm.rhs.args, *options
             out = ops.scaled_matmul(*args)
             with monkeypatch.context() as patch:
                 patch.setattr(executor, "_plans", {})
@@ -325,8 +320,6 @@ def test_repeats_compute_what_triton_s_own_launches_do(name, monkeypatch):
         expected = reference.quantize_both(x * 2, *gemm.rhs.args, *gemm.rhs.args)
         assert_bitwise_equal((b, b_scale, t, t_scale), expected)
         assert_bitwise_equal(out, launched)
-        product = (
-            reference.dequantize(*a, *gemm.lhs.args, torch.float32)
-            @ reference.dequantize(b, b_scale, *gemm.rhs.args, torch.float32).t()
-        )
-        assert sqnr(out, product) >= 60
+        values = reference.dequantize(*a, *gemm.lhs.args, torch.float32)
+        others = reference.dequantize(b, b_scale, *gemm.rhs.args, torch.float32)
+        assert sqnr(out, values @ others.t()) >= 60

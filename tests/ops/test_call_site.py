@@ -116,12 +116,9 @@ def test_other_configurations_are_looked_up_again(site):
 def test_another_current_device_is_served_by_the_general_function(site, monkeypatch):
     devices = [-1]
     monkeypatch.setattr(torch_private, "current_device_getter", lambda: lambda: devices[0])
-    other = Site()
-    x = normal(4, 5)
-    other.call(x)
-    other.call(x)
-    devices[0] = 1
-    other.call(x)
+    other, x = Site(), normal(4, 5)
+    for devices[0] in (-1, -1, 1):
+        other.call(x)
     assert len(other.general_calls) == 2
 
 

@@ -40,11 +40,11 @@ def called(code):
     return [name for _, name in sites] + CALLED.findall(code)
 
 
-def compiled(function, *args, **options):
+def compiled(function, *args, dynamic=None, **options):
     """What a compiled function returns, and the code that Inductor wrote for it."""
     torch.compiler.reset()
     with torch._inductor.config.patch(force_disable_caches=True, **options):
-        result, code = run_and_get_code(torch.compile(function, fullgraph=True), *args)
+        result, code = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=dynamic), *args)
     return result, "\n".join(code)
 
 
@@ -131,11 +131,8 @@ def test_defaults_are_left_out_at_the_end_and_written_in_the_middle(device):
 
 def test_sizes_that_change_have_no_site():
     """A site is for tensors that always have the same layouts."""
-    function = torch.compile(product, dynamic=True)
-    torch.compiler.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, code = run_and_get_code(function, *operands())
-    assert (AT_SITES.findall(code[0]), called(code[0])) == ([], ["quantize", "quantize", "scaled_matmul"])
+    _, code = compiled(product, *operands(), dynamic=True)
+    assert (AT_SITES.findall(code), called(code)) == ([], ["quantize", "quantize", "scaled_matmul"])
 
 
 def test_an_argument_after_defaults_in_the_middle_is_kept():
@@ -144,11 +141,9 @@ def test_an_argument_after_defaults_in_the_middle_is_kept():
     left_out = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     given = left_out | {"accumulation": "fast"}
     node = SimpleNamespace(
-        op_overload=op,
-        kwargs=given,
-        codegen_args=lambda: ["a", "s", "'x'", "b", "t", "'y'"],
+        op_overload=op, kwargs=given, codegen_args=lambda: ["a", "s", "'x'", "b", "t", "'y'"],
         codegen_kwargs=lambda: [f"{name}={value!r}" for name, value in given.items()],
-    )
+    )  # fmt: skip
     assert inductor_private.positional(node)[6:] == ["None", "None", "None", "None", "'fast'"]
     given["accumulation"] = "precise"
     assert inductor_private.positional(node) == node.codegen_args()

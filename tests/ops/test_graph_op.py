@@ -89,10 +89,8 @@ def test_compiled_graphs_consist_of_the_ops_of_the_layer():
         seen.extend(node.target for node in module.graph.nodes if node.op == "call_function")
         return make_boxed_func(module.forward)
 
-    x = normal(33, 70).requires_grad_()
-    torch.compile(Float8Linear(70, 20, recipe="rowwise"), backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(
-        x
-    ).sum().backward()
+    x, layer = normal(33, 70).requires_grad_(), Float8Linear(70, 20, recipe="rowwise")
+    torch.compile(layer, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(x).sum().backward()
     assert graph_op.call not in seen
     assert seen.count(ops.scaled_matmul) == 3
 

@@ -99,7 +99,7 @@ def of_parts(x, weight):
 
 
 CASES = {
-    "saved for this alone": (lambda x, w: SwiGLU.apply(Product.apply(x, w)), ["swiglu_backward_"]),
+    "saved for this only": (lambda x, w: SwiGLU.apply(Product.apply(x, w)), ["swiglu_backward_"]),
     "a part that is saved": (lambda x, w: SwiGLU.apply(Product.apply(x, w)[4:]), ["swiglu_backward_"]),
     "read again later": (lambda x, w: ReadLater.apply(Product.apply(x, w)), ["swiglu_backward"]),
     "given to the caller": (lambda x, w: (SwiGLU.apply(y := Product.apply(x, w)), y), ["swiglu_backward"]),
@@ -122,7 +122,7 @@ def test_only_what_nobody_else_needs_is_written_over(leaves, case, monkeypatch):
 
 @pytest.mark.slow
 def test_what_shares_its_memory_is_not_written_over(leaves, monkeypatch):
-    function, _ = CASES["saved for this alone"]
+    function, _ = CASES["saved for this only"]
     is_free = inductor_private.is_free_after
 
     def sharing(node, place):

@@ -49,20 +49,13 @@ def mapped(function, args):
     return tree_map_only(torch.Tensor, function, args)
 
 
-def sample_id(i):
-    return f"{i}-{SAMPLES[i][0]._opname}"
-
-
-each_sample = pytest.mark.parametrize("i", range(len(SAMPLES)), ids=sample_id)
+each_sample = pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{i}-{SAMPLES[i][0]._opname}")
 
 
 def on(device, i):
     op, args = SAMPLES[i]
-    written = [argument.is_write for argument in op._schema.arguments]
-    args = mapped(lambda x: x.to(device), args)
-    return op, tuple(
-        x.clone() if flag and x is not None else x for x, flag in zip(args, written[: len(args)], strict=True)
-    )
+    flags, args = [a.is_write for a in op._schema.arguments], mapped(lambda x: x.to(device), args)
+    return op, tuple(x.clone() if flag and x is not None else x for x, flag in zip(args, flags, strict=False))
 
 
 def test_samples_cover_all_ops():
@@ -116,7 +109,7 @@ def test_fake(device, i):
     check_fake(*on(device, i))
 
 
-# Formats decide dtypes, and blocks shapes. The rounding of scales is for values alone, which a fake has not.
+# Formats decide dtypes, and blocks shapes. The rounding of scales is for values only, which a fake lacks.
 WITHOUT_ROUNDING = list({(spec.format, spec.block, spec.scale_format): spec for spec in SPECS}.values())
 
 
@@ -138,7 +131,7 @@ def test_fake_of_casts(device, spec):
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_schema(name):
-    """Plain types alone; nothing is written that is not declared; every op has its twin in the reference."""
+    """Plain types only; nothing is written that is not declared; every op has its twin in the reference."""
     overload = getattr(torch.ops.tritonfp8, name).default
     schema = overload._schema
     # A dtype is an int, too.
@@ -227,9 +220,10 @@ class TestCounting:
         assert counts.share("reference", "high_precision") == 1
         assert counts.share("fp8") == 0
 
-    def test_nothing_counted_has_no_share(self):
+    def test_counts_start_empty_and_without_a_share(self):
         with count_gemms() as counts:
             pass
+        assert dataclasses.asdict(counts) == {"flops": {}, "calls": {}}
         assert counts.share("reference") == 0.0
 
     def test_counts_nest_and_end(self):
@@ -272,7 +266,3 @@ class TestCounting:
             with count_gemms() as counts:
                 ops.scaled_matmul(a, a_scale, *args[2:])
             assert counts.calls == {kind if emulated else "fp8": 1}
-
-
-def test_counts_start_empty():
-    assert dataclasses.asdict(counting.GemmCounts()) == {"flops": {}, "calls": {}}

@@ -38,7 +38,7 @@ BLOCK_WIDTH = 32
 E8M0_SPECS = [spec for spec in SPECS if spec.scale_format == "e8m0"]
 SHORT = [(1, 1), (1, 129), (129, 1), (7, 17), (127, 300), (257, 33)]
 NOT_FINITE = [0x7FC00000, 0xFFC00001, 0x7F800001, 0x7F800000, 0xFF800000]
-POW2_SPECS = [spec for spec in SPECS if spec.scale_rounding == "pow2"]
+AMAXES = [0, 0x40E00000, 0x7F800000, 0x7F800001, 0x7FFFFFFF]
 
 
 def with_blocks(values):
@@ -188,17 +188,12 @@ class TestElements:
         assert qdata.float().tolist() == [[112.0, 224.0, -448.0]]
         assert scale.item() == np.float32(1) / np.float32(112)
 
-    @pytest.mark.parametrize(
-        ("bits", "spec"), with_blocks([0, 0x40E00000, 0x7F800000, 0x7F800001, 0x7FFFFFFF]), ids=str
-    )
+    @pytest.mark.parametrize(("bits", "spec"), with_blocks(AMAXES), ids=str)
     def test_a_given_amax_has_no_sign(self, bits, spec):
         x = normal(20, 160)
         shape = scale_shape(x.shape, spec.block)
-        pairs = [
-            quantize(x, spec, amax=torch.full(shape, value, dtype=torch.int32).view(torch.float32))
-            for value in (bits, bits - 2**31)
-        ]
-        assert_bitwise_equal(*pairs)
+        amaxes = (torch.full(shape, value, dtype=torch.int32).view(torch.float32) for value in (bits, bits - 2**31))
+        assert_bitwise_equal(*(quantize(x, spec, amax=amax) for amax in amaxes))
 
 
 class TestShapes:
@@ -226,9 +221,8 @@ class TestShapes:
             flat = quantize(x.view(-1, 40), spec)
             assert_bitwise_equal((qdata.view(-1, 40), scale.view(1, 1)), flat)
         else:
-            for i in range(2):
-                for j in range(3):
-                    assert_bitwise_equal((qdata[i, j], scale[i, j]), quantize(x[i, j], spec))
+            for i, j in itertools.product(range(2), range(3)):
+                assert_bitwise_equal((qdata[i, j], scale[i, j]), quantize(x[i, j], spec))
 
     @pytest.mark.parametrize("spec", [s for s in SPECS if s.block != BLOCK_128X128], ids=str)
     def test_vector_is_one_row(self, spec):
@@ -281,13 +275,10 @@ class TestDequantize:
         spec = QuantSpec(format, BLOCK_1X32, "e8m0", "pow2")
         qdata = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(FORMATS[format].dtype).view(8, 32)
         scale = torch.full((8, 1), 2.0).to(torch.float8_e8m0fnu)
-        layout = oracle.LAYOUTS[format]
-        got = dequantize((qdata, scale), spec).flatten().tolist()
+        layout, got = oracle.LAYOUTS[format], dequantize((qdata, scale), spec).flatten().tolist()
         for code in range(layout.largest_code + 1):
-            assert (Fraction(got[code]), Fraction(got[code | 0x80])) == (
-                2 * layout.value(code),
-                -2 * layout.value(code),
-            )
+            value = 2 * layout.value(code)
+            assert (Fraction(got[code]), Fraction(got[code | 0x80])) == (value, -value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao, the other implementation")

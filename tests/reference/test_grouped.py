@@ -1,4 +1,4 @@
-"""Groups of tokens: every cast and GEMM of a group is that of the group alone."""
+"""Groups of tokens: every cast and GEMM of a group is the cast or GEMM of its rows by themselves."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tritonfp8.reference import group_bounds
 from tritonfp8.specs import BLOCK_128X128, QuantSpec, group_column
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-# Sizes around those of blocks and of the alignment of columns.
+# Sizes around the sizes of blocks and the alignment of columns.
 SIZES = st.lists(st.sampled_from([0, 1, 7, 32, 127, 128, 129]), min_size=1, max_size=5)
 
 
@@ -51,6 +51,13 @@ class TestCasts:
             rest[:, places] = 0
         assert not rest.any(), "between groups there must be zeros"
 
+    def test_both_are_the_two_casts(self):
+        x, offsets, spec = normal(140, 70), ends([3, 130]), QuantSpec("e4m3")
+        spec_t = QuantSpec("e5m2", (1, 32), "e8m0", "pow2")
+        both = reference.quantize_groups_both(x, offsets, *spec.args, *spec_t.args)
+        assert_bitwise_equal(both[:2], reference.quantize_groups(x, offsets, *spec.args))
+        assert_bitwise_equal(both[2:], reference.quantize_groups(x, offsets, *spec_t.args, True))
+
     @each_spec
     def test_matrices_are_those_of_each_alone(self, spec):
         x = normal(3, 140, 70)
@@ -58,12 +65,6 @@ class TestCasts:
             qdata, scale = reference.quantize_matrices(x, *spec.args, transpose)
             for i, matrix in enumerate(x):
                 assert_bitwise_equal((qdata[i], scale[i]), reference.quantize(matrix, *spec.args, transpose))
-
-    def test_both_are_the_two_casts(self):
-        x, spec, spec_t = normal(140, 70), QuantSpec("e4m3"), QuantSpec("e5m2", (1, 32), "e8m0", "pow2")
-        both = reference.quantize_groups_both(x, ends([3, 130]), *spec.args, *spec_t.args)
-        assert_bitwise_equal(both[:2], reference.quantize_groups(x, ends([3, 130]), *spec.args))
-        assert_bitwise_equal(both[2:], reference.quantize_groups(x, ends([3, 130]), *spec_t.args, True))
 
 
 def in_float64(q, spec):

@@ -146,7 +146,7 @@ def test_rounding_to_bfloat16():
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1.5])
     drawn = torch.full(special.shape, 2**RANDOM_BITS - 1)
     assert torch.equal(round_to_bfloat16(special, drawn).view(torch.int16), special.bfloat16().view(torch.int16))
-    # Any NaN; the last one is that of a GPU.
+    # Any NaN; a GPU gives the last one.
     nan = torch.tensor([0x7FC00000, -0x400000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     assert round_to_bfloat16(nan, drawn[:3]).isnan().all()
     assert round_to_bfloat16(nan, None).isnan().all()

@@ -4,27 +4,20 @@ import math
 
 import pytest
 import torch
-from cases import (
-    each_spec,
-    normal,
-)
+from cases import each_spec, normal
 
 from tritonfp8 import reference
 from tritonfp8.specs import ROWWISE, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 
-def quantize(x, spec, **kwargs):
-    return reference.quantize(x, *spec.args, **kwargs)
-
-
-def dequantize(q, spec, dtype=torch.float32):
-    return reference.dequantize(*q, *spec.args, dtype)
+def dequantize(q, spec):
+    return reference.dequantize(*q, *spec.args, torch.float32)
 
 
 class TestMatmul:
     def operands(self, spec, m=33, n=20, k=150):
-        return quantize(normal(m, k), spec), quantize(normal(n, k, seed=1), spec)
+        return (reference.quantize(normal(rows, k, seed=i), *spec.args) for i, rows in enumerate((m, n)))
 
     def run(self, a, b, spec, bias=None, activation=None, residual=None, out_dtype=torch.float32):
         return reference.scaled_matmul(*a, *spec.args, *b, *spec.args, bias, activation, residual, out_dtype, "precise")
@@ -42,12 +35,8 @@ class TestMatmul:
         a, b = self.operands(spec)
         bias, residual = normal(20, seed=2, dtype=torch.bfloat16), normal(33, 20, seed=3, dtype=torch.bfloat16)
         y = self.run(a, b, spec).double() + bias.double()
-        y = {
-            None: y,
-            "relu": y.clamp(min=0),
-            "gelu": y * 0.5 * (1 + torch.erf(y / math.sqrt(2))),
-            "silu": y / (1 + torch.exp(-y)),
-        }[activation]
+        gelu, silu = y * 0.5 * (1 + torch.erf(y / math.sqrt(2))), y / (1 + torch.exp(-y))
+        y = {None: y, "relu": y.clamp(min=0), "gelu": gelu, "silu": silu}[activation]
         out = self.run(a, b, spec, bias, activation, residual, out_dtype)
         assert out.dtype == out_dtype
         torch.testing.assert_close(out.double(), (y + residual.double()).to(out_dtype).double(), rtol=1e-2, atol=1e-5)

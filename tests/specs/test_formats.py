@@ -1,6 +1,5 @@
 """The table of formats against what the formats are: torch's casts, all 256 codes, IEEE bits."""
 
-import dataclasses
 import math
 
 import pytest
@@ -23,24 +22,10 @@ class TestFormat:
         assert values[values.isfinite()].min() == -FORMATS[name].qmax
         assert torch.finfo(FORMATS[name].dtype).max == FORMATS[name].qmax
 
-    def test_emax_and_mantissa_are_those_of_qmax(self, name):
-        fmt = FORMATS[name]
-        assert fmt.emax == math.floor(math.log2(fmt.qmax))
-        bits = torch.tensor(fmt.qmax, dtype=torch.float32).view(torch.int32).item()
-        assert fmt.qmax_mantissa == bits & 0x7FFFFF
-        assert fmt.qmax == 2.0**fmt.emax * (1 + fmt.qmax_mantissa / 2**23)
-
     def test_nan_is_the_byte_that_torch_stores(self, name):
         fmt = FORMATS[name]
         assert CODES[fmt.nan : fmt.nan + 1].view(fmt.dtype).float().isnan()
         assert torch.tensor([math.nan]).to(fmt.dtype).view(torch.uint8).item() == fmt.nan
-
-    def test_one_byte(self, name):
-        assert FORMATS[name].dtype.itemsize == 1
-
-    def test_is_frozen(self, name):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            FORMATS[name].qmax = 1.0
 
 
 @pytest.mark.parametrize("name", SCALE_FORMATS)
@@ -67,26 +52,18 @@ class TestScaleFormat:
             assert torch.equal(values[:255], torch.exp2(CODES[:255].double() - 127))
             assert values[255].isnan()
 
-    def test_is_frozen(self, name):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            SCALE_FORMATS[name].roundings = ()
-
 
 def test_the_formats_of_the_specification():
     """OCP 8-bit Floating Point Specification, table 1; OCP MX, section 5.4.1."""
     assert {name: fmt.qmax for name, fmt in FORMATS.items()} == {"e4m3": 448.0, "e5m2": 57344.0}
-    assert {name: fmt.dtype for name, fmt in FORMATS.items()} == {
-        "e4m3": torch.float8_e4m3fn,
-        "e5m2": torch.float8_e5m2,
-    }
+    assert [FORMATS[name].dtype for name in ("e4m3", "e5m2")] == [torch.float8_e4m3fn, torch.float8_e5m2]
     assert SCALE_FORMATS["e8m0"].dtype == torch.float8_e8m0fnu
 
 
-def test_the_tables_cannot_be_changed():
+@pytest.mark.parametrize("table", [FORMATS, SCALE_FORMATS])
+def test_the_tables_cannot_be_changed(table):
     with pytest.raises(TypeError):
-        FORMATS["e3m4"] = FORMATS["e4m3"]
-    with pytest.raises(TypeError):
-        SCALE_FORMATS["fp16"] = SCALE_FORMATS["fp32"]
+        table["another"] = next(iter(table.values()))
 
 
 def test_names_are_told_apart():

@@ -39,7 +39,7 @@ class TestConstruction:
         assert QuantSpec() == QuantSpec("e4m3", (-1, -1), "fp32", "none")
 
     def test_what_is_served(self):
-        """Both element formats; fp32 scales unrounded or powers of two for four blocks; e8m0 for 1x32 alone."""
+        """Both element formats; fp32 scales unrounded or powers of two for four blocks; e8m0 for 1x32 only."""
         fp32 = itertools.product(FORMATS, [TENSORWISE, ROWWISE, BLOCK_1X128, BLOCK_128X128], ["fp32"], ["none", "pow2"])
         e8m0 = itertools.product(FORMATS, [BLOCK_1X32], ["e8m0"], ["pow2", "floor"])
         assert {(s.format, s.block, s.scale_format, s.scale_rounding) for s in VALID_SPECS} == {*fp32, *e8m0}
@@ -97,18 +97,12 @@ class TestValue:
             assert (a == b) == (a is b)
 
     @given(specs())
-    def test_equal_specs_hash_alike(self, spec):
-        twin = QuantSpec(**spec.to_dict())
-        assert twin == spec
-        assert hash(twin) == hash(spec)
-        assert {spec: 1}[twin] == 1
-
-    @given(specs())
     def test_round_trips_through_plain_data(self, spec):
         data = spec.to_dict()
         assert set(data) == {field.name for field in dataclasses.fields(QuantSpec)}
         assert all(isinstance(value, str | list) for value in data.values())
-        assert QuantSpec(**data) == spec
+        twin = QuantSpec(**data)
+        assert (twin, hash(twin)) == (spec, hash(spec))
         data["block"].append(1)
         assert QuantSpec(**spec.to_dict()) == spec
 
@@ -135,21 +129,6 @@ class TestValue:
         assert copy.copy(spec) == spec
         assert copy.deepcopy(spec) is spec
         assert copy.deepcopy([spec, spec]) == [spec, spec]
-
-    @given(specs(), st.sampled_from([field.name for field in dataclasses.fields(QuantSpec)]))
-    def test_is_frozen(self, spec, field):
-        before = hash(spec)
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(spec, field, getattr(spec, field))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            delattr(spec, field)
-        assert hash(spec) == before
-
-    @given(specs(), st.sampled_from(list(FORMATS)))
-    def test_replace_makes_a_variant(self, spec, format):
-        variant = dataclasses.replace(spec, format=format)
-        assert variant.format == format
-        assert dataclasses.replace(variant, format=spec.format) == spec
 
     def test_replace_checks_the_combination(self):
         with pytest.raises(ValueError, match="takes scale_format 'e8m0'"):
@@ -191,29 +170,17 @@ class TestScaleShape:
     @pytest.mark.parametrize(
         ("shape", "block", "expected"),
         [
-            ((4096, 14336), TENSORWISE, (1, 1)),
-            ((4096, 14336), ROWWISE, (4096, 1)),
-            ((4096, 14336), BLOCK_1X128, (4096, 112)),
-            ((4096, 14336), BLOCK_128X128, (32, 112)),
-            ((4096, 14336), BLOCK_1X32, (4096, 448)),
-            ((129, 129), BLOCK_128X128, (2, 2)),
-            ((1, 1), BLOCK_128X128, (1, 1)),
-            ((7, 33), BLOCK_1X32, (7, 2)),
-            ((2, 3, 200), TENSORWISE, (1, 1, 1)),
-            ((2, 3, 200), ROWWISE, (2, 3, 1)),
-            ((2, 3, 200), BLOCK_1X128, (2, 3, 2)),
-            ((2, 300, 200), BLOCK_128X128, (2, 3, 2)),
-            ((200,), TENSORWISE, (1,)),
-            ((200,), ROWWISE, (1,)),
-            ((200,), BLOCK_1X32, (7,)),
-            ((0, 64), TENSORWISE, (1, 1)),
-            ((0, 64), ROWWISE, (0, 1)),
-            ((64, 0), ROWWISE, (64, 1)),
-            ((64, 0), BLOCK_1X128, (64, 0)),
-            ((0, 0), BLOCK_128X128, (0, 0)),
-            ((0, 5, 64), BLOCK_1X32, (0, 5, 2)),
+            ((4096, 14336), TENSORWISE, (1, 1)), ((4096, 14336), ROWWISE, (4096, 1)),
+            ((4096, 14336), BLOCK_1X128, (4096, 112)), ((4096, 14336), BLOCK_128X128, (32, 112)),
+            ((4096, 14336), BLOCK_1X32, (4096, 448)), ((129, 129), BLOCK_128X128, (2, 2)),
+            ((1, 1), BLOCK_128X128, (1, 1)), ((7, 33), BLOCK_1X32, (7, 2)),
+            ((2, 3, 200), TENSORWISE, (1, 1, 1)), ((2, 3, 200), ROWWISE, (2, 3, 1)),
+            ((2, 3, 200), BLOCK_1X128, (2, 3, 2)), ((2, 300, 200), BLOCK_128X128, (2, 3, 2)),
+            ((200,), TENSORWISE, (1,)), ((200,), ROWWISE, (1,)), ((200,), BLOCK_1X32, (7,)),
+            ((0, 64), TENSORWISE, (1, 1)), ((0, 64), ROWWISE, (0, 1)), ((64, 0), ROWWISE, (64, 1)),
+            ((64, 0), BLOCK_1X128, (64, 0)), ((0, 0), BLOCK_128X128, (0, 0)), ((0, 5, 64), BLOCK_1X32, (0, 5, 2)),
         ],
-    )
+    )  # fmt: skip
     def test_examples(self, shape, block, expected):
         assert scale_shape(shape, block) == expected
         assert scale_shape(torch.Size(shape), list(block)) == expected
@@ -266,5 +233,3 @@ class TestMatmulFamily:
 def test_the_table_of_blocks_cannot_be_changed():
     with pytest.raises(TypeError):
         BLOCKS[1, 64] = BLOCKS[BLOCK_1X32]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        BLOCKS[BLOCK_1X32].family = "epilogue"

@@ -1,23 +1,15 @@
 """The tolerance policy must let nothing through that it is there to catch."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from cases import normal
 
 from tritonfp8.specs import QuantSpec
 from tritonfp8.specs.quantized import Quantized
-from tritonfp8.specs.testing import (
-    MATMUL_TOLERANCES,
-    assert_bitwise_equal,
-    assert_matmul_close,
-    sqnr,
-    worst_tile_sqnr,
-)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tritonfp8.specs.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr, worst_tile_sqnr
 
 
 def with_noise(expected, decibels, seed=1):
@@ -55,12 +47,8 @@ class TestSqnr:
         assert sqnr(x, y) == -math.inf
 
     def test_infinities_of_other_sign_or_nan_are_minus_infinite(self):
-        specials = torch.tensor([math.inf, -math.inf, math.nan])
-        for i, j in [(0, 1), (1, 0), (0, 2), (2, 0)]:
-            assert (
-                sqnr(torch.stack([torch.ones(()), specials[i]]), torch.stack([torch.ones(()), specials[j]]))
-                == -math.inf
-            )
+        for a, b in itertools.permutations((math.inf, -math.inf, math.nan), 2):
+            assert sqnr(torch.tensor([1.0, a]), torch.tensor([1.0, b])) == -math.inf
 
     def test_the_same_special_values_do_not_count(self):
         expected = torch.tensor([1.0, math.nan, math.inf, -math.inf])
@@ -136,17 +124,9 @@ class TestWorstTile:
 
 
 DTYPES = [
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e8m0fnu,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-]
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.bfloat16, torch.float16, torch.float32,
+    torch.float64, torch.int32, torch.uint8, torch.bool,
+]  # fmt: skip
 
 
 class TestBitwise:

@@ -77,8 +77,8 @@ class TestCostModel:
         assert over - full == pytest.approx(wave + copied)
 
     def test_wider_output_takes_longer(self):
-        config = SPACES["epilogue"]["precise"][0]
-        assert predicted_time(config, 512, 512, 128, 4, 132) > predicted_time(config, 512, 512, 128, 2, 132)
+        wide, narrow = (predicted_time(SPACES["epilogue"]["precise"][0], 512, 512, 128, size, 132) for size in (4, 2))
+        assert wide > narrow
 
     @pytest.mark.parametrize(("family", "accumulation"), SPACE_NAMES)
     @pytest.mark.parametrize("k", [0, 1, 128, 7168])
@@ -202,9 +202,8 @@ class TestChoice:
         for entries in (items, items[::-1]):
             tuning.reload()
             tuning._tables[hardware.machine_key(device)] = tuning._by_kind(dict(entries))
-            chosen.append(
-                choose(m, n, k, device, family=family, accumulation=accumulation, out_itemsize=out_itemsize, bare=bare)
-            )
+            fields = {"family": family, "accumulation": accumulation, "out_itemsize": out_itemsize, "bare": bare}
+            chosen.append(choose(m, n, k, device, **fields))
         assert chosen[0] is chosen[1]
         assert chosen[0] in space(family, accumulation)
         specialized = device.has_tma and device.has_warpgroup_mma

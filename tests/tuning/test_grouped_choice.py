@@ -99,20 +99,14 @@ class TestTuned:
         ("changes", "is_near"),
         [
             # 1,000 tokens a group, whose bucket is 1,024.
-            ({"tokens": 128 * 1024}, True),
-            ({"tokens": 128 * 4096}, True),
-            ({"tokens": 128 * 8192}, False),
+            ({"tokens": 128 * 1024}, True), ({"tokens": 128 * 4096}, True), ({"tokens": 128 * 8192}, False),
             # Of a rank of expert parallelism.
-            ({"groups": 64, "tokens": 64 * 1000}, True),
-            ({"groups": 32, "tokens": 32 * 1000}, False),
-            ({"sizes": (1024, 2048)}, True),
-            ({"sizes": (2048, 768)}, False),
-            ({"sums_tokens": True}, False),
-            ({"out_itemsize": 4}, False),
-            ({"accumulation": "fast"}, False),
+            ({"groups": 64, "tokens": 64 * 1000}, True), ({"groups": 32, "tokens": 32 * 1000}, False),
+            ({"sizes": (1024, 2048)}, True), ({"sizes": (2048, 768)}, False), ({"sums_tokens": True}, False),
+            ({"out_itemsize": 4}, False), ({"accumulation": "fast"}, False),
         ],
         ids=str,
-    )
+    )  # fmt: skip
     def test_it_serves_what_is_near(self, changes, is_near):
         chooser.install({chooser.grouped_key(OUTPUT, True): entry(last(OUTPUT))}, MACHINE)
         assert (choose(OUTPUT._replace(**changes)).name == last(OUTPUT)) == is_near

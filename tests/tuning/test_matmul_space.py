@@ -1,25 +1,15 @@
 """The search spaces, and what the cost model chooses from them for the shapes that it was made for."""
 
+import dataclasses
 import itertools
 
 import pytest
+import tuned
 
-from tritonfp8.compat.hardware import Abilities
 from tritonfp8.tuning import chooser
 from tritonfp8.tuning.matmul_space import COPY_BANDWIDTH, LOAD_LATENCY, SMALL_M, SPACES, MatmulConfig, predicted_time
 
-H200 = Abilities(
-    name="an H200 without tuned configurations",
-    capability=(9, 0),
-    has_fp8_mma=True,
-    has_direct_cast=True,
-    has_tma=True,
-    has_dependent_launch=True,
-    has_warpgroup_mma=True,
-    has_native_mx=False,
-    num_sms=132,
-    max_shared_bytes=232448,
-)
+H200 = dataclasses.replace(tuned.H200, name="an H200 without tuned configurations")
 FAMILIES = ("epilogue", "blockwise")
 # N and K of weights whose bytes decide how long a product of few rows takes.
 WEIGHTS = [(4096, 7168), (14336, 4096), (4096, 4096), (7168, 16384), (2112, 7168)]

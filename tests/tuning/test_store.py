@@ -56,6 +56,15 @@ def warned_once(*functions):
     return *results, str(caught[0].message)
 
 
+def raising(error):
+    """A function that raises the error, whatever it is called with."""
+
+    def fail(*args, **options):
+        raise error
+
+    return fail
+
+
 def miss(message):
     """Reading, twice, is a miss with one warning."""
     first, second, warning = warned_once(lambda: read_user(MACHINE), lambda: read_user(MACHINE))
@@ -71,11 +80,7 @@ VALUES = st.recursive(
 ROW = json.loads(dump({key(): entry()}, MACHINE))["entries"][0]
 ROWS = st.builds(lambda changes: {**ROW, **changes}, st.dictionaries(st.sampled_from(list(ROW)), VALUES, max_size=2))
 DOCUMENTS = st.fixed_dictionaries(
-    {
-        "format": st.just(1) | VALUES,
-        "machine": st.just(MACHINE) | VALUES,
-        "entries": st.lists(ROWS | VALUES) | VALUES,
-    }
+    {"format": st.just(1) | VALUES, "machine": st.just(MACHINE) | VALUES, "entries": st.lists(ROWS | VALUES) | VALUES}
 )
 
 
@@ -164,44 +169,41 @@ class TestPlaces:
         assert quietly(read_user, MACHINE) == quietly(read_shipped, MACHINE) == {}
         assert not folder.exists()
 
-    def test_only_the_user_gets_in(self, folder, path):
-        folder.mkdir(parents=True, mode=0o755)
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_only_the_user_gets_in(self, folder, path, is_there):
+        if is_there:
+            folder.mkdir(parents=True, mode=0o755)
         assert quietly(save, ENTRIES, MACHINE)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert sorted(each.name for each in folder.iterdir()) == [path.name, f"{path.name}.lock"]
 
-    def test_a_new_folder_is_private(self, folder):
-        assert quietly(save, ENTRIES, MACHINE)
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
     def test_the_default_is_below_home(self, monkeypatch, home):
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.delenv("XDG_CACHE_HOME")
         for given in (None, "", "relative/path"):
-            if given is None:
-                monkeypatch.delenv("XDG_CACHE_HOME")
-            else:
+            if given is not None:
                 monkeypatch.setenv("XDG_CACHE_HOME", given)
-            monkeypatch.setenv("HOME", str(home))
             assert store.user_folder() == home / ".cache" / "tritonfp8"
 
     def test_without_a_home_nothing_is_kept(self, monkeypatch):
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(store.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("none")))
+        monkeypatch.setattr(store.Path, "home", raising(RuntimeError("none")))
         found, saved, _ = warned_once(lambda: read_user(MACHINE), lambda: save(ENTRIES, MACHINE))
         assert (found, saved) == ({}, False)
 
     @pytest.mark.parametrize("target", ["file", "folder"])
     def test_links_are_not_followed(self, home, folder, path, target):
         save(ENTRIES, MACHINE)
-        linked = path if target == "file" else folder
-        elsewhere = home / "elsewhere"
+        linked, elsewhere = path if target == "file" else folder, home / "elsewhere"
         linked.rename(elsewhere)
         linked.symlink_to(elsewhere)
-        before = (elsewhere if target == "file" else elsewhere / path.name).read_bytes()
+        written = elsewhere if target == "file" else elsewhere / path.name
+        before = written.read_bytes()
         miss("link")
         assert not quietly(save, {key(m=64): entry()}, MACHINE)
         assert linked.is_symlink()
-        assert (elsewhere if target == "file" else elsewhere / path.name).read_bytes() == before
+        assert written.read_bytes() == before
 
     def test_what_belongs_to_another_user_is_not_read(self, monkeypatch):
         save(ENTRIES, MACHINE)
@@ -267,24 +269,17 @@ class TestWriting:
 
     @pytest.mark.parametrize("where", ["mkdir", "open"])
     def test_a_read_only_home_is_one_warning(self, home, monkeypatch, where):
-        def refuse(*args, **options):
-            raise OSError(errno.EROFS, "Read-only file system")
-
         if where == "open":
             save({}, MACHINE)
+        refuse = raising(OSError(errno.EROFS, "Read-only file system"))
         monkeypatch.setattr(store.Path if where == "mkdir" else store.os, where, refuse)
         first, second, warning = warned_once(lambda: save(ENTRIES, MACHINE), lambda: save(ENTRIES, MACHINE))
-        assert not first
-        assert not second
+        assert (first, second) == (False, False)
         assert "Read-only file system" in warning
 
     def test_a_full_disk_leaves_what_was_there(self, folder, monkeypatch):
         save({key(): entry()}, MACHINE)
-
-        def full(descriptor):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, "No space left on device")))
         saved, warning = warned_once(lambda: save(ENTRIES, MACHINE))
         assert not saved
         assert "No space left" in warning
@@ -303,10 +298,7 @@ class TestWriting:
         assert save(ENTRIES, MACHINE)
 
     def test_a_file_system_without_locks(self, monkeypatch):
-        def refuse(*args):
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr(fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, "No locks available")))
         assert quietly(save, {key(): entry()}, MACHINE)
         assert quietly(save, {key(m=64): entry()}, MACHINE)
         assert set(read_user(MACHINE)) == {key(), key(m=64)}

@@ -61,11 +61,7 @@ def test_bars_of_speed(recipe, peer, seconds, holds):
 
 @pytest.mark.parametrize(
     ("losses", "differing"),
-    [
-        (((3.0, 2.0), (3.5, 2.5)), 0),
-        (((3.0, 2.0), (3.5, math.nextafter(2.5, 3))), 1),
-        (((3.0, "nan"), (3.5, 2.5)), 1),
-    ],
+    [(((3.0, 2.0), (3.5, 2.5)), 0), (((3.0, 2.0), (3.5, math.nextafter(2.5, 3))), 1), (((3.0, "nan"), (3.5, 2.5)), 1)],
 )
 def test_bar_of_equal_losses(losses, differing):
     rows = row("rowwise"), row("rowwise, FP8 all-gather", losses=losses)
@@ -81,16 +77,21 @@ def test_bar_of_equal_losses_takes_all_steps():
     assert found.holds is None
 
 
-def test_differing_losses_are_shown():
-    rows = [row("rowwise"), row("rowwise, FP8 all-gather", losses=((3.0, 2.0), (3.5, 2.6)))]
+def shown_table(rows):
+    """The table of results as text, with the losses compared."""
     distributed.compare_losses(rows)
-    assert rows[1]["losses_equal_without"] is False
-    for each in rows:
-        each["tokens_per_second"] = 1.0
     console = Console(width=250)
     with console.capture() as shown:
         console.print(distributed.results_table(rows, "title", True))
-    assert "LOSSES DIFFER" in shown.get()
+    return shown.get()
+
+
+def test_differing_losses_are_shown():
+    rows = [row("rowwise"), row("rowwise, FP8 all-gather", losses=((3.0, 2.0), (3.5, 2.6)))]
+    for each in rows:
+        each["tokens_per_second"] = 1.0
+    assert "LOSSES DIFFER" in shown_table(rows)
+    assert rows[1]["losses_equal_without"] is False
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_bar_of_equal_losses_in_every_way(way, moved, holds):
     assert verdicts(*rows, tp=2, deterministic=False)[what].holds is None
 
 
-REORDERED = "one process, another order of sums"
+REORDERED = models.REORDERED
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
@@ -128,19 +129,16 @@ def test_control_of_tensor_parallelism(recipe, moved, holds):
     found = verdicts(*rows, tp=2)
     assert found[what].holds is holds
     assert [v.bar.what for v in found.values() if v.holds is not None] == [what]
-    # Not that of another recipe.
+    # Not one process of another recipe.
     assert verdicts(row("tensorwise, one process"), rows[1], tp=2)[what].holds is None
 
 
 def test_differences_from_one_process_are_shown():
     names = ("bf16, TP", f"bf16, {REORDERED}", "bf16, one process", f"rowwise, {REORDERED}")
     rows = [row(name, None, losses=((3.0 + index / 4,),)) for index, name in enumerate(names)]
-    distributed.compare_losses(rows)
+    shown = shown_table(rows)
     assert [each.get("loss_difference") for each in rows] == [0.5, 0.25, None, None]
-    console = Console(width=250)
-    with console.capture() as shown:
-        console.print(distributed.results_table(rows, "title", True))
-    notes = {name: next(x for x in shown.get().splitlines() if f"│ {name} " in x) for name in names}
+    notes = {name: next(x for x in shown.splitlines() if f"│ {name} " in x) for name in names}
     assert "within 0.5 of one process at first" in notes[names[0]]
     assert "within 0.25 of one process at first" in notes[names[1]]
     assert not any("of one process at first" in notes[name] for name in names[2:])

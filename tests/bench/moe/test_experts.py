@@ -6,9 +6,9 @@ import torch
 import tritonfp8
 from bench.contest import gates
 from bench.contest.grouped import RECIPES
-from bench.models import TorchExperts, mixture
+from bench.models import TorchExperts, mixture, training_step
 from bench.shapes import SMOKE, Shape, select
-from bench.suites.test_experts import close_experts, flops, inputs, training_step
+from bench.suites.test_experts import close_experts, flops, inputs
 
 CPU = torch.device("cpu")
 SHAPE = Shape("set", "mixture", (96, 2, 4, 128, 96))
@@ -24,14 +24,14 @@ def batch():
 def test_every_recipe_passes_with_room(batch, monkeypatch, recipe):
     monkeypatch.setattr(gates, "MODEL_SQNR", gates.MODEL_SQNR + 3)
     layer = mixture(SHAPE, CPU, tritonfp8.Float8Experts, recipe)
-    close_experts(SHAPE, *batch)(training_step(layer, *batch)())
+    close_experts(SHAPE, *batch)(training_step(layer, layer, *batch)())
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 def test_the_weight_of_another_expert_shows_with_room(batch, monkeypatch, name):
     monkeypatch.setattr(gates, "MODEL_SQNR", gates.MODEL_SQNR - 10)
     layer = mixture(SHAPE, CPU, TorchExperts)
-    check, step = close_experts(SHAPE, *batch), training_step(layer, *batch)
+    check, step = close_experts(SHAPE, *batch), training_step(layer, layer, *batch)
     check(step())
     with torch.no_grad():
         weight = layer.experts.get_parameter(name)

@@ -40,7 +40,7 @@ def test_distributions_are_what_they_are_called():
     assert max(zipf) > 20 * min(zipf) > 0
     assert sorted(zipf) != zipf != sorted(zipf, reverse=True)
     assert [group for group, size in enumerate(empty) if not size] == [16]
-    # They are those of every process.
+    # Every process has the same ones.
     assert sizes(grouped.ZIPF, 100, 4) == sizes(grouped.ZIPF, 100, 4)
 
 

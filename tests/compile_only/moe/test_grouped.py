@@ -159,15 +159,7 @@ def gemm(
     vector = empty(GROUPS, N) if bias else None
     tokens = TOKENS if columns else 0
     return lambda: launch.gemms.scaled_grouped_matmul(
-        *lhs,
-        *rhs,
-        offsets,
-        vector,
-        out_dtype,
-        accumulation,
-        False,
-        tokens,
-        config=config,
+        *lhs, *rhs, offsets, vector, out_dtype, accumulation, False, tokens, config=config
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CUDA, normal
+from cases import cpu_and_cuda, normal
 from grouped_runs import HOSTILE
 from routings import ends, routing_cases
 from tuned import ADA, H200
@@ -12,8 +12,6 @@ from tritonfp8.compat import hardware
 from tritonfp8.launch import gemms
 from tritonfp8.launch.gemms import by_torch
 from tritonfp8.specs.testing import assert_bitwise_equal
-
-cpu_and_cuda = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
 def operands(tokens=100, m=48, n=64, dtype=torch.bfloat16):

@@ -131,7 +131,7 @@ def test_matrices(device, spec, transpose, shape, layout):
     layout=tuple(LAYOUTS),
 )
 def test_matrices_whose_transposes_are_cast_later(device, spec, shape, layout):
-    """The amaxes are those of the reference, and the cast by them is the cast without."""
+    """The amaxes equal the reference's, and the cast by them is the cast without."""
     x = LAYOUTS[layout](normal(*shape, dtype=torch.bfloat16))
     x[1, 3, 5], x[0, :, 7] = torch.nan, 0.0
     *expected, amax = reference.quantize_matrices_with_amax(x, *spec.args, *spec.args)
@@ -157,11 +157,8 @@ def test_an_amax_of_a_caller_replaces_that_of_the_block(device, spec, transpose)
 
 @each_device
 def test_matrices_without_elements(device):
-    spec = COLUMN_SPECS[1]
-    x = torch.empty(2, 0, 32, device=device)
-    assert_same(
-        [y.cpu() for y in casts.quantize_matrices(x, *spec.args)], reference.quantize_matrices(x.cpu(), *spec.args)
-    )
+    x, spec = torch.empty(2, 0, 32), COLUMN_SPECS[1].args
+    assert_same(casts.quantize_matrices(x.to(device), *spec), reference.quantize_matrices(x, *spec))
 
 
 @each_device
@@ -177,12 +174,10 @@ def test_sums(device, sizes, dtype):
 
 @each_device
 def test_rows_with_a_block_of_several_tokens_are_an_error(device):
-    x = normal(10, 32).to(device)
-    spec = COLUMN_SPECS[4]
-    with pytest.raises(ValueError, match="scales for each token"):
-        casts.quantize_groups(x, ends((10,)).to(device), *spec.args)
-    with pytest.raises(ValueError, match="scales for each token"):
-        casts.quantize_groups_both(x, ends((10,)).to(device), *spec.args, *spec.args)
+    x, offsets, spec = normal(10, 32).to(device), ends((10,)).to(device), COLUMN_SPECS[4].args
+    for cast, specs in ((casts.quantize_groups, spec), (casts.quantize_groups_both, spec * 2)):
+        with pytest.raises(ValueError, match="scales for each token"):
+            cast(x, offsets, *specs)
 
 
 def test_every_block_is_cast():

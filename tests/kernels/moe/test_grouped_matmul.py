@@ -1,7 +1,7 @@
 """The GEMMs of groups, in every configuration: in the interpreter on CPU tensors, compiled on CUDA tensors.
 
-Where all magnitudes are equal every scale is a power of two and every sum is exact, so the values are those of the
-reference.
+Where all magnitudes are equal every scale is a power of two and every sum is exact, so the values equal the
+reference's.
 """
 
 import pytest
@@ -30,7 +30,7 @@ def ternary(*shape, seed):
 
 
 def assert_equal(found, expected):
-    """Equal values; the sign of a zero is that of the order of the additions."""
+    """Equal values; the order of the additions decides the sign of a zero."""
     assert_bitwise_equal(found + 0, expected + 0)
 
 
@@ -71,15 +71,21 @@ def check_columns(gemm, device, tokens, sizes, n, k, data=ternary, out_dtype=Non
 HOSTILE = [(-5, 70, 3), (90, 10, 300), (2**31 - 1, -(2**31), 0)]
 
 
-def check_clamped(recipe, device, hostile):
-    recipe, offsets = recipes.get(recipe), torch.tensor(hostile, dtype=torch.int32)
+def of_both(recipe, offsets):
+    """The first arguments of a GEMM of 100 rows and of one of 100 columns, and the number of tokens that each needs."""
+    recipe = recipes.get(recipe)
     x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
-    for args, tokens in (
-        (of_rows(recipe.output, x, weight, offsets), 0),
-        (of_columns(recipe.grad_weight, grad, x, offsets), 100),
-    ):
+    return (of_rows(recipe.output, x, weight, offsets), 0), (of_columns(recipe.grad_weight, grad, x, offsets), 100)
+
+
+def check_clamped(recipe, device, hostile):
+    for args, tokens in of_both(recipe, torch.tensor(hostile, dtype=torch.int32)):
         found = gemms.scaled_grouped_matmul(*moved(args, device), tokens=tokens)
         assert_equal(found.cpu(), reference.scaled_grouped_matmul(*args, tokens=tokens))
+
+
+def bf16(*shape, seed):
+    return normal(*shape, seed=seed, dtype=torch.bfloat16)
 
 
 @each_device
@@ -145,23 +151,20 @@ class TestSpecialized:
         # The last wide tile ends in its left half, or 16 columns into its right one.
         for columns in (272, 400):
             if self.serves(family, config, out_dtype, False, (columns, 384)):
-                options = {"out_dtype": out_dtype, "config": config}
-                assert_equal(*check_rows(output, device, tokens, sizes, columns, 384, **options))
+                found = check_rows(output, device, tokens, sizes, columns, 384, out_dtype=out_dtype, config=config)
+                assert_equal(*found)
         if self.serves(family, config, out_dtype, True):
-            options = {"out_dtype": out_dtype, "config": config}
-            assert_equal(*check_columns(grad_weight, device, tokens, sizes, 272, 384, **options))
+            found = check_columns(grad_weight, device, tokens, sizes, 272, 384, out_dtype=out_dtype, config=config)
+            assert_equal(*found)
 
     def test_normal_data(self, device, family, accumulation, config, out_dtype):
-        def data(*shape, seed):
-            return normal(*shape, seed=seed, dtype=torch.bfloat16)
-
         for gemm in self.gemms(family, accumulation):
             of_columns = gemm.lhs.block[1] == -1 and gemm == list(self.gemms(family, accumulation))[1]
             check = check_columns if of_columns else check_rows
             if accumulation == "fast" or not self.serves(family, config, out_dtype, of_columns):
                 continue
             options = {"out_dtype": out_dtype, "config": config}
-            found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, data, **options)
+            found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, bf16, **options)
             assert_matmul_close(found.flatten(0, -2), expected.float().flatten(0, -2), out_dtype)
 
 
@@ -192,12 +195,9 @@ class TestWide:
         assert_equal(*check_columns(recipe.grad_weight, device, 500, (7, 230, 20), n, k))
 
     def test_normal_data(self, device):
-        def data(*shape, seed):
-            return normal(*shape, seed=seed, dtype=torch.bfloat16)
-
         recipe = recipes.get("mxfp8")
         for check, gemm in ((check_rows, recipe.output), (check_columns, recipe.grad_weight)):
-            found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, data)
+            found, expected = check(gemm, device, 700, (300, 0, 399), 256, 1024, bf16)
             assert_matmul_close(found.flatten(0, -2), expected.float().flatten(0, -2), torch.bfloat16)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -293,13 +293,7 @@ def test_scales_and_offsets_of_other_layouts(device):
 @each_device
 def test_a_given_output_is_written_in_every_call(device):
     """Also in a repeated call: it must not allocate another output."""
-    recipe = recipes.get("rowwise")
-    x, weight, grad = ternary(100, 96, seed=0), ternary(3, 48, 96, seed=5), ternary(100, 48, seed=7)
-    offsets = ends((40, 0, 50))
-    for args, tokens in (
-        (of_rows(recipe.output, x, weight, offsets), 0),
-        (of_columns(recipe.grad_weight, grad, x, offsets), 100),
-    ):
+    for args, tokens in of_both("rowwise", ends((40, 0, 50))):
         expected = reference.scaled_grouped_matmul(*args, tokens=tokens)
         out = torch.empty(expected.shape, dtype=torch.bfloat16, device=device)
         for _ in range(2):

@@ -30,19 +30,15 @@ def watched(what):
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
 
 
-def check_clean(what, last_line):
+@pytest.mark.parametrize(
+    ("what", "last_line"),
+    [("hostile", f"ran {len(hostile_offsets.OFFSETS) * len(recipes.names())}"), ("blocks", "ran blocks")],
+)
+def test_hostile_offsets_and_scales_beyond_the_last_block_stay_inside(what, last_line):
     done = watched(what)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
     assert last_line in done.stdout
-
-
-def test_hostile_offsets_stay_inside():
-    check_clean("hostile", f"ran {len(hostile_offsets.OFFSETS) * len(recipes.names())}")
-
-
-def test_scales_beyond_the_last_block_are_not_read():
-    check_clean("blocks", "ran blocks")
 
 
 def test_an_access_outside_would_be_found():

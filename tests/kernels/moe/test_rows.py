@@ -1,4 +1,4 @@
-"""SwiGLU of the rows of experts, alone and inside of the casts, and the sum of the rows of a token."""
+"""SwiGLU of the rows of experts, by itself and inside of the casts, and the sum of the rows of a token."""
 
 import pytest
 import torch

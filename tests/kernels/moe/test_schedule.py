@@ -39,7 +39,7 @@ def table(ends, tokens, in_turn, device):
 @pytest.mark.parametrize("rest", [0, 500])
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_groups_take_turns(device, ends, rest):
-    """The same tiles, those of one place of all groups together; tiles of no group where they were."""
+    """The same tiles, the tiles of one place of all groups together; tiles of no group where they were."""
     tokens = ends[-1] + rest
     ordered, *others = table(ends, tokens, False, device)
     in_turn, *others_in_turn = table(ends, tokens, True, device)

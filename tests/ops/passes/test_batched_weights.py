@@ -37,17 +37,12 @@ def all_of(*xs):
     return [tensor for x in xs for tensor in cast(x)]
 
 
-def test_weights_are_cast_by_one_op():
-    assert batched(all_of, *weights(48, 64, 16)) == (0, 1)
-
-
-def test_one_weight_is_left_alone():
-    assert batched(all_of, *weights(48)) == (1, 0)
-
-
-def test_an_op_takes_as_many_as_the_kernel():
-    assert batched(all_of, *weights(*[16] * 9)) == (1, 1)
-    assert batched(all_of, *weights(*[16] * 10)) == (0, 2)
+@pytest.mark.parametrize(
+    ("rows", "left"), [((48, 64, 16), (0, 1)), ((48,), (1, 0)), ((16,) * 9, (1, 1)), ((16,) * 10, (0, 2))], ids=str
+)
+def test_weights_are_cast_by_ops_that_take_as_many_as_the_kernel(rows, left):
+    """One weight is left alone."""
+    assert batched(all_of, *weights(*rows)) == left
 
 
 def test_a_batch_has_few_elements(monkeypatch):

@@ -48,12 +48,8 @@ def test_the_gradient_that_alone_reads_an_operand_is_first(operands):
     def backward(grad, gate, up, weight):
         of_up, of_gate = gradients(grad, gate, up)
         q, s = ops.quantize(weight, ROWWISE)
-        codes_up, codes_gate = ops.quantize_both(of_up, ROWWISE, ROWWISE), ops.quantize_both(of_gate, ROWWISE, ROWWISE)
-        return (
-            *codes_up,
-            *codes_gate,
-            *(ops.scaled_matmul(*x[:2], ROWWISE, q, s, ROWWISE) for x in (codes_up, codes_gate)),
-        )
+        codes = [ops.quantize_both(x, ROWWISE, ROWWISE) for x in (of_up, of_gate)]
+        return *codes[0], *codes[1], *(ops.scaled_matmul(*x[:2], ROWWISE, q, s, ROWWISE) for x in codes)
 
     graph, found = rewritten(passes.order_casts, backward, *operands)
     assert found == 1
@@ -66,7 +62,7 @@ def test_the_gradient_that_alone_reads_an_operand_is_first(operands):
 
 
 def test_casts_of_groups(operands):
-    """As of experts whose activation is not one of our ops."""
+    """Experts have such casts if their activation is not one of our ops."""
 
     def backward(grad, gate, up, weight, offsets):
         rhs = ops.quantize_matrices(torch.stack([weight] * 2), ROWWISE)
@@ -131,9 +127,8 @@ class GatedMLP(nn.Module):
     def __init__(self, activation):
         super().__init__()
         self.activation = activation
-        self.gate, self.up, self.down = (
-            nn.Linear(k, n, bias=False) for k, n in ((HIDDEN, FFN), (HIDDEN, FFN), (FFN, HIDDEN))
-        )
+        self.gate, self.up = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
 
     def forward(self, x):
         return self.down(self.activation(self.gate(x)) * self.up(x))

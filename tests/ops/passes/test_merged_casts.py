@@ -75,20 +75,17 @@ def test_a_cast_with_the_amax_merges_with_the_one_that_reads_it(x, spec):
         assert merged(function, x) == (1, 0)
 
 
-def test_what_only_the_second_cast_read_is_gone(x):
-    module = graph_of(lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(again(x), ROWWISE, True)), x)
-    passes.rewrite(module.graph)
-    assert not [node for node in module.graph.nodes if node.target == torch.ops.aten.neg.default]
-
-
-def test_a_cast_reads_what_its_copy_was_made_of(x):
-    module = graph_of(lambda x: ops.quantize(again(x + 1), ROWWISE, True), x)
-    assert passes.rewrite(module.graph) == 1
-    assert not [node for node in module.graph.nodes if node.target == torch.ops.aten.neg.default]
+def test_what_only_the_second_cast_read_is_gone_and_a_cast_reads_what_its_copy_was_made_of(x):
+    for function, rewrites in (
+        (lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(again(x), ROWWISE, True)), 2),
+        (lambda x: ops.quantize(again(x + 1), ROWWISE, True), 1),
+    ):
+        module = graph_of(function, x)
+        assert passes.rewrite(module.graph) == rewrites
+        assert not [node for node in module.graph.nodes if node.target == torch.ops.aten.neg.default]
 
 
 def test_other_values_and_other_casts_are_left_alone(x):
-
     def given(x):
         return *ops.quantize(x, ROWWISE), *ops.quantize(x, TENSORWISE, True, x.abs().amax().float().view(1, 1))
 
@@ -96,16 +93,10 @@ def test_other_values_and_other_casts_are_left_alone(x):
         y = x + 1
         return *ops.quantize(y, ROWWISE, True), *ops.quantize(again(y), ROWWISE, True)
 
-    alone = [
-        lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(x.neg(), ROWWISE, True)),
-        lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(x, BLOCKWISE)),
-        twice,
-        lambda x: (
-            *ops.quantize(x, ROWWISE),
-            *ops.quantize(x, "e4m3:tensorwise:fp32:pow2", True, x.abs().amax().float().view(1, 1)),
-        ),
-    ]
-    for function in alone:
+    def others(x):
+        return *ops.quantize(x, ROWWISE), *ops.quantize(x.neg(), ROWWISE, True)
+
+    for function in (given, twice, others, lambda x: (*ops.quantize(x, ROWWISE), *ops.quantize(x, BLOCKWISE))):
         assert merged(function, x) == (2, 0)
 
 

@@ -61,7 +61,7 @@ def stored(key, compile):
         compile: a function without arguments. What it raises is not stored.
 
     Raises:
-        AssertionError: the committed report of a sampled kernel is another than that of the kernel.
+        AssertionError: the committed report of a sampled kernel is not the kernel's report.
     """
     digest = hashlib.sha256(key.encode()).hexdigest()
     known = committed().get(digest)

@@ -134,7 +134,7 @@ def waits_first(ptx):
 def note_launches(monkeypatch, cc, *modules, **abilities):
     """Have plans launch for a device of compute capability ``cc`` from now on, and note what they would launch.
 
-    So do those of ``modules`` that launch without a plan, by a ``run`` of their own. ``abilities`` are more abilities
+    So do launches of ``modules`` without a plan, by a ``run`` of their own. ``abilities`` are more abilities
     that the device has.
 
     Returns:

@@ -30,21 +30,12 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 TORCH_DTYPES = {
-    tl.float8e4nv: torch.float8_e4m3fn,
-    tl.float8e5: torch.float8_e5m2,
-    tl.float16: torch.float16,
-    tl.bfloat16: torch.bfloat16,
-    tl.float32: torch.float32,
-    tl.float64: torch.float64,
-}
+    tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2, tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64,
+}  # fmt: skip
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_NAN = 0x7F  # what cvt.rn.satfinite writes, in both formats and for either sign
-BITS = {
-    1: (np.uint8, torch.uint8),
-    2: (np.uint16, torch.uint16),
-    4: (np.uint32, torch.uint32),
-    8: (np.uint64, torch.uint64),
-}
+BITS = {size: (getattr(np, f"uint{8 * size}"), getattr(torch, f"uint{8 * size}")) for size in (1, 2, 4, 8)}
 # numpy lacks these dtypes: the interpreter stores their bits in unsigned integers.
 HELD_AS_BITS = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
 READS_VALUES = Version(triton.__version__) < Version("3.8")

@@ -3,21 +3,14 @@
 import math
 
 import torch
-from cases import generator
+from cases import generator, normal
 
 from tritonfp8 import reference
 from tritonfp8.compat import hardware
 from tritonfp8.launch import gemms
-from tritonfp8.specs import (
-    BLOCK_1X32,
-    BLOCK_1X128,
-    BLOCK_128X128,
-    ROWWISE,
-    QuantSpec,
-    matmul_family,
-    scale_shape,
-)
+from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, QuantSpec, matmul_family, scale_shape
 from tritonfp8.specs.formats import FORMATS
+from tritonfp8.specs.testing import assert_matmul_close
 from tritonfp8.tuning.matmul_space import supports
 
 TENSOR = QuantSpec("e4m3")
@@ -130,6 +123,15 @@ class Product:
             self.a, self.a_scale, *self.specs[0].args, self.b, self.b_scale, *self.specs[1].args,
             *epilogue, out_dtype, accumulation, **kwargs,
         )  # fmt: skip
+
+    def check_epilogue(self, epilogue, **options):
+        """Run with one of :data:`EPILOGUES`, and compare within the tolerance."""
+        bias, activation, residual, dtype = epilogue
+        m, n, device = self.a.shape[0], self.b.shape[0], self.a.device
+        bias = None if bias is None else normal(n, seed=3, dtype=torch.bfloat16, device=device) * 10
+        residual = None if residual is None else normal(m, n, seed=4, dtype=dtype, device=device) * 10
+        found = self.run(out_dtype=dtype, epilogue=(bias, activation, residual), **options)
+        assert_matmul_close(found, self.expected(bias, activation, residual), dtype)
 
     def with_layout(self, layout):
         self.a, self.b = layout(self.a), layout(self.b)

@@ -17,11 +17,7 @@ E4M3, E5M2 = "fp8e4nv", "fp8e5"
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 NO_EPILOGUE = {"HAS_BIAS": False, "ACTIVATION": None, "HAS_RESIDUAL": False}
 FULL_EPILOGUE = {"HAS_BIAS": True, "ACTIVATION": "gelu", "HAS_RESIDUAL": True}
-KERNELS = {
-    "epilogue": scaled_matmul_kernel,
-    "blockwise": block_scaled_matmul_kernel,
-    "mx": mx_matmul_kernel,
-}
+KERNELS = {"epilogue": scaled_matmul_kernel, "blockwise": block_scaled_matmul_kernel, "mx": mx_matmul_kernel}
 # What distinguishes the products of one family: rows that share a scale, in each operand.
 ROWS = {"epilogue": [(0, 0)], "blockwise": [(1, 128), (1, 1), (128, 128), (128, 1)], "mx": [(1, 1)]}
 

@@ -52,17 +52,6 @@ def max_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dot_kernel(a_ptr, b_ptr, out_ptr, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
-    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_K)
-    acc = tl.zeros((M, N), tl.float32)
-    for start in tl.range(0, K, BLOCK_K):
-        a = tl.load(a_ptr + m[:, None] * K + (start + k)[None, :])
-        b = tl.load(b_ptr + n[None, :] * K + (start + k)[:, None])
-        acc = tl.dot(a, b, acc)
-    tl.store(out_ptr + m[:, None] * N + n[None, :], acc)
-
-
-@triton.jit
 def dot_scaled_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
@@ -187,20 +176,6 @@ def test_overflow_and_division_by_zero_warn_of_nothing():
     assert cast(huge, torch.float16).isinf().all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
-)
-def test_dot_sums_in_fp32(dtype):
-    """Exact on integers; a loop to a tensor bound; and sums of more than 11 bits, which fp16 would not hold."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-7, 8, (32, 256), generator=generator).float() for _ in range(2))
-    a, b = a.abs() + 1, b.abs() + 1
-    out = torch.full((32, 32), torch.nan)
-    dot_kernel[(1,)](a.to(dtype), b.to(dtype), out, 256, M=32, N=32, BLOCK_K=64)
-    assert torch.equal(out, a @ b.T)
-    assert out.max() > 2**12
-
-
 def decoded(scale):
     return torch.where(scale == 255, torch.nan, torch.exp2(scale.double() - 127))
 
@@ -210,10 +185,10 @@ def test_dot_scaled_multiplies_by_powers_of_two(a_name, b_name):
     """Each 32 of K has a scale 2^(byte - 127), the rhs scale given as [N, K / 32]."""
     generator = torch.Generator().manual_seed(0)
     m, n, k = 16, 32, 128
-    a = torch.randint(-4, 5, (m, k), generator=generator).float()
-    b = torch.randint(-4, 5, (n, k), generator=generator).float()
-    a_scale = torch.randint(124, 131, (m, k // 32), generator=generator).to(torch.uint8)
-    b_scale = torch.randint(124, 131, (n, k // 32), generator=generator).to(torch.uint8)
+    a, b = (torch.randint(-4, 5, (rows, k), generator=generator).float() for rows in (m, n))
+    a_scale, b_scale = (
+        torch.randint(124, 131, (rows, k // 32), generator=generator).to(torch.uint8) for rows in (m, n)
+    )
     out = torch.full((m, n), torch.nan)
     dot_scaled_kernel[(1,)](
         a.to(FORMATS[a_name].dtype), a_scale, b.to(FORMATS[b_name].dtype), b_scale, out,

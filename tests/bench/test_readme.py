@@ -1,0 +1,36 @@
+"""The commands of ``bench/README.md``: each exists, takes these options, and has the ones that it requires."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+import typer
+
+from bench.contest.machine import RESULTS
+
+README = RESULTS.parent / "README.md"
+COMMANDS = re.findall(r"`((?:python|torchrun) [^`]+)`", README.read_text())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_can_be_called(command):
+    _, name, *arguments = shlex.split(command.partition(" -m ")[2] and f"-m {command.partition(' -m ')[2]}")
+    module = importlib.import_module("bench.distributed.run" if name == "bench.distributed" else name)
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer()
+        app.command()(module.main)
+    found = typer.main.get_command(app)
+    context = found.make_context(name, list(arguments))
+    if hasattr(found, "resolve_command"):
+        _, inner, rest = found.resolve_command(context, arguments)
+        inner.make_context(name, rest, parent=context)
+
+
+def test_the_page_is_short_and_has_a_command_a_question():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 40
+    rows = [line for line in text.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 10
+    assert all("`python" in row or "`torchrun" in row for row in rows)
