@@ -3,7 +3,7 @@
 _GROUPED = ("tests/reference/test_grouped.py",)
 _LINEAR = ("tests/layers/moe/test_grouped_linear.py",)
 _EXPERTS = ("tests/layers/moe/test_experts.py",)
-_STORED = ("tests/layers/stored/test_matrices.py",)
+_STORED = ("tests/layers/stored/test_matrices.py", "tests/layers/stored/test_stored.py")
 _EXPORT = ("tests/export/test_experts.py",)
 _RANKS = ("tests/distributed/expert_parallel/test_experts.py",)
 
