@@ -67,4 +67,7 @@ def check_saved(model, folder):
     model.save_pretrained(folder)
     found, expected = type(model).from_pretrained(folder, dtype=torch.bfloat16).state_dict(), model.state_dict()
     assert found.keys() == expected.keys()
-    assert_bitwise_equal([found[name] for name in expected], [x.cpu() for x in expected.values()])
+    # transformers loads a bias of some routers in float32.
+    assert_bitwise_equal(
+        [found[name].to(x.dtype) for name, x in expected.items()], [x.cpu() for x in expected.values()]
+    )

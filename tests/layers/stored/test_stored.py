@@ -48,7 +48,8 @@ def test_under_autocast(name, kind):
     model, plain = stored_and_plain(kind, name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = (results(each, each, kind.inputs(torch.float32)) for each in (model, plain))
-    assert ours[0].dtype == torch.bfloat16
+    # Experts give tokens back in the dtype that they came in.
+    assert ours[0].dtype == (torch.float32 if kind.has_experts else torch.bfloat16)
     assert_bitwise_equal(ours, theirs)
 
 

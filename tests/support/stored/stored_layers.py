@@ -8,8 +8,8 @@ from cases import normal
 from torch import nn
 
 import tritonfp8
-from tritonfp8 import Float8Experts
-from tritonfp8.layers.stored import StoredMatrices, StoredWeight
+from tritonfp8 import Float8Experts, recipes
+from tritonfp8.layers.stored import StoredMatrices, StoredWeight, recipe_of_storage
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 # Experts, features of a token, and inside of an expert: no multiples of the blocks.
@@ -59,6 +59,11 @@ class Experts:
 
     def first(self, model):
         return model, "gate_up_proj"
+
+
+def spec_of(recipe="rowwise"):
+    """How a weight is stored by a recipe."""
+    return recipe_of_storage(recipes.get(recipe)).output.rhs
 
 
 LINEARS, EXPERTS_KIND = Linears(), Experts()
