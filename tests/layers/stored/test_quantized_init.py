@@ -232,7 +232,7 @@ def test_what_a_model_keeps_in_float32_is_not_stored(device):
 def test_errors_name_what_is_wrong():
     for arguments, make, error, message in (
         (["rowwise"], lambda: nn.LayerNorm(3), ValueError, "no layer was made inside quantized_init"),
-        (["rowwise"], lambda: setattr(nn.Module(), "up", nn.Linear(3, 3, dtype=torch.float16)), ValueError,
+        (["rowwise"], lambda: setattr(nn.Module(), "up", nn.Linear(SIZE, SIZE, dtype=torch.float16)), ValueError,
          "up: its weight is torch.float16"),
         (["bf16"], Block, ValueError, "computes the output in high precision"),
         (["rowwise", ["*"]], Block, TypeError, "filter must be a function"),
