@@ -294,7 +294,7 @@ def test_checkpointing(reentrant):
     expected = run(separate(module), x)
     out = checkpoint(module, x, use_reentrant=reentrant)
     out.backward(normal(*out.shape, seed=7))
-    assert_bitwise_equal((x.grad, *(p.grad for p in module.parameters())), expected[1:])
+    assert_bitwise_equal([x.grad, *(p.grad for p in module.parameters())], expected[1:])
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from cases import normal
+from cases import normal, with_gradients
 
 from tritonfp8 import functional, recipes
 from tritonfp8.compat import hardware
@@ -42,9 +42,6 @@ class Layer(NamedTuple):
     def to(self, *args):
         return Layer(*(x.to(*args) for x in self))
 
-    def clone(self):
-        return Layer(*(x.clone() for x in self))
-
 
 def layer_of(n=WIDTHS[0][0], k=WIDTHS[0][1], tokens=TOKENS, groups=GROUPS, device="cpu", seed=0):
     """Normal values in bfloat16."""
@@ -58,7 +55,8 @@ def run(layer, offsets, recipe, needed=(True, True, True)):
     input, weight, bias = leaves
     out = functional.grouped_linear(input, weight, offsets, bias, recipe)
     wanted = [x for x in leaves if x.requires_grad]
-    return [out.detach(), *(torch.autograd.grad(out, wanted, layer.grad) if wanted else ())]
+    assert out.requires_grad == bool(wanted)
+    return with_gradients(out, wanted, layer.grad) if wanted else [out]
 
 
 def casts(of, layer, offsets, recipe):
