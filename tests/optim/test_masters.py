@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from trained_models import codes, counts_of_writes, data, plain_model, stored_model, train, values
 
 import tritonfp8
