@@ -267,25 +267,21 @@ def test_a_parametrized_weight_that_changes_inside_the_block_is_an_error():
         inside_a_block(module, lambda: torch.autocast("cpu", torch.bfloat16)(module)(x))
 
 
-def test_an_interrupt_while_the_block_opens_holds_nothing():
+def test_an_interrupt_while_the_block_opens_holds_nothing_and_an_error_inside_is_the_callers_own():
     class Interrupted(Float8Linear):
         def __setattr__(self, name, value):
             raise KeyboardInterrupt
 
-    module = layer()
-    module[2].__class__ = Interrupted
-    with pytest.raises(KeyboardInterrupt):
-        inside_a_block(module)
-    assert "cached_weight" not in module[0].__dict__
-    assert module[0].cached_weight is None
-
-
-def test_an_error_inside_the_block_is_the_callers_own():
     module, (x, *_) = layer(), inputs()
     with pytest.raises(KeyError, match="mine"):
         inside_a_block(module, lambda: module[0].weight.data.mul_(2), lambda: {}["mine"])
     assert module[0].cached_weight is None
     module(x)
+    module[2].__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        inside_a_block(module)
+    assert "cached_weight" not in module[0].__dict__
+    assert module[0].cached_weight is None
 
 
 def test_autocast():
@@ -311,21 +307,16 @@ def test_tied_weights_are_held_once():
         twin(inputs()[0])
 
 
-def test_a_copy_holds_nothing():
+def test_a_copy_and_a_state_dict_hold_nothing():
     module, (x, *_) = layer(), inputs()
+    keys = list(module.state_dict())
     with quantize_weights_once(module):
+        assert list(module.state_dict()) == keys
         twin, shallow = copy.deepcopy(module), copy.copy(module[0])
         assert twin[0].cached_weight is None
     for each in (twin[0], shallow):
         each.weight = nn.Parameter(module[0].weight.detach() * 2)
         assert_bitwise_equal(each(x), linear(x, each.weight, each.bias, "rowwise"))
-
-
-def test_state_dict_is_that_of_the_model():
-    module = layer()
-    keys = list(module.state_dict())
-    with quantize_weights_once(module):
-        assert list(module.state_dict()) == keys
     assert "cached_weight" not in module[0].__dict__
 
 
@@ -342,9 +333,7 @@ def test_what_else_cannot_be():
         inside_a_block(module, lambda: swap_recipe(module, "blockwise"), lambda: module(inputs()[0]))
     with pytest.raises(TypeError, match=r"weight of 0 must have data.*meta"):
         inside_a_block(module.to("meta"))
-
-
-def test_a_weight_of_another_recipe_is_refused():
+    # A weight of another recipe, or of another shape.
     x, weight = normal(5, 40), normal(24, 40)
     held = quantize_weight(weight, recipes.get("blockwise"))
     with pytest.raises(ValueError, match=r"weight as recipe 'rowwise' reads it.*got e4m3 128x128"):
