@@ -1,4 +1,4 @@
-"""A GEMM that a recipe keeps in high precision is that of the plain layer, to the bit."""
+"""A GEMM that a recipe keeps in high precision equals the GEMM of the plain layer, to the bit."""
 
 import copy
 

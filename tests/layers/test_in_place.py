@@ -50,7 +50,7 @@ def gemms(model, x):
 
 
 @pytest.fixture
-def alone(tmp_path):
+def one_rank(tmp_path):
     """A process group of this process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
@@ -59,7 +59,7 @@ def alone(tmp_path):
 
 class TestDerivedClasses:
     @pytest.mark.xdist_group("ranks")
-    def test_revert_of_sharded_modules(self, alone):
+    def test_revert_of_sharded_modules(self, one_rank):
         """torchtitan shards the last norm and the head as one."""
         model, plain, x = Model(), Model(), normal(5, 32)
         expected = plain(x)

@@ -1,4 +1,4 @@
-"""What a forward decided holds in its recompute, and the options of one thread are those of no other."""
+"""What a forward decided holds in its recompute, and no thread has the options of another."""
 
 import contextlib
 import gc

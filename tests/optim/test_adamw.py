@@ -45,7 +45,7 @@ def test_trained_weights_compute_as_a_plain_model_of_their_values(name, autocast
     assert all(type(p.grad) is torch.Tensor and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-# Moments have blocks of their own, whatever those of the weight are.
+# Moments have blocks of their own, whatever blocks the weight has.
 @pytest.mark.parametrize(("name", "moments"), covering.each(QUANTIZED, MOMENTS))
 def test_ten_and_ten_steps_are_twenty(name, moments):
     once = stored_model(name)

@@ -56,7 +56,7 @@ def step(model, loss, ids):
 
 
 def check_llama(model, backend, device):
-    """The compiled loss and its graphs, after two steps that are those of eager."""
+    """The compiled loss and its graphs, after two steps that equal the step of eager code."""
     ids = tokens(device=device)
     eager = step(model, loss_function(model), ids)
     loss, graphs = compiled(loss_function(model), backend)
@@ -273,7 +273,7 @@ def test_activation_checkpointing_inside_the_graph(name):
         found = with_gradients(call(x), [x])
     assert_bitwise_equal(found, with_gradients(model(x), [x]))
     assert graphs.frame_count == 1
-    # The output of the first layer a second time; that of the last is not needed again.
+    # The output of the first layer a second time; the output of the last is not needed again.
     assert counts.calls.total() == 7
 
 

@@ -67,7 +67,7 @@ OF_THE_MODEL = {"make_fx", "make_fx_fake", "pre_dispatch", "jit"}
 
 
 def gradients(run, x, grad, module):
-    """Output and gradients, those of parameters by name."""
+    """Output and gradients; parameters are sorted by name."""
     x = x.detach().requires_grad_()
     module.zero_grad()
     out = run(x)

@@ -261,7 +261,7 @@ def test_a_parametrized_weight_that_changes_inside_the_block_is_an_error():
         inside_a_block(module, lambda: original.detach().mul_(2), lambda: module(x))
     with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once.*: 2"):
         inside_a_block(module, lambda: original.data.mul_(2), lambda: module(x))
-    # Its codes are those of float32 here, and bf16 there.
+    # The codes of a float32 weight cannot serve a layer that computes in bf16.
     parametrizations.orthogonal(module[0])
     with pytest.raises(RuntimeError, match="computes in torch.bfloat16"):
         inside_a_block(module, lambda: torch.autocast("cpu", torch.bfloat16)(module)(x))

@@ -56,7 +56,7 @@ def test_tokens_in_its_dtype_are_not_copied(recipe, factors, parameters, copies,
 @each_recipe
 @each_factors
 def test_tokens_in_float32_are_cast_before_they_are_routed(recipe, factors, copies):
-    """All results have the bits of those from the cast tokens; what autocast is not asked for keeps its dtype."""
+    """The bits of the results of cast tokens; what autocast is not asked for keeps its dtype."""
     found = gradients(made(recipe, True, torch.float32), torch.float32, factors)
     assert not copies
     assert [x.dtype for x in found[:3]] == [torch.float32, torch.float32, factors]

@@ -1,4 +1,4 @@
-"""Experts that follow a recipe: our module and those of transformers, against a loop over experts."""
+"""Experts that follow a recipe: our module and the modules of transformers, against a loop over experts."""
 
 import copy
 import pickle
@@ -119,7 +119,7 @@ class TestTransformers:
         assert set(kinds) <= set(again.already)
         assert not torch.equal(model(ids).logits, plain)
         tritonfp8.swap_recipe(model, "bf16")
-        # In the order of our sums, not in that of transformers.
+        # Sums are added in another order than in transformers.
         torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-5)
         assert set(kinds) <= set(tritonfp8.revert(model))
         assert {name: type(each) for name, each in experts_of(model).items()} == kinds
@@ -290,7 +290,7 @@ class TestFloat8Experts:
         assert names.index("dots_of_rows") < names.index("quantize_groups_both")
         order = [name for name in names if hasattr(torch.ops.tritonfp8, name)]
         of_gradient = order.index(gradient)
-        # The gradient of the rows, then that of SwiGLU, then that of the second layer's weight, and the next casts.
+        # The gradient of the rows, the gradient of SwiGLU, the gradient of the second layer's weight, and the next casts.
         assert order[of_gradient - 1 : of_gradient + 3] == [
             "scaled_grouped_matmul", gradient, "scaled_grouped_matmul", "quantize_groups_both",
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``grouped_linear``: each group has the bits of ``linear`` on that group alone, forward and backward."""
+"""``grouped_linear``: each group has the bits of ``linear`` on only that group, forward and backward."""
 
 import pytest
 import routings

@@ -75,7 +75,7 @@ class TestQuantizeWeightsOnce:
             assert_bitwise_equal(experts(*args), expected)
 
     def test_parametrized_weights_are_computed_and_quantized_in_each_pass(self):
-        """As those of LoRA on the parameters of experts."""
+        """As LoRA computes the parameters of experts."""
 
         class Twice(nn.Module):
             def forward(self, x):

@@ -23,13 +23,13 @@ def test_the_bits_of_plain_experts(name, dtype, device):
 
 
 @each_recipe
-def test_codes_and_values_are_those_of_each_matrix_alone(name):
+def test_codes_and_values_are_those_of_each_matrix_single(name):
     weight, plain = stored(EXPERTS_KIND, name).gate_up_proj, EXPERTS_KIND.of_recipe(name).gate_up_proj.detach()
     for i, matrix in enumerate(plain):
-        alone = store(matrix, weight.spec)
-        assert_bitwise_equal([weight._qdata[i]], [alone._qdata])
-        assert torch.equal(weight._scale[i].float(), alone._scale.float())
-        assert_bitwise_equal([weight.dequantize()[i]], [alone.dequantize()])
+        single = store(matrix, weight.spec)
+        assert_bitwise_equal([weight._qdata[i]], [single._qdata])
+        assert torch.equal(weight._scale[i].float(), single._scale.float())
+        assert_bitwise_equal([weight.dequantize()[i]], [single.dequantize()])
     again = StoredMatrices.of(weight.dequantize(), weight.spec)
     assert_bitwise_equal([again.dequantize()], [weight.dequantize()])
 

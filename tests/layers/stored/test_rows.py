@@ -68,7 +68,7 @@ def test_columns_have_their_values_and_equally_many_exponents(spec, parts):
 
 @each_spec
 def test_zeros_before_a_part_move_its_blocks(spec):
-    # A part that begins 73 rows and 40 columns inside the weight; blocks are those of the weight.
+    # A part that begins 73 rows and 40 columns inside the weight; its blocks are the blocks of the weight.
     whole = weight(spec)
     part = whole.as_shard()[73:, 40:]
     above, left = (0 if block == -1 else at % block for at, block in zip((73, 40), spec.block, strict=True))

@@ -50,7 +50,7 @@ def layer_of(n=WIDTHS[0][0], k=WIDTHS[0][1], tokens=TOKENS, groups=GROUPS, devic
 
 
 def run(layer, offsets, recipe, needed=(True, True, True)):
-    """The output, and the gradients of those of input, weight and bias that are needed."""
+    """The output, and the gradients that are needed of input, weight and bias."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(layer[:3], needed, strict=True)]
     input, weight, bias = leaves
     out = functional.grouped_linear(input, weight, offsets, bias, recipe)
@@ -152,7 +152,7 @@ def peak_bytes(recipe, tokens, groups, n, k):
 def captured(step, device):
     """``(results, replay)``: the tensors that ``step`` returns, and what computes them again in the same memory.
 
-    On a GPU the replay is that of a CUDA graph, on a CPU a call.
+    On a GPU the replay is the replay of a CUDA graph, on a CPU a call.
     """
     if device == "cpu":
         results = step()

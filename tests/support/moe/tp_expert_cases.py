@@ -15,7 +15,7 @@ import tritonfp8
 from tritonfp8.distributed import shard_experts
 
 LENGTH, STEPS, TP = 8, 3, 2
-# They read the tokens, or the heads, of their rank alone.
+# They read only the tokens, or the heads, of their rank.
 OF_PARTS = ("layernorm", "q_norm", "k_norm", "mlp.gate")
 
 

@@ -213,7 +213,7 @@ def traffic(mesh, recipe):
     """Bytes that a step gathers, with weights in 8 bits over those in bf16."""
     found = []
     for make in (stored_model, lambda recipe: plain_model()):
-        # The large weights alone: nothing else is halved.
+        # Only the large weights: nothing else is halved.
         model = nn.Sequential(*(layer for block in make(recipe) for layer in (block.up, block.down)))
         for layer in model:
             layer.bias = None

@@ -70,35 +70,35 @@ def full(state):
 
 
 def trains(mesh, recipe, experts=8, family="qwen3_moe", copies=None, **options):
-    """Every rank has the same tokens, so losses and weights are those of one process."""
+    """Every rank has the same tokens, so losses and weights equal the losses and weights of one process."""
     sizes = {} if family != "qwen3_moe" else {"num_experts": experts}
-    alone, model = (mixture(family, recipe, **sizes) for _ in range(2))
+    single, model = (mixture(family, recipe, **sizes) for _ in range(2))
     if copies is not None:
         mesh = hybrid_mesh(mesh, copies)
     model = sharded(model, mesh, **options)
     parts = [p._local_tensor for each in mixtures.experts_of(model).values() for p in each.parameters()]
     assert {type(x) for x in parts} - {torch.Tensor} == {MatricesShard}
     assert not any(x.requires_grad for x in parts if type(x) is MatricesShard)
-    (expected, _), (found, seen) = steps(alone), steps(model)
+    (expected, _), (found, seen) = steps(single), steps(model)
     assert_equal({"losses": found}, {"losses": expected})
     assert MatricesShard in seen
-    assert_equal(full(model.state_dict()), alone.state_dict())
+    assert_equal(full(model.state_dict()), single.state_dict())
     return [x.shape[0] for x in parts if type(x) is MatricesShard]
 
 
 def computes_in_bfloat16(mesh, recipe):
     """Weights that count as float32 serve a policy of bfloat16."""
-    alone = mixture(recipe=recipe).bfloat16()
+    single = mixture(recipe=recipe).bfloat16()
     # A policy leaves buffers in float32.
-    alone.model.rotary_emb = mixture().model.rotary_emb
+    single.model.rotary_emb = mixture().model.rotary_emb
     model = sharded(mixture(recipe=recipe), mesh, param_dtype=torch.bfloat16)
     with torch.no_grad():
-        assert_equal({"logits": model(input_ids=IDS).logits}, {"logits": alone(input_ids=IDS).logits})
+        assert_equal({"logits": model(input_ids=IDS).logits}, {"logits": single(input_ids=IDS).logits})
     return model(input_ids=IDS).logits.dtype
 
 
 def expert_parallel(mesh, recipe, experts=8, fsdp=False):
-    """Each rank has tokens of its own: the bits of plain experts of the same values, sharded likewise."""
+    """Each rank has tokens of its own: the bits of plain experts of the same values, sharded in the same way."""
     stored, plain = mixture(recipe=recipe, num_experts=experts), mixture(num_experts=experts)
     plain.load_state_dict(stored.state_dict())
     for (name, ours), (_, theirs) in zip(stored.named_parameters(), plain.named_parameters(), strict=True):
@@ -126,10 +126,10 @@ def expert_parallel(mesh, recipe, experts=8, fsdp=False):
 def data_parallel(mesh, recipe):
     """DistributedDataParallel gives all ranks the weights of rank 0."""
     rank = torch.distributed.get_rank()
-    alone, model = mixture(recipe=recipe, seed=5), mixture(recipe=recipe, seed=5 + rank)
+    single, model = mixture(recipe=recipe, seed=5), mixture(recipe=recipe, seed=5 + rank)
     model = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
-    assert_equal(model.module.state_dict(), alone.state_dict())
-    (losses, seen), (expected, _) = steps(model.module), steps(alone)
+    assert_equal(model.module.state_dict(), single.state_dict())
+    (losses, seen), (expected, _) = steps(model.module), steps(single)
     assert MatricesShard not in seen
     assert_equal({"losses": losses}, {"losses": expected})
     return True
