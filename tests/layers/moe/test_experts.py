@@ -290,7 +290,7 @@ class TestFloat8Experts:
         assert names.index("dots_of_rows") < names.index("quantize_groups_both")
         order = [name for name in names if hasattr(torch.ops.tritonfp8, name)]
         of_gradient = order.index(gradient)
-        # The gradient of the rows, the gradient of SwiGLU, the gradient of the second layer's weight, and the next casts.
+        # Gradients of the rows, of SwiGLU and of the second layer's weight, and then the next casts.
         assert order[of_gradient - 1 : of_gradient + 3] == [
             "scaled_grouped_matmul", gradient, "scaled_grouped_matmul", "quantize_groups_both",
         ]  # fmt: skip
