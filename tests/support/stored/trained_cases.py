@@ -34,7 +34,7 @@ def optimizer_of(model, moments="bf16", **options):
 
 
 def laid_out(mesh, layout, model):
-    """The model on this mesh. All ranks see the same data, so the mean of their gradients is the gradient of one rank."""
+    """The model on this mesh. All ranks see the same data: the mean of their gradients is the gradient of one rank."""
     size = mesh.size()
     if layout == "ddp":
         return DistributedDataParallel(model, process_group=mesh.get_group())
