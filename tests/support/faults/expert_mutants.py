@@ -1,7 +1,7 @@
 """The faults about experts, as arguments of ``Mutant``."""
 
 _GROUPED = ("tests/reference/test_grouped.py",)
-_LINEAR = ("tests/layers/moe/test_grouped_linear.py", "tests/layers/moe/gpu/test_grouped_linear.py")
+_LINEAR = ("tests/layers/moe/test_grouped_linear.py",)
 _EXPERTS = ("tests/layers/moe/test_experts.py",)
 _STORED = ("tests/layers/stored/test_matrices.py", "tests/layers/stored/test_stored.py")
 _EXPORT = ("tests/export/test_experts.py",)

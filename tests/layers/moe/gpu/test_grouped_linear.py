@@ -115,6 +115,7 @@ def test_other_groups_change_no_cast(device, recipe):
             assert_bitwise_equal(*parts)
 
 
+@pytest.mark.in_turn(1)
 @poisoned
 @cpu_and_cuda
 @each_recipe
@@ -192,6 +193,7 @@ def test_a_layer_clamps_hostile_offsets(device, recipe, hostile):
     assert_bitwise_equal(run(layer, offsets.to(device), recipe), run(layer, clamped.to(device), recipe))
 
 
+@pytest.mark.in_turn(1)
 @cpu_and_cuda
 @each_recipe
 def test_any_subset_of_gradients(device, recipe):
