@@ -1,5 +1,7 @@
 """Codes without their scales are no values: each way into the weight of a converted layer refuses them."""
 
+import itertools
+
 import accelerate
 import pytest
 import safetensors.torch
@@ -23,7 +25,7 @@ LOAD = r"tritonfp8\.export\.load"
 
 
 def layer_of(kind, mode):
-    """A converted layer in a model, and the name of its weight."""
+    """A model, the name of a weight, the converted layer that has it, and its name there."""
     torch.manual_seed(0)
     if kind == "experts":
         model = model_of("qwen3_moe", torch.bfloat16)
@@ -40,33 +42,25 @@ def codes_of(shape, dtype):
     return torch.full(shape, 64.0).to(dtype)
 
 
+def codes_and_scale(name, shape):
+    return {name: codes_of(shape, torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+
+
 def values_of(model):
     return [x.clone() for x in model.state_dict().values()]
 
 
 @each_storage
 @each_kind
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict(kind, mode, assign):
+def test_load_state_dict(kind, mode):
     model, name, layer, key = layer_of(kind, mode)
-    before = values_of(model)
-    for dtype in DTYPES:
-        state = {name: codes_of(getattr(layer, key).shape, dtype)}
+    before, shape = values_of(model), getattr(layer, key).shape
+    for dtype, assign in itertools.product(DTYPES, (False, True)):
         with pytest.raises(ValueError, match=f"{name} must have values.*{dtype}.*{LOAD}"):
-            model.load_state_dict(state, strict=False, assign=assign)
-    assert_bitwise_equal(values_of(model), before)
-
-
-@each_storage
-@each_kind
-@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale", "_scale_2"])
-def test_a_scale_beside_values_of_any_dtype(kind, mode, suffix):
+            model.load_state_dict({name: codes_of(shape, dtype)}, strict=False, assign=assign)
     # Code that casts a state_dict to bfloat16 leaves the scale beside it.
-    model, name, layer, key = layer_of(kind, mode)
-    shape = getattr(layer, key).shape
-    state = {name: torch.full(shape, 64.0, dtype=torch.bfloat16), f"{name}{suffix}": torch.ones(1)}
-    before = values_of(model)
-    for strict in (True, False):
+    for suffix, strict in itertools.product(("_scale_inv", "_scale", "_scale_2"), (True, False)):
+        state = {name: torch.full(shape, 64.0, dtype=torch.bfloat16), f"{name}{suffix}": torch.ones(1)}
         with pytest.raises(ValueError, match=f"{name}{suffix} is a scale.*{LOAD}"):
             model.load_state_dict(state, strict=strict)
     assert_bitwise_equal(values_of(model), before)
@@ -91,13 +85,23 @@ def test_other_names_load_as_before():
     assert model.load_state_dict({"1.weight_scale": torch.ones(1)}, strict=False).unexpected_keys == ["1.weight_scale"]
 
 
+LOADERS = {
+    "safetensors": lambda model, state, path: safetensors.torch.load_model(model, path, strict=False),
+    "accelerate": lambda model, state, path: accelerate.load_checkpoint_in_model(model, str(path)),
+    "a distributed state_dict": lambda model, state, path: set_model_state_dict(
+        model, state, options=StateDictOptions(strict=False)
+    ),
+}
+
+
 @each_storage
-def test_safetensors_load_model(mode, tmp_path):
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loaders_of_others(loader, mode, tmp_path):
     model, name, layer, _ = layer_of("linear", mode)
-    state = {name: codes_of(layer.weight.shape, torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    state, path = codes_and_scale(name, layer.weight.shape), tmp_path / "model.safetensors"
+    safetensors.torch.save_file(state, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=LOAD):
-        safetensors.torch.load_model(model, tmp_path / "model.safetensors", strict=False)
+        LOADERS[loader](model, state, path)
 
 
 @each_dtype
@@ -136,29 +140,23 @@ def test_writes_to_a_stored_weight(kind, dtype):
     assert_bitwise_equal([weight.dequantize()], [before])
 
 
-def test_a_write_to_several_trained_weights():
+def test_writes_to_a_trained_weight():
     layer = nn.Linear(64, 32, bias=False)
     tritonfp8.convert(layer, "rowwise", weight_storage="quantized")
     before = layer.weight.dequantize()
     with torch.no_grad(), pytest.raises(ValueError, match=f"must have values.*{LOAD}"):
         torch._foreach_copy_([layer.weight], [codes_of((32, 64), torch.float8_e4m3fn)])
     assert_bitwise_equal([layer.weight.dequantize()], [before])
+    # A mask of bytes multiplies.
+    with torch.no_grad():
+        layer.weight.mul_(torch.zeros(32, 64, dtype=torch.uint8))
+    assert not layer.weight.dequantize().any()
 
 
 @each_dtype
 def test_codes_are_not_stored_as_values(dtype):
-    spec = QuantSpec(block=(1, -1), scale_rounding="pow2")
     with pytest.raises(ValueError, match=f"must have values.*{LOAD}"):
-        stored.store(codes_of((32, 64), dtype), spec)
-
-
-def test_a_mask_of_bytes_multiplies():
-    layer = nn.Linear(64, 32, bias=False)
-    tritonfp8.convert(layer, "rowwise", weight_storage="quantized")
-    mask = torch.zeros(32, 64, dtype=torch.uint8)
-    with torch.no_grad():
-        layer.weight.mul_(mask)
-    assert not layer.weight.dequantize().any()
+        stored.store(codes_of((32, 64), dtype), QuantSpec(block=(1, -1), scale_rounding="pow2"))
 
 
 @each_dtype
@@ -181,20 +179,3 @@ def test_layers_that_another_program_keeps_in_8_bits_are_not_converted():
     assert list(report.converted) == ["1"]
     assert "keeps its weight in 8 bits" in report.skipped["0"]
     assert "tritonfp8.export.load" in report.skipped["0"]
-
-
-@each_storage
-def test_accelerate_load_checkpoint_in_model(mode, tmp_path):
-    model, name, layer, _ = layer_of("linear", mode)
-    state = {name: codes_of(layer.weight.shape, torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=LOAD):
-        accelerate.load_checkpoint_in_model(model, str(tmp_path / "model.safetensors"))
-
-
-@each_storage
-def test_a_distributed_state_dict(mode):
-    model, name, layer, _ = layer_of("linear", mode)
-    state = {name: codes_of(layer.weight.shape, torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
-    with pytest.raises(ValueError, match=LOAD):
-        set_model_state_dict(model, state, options=StateDictOptions(strict=False))

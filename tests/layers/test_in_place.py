@@ -50,7 +50,7 @@ def gemms(model, x):
 
 
 @pytest.fixture
-def alone(tmp_path):
+def one_rank(tmp_path):
     """A process group of this process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
@@ -59,7 +59,7 @@ def alone(tmp_path):
 
 class TestDerivedClasses:
     @pytest.mark.xdist_group("ranks")
-    def test_revert_of_sharded_modules(self, alone):
+    def test_revert_of_sharded_modules(self, one_rank):
         """torchtitan shards the last norm and the head as one."""
         model, plain, x = Model(), Model(), normal(5, 32)
         expected = plain(x)
@@ -67,10 +67,10 @@ class TestDerivedClasses:
         fully_shard([model.norm, model.last])
         fully_shard(model)
         assert revert(model) == ["first", "last"]
+        assert type(model.last).__name__ == "FSDPLinear"
         assert isinstance(model.last, FSDPModule)
         assert isinstance(model.last, nn.Linear)
         assert not isinstance(model.last, Float8Linear)
-        assert type(model.last).__name__ == "FSDPLinear"
         assert gemms(model, x) == 0
         assert_bitwise_equal(model(x).detach(), expected.detach())
         model(x).sum().backward()
@@ -127,38 +127,29 @@ class TestDerivedClasses:
         assert state(model) == before
 
 
-def hooked(model):
-    add_hook_to_module(model.last, ModelHook())
+def hooked(model, **options):
+    add_hook_to_module(model.last, ModelHook(), **options)
 
 
-def hooked_once(model):
-    hooked(model)
-    remove_hook_from_submodules(model)
-
-
-def hooked_twice(model):
-    hooked(model)
-    add_hook_to_module(model.last, ModelHook(), append=True)
-
-
-def offloaded(model):
-    accelerate.cpu_offload(model, execution_device="cpu")
-
-
-def dispatched(model):
-    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+HOOKS = {
+    "hooked": hooked,
+    "hooked_once": lambda model: (hooked(model), remove_hook_from_submodules(model)),
+    "hooked_twice": lambda model: (hooked(model), hooked(model, append=True)),
+    "offloaded": lambda model: accelerate.cpu_offload(model, execution_device="cpu"),
+    "dispatched": lambda model: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
+}
 
 
 class TestForwardsOnTheInstance:
     @each_recipe
     @pytest.mark.parametrize("first", [True, False])
-    @pytest.mark.parametrize("change", [hooked, hooked_once, hooked_twice, offloaded, dispatched])
+    @pytest.mark.parametrize("change", HOOKS)
     def test_hooks_of_accelerate(self, change, first, recipe):
         """They keep the forward that the layer had."""
         plain, model, x = Model(), Model(), normal(5, 32)
         expected = plain(x)
         convert(plain, recipe)
-        steps = [change, lambda model: convert(model, recipe)]
+        steps = [HOOKS[change], lambda model: convert(model, recipe)]
         for step in steps if first else reversed(steps):
             step(model)
         assert gemms(model, x) == 2
@@ -189,29 +180,31 @@ class Stop(BaseException):
     """Not an Exception: as KeyboardInterrupt."""
 
 
+def stop(*args):
+    raise Stop
+
+
+def stopped(function, model, *args):
+    """The function ends by Stop, and leaves the model as it was."""
+    before = state(model)
+    with pytest.raises(Stop):
+        function(model, *args)
+    assert state(model) == before
+
+
 class TestAllOrNothing:
     def test_an_interrupt_in_the_middle(self, monkeypatch):
-        model = Model()
+        model, module = Model(), sys.modules["tritonfp8.conversion.model"]
         hooked(model)
         before = state(model)
         convert(model, "rowwise")
-        converted = state(model)
-
-        def stop(*args):
-            raise Stop
-
-        monkeypatch.setattr(sys.modules["tritonfp8.conversion.model"], "unshare_inputs", stop)
-        with pytest.raises(Stop):
-            revert(model)
-        assert state(model) == converted
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "unshare_inputs", stop)
+            stopped(revert, model)
         revert(model)
         assert state(model).keys() == before.keys()
-        monkeypatch.setattr(sys.modules["tritonfp8.conversion.model"], "share_inputs", stop)
-        before = state(model)
-        with pytest.raises(Stop):
-            convert(model, "rowwise")
-        assert state(model) == before
+        monkeypatch.setattr(module, "share_inputs", stop)
+        stopped(convert, model, "rowwise")
 
     def test_a_setter_that_raises(self, monkeypatch):
         model = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 32))
@@ -222,15 +215,9 @@ class TestAllOrNothing:
             nn.Module.__setattr__(self, name, value)
 
         monkeypatch.setattr(Float8Linear, "__setattr__", swap, raising=False)
-        before = state(model)
-        with pytest.raises(Stop):
-            convert(model, "mxfp8")
-        assert state(model) == before
+        stopped(convert, model, "mxfp8")
         convert(model, "rowwise")
-        before = state(model)
-        with pytest.raises(Stop):
-            swap_recipe(model, "mxfp8")
-        assert state(model) == before
+        stopped(swap_recipe, model, "mxfp8")
 
     def test_what_others_prepared(self):
         """All of it is released before anything changes, and taken back if one cannot be."""
@@ -240,15 +227,9 @@ class TestAllOrNothing:
             log.append("release")
             return lambda: log.append("undo")
 
-        def fail(layer):
-            raise Stop
-
         convert(model, "rowwise")
-        model.first.on_revert, model.last.on_revert = release, fail
-        before = state(model)
-        with pytest.raises(Stop):
-            revert(model)
-        assert state(model) == before
+        model.first.on_revert, model.last.on_revert = release, stop
+        stopped(revert, model)
         assert log == ["release", "undo"]
         model.last.on_revert = release
         revert(model)
@@ -256,15 +237,11 @@ class TestAllOrNothing:
         assert "on_revert" not in model.last.__dict__
 
     def test_modules_get_all_back(self):
-        model = Model()
-        before = state(model)
+        def change(model):
+            with all_or_nothing(model):
+                model.last.__class__ = Float8Linear
+                model.norm.extra = 1
+                del model.first.in_features
+                raise Stop
 
-        def change():
-            model.last.__class__ = Float8Linear
-            model.norm.extra = 1
-            del model.first.in_features
-            raise Stop
-
-        with pytest.raises(Stop), all_or_nothing(model):
-            change()
-        assert state(model) == before
+        stopped(change, Model())

@@ -1,5 +1,6 @@
-"""What a forward decided holds in its recompute, and the options of one thread are those of no other."""
+"""What a forward decided holds in its recompute, and no thread has the options of another."""
 
+import contextlib
 import gc
 import threading
 
@@ -52,12 +53,11 @@ def test_a_recompute_has_the_options_of_its_forward(kind, calls, other):
     with scales("local"), token_counts([1, 2]):
         out = run(kind, module, x)
     assert current() == Options()
-    if other is None:
+    # Backward has blocks of its own around it, or none.
+    around = (scales(other), token_counts([3])) if other else (contextlib.nullcontext(),) * 2
+    with around[0], around[1]:
         out.sum().backward()
-    else:
-        with scales(other), token_counts([3]):
-            out.sum().backward()
-            assert current() == Options("global", (3,))
+        assert current() == (Options("global", (3,)) if other else Options())
     assert module.options == [Options("local", (1, 2))] * calls
     assert current() == Options()
 
@@ -109,43 +109,31 @@ def test_blocks_may_end_in_another_order_than_they_began_in():
     for block in blocks:
         block.__enter__()
     assert current() == Options("global", (1,))
-    blocks[0].__exit__(None, None, None)
-    assert current() == Options("global", (1,))
-    blocks[2].__exit__(None, None, None)
-    assert current() == Options("global", (1,))
-    blocks[1].__exit__(None, None, None)
-    assert current() == Options()
+    for i, left in ((0, Options("global", (1,))), (2, Options("global", (1,))), (1, Options())):
+        blocks[i].__exit__(None, None, None)
+        assert current() == left
 
 
 def test_a_block_that_ends_on_another_thread_says_so():
-    block, raised = scales("local"), []
-
-    def leave():
-        try:
-            block.__exit__(None, None, None)
-        except RuntimeError as error:
-            raised.append(str(error))
-
+    block = scales("local")
     thread = threading.Thread(target=lambda: (block.__enter__(), options._thread.set(())))
     thread.start()
     thread.join()
-    leave()
-    assert "ends on another thread than it began on" in raised[0]
+    with pytest.raises(RuntimeError, match="ends on another thread than it began on"):
+        block.__exit__(None, None, None)
     assert current() == Options()
 
 
-@pytest.mark.parametrize(
-    ("counts", "error"),
-    [([-1], ValueError), ("ab", TypeError), (3, TypeError), ([1.5], TypeError), ([None], TypeError), (None, TypeError)],
-)
-def test_token_counts_are_checked(counts, error):
-    with pytest.raises(error, match="token counts"), token_counts(counts):
-        pass
+WRONG = [
+    (token_counts, [-1], ValueError, "token counts"),
+    *((token_counts, value, TypeError, "token counts") for value in ("ab", 3, [1.5], [None], None)),
+    *((scales, value, ValueError, "scales must be one of 'global', 'local'") for value in ("rank", None, 3, ["local"])),
+]
 
 
-@pytest.mark.parametrize("mode", ["rank", None, 3, ["local"]])
-def test_modes_of_scales_are_checked(mode):
-    with pytest.raises(ValueError, match="scales must be one of 'global', 'local'"), scales(mode):
+@pytest.mark.parametrize(("block", "value", "error", "message"), WRONG)
+def test_values_of_blocks_are_checked(block, value, error, message):
+    with pytest.raises(error, match=message), block(value):
         pass
 
 
@@ -179,18 +167,13 @@ def residual():
     return model
 
 
-def compiled():
-    model = residual()
-    for layer in (model[0], model[2]):
-        layer.compile(backend="aot_eager")
-    return model
-
-
-@pytest.mark.parametrize("make", [residual, compiled])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
-def test_a_recompute_follows_the_recipe_of_its_forward(make, kind):
+def test_a_recompute_follows_the_recipe_of_its_forward(compiled, kind):
     def gradients(swap):
-        model, x = make(), normal(33, 64).requires_grad_()
+        model, x = residual(), normal(33, 64).requires_grad_()
+        for layer in (model[0], model[2]) if compiled else ():
+            layer.compile(backend="aot_eager")
         out = run(kind, model, x)
         if swap:
             swap_recipe(model, "tensorwise")

@@ -43,6 +43,11 @@ def stacked(results):
     return [torch.stack(column) for column in zip(*results, strict=True)]
 
 
+def summed(model):
+    """The loss of an input, for gradients of the input."""
+    return lambda x: model(x).square().sum()
+
+
 @each_recipe
 def test_grad_is_that_of_autograd(name):
     model, weights = model_of(name)
@@ -151,30 +156,18 @@ def test_weights_that_are_quantized_once(name):
     x = samples()
     expected = stacked([by_autograd(model, sample) for sample in x])[-1]
     with tritonfp8.quantize_weights_once(model):
-        found = vmap(grad(lambda x: model(x).square().sum()))(x)
+        found = vmap(grad(summed(model)))(x)
     assert_bitwise_equal(found, expected)
 
 
-def change_inside_the_block(model):
-    with tritonfp8.quantize_weights_once(model):
-        with torch.no_grad():
-            model[0].weight.mul_(2)
-        grad(lambda x: model(x).square().sum())(samples()[1])
-
-
-def test_a_weight_that_changes_while_it_is_cached_is_an_error_in_a_transform_too():
+def test_a_cached_weight_that_changes_or_is_parametrized_is_an_error_in_a_transform_too():
     model, _ = model_of("rowwise")
-    with pytest.raises(RuntimeError, match="a weight was changed inside quantize_weights_once"):
-        change_inside_the_block(model)
-
-
-def test_a_parametrized_weight_that_is_cached_is_an_error_in_a_transform():
-    model, _ = model_of("rowwise")
+    words = "a weight was changed inside quantize_weights_once"
+    with pytest.raises(RuntimeError, match=words), tritonfp8.quantize_weights_once(model):
+        (model[0].weight.detach().mul_(2), grad(summed(model))(samples()[1]))
     nn.utils.parametrizations.weight_norm(model[0])
-    with (
-        tritonfp8.quantize_weights_once(model),
-        pytest.raises(RuntimeError, match="got a parametrized weight.*Leave out quantize_weights_once"),
-    ):
+    words = "got a parametrized weight.*Leave out quantize_weights_once"
+    with tritonfp8.quantize_weights_once(model), pytest.raises(RuntimeError, match=words):
         vmap(model)(samples())
 
 
@@ -226,43 +219,29 @@ def test_forward_mode_of_autograd_is_an_error_only_with_a_tangent():
             model(forward_ad.make_dual(x, x))
 
 
-def test_second_derivatives_are_an_error():
+def test_second_derivatives_and_a_batch_without_samples_are_errors():
     model, _ = model_of("rowwise")
-    inner = grad(lambda x: model(x).square().sum())
+    inner = grad(summed(model))
     for transform in (grad(lambda x: inner(x).sum()), jacfwd(inner)):
         with pytest.raises(RuntimeError, match=r"no second derivative|no forward-mode derivative"):
             transform(samples()[1])
-
-
-def test_a_batch_without_samples_is_an_error():
-    model, _ = model_of("rowwise")
     with pytest.raises(ValueError, match=r"needs one sample or more; got a batch dim of size 0"):
         vmap(model)(samples()[:0])
 
 
-class TestCompiled:
-    def setup_method(self):
-        torch._dynamo.reset()
-
-    def test_vmap_is_one_graph(self):
-        model, _ = model_of("rowwise")
-        compiled = torch.compile(vmap(model), backend="aot_eager", fullgraph=True)
-        assert_bitwise_equal(compiled(samples()), vmap(model)(samples()))
-
-    def test_grad_leaves_the_graph_to_the_same_bits(self):
-        model, weights = model_of("rowwise")
-        run = grad(loss_of(model))
-        compiled = torch.compile(run, backend="aot_eager")
-        x = samples()[1]
-        assert_bitwise_equal(list(compiled(weights, x).values()), list(run(weights, x).values()))
-
-    def test_grad_as_one_graph_is_an_error(self):
-        model, weights = model_of("rowwise")
-        compiled = torch.compile(grad(loss_of(model)), backend="aot_eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
-            compiled(weights, samples()[1])
-        causes, cause = [], caught.value
-        while cause is not None:
-            causes.append(str(cause))
-            cause = cause.__cause__
-        assert any("Compile without fullgraph=True" in text for text in causes)
+def test_compiled():
+    """vmap is one graph; grad leaves the graph to the same bits, and as one graph it is an error."""
+    torch._dynamo.reset()
+    (model, weights), x = model_of("rowwise"), samples()
+    compiled = torch.compile(vmap(model), backend="aot_eager", fullgraph=True)
+    assert_bitwise_equal(compiled(x), vmap(model)(x))
+    run, x = grad(loss_of(model)), x[1]
+    assert_bitwise_equal(torch.compile(run, backend="aot_eager")(weights, x), run(weights, x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(run, backend="aot_eager", fullgraph=True)(weights, x)
+    causes, cause = [], caught.value
+    while cause is not None:
+        causes.append(str(cause))
+        cause = cause.__cause__
+    assert any("Compile without fullgraph=True" in text for text in causes)

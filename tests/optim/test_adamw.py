@@ -2,23 +2,22 @@
 
 import copy
 import importlib
-import io
 
 import covering
 import pytest
 import torch
-from cases import cpu_and_cuda
+from cases import QUANTIZED, cpu_and_cuda
+from stored_layers import reloaded
 from torch import nn
 from trained_models import codes, data, plain_model, stored_model, train, values
 from transformers.pytorch_utils import Conv1D
 
 import tritonfp8
-from tritonfp8 import VerificationError, recipes
+from tritonfp8 import VerificationError
 from tritonfp8.layers.stored import stored_part
 from tritonfp8.optim import AdamW, with_masters
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
 MOMENTS = ("fp32", "bf16", "fp8")
 each_recipe = pytest.mark.parametrize("name", QUANTIZED)
 each_kind = pytest.mark.parametrize("moments", MOMENTS)
@@ -46,9 +45,9 @@ def test_trained_weights_compute_as_a_plain_model_of_their_values(name, autocast
     assert all(type(p.grad) is torch.Tensor and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-# Moments have blocks of their own, whatever those of the weight are.
+# Moments have blocks of their own, whatever blocks the weight has.
 @pytest.mark.parametrize(("name", "moments"), covering.each(QUANTIZED, MOMENTS))
-def test_ten_and_ten_steps_are_twenty(name, moments, tmp_path):
+def test_ten_and_ten_steps_are_twenty(name, moments):
     once = stored_model(name)
     before, start = codes(once), values(once)
     optimizer = AdamW(once.parameters(), lr=1e-3, moments=moments, seed=3)
@@ -57,10 +56,9 @@ def test_ten_and_ten_steps_are_twenty(name, moments, tmp_path):
         assert (old != new).float().mean() > 0.2, x.shape
     model = stored_model(name)
     first = train(model, optimizer := AdamW(model.parameters(), lr=1e-3, moments=moments, seed=3), 10)
-    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
+    states = reloaded([model.state_dict(), optimizer.state_dict()], weights_only=True)
     again = stored_model(name)
     optimizer = AdamW(again.parameters(), lr=1e-3, moments=moments, seed=3)
-    states = torch.load(tmp_path / "state.pt", weights_only=True)
     again.load_state_dict(states[0])
     optimizer.load_state_dict(states[1])
     assert_bitwise_equal(first + train(again, optimizer, 10), losses)
@@ -69,29 +67,29 @@ def test_ten_and_ten_steps_are_twenty(name, moments, tmp_path):
     assert_bitwise_equal(codes(again), codes(once))
 
 
-def small_steps(rounding):
-    model = stored_model("rowwise")
-    before = values(model)
-    optimizer = AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, rounding=rounding)
-    losses = train(model, optimizer, 30)
-    moved = [(values(model)[name] - x).ne(0).float().mean().item() for name, x in before.items() if "weight" in name]
-    return losses, moved
-
-
 def test_rounding_to_nearest_stalls():
-    _, stochastic = small_steps("stochastic")
-    _, nearest = small_steps("nearest")
-    assert min(stochastic) > 0.02
-    assert max(nearest) < 0.01
+    moved = {}
+    for rounding in ("stochastic", "nearest"):
+        model = stored_model("rowwise")
+        before = values(model)
+        train(model, AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, rounding=rounding), 30)
+        moved[rounding] = [(values(model)[n] - x).ne(0).float().mean() for n, x in before.items() if "weight" in n]
+    assert min(moved["stochastic"]) > 0.02
+    assert max(moved["nearest"]) < 0.01
+
+
+def stored_layer(k, *values):
+    """A layer of 256 rows, whose weight starts with these values; the last one is repeated."""
+    layer = nn.Linear(k, 256, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([*values, *[values[-1]] * (k - len(values))]).expand(256, k))
+    tritonfp8.convert(layer, "rowwise", weight_storage="quantized")
+    return layer
 
 
 def test_expected_change_is_that_of_high_precision():
     # Many elements with the same value and gradient: on average they move as one in high precision does.
-    layer = nn.Linear(512, 256, bias=False)
-    with torch.no_grad():
-        layer.weight.fill_(0.11)
-        layer.weight[:, 0] = 0.3
-    tritonfp8.convert(layer, "rowwise", weight_storage="quantized")
+    layer = stored_layer(512, 0.3, 0.11)
     start = layer.weight.dequantize()[0, 1].item()
     optimizer = AdamW([layer.weight], lr=1e-4, weight_decay=0.0)
     for _ in range(10):
@@ -128,7 +126,6 @@ def test_state_dict_to_torch_and_back(moments, conv):
     make = (lambda: nn.Sequential(Conv1D(136, 200))) if conv else plain_model
 
     def stored():
-        torch.manual_seed(0)
         model = make()
         tritonfp8.convert(model, "rowwise", weight_storage="quantized")
         return model
@@ -178,8 +175,7 @@ def test_moments_are_those_of_torch():
 
 @pytest.mark.parametrize(("moments", "size"), [("fp32", 8), ("bf16", 4), ("fp8", 2.02)])
 def test_bytes_of_the_state(moments, size):
-    layer = nn.Linear(1024, 256, bias=False)
-    tritonfp8.convert(layer, "rowwise", weight_storage="quantized")
+    layer = stored_layer(1024, 0.11)
     optimizer = AdamW(layer.parameters(), moments=moments)
     layer.weight.grad = torch.ones(256, 1024)
     optimizer.step()
@@ -215,10 +211,7 @@ def test_seeds_differ_and_copies_do_not():
         found.append(codes(model)[0])
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-    file = io.BytesIO()
-    torch.save((model, optimizer), file)
-    file.seek(0)
-    for copied, same in (copy.deepcopy((model, optimizer)), torch.load(file, weights_only=False)):
+    for copied, same in (copy.deepcopy((model, optimizer)), reloaded((model, optimizer), weights_only=False)):
         assert (same.seed, same.moments, same.rounding) == (2**40, "fp32", "stochastic")
         train(copied, same, 2)
         reference, theirs = copy.deepcopy((model, optimizer))
@@ -237,10 +230,6 @@ def test_gradients_that_are_missing_leave_a_weight():
     assert torch.equal(after[1], before[1])
 
 
-def amsgrad_state():
-    return torch.optim.AdamW(plain_model().parameters(), amsgrad=True).state_dict()
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -248,7 +237,8 @@ def amsgrad_state():
         (lambda p: AdamW(p, rounding="up"), ValueError, "rounding"),
         (lambda p: AdamW(p, seed=1.5), TypeError, "seed must be an int; got float"),
         (lambda p: AdamW([x.bfloat16().detach() for x in p]), ValueError, "counts as float32; got torch.bfloat16"),
-        (lambda p: AdamW(p).load_state_dict(amsgrad_state()), ValueError, "has no amsgrad"),
+        (lambda p: AdamW(p).load_state_dict(torch.optim.AdamW(p, amsgrad=True).state_dict()), ValueError,
+         "has no amsgrad"),
     ],
 )  # fmt: skip
 def test_refused(make, error, message):
@@ -267,36 +257,28 @@ def test_a_check_of_the_step_reads_codes():
         train(model, optimizer, 1)
 
 
-@each_recipe
-def test_compiled(name):
-    found = []
-    for compiled in (False, True):
-        model = stored_model(name)
-        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        losses = train(call, AdamW(model.parameters(), lr=1e-2), 3)
-        found.append([*losses, *codes(model)])
-    assert_bitwise_equal(*found)
-
-
-STEPS = {
-    "ours": (AdamW, {"lr": 1e-2}),
-    "masters": (with_masters(torch.optim.SGD), {"lr": 0.1}),
+# An optimizer, and which of it and the model is compiled.
+COMPILED = {
+    **{name: (AdamW, 1e-2, "model", name) for name in QUANTIZED},
+    "ours": (AdamW, 1e-2, "step", "rowwise"),
+    "masters": (with_masters(torch.optim.SGD), 0.1, "step", "rowwise"),
     # torch compiles its AdamW in other operations than it runs, so only SGD has the same bits.
-    "torch's SGD": (torch.optim.SGD, {"lr": 10.0}),
+    "torch's SGD": (torch.optim.SGD, 10.0, "step", "rowwise"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.* writes to weights that are stored in 8 bits")
-@pytest.mark.parametrize("name", STEPS)
-def test_a_compiled_step_is_that_of_eager_code(name):
-    found = []
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    (kind, lr, part, recipe), found = COMPILED[name], []
     for compiled in (False, True):
-        model = stored_model("rowwise")
-        optimizer = STEPS[name][0](model.parameters(), **STEPS[name][1])
-        if compiled:
+        model = stored_model(recipe)
+        call, optimizer = model, kind(model.parameters(), lr=lr)
+        if compiled and part == "model":
+            call = torch.compile(model, fullgraph=True, backend="aot_eager")
+        elif compiled:
             optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
-        losses = train(model, optimizer, 3)
-        found.append([*losses, *codes(model)])
+        found.append([*train(call, optimizer, 3), *codes(model)])
     assert_bitwise_equal(*found)
 
 
@@ -325,13 +307,6 @@ def test_optimizers_of_others_that_read_memory_are_refused(package, name):
         layer.weight.requires_grad_(False)
     kind(model.parameters(), lr=1e-2).step()
     assert_bitwise_equal(codes(model), before)
-
-
-def test_trained_weights_must_be_float32():
-    model = plain_model().bfloat16()
-    with pytest.raises(ValueError, match=r"the weight of 0 requires a gradient and is torch.bfloat16.*model.float\(\)"):
-        tritonfp8.convert(model, "rowwise", weight_storage="quantized")
-    assert type(model[0]) is nn.Linear
 
 
 def test_loads_and_reverts_keep_weights_trained():

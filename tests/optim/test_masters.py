@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from trained_models import codes, counts_of_writes, data, plain_model, stored_model, train, values
 
 import tritonfp8
@@ -66,16 +65,13 @@ def test_masters_resume():
         assert_bitwise_equal(list(values(again).values()), list(values(once).values()))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: with_masters(torch.optim.LBFGS), "LBFGS"),
-        (lambda: with_masters("AdamW"), "an optimizer class, such as torch.optim.Adagrad; got 'AdamW'"),
-    ],
-)
-def test_refused(make, message):
-    with pytest.raises(TypeError, match=message):
-        make()
+def test_refused():
+    for wrong, message in (
+        (torch.optim.LBFGS, "LBFGS"),
+        ("AdamW", "an optimizer class, such as torch.optim.Adagrad; got 'AdamW'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            with_masters(wrong)
 
 
 DIRECT = {
@@ -136,10 +132,3 @@ def test_ours_do_not_count(counts):
         train(model, AdamW(model.parameters()), 2)
         train(model, with_masters(torch.optim.SGD)(model.parameters(), lr=0.1), 2)
     assert direct_steps() == DirectSteps()
-
-
-def test_frozen_weights_are_not_written_to():
-    layer = nn.Linear(64, 32)
-    tritonfp8.convert(layer, "rowwise", mode="inference")
-    with pytest.raises(NotImplementedError, match=r"add_.*stored in 8 bits.*float32_copy"), torch.no_grad():
-        layer.weight.add_(1.0)

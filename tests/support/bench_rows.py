@@ -36,8 +36,8 @@ def synthetic_rows():
                 rows += gemm_rows(shape, 2.0, 3.0, case.name, accumulation)
     for shape in filter(lambda s: cases.EPILOGUE.serves(s.set), shapes.select("gemm")):
         for name in cases.EPILOGUES:
-            alone = name == cases.NO_EPILOGUE
-            seconds, peer = (3.0, None) if alone else (2.0, cases.NO_EPILOGUE)
+            is_plain = name == cases.NO_EPILOGUE
+            seconds, peer = (3.0, None) if is_plain else (2.0, cases.NO_EPILOGUE)
             rows.append(row("scaled_matmul", cases.EPILOGUE.name, shape, name, seconds, True, peer))
     layers = cases.recipe_variants(cases.LAYER_RECIPES)
     for case, kind, names, fields in (

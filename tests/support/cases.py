@@ -173,6 +173,11 @@ def tokens(batch=2, length=9, seed=0, device="cpu"):
     return torch.randint(0, 128, (batch, length), generator=generator(seed)).to(device)
 
 
+def with_gradients(out, wanted, grad=None):
+    """The result of a forward, and the gradients of ``wanted`` for the result's gradient, or for ones."""
+    return [out.detach(), *torch.autograd.grad(out, list(wanted), torch.ones_like(out) if grad is None else grad)]
+
+
 def give_up(how):
     """Raise (``how="raise"``), end the process (``"kill"``), or do nothing."""
     if how == "raise":

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SPECS, banded, cpu_and_cuda, llama, normal, recorded_casts, tokens, with_head
+from cases import SPECS, banded, cpu_and_cuda, llama, normal, recorded_casts, tokens, with_gradients, with_head
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -56,7 +56,7 @@ def step(model, loss, ids):
 
 
 def check_llama(model, backend, device):
-    """The compiled loss and its graphs, after two steps that are those of eager."""
+    """The compiled loss and its graphs, after two steps that equal the step of eager code."""
     ids = tokens(device=device)
     eager = step(model, loss_function(model), ids)
     loss, graphs = compiled(loss_function(model), backend)
@@ -71,21 +71,17 @@ def check_llama(model, backend, device):
     return loss, graphs
 
 
-def check_llama_through_inductor(name, device, layers):
+# Two layers are compiled on a GPU: on a CPU, g++ compiles the second one's kernels as long as the first one's.
+THROUGH_INDUCTOR = [
+    pytest.param("rowwise", "cpu", 1, marks=pytest.mark.slow),
+    *(pytest.param(name, "cuda", 2, marks=pytest.mark.gpu) for name in recipes.names()),
+]
+
+
+@pytest.mark.parametrize(("name", "device", "layers"), THROUGH_INDUCTOR)
+def test_llama_through_inductor(name, device, layers):
     # In float32, where fused elementwise ops round as they do one by one, to within a few ulps.
     check_llama(converted_llama(name, device, torch.float32, layers), "inductor", device)
-
-
-@pytest.mark.slow
-def test_llama_through_inductor():
-    # Two layers are compiled on a GPU: on a CPU, g++ compiles the second one's kernels as long as the first one's.
-    check_llama_through_inductor("rowwise", "cpu", layers=1)
-
-
-@pytest.mark.gpu
-@each_recipe
-def test_llama_through_inductor_on_cuda(name):
-    check_llama_through_inductor(name, "cuda", layers=2)
 
 
 @pytest.mark.gpu
@@ -113,12 +109,10 @@ def test_cuda_graphs_of_compiled_layers_replay_the_same_bits(name):
         return found, counts.calls
 
     (expected, called), (found, replayed) = training(None), training("reduce-overhead")
-    assert called
     # Graphs run without the ops, which count.
+    assert called
     assert not replayed
-    for step_found, step_expected in zip(found, expected, strict=True):
-        for result, right in zip(step_found, step_expected, strict=True):
-            assert_bitwise_equal(result, right)
+    assert_bitwise_equal(found, expected)
 
 
 def contents(results):
@@ -165,11 +159,8 @@ def test_linear_is_eager_to_the_bit(device, backend, name):
         x = normal(*shape, dtype=torch.bfloat16, device=device).requires_grad_()
         w = normal(20, 70, seed=1, dtype=torch.bfloat16, device=device).requires_grad_()
         grad = normal(*shape[:-1], 20, seed=2, dtype=torch.bfloat16, device=device)
-        results = []
-        for call in (function, lambda x, w: linear(x, w, None, recipe)):
-            out = call(x, w)
-            results.append((out.detach(), *torch.autograd.grad(out, (x, w), grad)))
-        assert_bitwise_equal(*results)
+        outs = function(x, w), linear(x, w, None, recipe)
+        assert_bitwise_equal(*(with_gradients(out, (x, w), grad) for out in outs))
     assert graphs.frame_count == 2
 
 
@@ -233,12 +224,8 @@ def test_odd_numbers_of_tokens_take_no_graph_of_their_own(name, graphs_in_all):
     for rows in (400, 129, 1001, 256, 127, 2, 3):
         x = normal(rows, 70).requires_grad_()
         torch._dynamo.mark_dynamic(x, 0)
-        results = []
-        for function in (call, layer):
-            out = function(x)
-            grad = normal(rows, 20, seed=1)
-            results.append((out.detach(), *torch.autograd.grad(out, (x, *layer.parameters()), grad)))
-        assert_bitwise_equal(*results)
+        wanted, grad = (x, *layer.parameters()), normal(rows, 20, seed=1)
+        assert_bitwise_equal(*(with_gradients(function(x), wanted, grad) for function in (call, layer)))
     assert graphs.frame_count == graphs_in_all
 
 
@@ -270,8 +257,9 @@ def test_autocast_inside_the_graph():
             return layer(x)
 
     call, graphs = compiled(run, "aot_eager")
-    assert_bitwise_equal(call(x), run(x))
-    assert call(x).dtype == torch.bfloat16
+    out = call(x)
+    assert_bitwise_equal(out, run(x))
+    assert out.dtype == torch.bfloat16
     assert graphs.frame_count == 1
 
 
@@ -282,12 +270,10 @@ def test_activation_checkpointing_inside_the_graph(name):
     x = normal(33, 70, dtype=torch.bfloat16).requires_grad_()
     call, graphs = compiled(lambda x: checkpoint(model, x, use_reentrant=False), "aot_eager")
     with count_gemms() as counts:
-        out = call(x)
-        (grad,) = torch.autograd.grad(out.sum(), x)
-    assert_bitwise_equal(out.detach(), model(x).detach())
-    assert_bitwise_equal(grad, torch.autograd.grad(model(x).sum(), x)[0])
+        found = with_gradients(call(x), [x])
+    assert_bitwise_equal(found, with_gradients(model(x), [x]))
     assert graphs.frame_count == 1
-    # The output of the first layer a second time; that of the last is not needed again.
+    # The output of the first layer a second time; the output of the last is not needed again.
     assert counts.calls.total() == 7
 
 
@@ -300,8 +286,7 @@ def test_weights_quantized_once_take_one_more_graph(device, name):
     x = normal(33, 70, dtype=torch.bfloat16, device=device).requires_grad_()
 
     def gradients(function):
-        out = function(x)
-        return out.detach(), *torch.autograd.grad(out.sum(), (x, *model.parameters()))
+        return with_gradients(function(x), (x, *model.parameters()))
 
     expected = gradients(model)
     for _ in range(2):
@@ -317,30 +302,22 @@ def test_a_change_inside_the_block_does_not_pass_in_a_graph():
     layer = Float8Linear(70, 20, recipe="rowwise")
     call, _ = compiled(layer, "aot_eager")
 
-    def change_inside():
-        with tritonfp8.quantize_weights_once(layer):
-            call(normal(33, 70))
-            layer.weight.detach().mul_(2)
-            call(normal(33, 70))
+    def change():
+        call(normal(33, 70))
+        layer.weight.detach().mul_(2)
+        call(normal(33, 70))
 
-    with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once"):
-        change_inside()
+    words = "weights changed inside quantize_weights_once"
+    with pytest.raises(RuntimeError, match=words), tritonfp8.quantize_weights_once(layer):
+        change()
     assert_bitwise_equal(call(normal(33, 70)), layer(normal(33, 70)))
 
 
 @pytest.mark.slow
 def test_layers_that_read_one_input_quantize_it_once():
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(70, 40), nn.Linear(70, 40)
-
-        def forward(self, x):
-            return self.q(x) * self.k(x)
-
-    model = Heads()
+    model = nn.ModuleList(nn.Linear(70, 40) for _ in range(2))
     convert(model, "rowwise")
-    call, graphs = compiled(model, "inductor")
+    call, graphs = compiled(lambda x: model[0](x) * model[1](x), "inductor")
     call(normal(33, 70)).sum().backward()
     with recorded_casts() as results:
         call(normal(33, 70))

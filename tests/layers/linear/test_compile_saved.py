@@ -5,7 +5,7 @@ import collections
 import covering
 import pytest
 import torch
-from cases import cpu_and_cuda, normal, recorded_casts
+from cases import cpu_and_cuda, normal, recorded_casts, with_gradients
 from torch import nn
 
 import tritonfp8
@@ -84,10 +84,8 @@ def check_saved(model, width, device, backend, is_saved):
     results, saved = {}, {}
     for kind, function in (("eager", model), ("compiled", torch.compile(model, backend=backend, fullgraph=True))):
         out, saved[kind] = saved_between(function, x, width)
-        weights = [model.get_submodule(name).weight for name in model.names]
-        results[kind] = (out, *torch.autograd.grad(out, weights, torch.ones_like(out)))
-    for actual, expected in zip(results["compiled"], results["eager"], strict=True):
-        assert_bitwise_equal(actual, expected)
+        results[kind] = with_gradients(out, [model.get_submodule(name).weight for name in model.names])
+    assert_bitwise_equal(results["compiled"], results["eager"])
     # What the backward of the product reads, and grad_weight's operand.
     assert saved["eager"] == {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
     assert saved["compiled"] == {torch.bfloat16: 2, **({torch.float8_e4m3fn: 1} if is_saved else {})}
@@ -135,12 +133,11 @@ def test_a_wide_input_is_cast_again_if_one_tensor_makes_it(device, name, kind):
     results = []
     for function in (model, torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)):
         out, saved = saved_between(function, x, 128)
-        results.append((out, *torch.autograd.grad(out, list(model.parameters()), torch.ones_like(out))))
+        results.append(with_gradients(out, model.parameters()))
     assert saved == expected
     if kind == "relu":
         # Decompositions of the others round otherwise than eager ops.
-        for actual, eager in zip(*results, strict=True):
-            assert_bitwise_equal(actual, eager)
+        assert_bitwise_equal(*results)
 
 
 LEAVES = [("aot_eager_decomp_partition", "rowwise", False), *((*each, True) for each in PARTITIONERS)]

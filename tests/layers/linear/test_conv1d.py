@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from cases import normal
+from cases import normal, with_gradients
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.pytorch_utils import Conv1D
@@ -41,8 +41,7 @@ def gpt2():
 
 
 def results(model, x):
-    out = model(x)
-    return out, *torch.autograd.grad(out, [x, *model.parameters()], normal(*out.shape, seed=1))
+    return with_gradients(model(x), [x, *model.parameters()], normal(*x.shape[:-1], 48, seed=1))
 
 
 @each_recipe
@@ -50,9 +49,9 @@ def test_computes_as_a_linear_layer(name):
     found, x = layer(name), normal(2, 5, 70).requires_grad_()
     out, grad_input, grad_weight, grad_bias = results(found, x)
     weight, bias = found[0].weight.detach().t().requires_grad_(), found[0].bias
-    expected = functional.linear(x, weight, bias, name)
-    wanted = torch.autograd.grad(expected, [x, weight, bias], normal(2, 5, 48, seed=1))
-    assert_bitwise_equal((out, grad_input, grad_weight.t(), grad_bias), (expected, *wanted))
+    linear = functional.linear(x, weight, bias, name)
+    expected = with_gradients(linear, [x, weight, bias], normal(2, 5, 48, seed=1))
+    assert_bitwise_equal([out, grad_input, grad_weight.t(), grad_bias], expected)
     assert (out - layer()(x)).abs().max() < 0.1
 
 

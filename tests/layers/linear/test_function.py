@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import cpu_and_cuda, normal
+from cases import cpu_and_cuda, normal, with_gradients
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tritonfp8
@@ -19,12 +19,7 @@ from tritonfp8.specs.testing import assert_bitwise_equal
 
 ROW = QuantSpec("e4m3", ROWWISE, "fp32", "pow2")
 VECTOR = QuantSpec("e4m3", BLOCK_1X128, "fp32", "pow2")
-QUANTIZED_RECIPES = [name for name in recipes.names() if recipes.get(name).quantized_share]
 each_recipe = pytest.mark.parametrize("name", recipes.names())
-
-
-def q(m=4, k=40, spec=ROW):
-    return tritonfp8.quantize(normal(m, k), spec)
 
 
 def layer(shape, n, dtype=torch.bfloat16, device="cpu", bias=True, needs=(True, True, True)):
@@ -47,16 +42,6 @@ def product(gemm, lhs, rhs, bias, dtype):
     return tritonfp8.scaled_matmul(a, b, bias, out_dtype=dtype, accumulation=gemm.accumulation)
 
 
-def by_hand(x, weight, bias, grad, recipe):
-    """Output and the three gradients as the recipe's equations say, of plain 2-D tensors."""
-    return (
-        product(recipe.output, x, weight, bias, x.dtype),
-        product(recipe.grad_input, grad, weight.t(), None, x.dtype),
-        product(recipe.grad_weight, grad.t(), x.t(), None, x.dtype),
-        sum_of_rows(grad, recipe),
-    )
-
-
 def sum_of_rows(grad, recipe):
     """The gradient of the bias: a GPU sums in the pass that casts the gradient to both orientations."""
     spec, spec_t = recipe.grad_input.lhs, recipe.grad_weight.lhs
@@ -69,15 +54,19 @@ def sum_of_rows(grad, recipe):
 
 @torch.no_grad()
 def expected_of(x, weight, bias, grad, recipe):
-    rows, n = x.detach().reshape(-1, x.shape[-1]), weight.shape[0]
-    out, grad_input, grad_weight, grad_bias = by_hand(rows, weight.detach(), bias, grad.reshape(-1, n), recipe)
-    return out.view(*x.shape[:-1], n), grad_input.view(x.shape), grad_weight, grad_bias
+    """Output and the three gradients as the recipe's equations say."""
+    rows, of_rows = x.detach().reshape(-1, x.shape[-1]), grad.reshape(-1, weight.shape[0])
+    return (
+        product(recipe.output, rows, weight, bias, x.dtype).view(grad.shape),
+        product(recipe.grad_input, of_rows, weight.t(), None, x.dtype).view(x.shape),
+        product(recipe.grad_weight, of_rows.t(), rows.t(), None, x.dtype),
+        sum_of_rows(of_rows, recipe),
+    )
 
 
-def results(x, weight, bias, grad, recipe, call=linear):
-    out = call(x, weight, bias, recipe)
+def results(x, weight, bias, grad, recipe):
     wanted = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-    return (out.detach(), *torch.autograd.grad(out, wanted, grad))
+    return tuple(with_gradients(linear(x, weight, bias, recipe), wanted, grad))
 
 
 class TestLinear:
@@ -119,11 +108,8 @@ class TestLinear:
         weight_strided = weight.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_()
         grad_strided = grad.t().contiguous().t()
         assert_bitwise_equal(results(x_strided, weight_strided, bias, grad_strided, name), expected)
-        one = torch.ones((), dtype=grad.dtype)
-        assert_bitwise_equal(
-            results(x, weight, bias, one.expand(grad.shape), name),
-            results(x, weight, bias, torch.ones_like(grad), name),
-        )
+        ones = torch.ones_like(grad), torch.ones((), dtype=grad.dtype).expand(grad.shape)
+        assert_bitwise_equal(*(results(x, weight, bias, grad, name) for grad in ones))
 
     @each_recipe
     @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)), ids=str)
@@ -159,10 +145,8 @@ class TestLinear:
 
     @each_recipe
     def test_without_bias(self, name):
-        x, weight, _, grad = layer((33, 70), 20, bias=False)
-        assert_bitwise_equal(
-            results(x, weight, None, grad, name), expected_of(x, weight, None, grad, recipes.get(name))[:3]
-        )
+        args = layer((33, 70), 20, bias=False)
+        assert_bitwise_equal(results(*args, name), expected_of(*args, recipes.get(name))[:3])
 
     @cpu_and_cuda
     @each_recipe
@@ -239,11 +223,9 @@ class TestLinear:
             assert_bitwise_equal(linear(x.clone(), weight.clone(), bias, name), expected)
 
 
-SAVE_PRODUCTS = [torch.ops.tritonfp8.scaled_matmul.default, torch.ops.tritonfp8.matmul.default]
-
-
 def selective():
-    return create_selective_checkpoint_contexts(SAVE_PRODUCTS)
+    gemms = [torch.ops.tritonfp8.scaled_matmul.default, torch.ops.tritonfp8.matmul.default]
+    return create_selective_checkpoint_contexts(gemms)
 
 
 class TestCheckpointing:
@@ -267,14 +249,9 @@ class TestCheckpointing:
         x, w1, b1, _ = layer((33, 70), 20, device=device)
         _, w2, b2, grad = layer((33, 20), 50, device=device)
         wanted = (x, w1, w2, b1, b2)
-        out = block(*wanted)
-        out.backward(grad)
-        expected = [t.grad for t in wanted]
-        for t in wanted:
-            t.grad = None
+        expected = with_gradients(block(*wanted), wanted, grad)
         with count_gemms() as counts:
             recomputed = checkpoint(block, *wanted, **options)
             recomputed.backward(grad)
-        assert_bitwise_equal(recomputed, out)
-        assert_bitwise_equal([t.grad for t in wanted], expected)
+        assert_bitwise_equal([recomputed.detach(), *(t.grad for t in wanted)], expected)
         assert counts.calls.total() == products

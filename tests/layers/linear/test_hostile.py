@@ -72,21 +72,17 @@ def options(name, *values):
     return [(name, value) for value in values]
 
 
-def fresh(recipe=None):
-    """Makes a model, converted to ``recipe``, for each call that is to change one."""
-
-    def make():
-        model = nn.Sequential(nn.Linear(32, 32))
-        if recipe is not None:
-            tritonfp8.convert(model, recipe)
-        return model
-
-    return Fresh(make)
-
-
 @dataclasses.dataclass(frozen=True)
 class Fresh:
-    make: object
+    """A model, converted to ``recipe``, that is made for each call, which may change it."""
+
+    recipe: str | None = None
+
+    def make(self):
+        model = nn.Sequential(nn.Linear(32, 32))
+        if self.recipe is not None:
+            tritonfp8.convert(model, self.recipe)
+        return model
 
 
 def enter(block):
@@ -140,16 +136,16 @@ TARGETS = {
     "convert": target(
         tritonfp8.convert, ("model", "module"), ("recipe", "recipe"), *options("filter", "None", "function", "module"),
         ("tokens", "3"),
-        model=fresh(), recipe="rowwise", filter=None, tokens=8192,
+        model=Fresh(), recipe="rowwise", filter=None, tokens=8192,
     ),
-    "swap_recipe": target(tritonfp8.swap_recipe, ("recipe", "recipe"), model=fresh("rowwise"), recipe="blockwise"),
-    "revert": target(tritonfp8.revert, model=fresh("rowwise")),
+    "swap_recipe": target(tritonfp8.swap_recipe, ("recipe", "recipe"), model=Fresh("rowwise"), recipe="blockwise"),
+    "revert": target(tritonfp8.revert, model=Fresh("rowwise")),
     "quantize_weights_once": target(
         lambda model, dtype: tritonfp8.quantize_weights_once(model, dtype).__enter__(), ("dtype", "None"),
-        model=fresh("rowwise"), dtype=torch.bfloat16,
+        model=Fresh("rowwise"), dtype=torch.bfloat16,
     ),
     "enable_float8_all_gather": target(
-        distributed.enable_float8_all_gather, model=fresh("rowwise"), cast="param_dtype",
+        distributed.enable_float8_all_gather, model=Fresh("rowwise"), cast="param_dtype",
     ),
     "token_counts": target(enter(distributed.token_counts), *options("value", "[1, 2]", "(1,)"), value=(1, 2)),
     "scales": target(enter(distributed.scales), value="global"),

@@ -4,10 +4,11 @@ import copy
 import functools
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import QUANTIZED, llama, normal, tokens, with_head
+from cases import QUANTIZED, llama, normal, tokens, with_gradients, with_head
 from cast_counts import casts_of
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -44,8 +45,18 @@ def entry():
 
 
 def run(module, x):
-    out = module(x)
-    return out, *torch.autograd.grad(out, [x, *module.parameters()], normal(*out.shape, seed=7))
+    return with_gradients(module(x), [x, *module.parameters()], normal(33, 40, seed=7))
+
+
+def heads(*args, recipe="rowwise", requires_grad=False):
+    """Converted heads, and an input."""
+    module = Heads(*args)
+    convert(module, recipe)
+    return module, normal(33, 40).requires_grad_(requires_grad)
+
+
+def casts_in(function):
+    return casts_of(function, (33, 40))
 
 
 def separate(module):
@@ -59,19 +70,16 @@ def separate(module):
 
 @each_recipe
 def test_same_bits_and_one_cast(name):
-    module, x = Heads(), normal(33, 40).requires_grad_()
-    convert(module, name)
-    before, expected = casts_of(lambda: run(separate(module), x), (33, 40))
-    after, got = casts_of(lambda: run(module, x), (33, 40))
+    module, x = heads(recipe=name, requires_grad=True)
+    before, expected = casts_in(lambda: run(separate(module), x))
+    after, got = casts_in(lambda: run(module, x))
     assert_bitwise_equal(got, expected)
     assert before - after == (2 if name in QUANTIZED else 0)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_siblings_save_one_copy(name):
-    module, x = Heads(), normal(33, 40).requires_grad_()
-    convert(module, name)
-    saved = []
+    (module, x), saved = heads(recipe=name, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         module(x)
     kept = [t for t in saved if t.shape == (40, 33) or (t.shape == (33, 40) and t.dtype == x.dtype)]
@@ -85,31 +93,24 @@ def test_siblings_save_one_copy(name):
     ids=["in place", "another", "view", "clone"],
 )
 def test_another_tensor_or_version_is_quantized_anew(between):
-    module = Heads(between)
-    convert(module, "rowwise")
-    x = normal(33, 40)
+    module, x = heads(between)
     with torch.no_grad():
         expected = separate(module)(x.clone())
-        casts, out = casts_of(lambda: module(x.clone()), (33, 40))
+        casts, out = casts_in(lambda: module(x.clone()))
     assert_bitwise_equal(out, expected)
     assert casts == 2
 
 
 def test_nothing_is_kept_between_passes():
     """The same tensor object with other values that torch cannot see: the case of a static input buffer."""
-    module, x = Heads(), normal(33, 40)
-    convert(module, "rowwise")
+    module, x = heads()
     with torch.no_grad():
         first = module(x)
         x.data.mul_(3)
         assert_bitwise_equal(module(x), separate(module)(x))
         assert not torch.equal(module(x), first)
     assert entry() is None
-
-
-def test_nothing_is_kept_after_the_last_sibling():
-    module, x = Heads(), normal(33, 40)
-    convert(module, "rowwise")
+    # Nor after the last sibling.
     module.q(x)
     module.k(x)
     assert len(entry().values) == 1
@@ -119,8 +120,7 @@ def test_nothing_is_kept_after_the_last_sibling():
 
 def test_a_sibling_takes_what_is_shared_once():
     """A pass in which only some siblings run, and another with the same tensor, written as torch cannot see."""
-    module, x = Heads(), normal(33, 40)
-    convert(module, "rowwise")
+    module, x = heads()
     for _ in range(2):
         for layer in (module.q, module.k):
             assert_bitwise_equal(layer(x), separate(layer)(x))
@@ -151,8 +151,7 @@ def test_an_interrupt_leaves_nothing_open():
     def stop(x):
         raise Stop
 
-    module, x = Heads(stop), normal(33, 40)
-    convert(module, "rowwise")
+    module, x = heads(stop)
     with pytest.raises(Stop), torch.no_grad():
         module(x)
     module.between = lambda x: x
@@ -172,24 +171,19 @@ def test_an_input_that_dies_leaves_no_match():
         del x
 
 
-class Residual(nn.Module):
+class Residual(Heads):
     """Siblings around a residual that is added in place."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x):
         x = x.clone()
-        x += self.a(x)
-        x += self.b(x)
+        x[..., :16] += self.k(x)
+        x[..., :16] += self.v(x)
         return x
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_residual_that_is_added_in_place(mode):
-    module, x = Residual(), normal(33, 64)
+    module, x = Residual(), normal(33, 40)
     expected = module(x)
     convert(module, "rowwise")
     with mode():
@@ -200,17 +194,12 @@ def test_a_residual_that_is_added_in_place(mode):
 
 def test_inference_tensors_are_not_shared():
     """They count no writes."""
-    module, x = Heads(), normal(33, 40)
-    convert(module, "rowwise")
+    module, x = heads()
     with torch.inference_mode():
-        casts, out = casts_of(lambda: module(x * 1), (33, 40))
+        casts, out = casts_in(lambda: module(x * 1))
     assert casts == 3
     assert_bitwise_equal(out.clone(), separate(module)(x).detach())
-
-
-def test_a_cast_of_inference_mode_is_not_trained_on():
-    module, x = Heads(), normal(33, 40)
-    convert(module, "rowwise")
+    # Nor is a cast that inference mode made trained on.
     with torch.inference_mode():
         module.q(x)
     with torch.no_grad():
@@ -256,33 +245,20 @@ def test_frozen_and_trained_siblings():
 def test_threads_share_nothing():
     inputs = [normal(33, 40, seed=seed) for seed in range(4)]
     barrier = threading.Barrier(len(inputs), timeout=60)
-    module = Heads(lambda x: (barrier.wait(), x)[1])
-    convert(module, "rowwise")
+    module, _ = heads(lambda x: (barrier.wait(), x)[1])
     plain = copy.deepcopy(separate(module))
     plain.between = lambda x: x
     with torch.no_grad():
         expected = [plain(x) for x in inputs]
-    results = [None] * len(inputs)
-
-    def work(i):
-        with torch.no_grad():
-            results[i] = module(inputs[i])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_bitwise_equal(results, expected)
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert_bitwise_equal(list(pool.map(torch.no_grad()(module), inputs)), expected)
 
 
 def test_copies_share_among_themselves():
-    module = Heads()
-    convert(module, "rowwise")
+    module, x = heads()
     twin = copy.deepcopy(module)
-    x = normal(33, 40)
-    assert casts_of(lambda: (module.q(x), twin.k(x)), (33, 40))[0] == 2
-    assert casts_of(lambda: twin(x), (33, 40))[0] == 1
+    assert casts_in(lambda: (module.q(x), twin.k(x)))[0] == 2
+    assert casts_in(lambda: twin(x))[0] == 1
     assert "shared_input" not in twin.o.__dict__
 
 
@@ -298,19 +274,16 @@ def test_revert_leaves_no_trace():
     for ours, plain in zip(module.modules(), other.modules(), strict=True):
         assert type(ours) is type(plain)
         assert ours.__dict__.keys() == plain.__dict__.keys()
-        assert not ours._forward_hooks
-        assert not ours._forward_pre_hooks
-        assert not ours._forward_hooks_always_called
+        assert not any((ours._forward_hooks, ours._forward_pre_hooks, ours._forward_hooks_always_called))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
-    module, x = Heads(), normal(33, 40).requires_grad_()
-    convert(module, "rowwise")
+    module, x = heads(requires_grad=True)
     expected = run(separate(module), x)
     out = checkpoint(module, x, use_reentrant=reentrant)
     out.backward(normal(*out.shape, seed=7))
-    assert_bitwise_equal((x.grad, *(p.grad for p in module.parameters())), expected[1:])
+    assert_bitwise_equal([x.grad, *(p.grad for p in module.parameters())], expected[1:])
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])

@@ -40,7 +40,7 @@ def test_ranks_share_the_cuts_and_each_has_those_of_its_own_layout():
     gather = call(layer_of, 3, 50, 4, rank=1).gather
     assert all(source.cuts is gather.sources[0].cuts for source in gather.sources)
     for rank, source in enumerate(gather.sources):
-        alone = flattened((3, 50), Mesh((4,), (rank,), ("group",)), [Shard(1)])
-        assert source.cuts == alone.cuts == (13, 26, 39, 50, 63, 76, 89, 100, 113, 126, 139)
-        assert source.segments == alone.segments
+        single = flattened((3, 50), Mesh((4,), (rank,), ("group",)), [Shard(1)])
+        assert source.cuts == single.cuts == (13, 26, 39, 50, 63, 76, 89, 100, 113, 126, 139)
+        assert source.segments == single.segments
     assert flattened((3, 50), Mesh((4,), (1,), ("group",)), [Replicate()]).cuts == ()

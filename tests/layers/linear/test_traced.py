@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cases import normal
+from cases import normal, with_gradients
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -52,15 +52,11 @@ def split(model, x):
     return nn.Sequential(*(pipe.get_stage_module(i) for i in range(pipe.num_stages)))
 
 
-def drafted(model, x):
-    return torch.export.draft_export(model, (x,)).module()
-
-
 TRACERS = {
     "export": exported,
     "strict": lambda model, x: exported(model, x, strict=True),
     "decomposed": lambda model, x: torch.export.export(model, (x,)).run_decompositions().module(),
-    "draft_export": drafted,
+    "draft_export": lambda model, x: torch.export.draft_export(model, (x,)).module(),
     "make_fx": lambda model, x: make_fx(lambda x: model(x))(x),
     "make_fx_fake": lambda model, x: make_fx(lambda x: model(x), tracing_mode="fake", _allow_non_fake_inputs=True)(x),
     "pre_dispatch": lambda model, x: make_fx(lambda x: model(x), pre_dispatch=True)(x),
@@ -71,7 +67,7 @@ OF_THE_MODEL = {"make_fx", "make_fx_fake", "pre_dispatch", "jit"}
 
 
 def gradients(run, x, grad, module):
-    """Output and gradients, those of parameters by name."""
+    """Output and gradients; parameters are sorted by name."""
     x = x.detach().requires_grad_()
     module.zero_grad()
     out = run(x)
@@ -94,15 +90,13 @@ def check(name, tracer, **kwargs):
     assert_bitwise_equal(actual, expected)
 
 
-PAIRS = dict.fromkeys(
-    [
-        *zip(itertools.cycle(recipes.names()), TRACERS, strict=False),
-        *itertools.product(recipes.names(), ("make_fx", "jit")),
-    ]
-)
+PAIRS = [
+    *zip(itertools.cycle(recipes.names()), TRACERS, strict=False),
+    *itertools.product(recipes.names(), ("make_fx", "jit")),
+]
 
 
-@pytest.mark.parametrize(("name", "tracer"), PAIRS)
+@pytest.mark.parametrize(("name", "tracer"), dict.fromkeys(PAIRS))
 def test_every_gradient_of_a_traced_model_is_that_of_eager(name, tracer):
     check(name, tracer)
 
@@ -118,8 +112,7 @@ def test_layers_without_bias_are_traced(tracer):
 
 
 def joint(layer, x, weight, grad):
-    out = torch.func.functional_call(layer, {"weight": weight}, (x,))
-    return out.detach(), *torch.autograd.grad(out, (x, weight), grad)
+    return with_gradients(torch.func.functional_call(layer, {"weight": weight}, (x,)), (x, weight), grad)
 
 
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "rowwise_hp_grad_weight"])
@@ -155,33 +148,32 @@ def test_a_trace_keeps_weights_that_are_quantized_ahead(name):
     def run(x, weight):
         return linear(x, weight, None, name, quantized_weight=held)
 
-    results = []
-    for function in (run, make_fx(run)(x.requires_grad_(), weight)):
-        out = function(x, weight)
-        results.append([out.detach(), *torch.autograd.grad(out, (x, weight), grad)])
-    assert_bitwise_equal(*results)
+    functions = run, make_fx(run)(x.requires_grad_(), weight)
+    assert_bitwise_equal(*(with_gradients(function(x, weight), (x, weight), grad) for function in functions))
 
 
-def test_an_export_inside_quantize_weights_once_trains():
-    model, x, grad = residual("rowwise"), normal(33, 70), normal(33, 20, seed=1)
+def inside_a_block(model, x):
     with tritonfp8.quantize_weights_once(model):
-        graph = make_fx(lambda x: model(x))(x.requires_grad_())
-    assert_bitwise_equal(gradients(graph, x, grad, model), gradients(model, x, grad, model))
+        return make_fx(lambda x: model(x))(x.requires_grad_()), model
 
 
-def test_tokens_may_be_dynamic():
-    model, x = residual("blockwise"), normal(2, 33, 70)
-    tokens = torch.export.Dim("tokens", min=2, max=500)
-    graph = torch.export.export(model, (x,), dynamic_shapes=({1: tokens},)).module()
-    x, grad = normal(2, 150, 70, seed=3), normal(2, 150, 20, seed=1)
-    assert_bitwise_equal(gradients(graph, x, grad, graph), gradients(model, x, grad, model))
+def of_any_length(model, x):
+    dynamic = ({0: torch.export.Dim("tokens", min=2, max=500)},)
+    graph = torch.export.export(model, (x,), dynamic_shapes=dynamic).module()
+    return graph, graph
 
 
-def test_an_exported_model_compiles_and_trains():
-    model, x, grad = residual("rowwise"), normal(33, 70), normal(33, 20, seed=1)
+def compiled(model, x):
     graph = exported(model, x)
-    call = torch.compile(graph, backend="aot_eager", fullgraph=True)
-    assert_bitwise_equal(gradients(call, x, grad, graph), gradients(model, x, grad, model))
+    return torch.compile(graph, backend="aot_eager", fullgraph=True), graph
+
+
+@pytest.mark.parametrize(("how", "tokens"), [(inside_a_block, 33), (of_any_length, 150), (compiled, 33)])
+def test_a_graph_trains(how, tokens):
+    model = residual("blockwise")
+    graph, owner = how(model, normal(33, 70))
+    x, grad = normal(tokens, 70, seed=3), normal(tokens, 20, seed=1)
+    assert_bitwise_equal(gradients(graph, x, grad, owner), gradients(model, x, grad, model))
 
 
 def test_frozen_weights_have_no_gradient_and_inputs_may():
@@ -191,25 +183,19 @@ def test_frozen_weights_have_no_gradient_and_inputs_may():
     x.requires_grad_()
     found = []
     for run in (model, graph):
-        out = run(x)
-        wanted = [x, *(p for p in run.parameters() if p.requires_grad)]
-        found.append([out.detach(), *torch.autograd.grad(out, wanted, grad)])
+        found.append(with_gradients(run(x), [x, *(p for p in run.parameters() if p.requires_grad)], grad))
     assert len(found[0]) == 6
     assert_bitwise_equal(*found)
 
 
-def test_a_trace_has_no_second_derivative():
+def test_errors_of_a_trace():
     model, x = residual("rowwise"), normal(33, 70).requires_grad_()
     graph = exported(model, x.detach())
     (grad,) = torch.autograd.grad(graph(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative"):
         grad.sum().backward()
-
-
-def test_operands_that_do_not_go_together_are_an_error_of_the_trace():
-    layer = Float8Linear(70, 20, recipe="rowwise")
     with pytest.raises(ValueError, match=r"linear needs input \[..., K\] and weight \[N, K\]"):
-        make_fx(lambda x: layer(x))(normal(33, 40))
+        make_fx(lambda x: model.first(x))(normal(33, 40))
 
 
 class Grouped(nn.Module):

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from cases import QUANTIZED, llama, normal, tokens
+from cases import QUANTIZED, llama, normal, tokens, with_gradients
 from cast_counts import casts_of
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -52,8 +52,7 @@ def inside_a_block(module, *actions):
 
 
 def weight_casts(function):
-    counts = [casts_of(function, shape) for shape in (SHAPE, (24, 24))]
-    return sum(count for count, _ in counts)
+    return sum(casts_of(function, shape)[0] for shape in (SHAPE, (24, 24)))
 
 
 @each_recipe
@@ -94,31 +93,31 @@ def test_without_gradients(name):
             assert_bitwise_equal(module(x), expected)
     if recipes.get(name).grad_input.quantized and name not in ("tensorwise", "blockwise"):
         words = "quantize_weights_once was opened under .*no_grad.*, open it where"
-        with torch.no_grad(), quantize_weights_once(module), torch.enable_grad():
-            refused = pytest.raises(ValueError, match=words)
-            with refused:
+        with torch.no_grad(), quantize_weights_once(module), torch.enable_grad():  # noqa: SIM117
+            with pytest.raises(ValueError, match=words):
                 module(x)
 
 
-def replace_parameter(module):
-    module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
+def optimizer_step(module):
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
 
 
-def replace_data(module):
-    module[0].weight.data = module[0].weight.data * 2
+def load(module, **options):
+    module.load_state_dict({name: x * 2 for name, x in module.state_dict().items()}, **options)
 
 
+# Of a module, whose first weight they change, and of that weight.
 CHANGES = {
-    "in place": lambda module: module[0].weight.detach().mul_(2),
-    "optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=1.0).step(),
-    "load_state_dict": lambda module: module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()}),
-    "assign": lambda module: module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()}, assign=True),
-    "new Parameter": replace_parameter,
-    "data": replace_data,
-    "data in place": lambda module: module[0].weight.data.mul_(-3),
-    "storage": lambda module: (
-        module[0].weight.untyped_storage().copy_((module[0].weight.detach() * 3).untyped_storage())
-    ),
+    "in place": lambda module, weight: weight.detach().mul_(2),
+    "optimizer": lambda module, weight: optimizer_step(module),
+    "load_state_dict": lambda module, weight: load(module),
+    "assign": lambda module, weight: load(module, assign=True),
+    "new Parameter": lambda module, weight: setattr(module[0], "weight", nn.Parameter(weight.detach() * 2)),
+    "data": lambda module, weight: setattr(weight, "data", weight.data * 2),
+    "data in place": lambda module, weight: weight.data.mul_(-3),
+    "storage": lambda module, weight: weight.untyped_storage().copy_((weight.detach() * 3).untyped_storage()),
 }
 UNSEEN = {"data in place", "storage"}
 each_change = pytest.mark.parametrize("change", CHANGES)
@@ -129,9 +128,7 @@ def test_a_change_after_the_block_is_seen(change):
     module, (x, *_) = layer(), inputs()
     with quantize_weights_once(module):
         accumulate(module, [x])
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    CHANGES[change](module)
+    CHANGES[change](module, module[0].weight)
     after = module(x)
     expected = linear(x, module[0].weight, module[0].bias, "rowwise").relu()
     assert_bitwise_equal(after, linear(expected, module[2].weight, None, "rowwise"))
@@ -142,21 +139,18 @@ def test_a_change_after_the_block_is_seen(change):
 @each_change
 def test_a_change_inside_the_block_is_an_error(change):
     module, (x, *_) = layer(), inputs()
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
+
+    def change_it():
+        CHANGES[change](module, module[0].weight)
+
     with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once.*: 0"):
-        inside_a_block(module, lambda: module(x), lambda: CHANGES[change](module))
+        inside_a_block(module, lambda: module(x), change_it)
     assert_bitwise_equal(module(x), copy.deepcopy(module)(x))
-
-
-@pytest.mark.parametrize("change", [change for change in CHANGES if change not in UNSEEN])
-def test_a_visible_change_is_an_error_at_the_next_use(change):
-    module, (x, *_) = layer(), inputs()
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match="a weight was changed inside.*after the block"):
-        inside_a_block(module, lambda: CHANGES[change](module), lambda: module(x))
-    module(x)
+    if change not in UNSEEN:
+        # At the next use.
+        with pytest.raises(RuntimeError, match="a weight was changed inside.*after the block"):
+            inside_a_block(module, change_it, lambda: module(x))
+        module(x)
 
 
 def swapped(module, change, *inside):
@@ -175,7 +169,7 @@ def one_row(data):
 
 
 def one_column(data):
-    data[..., -1] = 1
+    one_row(data.t())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -213,10 +207,10 @@ def test_checkpointing_with_held_weights():
     module, (x, *_) = layer(), inputs()
     save = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
     with quantize_weights_once(module):
-        expected = torch.autograd.grad(module(x).sum(), x)
+        expected = with_gradients(module(x), [x])
         for _ in range(2):
             out = checkpoint(module, x, use_reentrant=False, context_fn=save)
-            assert_bitwise_equal(torch.autograd.grad(out.sum(), x), expected)
+            assert_bitwise_equal(with_gradients(out, [x]), expected)
 
 
 def test_weights_that_a_hook_computes_are_refused():
@@ -267,31 +261,27 @@ def test_a_parametrized_weight_that_changes_inside_the_block_is_an_error():
         inside_a_block(module, lambda: original.detach().mul_(2), lambda: module(x))
     with pytest.raises(RuntimeError, match="weights changed inside quantize_weights_once.*: 2"):
         inside_a_block(module, lambda: original.data.mul_(2), lambda: module(x))
-    # Its codes are those of float32 here, and bf16 there.
+    # The codes of a float32 weight cannot serve a layer that computes in bf16.
     parametrizations.orthogonal(module[0])
     with pytest.raises(RuntimeError, match="computes in torch.bfloat16"):
         inside_a_block(module, lambda: torch.autocast("cpu", torch.bfloat16)(module)(x))
 
 
-def test_an_interrupt_while_the_block_opens_holds_nothing():
+def test_an_interrupt_while_the_block_opens_holds_nothing_and_an_error_inside_is_the_callers_own():
     class Interrupted(Float8Linear):
         def __setattr__(self, name, value):
             raise KeyboardInterrupt
 
-    module = layer()
-    module[2].__class__ = Interrupted
-    with pytest.raises(KeyboardInterrupt):
-        inside_a_block(module)
-    assert "cached_weight" not in module[0].__dict__
-    assert module[0].cached_weight is None
-
-
-def test_an_error_inside_the_block_is_the_callers_own():
     module, (x, *_) = layer(), inputs()
     with pytest.raises(KeyError, match="mine"):
         inside_a_block(module, lambda: module[0].weight.data.mul_(2), lambda: {}["mine"])
     assert module[0].cached_weight is None
     module(x)
+    module[2].__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        inside_a_block(module)
+    assert "cached_weight" not in module[0].__dict__
+    assert module[0].cached_weight is None
 
 
 def test_autocast():
@@ -317,21 +307,16 @@ def test_tied_weights_are_held_once():
         twin(inputs()[0])
 
 
-def test_a_copy_holds_nothing():
+def test_a_copy_and_a_state_dict_hold_nothing():
     module, (x, *_) = layer(), inputs()
+    keys = list(module.state_dict())
     with quantize_weights_once(module):
+        assert list(module.state_dict()) == keys
         twin, shallow = copy.deepcopy(module), copy.copy(module[0])
         assert twin[0].cached_weight is None
     for each in (twin[0], shallow):
         each.weight = nn.Parameter(module[0].weight.detach() * 2)
         assert_bitwise_equal(each(x), linear(x, each.weight, each.bias, "rowwise"))
-
-
-def test_state_dict_is_that_of_the_model():
-    module = layer()
-    keys = list(module.state_dict())
-    with quantize_weights_once(module):
-        assert list(module.state_dict()) == keys
     assert "cached_weight" not in module[0].__dict__
 
 
@@ -348,9 +333,7 @@ def test_what_else_cannot_be():
         inside_a_block(module, lambda: swap_recipe(module, "blockwise"), lambda: module(inputs()[0]))
     with pytest.raises(TypeError, match=r"weight of 0 must have data.*meta"):
         inside_a_block(module.to("meta"))
-
-
-def test_a_weight_of_another_recipe_is_refused():
+    # A weight of another recipe, or of another shape.
     x, weight = normal(5, 40), normal(24, 40)
     held = quantize_weight(weight, recipes.get("blockwise"))
     with pytest.raises(ValueError, match=r"weight as recipe 'rowwise' reads it.*got e4m3 128x128"):

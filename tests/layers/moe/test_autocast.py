@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import QUANTIZED, normal
+from cases import each_recipe, normal, with_gradients
 
 from tritonfp8 import Float8Experts
 from tritonfp8.layers.moe import experts as module
@@ -10,7 +10,7 @@ from tritonfp8.layers.moe import routing
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 TOKENS, TOP_K = 20, 2
-FACTORS = (torch.float32, torch.bfloat16)
+each_factors = pytest.mark.parametrize("factors", [torch.float32, torch.bfloat16], ids=str)
 
 
 def made(recipe, bias, dtype):
@@ -25,8 +25,7 @@ def gradients(experts, hidden_dtype, factors_dtype, run=None):
     index = torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K) * 3 % 5
     with torch.autocast("cpu", torch.bfloat16):
         out = (experts if run is None else run)(hidden, index, factors)
-    leaves = (hidden, factors, *experts.parameters())
-    return (out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape, seed=2).to(out.dtype)))
+    return with_gradients(out, (hidden, factors, *experts.parameters()), normal(*out.shape, seed=2, dtype=out.dtype))
 
 
 @pytest.fixture
@@ -42,8 +41,8 @@ def copies(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("recipe", [*QUANTIZED, "bf16"])
-@pytest.mark.parametrize("factors", FACTORS, ids=str)
+@each_recipe
+@each_factors
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_in_its_dtype_are_not_copied(recipe, factors, parameters, copies, monkeypatch):
     """And all results have the bits of the ones from copies."""
@@ -54,15 +53,15 @@ def test_tokens_in_its_dtype_are_not_copied(recipe, factors, parameters, copies,
     assert len(copies) == 1
 
 
-@pytest.mark.parametrize("recipe", [*QUANTIZED, "bf16"])
-@pytest.mark.parametrize("factors", FACTORS, ids=str)
+@each_recipe
+@each_factors
 def test_tokens_in_float32_are_cast_before_they_are_routed(recipe, factors, copies):
-    """All results have the bits of those from the cast tokens; what autocast is not asked for keeps its dtype."""
+    """The bits of the results of cast tokens; what autocast is not asked for keeps its dtype."""
     found = gradients(made(recipe, True, torch.float32), torch.float32, factors)
     assert not copies
     assert [x.dtype for x in found[:3]] == [torch.float32, torch.float32, factors]
     cast = gradients(made(recipe, True, torch.float32), torch.bfloat16, factors)
-    assert_bitwise_equal(found, tuple(x.to(like.dtype) for x, like in zip(cast, found, strict=True)))
+    assert_bitwise_equal(found, [x.to(like.dtype) for x, like in zip(cast, found, strict=True)])
 
 
 def test_tokens_in_float64_are_refused_under_autocast():

@@ -1,4 +1,4 @@
-"""Experts that follow a recipe: our module and those of transformers, against a loop over experts."""
+"""Experts that follow a recipe: our module and the modules of transformers, against a loop over experts."""
 
 import copy
 import pickle
@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from cases import QUANTIZED, each_recipe, normal
+from cases import QUANTIZED, each_recipe, normal, with_gradients
 from mixtures import FAMILIES, experts_of, model_of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -14,6 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
+from tritonfp8.layers.moe import experts as moe_experts
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.in_turn(3)
@@ -118,7 +119,7 @@ class TestTransformers:
         assert set(kinds) <= set(again.already)
         assert not torch.equal(model(ids).logits, plain)
         tritonfp8.swap_recipe(model, "bf16")
-        # In the order of our sums, not in that of transformers.
+        # Sums are added in another order than in transformers.
         torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-5)
         assert set(kinds) <= set(tritonfp8.revert(model))
         assert {name: type(each) for name, each in experts_of(model).items()} == kinds
@@ -159,6 +160,12 @@ class TestTransformers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         assert losses_of(model, 2) == expected
 
+    def test_sensitivity_gives_experts_their_recipe_back(self):
+        model, ids = model_of("mixtral"), torch.randint(0, 96, (2, 12))
+        tritonfp8.convert(model, "rowwise", experts=True)
+        tritonfp8.sensitivity(model, {"input_ids": ids, "labels": ids}, ["rowwise"])
+        assert all(each.recipe == recipes.get("rowwise") for each in experts_of(model).values())
+
     def test_filters_and_patterns(self):
         model = model_of("mixtral")
         first, second = experts_of(model)
@@ -195,43 +202,38 @@ class TestFloat8Experts:
         torch.manual_seed(0)
         return Float8Experts(5, 32, 48, recipe=recipe, bias=bias)
 
-    def routed(self, tokens=20, experts=5, top_k=2):
+    def routed(self, tokens=20):
         """Tokens at the experts 0, 1, 3 and 4: expert 2 has none."""
-        index = torch.stack([torch.arange(tokens) % 2, 3 + torch.arange(tokens) // 3 % 2], dim=1)[:, :top_k]
-        return normal(tokens, 32), index, normal(tokens, top_k, seed=1).softmax(1)
+        index = torch.stack([torch.arange(tokens) % 2, 3 + torch.arange(tokens) // 3 % 2], dim=1)
+        return normal(tokens, 32), index, normal(tokens, 2, seed=1).softmax(1)
 
     @each_recipe
     @pytest.mark.parametrize("bias", [False, True])
     def test_is_a_loop_over_experts(self, recipe, bias):
-        found = []
-        for kind in ("module", "loop"):
-            experts = self.made(recipe, bias)
-            hidden, index, weights = self.routed()
-            hidden.requires_grad_()
-            weights.requires_grad_()
-            forward = experts if kind == "module" else loop(experts, recipe, swiglu)
-            out = forward(hidden, index, weights)
-            out.backward(normal(20, 32, seed=5))
-            found.append([out, hidden.grad, weights.grad, *(p.grad for p in experts.parameters())])
-        assert_bitwise_equal(*found)
+        experts, (hidden, index, weights) = self.made(recipe, bias), self.routed()
+        leaves = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
+        outs = (forward(hidden, index, weights) for forward in (experts, loop(experts, recipe, swiglu)))
+        assert_bitwise_equal(*(with_gradients(out, leaves, normal(20, 32, seed=5)) for out in outs))
 
     def test_an_index_beyond_the_experts_is_no_expert(self):
         experts = self.made()
         hidden, index, weights = self.routed()
-        out = experts(hidden, index, weights)
-        masked = torch.where(index == 3, 5, index)
-        found = experts(hidden, masked, weights)
-        without = weights * (index != 3)
-        assert_bitwise_equal(found, experts(hidden, index, without))
-        assert not torch.equal(found, out)
+        found = experts(hidden, torch.where(index == 3, 5, index), weights)
+        assert_bitwise_equal(found, experts(hidden, index, weights * (index != 3)))
+        assert not torch.equal(found, experts(hidden, index, weights))
 
-    @pytest.mark.parametrize("tokens", [0, 1])
-    def test_few_tokens(self, tokens):
-        experts = self.made()
-        out = experts(*self.routed(tokens))
-        assert out.shape == (tokens, 32)
+    @pytest.mark.parametrize("routed", [True, False])
+    @each_recipe
+    def test_a_batch_without_tokens(self, recipe, routed, monkeypatch):
+        """Nothing comes out, and every gradient is there, so that no other rank waits for it."""
+        monkeypatch.setattr(moe_experts, "can_route", lambda *args: routed)
+        experts, (hidden, index, factors) = self.made(recipe), self.routed(0)
+        leaves = [hidden.requires_grad_(), factors.requires_grad_(), *experts.parameters()]
+        out = experts(hidden, index, factors)
+        assert out.shape == (0, 32)
         out.sum().backward()
-        assert all(p.grad.isfinite().all() for p in experts.parameters())
+        assert [x.grad.shape for x in leaves] == [x.shape for x in leaves]
+        assert not any(x.grad.any() for x in leaves)
 
     def test_revert_is_high_precision(self):
         model = nn.ModuleDict({"experts": self.made(), "head": nn.Linear(32, 32)})
@@ -260,8 +262,7 @@ class TestFloat8Experts:
         def gradients(module):
             hidden, index, weights = self.routed()
             leaves = [hidden.clone().requires_grad_(), weights.clone().requires_grad_(), *experts.parameters()]
-            out = module(leaves[0], index, leaves[1])
-            return torch.autograd.grad(out, leaves, torch.ones_like(out))
+            return with_gradients(module(leaves[0], index, leaves[1]), leaves)
 
         for found, expected in zip(gradients(compiled), gradients(experts), strict=True):
             assert sqnr(found, expected) > 30
@@ -289,7 +290,7 @@ class TestFloat8Experts:
         assert names.index("dots_of_rows") < names.index("quantize_groups_both")
         order = [name for name in names if hasattr(torch.ops.tritonfp8, name)]
         of_gradient = order.index(gradient)
-        # The gradient of the rows, then that of SwiGLU, then that of the second layer's weight, and the next casts.
+        # Gradients of the rows, of SwiGLU and of the second layer's weight, and then the next casts.
         assert order[of_gradient - 1 : of_gradient + 3] == [
             "scaled_grouped_matmul", gradient, "scaled_grouped_matmul", "quantize_groups_both",
         ]  # fmt: skip

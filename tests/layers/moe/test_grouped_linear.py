@@ -1,6 +1,7 @@
-"""``grouped_linear``: each group has the bits of ``linear`` on that group alone, forward and backward."""
+"""``grouped_linear``: each group has the bits of ``linear`` on only that group, forward and backward."""
 
 import pytest
+import routings
 import torch
 from cases import each_recipe, normal
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ SIZES = st.lists(st.sampled_from([0, 1, 7, 127, 128, 129]), min_size=1, max_size
 
 
 def ends(*sizes):
-    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return routings.ends(sizes)
 
 
 def leaves(tokens, groups, n=24, k=40, bias=True, dtype=torch.float32):
@@ -76,24 +77,6 @@ def test_each_recipe_has_the_bits_of_linear(recipe, dtype):
 
 
 @each_recipe
-@pytest.mark.parametrize("sizes", [(0, 5, 3), (5, 0, 3), (5, 3, 0), (0, 0, 0), (0, 8, 0)], ids=str)
-def test_nothing_of_an_empty_group_or_of_rows_after_all_is_read(recipe, sizes):
-    input, weight, bias = leaves(11, 3)
-    with torch.no_grad():
-        input[sum(sizes) :] = torch.nan
-        for group, size in enumerate(sizes):
-            if not size:
-                weight[group], bias[group] = torch.nan, torch.inf
-    out, grads = gradients(grouped, (input, weight, bias), ends(*sizes), recipe, torch.full((11, 24), 0.5))
-    assert not out[sum(sizes) :].any()
-    assert not grads[0][sum(sizes) :].any()
-    for group, size in enumerate(sizes):
-        for grad in grads[1:]:
-            assert grad[group].isfinite().all()
-            assert bool(grad[group].any()) == bool(size)
-
-
-@each_recipe
 def test_weights_and_gradients_of_any_strides(recipe):
     input, weight, bias = leaves(11, 3)
     turned = weight.detach().transpose(1, 2).contiguous().requires_grad_()
@@ -108,25 +91,6 @@ def test_weights_and_gradients_of_any_strides(recipe):
         assert_bitwise_equal(found, wanted)
 
 
-@pytest.mark.parametrize("needed", range(8))
-def test_any_subset_of_gradients(needed):
-    tensors = leaves(11, 3)
-    everything = gradients(grouped, tensors, ends(4, 0, 6), "rowwise")[1]
-    for i, x in enumerate(tensors):
-        x.requires_grad_(bool(needed >> i & 1))
-    with count_gemms() as counts:
-        out = grouped(tensors, ends(4, 0, 6), "rowwise")
-        if needed:
-            out.backward(normal(11, 24, seed=9))
-    assert counts.calls == {"reference": 1 + (needed & 1) + (needed >> 1 & 1)}
-    assert out.requires_grad == bool(needed)
-    for x, expected in zip(tensors, everything, strict=True):
-        if x.requires_grad:
-            assert_bitwise_equal(x.grad, expected)
-        else:
-            assert x.grad is None
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_whatever_the_routing(backend):
     compiled = torch.compile(grouped, fullgraph=True, backend=backend)
@@ -134,17 +98,10 @@ def test_one_graph_whatever_the_routing(backend):
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     for recipe in ("rowwise", "mxfp8"):
-        for tokens, sizes in (
-            (140, (3, 130, 0)),
-            (140, (0, 0, 140)),
-            (140, (0, 0, 0)),
-            (9, (1, 1, 1)),
-            (33, (30, 1, 1)),
-        ):
-            tensors = leaves(tokens, 3, dtype=torch.bfloat16)
-            assert_bitwise_equal(
-                gradients(compiled, tensors, ends(*sizes), recipe), gradients(grouped, tensors, ends(*sizes), recipe)
-            )
+        batches = (140, (3, 130, 0)), (140, (0, 0, 140)), (140, (0, 0, 0)), (9, (1, 1, 1)), (33, (30, 1, 1))
+        for tokens, sizes in batches:
+            args = leaves(tokens, 3, dtype=torch.bfloat16), ends(*sizes), recipe
+            assert_bitwise_equal(gradients(compiled, *args), gradients(grouped, *args))
     assert 2 <= graphs["unique_graphs"] - before <= 4, "one of the first size and one of any, for each recipe"
 
 
@@ -235,21 +192,16 @@ class TestErrors:
         with pytest.raises(error, match=message):
             self.run(**arguments)
 
-    def test_offsets_that_are_missing(self):
+    def test_offsets_that_are_missing_and_of_quantize_groups(self):
         with pytest.raises(TypeError, match="offsets must be a torch.Tensor; got NoneType"):
             functional.grouped_linear(self.INPUT, self.WEIGHT, None)
-
-    @pytest.mark.parametrize(
-        ("offsets", "error", "message"),
-        [
+        for offsets, error, message in (
             (None, TypeError, "offsets must be a torch.Tensor; got NoneType"),
             (5, TypeError, "offsets must be a torch.Tensor; got int"),
             (ends(4)[0], ValueError, r"must have shape \(1,\).*got \(\)"),
-        ],
-    )
-    def test_offsets_of_quantize_groups(self, offsets, error, message):
-        with pytest.raises(error, match=message):
-            functional.quantize_groups(self.INPUT, offsets, QuantSpec("e4m3", (1, -1), "fp32", "pow2"))
+        ):
+            with pytest.raises(error, match=message):
+                functional.quantize_groups(self.INPUT, offsets, QuantSpec("e4m3", (1, -1), "fp32", "pow2"))
 
     def test_transforms(self):
         with pytest.raises(RuntimeError, match="grouped_linear"):

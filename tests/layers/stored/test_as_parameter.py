@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from cases import normal
+from stored_layers import spec_of
 from torch import nn
 from trained_models import stored_model
 from transformers.pytorch_utils import Conv1D
@@ -20,11 +21,11 @@ from tritonfp8 import Float8Experts, recipes
 from tritonfp8.distributed.fsdp.byte_layout import ByteLayout, GatheredBytes, MatricesLayout
 from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
 from tritonfp8.distributed.fsdp.orientations import weight_orientations
-from tritonfp8.layers.stored import CodesTensor, StoredMatrices, StoredWeight, recipe_of_storage, store
+from tritonfp8.layers.stored import CodesTensor, StoredMatrices, StoredWeight, store
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 N, K = 16, 24
-SPEC = recipe_of_storage(recipes.get("rowwise")).output.rhs
+RECIPE, SPEC = recipes.get("rowwise"), spec_of("rowwise")
 # Graphs of torch compare the storages of tensors without memory, so these stay. torch's error says that none is there.
 STORAGES = "storage", "_typed_storage", "untyped_storage"
 NOT_OURS = {*STORAGES, "__class__", "__init__", "__new__"}
@@ -42,22 +43,20 @@ ARGUMENTS = {
 
 
 def weight():
-    torch.manual_seed(0)
-    return store(torch.randn(N, K), SPEC)
+    return store(normal(N, K), SPEC)
 
 
 def experts():
-    torch.manual_seed(0)
-    return StoredMatrices.of(torch.randn(2, N, K), SPEC)
+    return StoredMatrices.of(normal(2, N, K), SPEC)
 
 
 def gathered():
-    layout = ByteLayout(N, K, 1, weight_orientations(recipes.get("rowwise")), together=True)
+    layout = ByteLayout(N, K, 1, weight_orientations(RECIPE), together=True)
     return GatheredWeight(GatheredBytes(torch.zeros(4096, dtype=torch.uint8)), None, layout, torch.float32)
 
 
 def gathered_experts():
-    layout = MatricesLayout(2, N, K, 1, weight_orientations(recipes.get("rowwise")), together=True)
+    layout = MatricesLayout(2, N, K, 1, weight_orientations(RECIPE), together=True)
     sent = layout.pack(torch.randn(2, N, K), (0, 1))
     return GatheredWeight(layout.joined(sent, ()), None, layout, torch.float32)
 
@@ -71,12 +70,6 @@ KINDS = {
     "MatricesShard": lambda: experts().as_shard(),
     "ValuesView": lambda: weight()[:],
 }
-
-
-def plain(kind):
-    """A plain tensor of the same shape and of like values."""
-    torch.manual_seed(0)
-    return torch.randn(KINDS[kind]().shape)
 
 
 def outcome(make, name, arguments):
@@ -99,7 +92,7 @@ def sweep(kind):
             found = outcome(KINDS[kind], name, arguments)
             if found is None or "red in 8 bits" in str(found) or name in NOT_OURS or (kind, name) in KNOWN:
                 continue
-            expected = outcome(lambda: plain(kind), name, arguments)
+            expected = outcome(lambda: normal(*KINDS[kind]().shape), name, arguments)
             assert expected is not None, f"{name} ({form}) works for a plain tensor, and raises {found!r} here"
 
 
@@ -138,13 +131,10 @@ class TestMadeOfTheTypeOfAnother:
         assert (type(found), found.spec, found.requires_grad) == (StoredWeight, SPEC, True)
         assert_bitwise_equal([found._qdata], [store(values, SPEC)._qdata])
 
-    def test_of_values_without_such_a_variable_it_is_an_error(self):
-        kind, values = StoredWeight, torch.randn(N, K)
+    def test_of_values_without_such_a_variable_or_of_a_shard_it_is_an_error(self):
+        kind, param, values = StoredWeight, nn.Parameter(weight().as_shard()), torch.randn(N, K)
         with pytest.raises(TypeError, match=r"a StoredWeight is made of codes, and Tensor has none.*load_state_dict"):
             kind(values, requires_grad=False)
-
-    def test_of_a_shard_the_scales_are_not_known(self):
-        param, values = nn.Parameter(weight().as_shard()), torch.randn(N, K)
         with pytest.raises(NotImplementedError, match=r"of another tensor does not work .* in 8 bits \(StoredRows\)"):
             type(param)(values, requires_grad=False)
 
@@ -203,16 +193,10 @@ class TestModels:
         assert_bitwise_equal(_inner(model), before)
         out.backward()
 
-    def test_gradients_move_along(self):
+    def test_gradients_move_along_and_a_move_that_fails_changes_no_weight(self):
         model = stored_model("rowwise")
         model(normal(3, 200)).sum().backward()
-        before = model[0].weight.grad.clone()
-        model.to(torch.bfloat16)
-        assert_bitwise_equal([model[0].weight.grad], [before.bfloat16()])
-
-    def test_a_move_that_fails_changes_no_weight(self):
-        model = stored_model("rowwise")
-        before = list(model.parameters())
+        before, gradient = list(model.parameters()), model[0].weight.grad.clone()
 
         def move(x):
             raise MemoryError
@@ -220,6 +204,8 @@ class TestModels:
         with pytest.raises(MemoryError):
             model._apply(move)
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+        model.to(torch.bfloat16)
+        assert_bitwise_equal([model[0].weight.grad], [gradient.bfloat16()])
 
     def test_of_a_conv1d_and_of_experts(self):
         conv = nn.Sequential(Conv1D(32, 48))

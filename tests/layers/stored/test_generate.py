@@ -1,54 +1,73 @@
-"""``generate()`` of transformers with stored weights: the tokens of a plain model of their values."""
+"""Models of transformers with stored weights: the tokens of a plain model of their values, and their checkpoints."""
 
 import pytest
 import torch
-from cases import cpu_and_cuda, llama, tokens
+from cases import QUANTIZED, cpu_and_cuda, llama, tokens
+from mixtures import FAMILIES, experts_of, model_of
 
 import tritonfp8
-from tritonfp8 import recipes
+from tritonfp8.specs.testing import assert_bitwise_equal
 
-QUANTIZED = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True}
 
 
-def stored_and_plain(name, device):
-    """A Llama with stored weights, and one of their values with the same recipe."""
-    model, plain = (llama(**SIZES).bfloat16().to(device).eval() for _ in range(2))
-    tritonfp8.convert(model, name, mode="inference")
+def pair(make, recipe, device="cpu", experts=False):
+    """A model with stored weights, and one of their values with the same recipe; and the report."""
+    model, plain = (make().to(device).eval() for _ in range(2))
+    report = tritonfp8.convert(model, recipe, mode="inference", experts=experts)
     plain.load_state_dict(model.state_dict())
     # Stored weights have power-of-two scales, whatever the recipe's are.
-    tritonfp8.convert(plain, model.model.layers[0].mlp.down_proj.recipe)
-    return model, plain
+    tritonfp8.convert(plain, next(iter(report.converted.values())), experts=experts)
+    return model, plain, report
 
 
-def generated(model, device, **options):
-    """The tokens, and the logits that chose them."""
-    found = model.generate(
-        tokens(length=8, device=device), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0,
-        return_dict_in_generate=True, output_logits=True, **options,
-    )  # fmt: skip
-    return found.sequences, torch.stack(found.logits)
+def check_generated(models, device="cpu", **options):
+    """The models choose the same tokens, by the same logits."""
+    prompt = tokens(length=8, device=device) % 96
+    options = {**OPTIONS, "cache_implementation": "static", "return_dict_in_generate": True, **options}
+    found, wanted = (each.generate(prompt, **options) for each in models)
+    assert found.sequences.shape == (2, 20)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+    return str(tritonfp8.verify(models[0], input_ids=prompt))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @cpu_and_cuda
-def test_a_static_cache(name, device):
+def test_a_static_cache(name, device, tmp_path):
     """On a GPU, transformers compiles the decoding step, as a CUDA graph."""
-    model, plain = stored_and_plain(name, device)
-    options = {"cache_implementation": "static"}
-    (found, logits), (wanted, others) = (generated(each, device, **options) for each in (model, plain))
-    assert found.shape == (2, 20)
-    assert torch.equal(found, wanted)
-    assert torch.equal(logits, others)
-    assert "e4m3 x e4m3" in str(tritonfp8.verify(model, input_ids=tokens(device=device)))
+    model, plain, report = pair(lambda: llama(**SIZES).bfloat16(), name, device)
+    assert "lm_head" in report.skipped
+    assert "e4m3 x e4m3" in check_generated((model, plain), device)
+    check_saved(model, tmp_path)
 
 
 @cpu_and_cuda
 def test_a_compiled_forward(device):
-    model, plain = stored_and_plain("rowwise", device)
-    for each in (model, plain):
+    models = pair(lambda: llama(**SIZES).bfloat16(), "rowwise", device)[:2]
+    for each in models:
         each.forward = torch.compile(each.forward, fullgraph=True, backend="inductor" if device == "cuda" else "eager")
-    options = {"cache_implementation": "static", "disable_compile": True}
-    (found, logits), (wanted, others) = (generated(each, device, **options) for each in (model, plain))
-    assert torch.equal(found, wanted)
-    assert torch.equal(logits, others)
+    check_generated(models, device, disable_compile=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixtures(family, tmp_path):
+    model, plain, report = pair(lambda: model_of(family, torch.bfloat16), "rowwise", experts=True)
+    assert report.experts.keys() == experts_of(model).keys()
+    rows = check_generated((model, plain)).splitlines()
+    of_experts = [row for row in rows if row.startswith(tuple(experts_of(model)))]
+    assert len(of_experts) == len(experts_of(model))
+    assert all("e4m3 x e4m3" in row for row in of_experts)
+    check_saved(model, tmp_path)
+
+
+def check_saved(model, folder):
+    """``save_pretrained`` writes the values."""
+    model.save_pretrained(folder)
+    found, expected = type(model).from_pretrained(folder, dtype=torch.bfloat16).state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    # transformers loads a bias of some routers in float32.
+    assert_bitwise_equal(
+        [found[name].to(x.dtype) for name, x in expected.items()], [x.cpu() for x in expected.values()]
+    )

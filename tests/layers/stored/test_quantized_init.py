@@ -61,9 +61,7 @@ def test_is_the_model_that_convert_makes(recipe):
     model, expected = made(recipe), converted(recipe)
     assert [type(m) for m in model.modules()] == [type(m) for m in expected.modules()]
     assert type(model.lm_head) is type(model.router) is nn.Linear
-    assert is_stored(model.blocks[3].up)
-    assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
-    assert model.state_dict().keys() == expected.state_dict().keys()
+    check_equal(model, expected)
     assert "e4m3 x e4m3" in str(tritonfp8.verify(model, data()))
     assert type(nn.Sequential(nn.Linear(SIZE, SIZE))[0]) is nn.Linear
 
@@ -80,32 +78,27 @@ def test_one_layer_at_a_time_is_in_high_precision():
     assert memory.peak > 2 * LAYERS * weight
 
 
-def test_on_the_meta_device_and_loaded_after_to_empty():
+@pytest.mark.parametrize("assign", [False, True])
+def test_on_the_meta_device_and_loaded(assign):
     model, expected = made(device="meta"), converted()
     assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
-    assert is_stored(model.blocks[0].up)
-    model.load_state_dict(expected.state_dict())
-    assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+    if not assign:
+        model.to_empty(device="cpu")
+        assert is_stored(model.blocks[0].up)
+    model.load_state_dict(expected.state_dict(), assign=assign)
+    check_equal(model, expected)
 
 
-@pytest.mark.parametrize("how", ["assign", "attribute"])
-def test_a_loader_that_replaces_parameters_on_the_meta_device(how):
-    model, expected = made(device="meta"), converted()
-    state = expected.state_dict()
-    if how == "assign":
-        model.load_state_dict(state, assign=True)
-    else:
-        for name, module in model.named_modules():
-            for key in list(module._parameters):
-                setattr(module, key, nn.Parameter(state[f"{name}.{key}"]))
-    assert type(model.blocks[0].up.weight) is StoredWeight
-    assert not model.blocks[0].up.weight.requires_grad
+def check_equal(model, expected):
+    weight = model.blocks[0].up.weight
+    assert (type(weight), weight.requires_grad) == (StoredWeight, False)
+    assert is_stored(model.blocks[9].down)
     assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+    assert_bitwise_equal([model.state_dict()], [expected.state_dict()])
 
 
 def marked(tensor):
-    parameter = nn.Parameter(tensor, requires_grad=False)
+    parameter = nn.Parameter(tensor)
     parameter.loaded_by = "a loader"
     return parameter
 
@@ -113,7 +106,7 @@ def marked(tensor):
 def in_8_bits(model, folder):
     for parameter in model.parameters():
         parameter.loaded_by = "a loader"
-    tritonfp8.export.save(converted(), folder, "fine_grained")
+    tritonfp8.export.save(converted("blockwise"), folder, "fine_grained")
     tritonfp8.export.load(model, folder)
 
 
@@ -132,10 +125,10 @@ LOADERS = {
 @pytest.mark.parametrize("how", LOADERS)
 def test_marks_of_parameters_are_carried(tmp_path, how):
     """By attributes of a Parameter programs know what they have loaded, or how they step it."""
-    model = made(device="meta")
-    LOADERS[how](model, converted().state_dict(), tmp_path)
+    model, expected = made("blockwise", "meta"), converted("blockwise")
+    LOADERS[how](model, expected.state_dict(), tmp_path)
     layer = model.blocks[0].up
-    assert is_stored(layer)
+    check_equal(model, expected)
     assert {getattr(p, "loaded_by", None) for p in model.parameters()} == {"a loader"}
     layer.reset_parameters()
     assert layer.weight.loaded_by == "a loader"
@@ -168,8 +161,7 @@ def test_values_by_the_constructor_of_a_weight_on_meta(recipe):
         before = module._parameters[key]
         module._parameters[key] = type(before)(type(before)(before.to("meta")), requires_grad=False)
         module._parameters[key] = type(before)(values, before.requires_grad)
-    assert type(model.blocks[0].up.weight) is StoredWeight
-    assert_bitwise_equal([model(data()).detach()], [expected(data()).detach()])
+    check_equal(model, expected)
 
 
 def test_a_model_on_meta_is_copied_moved_and_pickled():
@@ -181,15 +173,6 @@ def test_a_model_on_meta_is_copied_moved_and_pickled():
         assert each(torch.empty(3, SIZE, device="meta")).shape == (3, SIZE)
     assert type(layer.to_empty(device="cpu").weight) is StoredWeight
     assert layer.to("meta").weight.is_meta
-
-
-def test_a_checkpoint_in_8_bits_onto_the_meta_device(tmp_path):
-    expected = converted("blockwise")
-    tritonfp8.export.save(expected, tmp_path, "fine_grained")
-    model = made("blockwise", "meta")
-    tritonfp8.export.load(model, tmp_path)
-    assert is_stored(model.blocks[9].down)
-    assert_bitwise_equal([model.state_dict()], [expected.state_dict()])
 
 
 @pytest.mark.parametrize(
@@ -247,18 +230,16 @@ def test_what_a_model_keeps_in_float32_is_not_stored(device):
 
 
 def test_errors_name_what_is_wrong():
-    with (
-        pytest.raises(ValueError, match="no layer was made inside quantized_init"),
-        tritonfp8.quantized_init("rowwise"),
-    ):
-        nn.LayerNorm(3)
-    with pytest.raises(ValueError, match="up: its weight is torch.float16"), tritonfp8.quantized_init("rowwise"):
-        nn.Module().up = nn.Linear(SIZE, SIZE, dtype=torch.float16)
-    with pytest.raises(ValueError, match="computes the output in high precision"), tritonfp8.quantized_init("bf16"):
-        Block()
-    with pytest.raises(TypeError, match="filter must be a function"), tritonfp8.quantized_init("rowwise", ["*"]):
-        Block()
-    assert type(Block().up) is nn.Linear
+    for arguments, make, error, message in (
+        (["rowwise"], lambda: nn.LayerNorm(3), ValueError, "no layer was made inside quantized_init"),
+        (["rowwise"], lambda: setattr(nn.Module(), "up", nn.Linear(SIZE, SIZE, dtype=torch.float16)), ValueError,
+         "up: its weight is torch.float16"),
+        (["bf16"], Block, ValueError, "computes the output in high precision"),
+        (["rowwise", ["*"]], Block, TypeError, "filter must be a function"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message), tritonfp8.quantized_init(*arguments):
+            make()
+        assert type(Block().up) is nn.Linear
 
 
 class TestExperts:

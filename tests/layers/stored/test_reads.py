@@ -3,16 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import cpu_and_cuda, normal
+from cases import QUANTIZED, cpu_and_cuda, normal
+from stored_layers import spec_of
 from torch import nn
 
 import tritonfp8
-from tritonfp8 import recipes
-from tritonfp8.layers.stored import StoredMatrices, recipe_of_storage, store
+from tritonfp8.layers.stored import StoredMatrices, store
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 N, K = 24, 48
-RECIPES = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
 TOKENS = torch.tensor([3, 0, 3])
 
 READS = {
@@ -68,7 +67,7 @@ def values_of(w):
 
 def pair(recipe="rowwise", device="cpu"):
     torch.manual_seed(0)
-    w = nn.Parameter(store(torch.randn(N, K).to(device), recipe_of_storage(recipes.get(recipe)).output.rhs))
+    w = nn.Parameter(store(torch.randn(N, K).to(device), spec_of(recipe)))
     return w, nn.Parameter(w.detach().dequantize())
 
 
@@ -80,9 +79,8 @@ def gradient(read, w):
 @pytest.mark.parametrize("name", READS)
 def test_has_the_gradient_of_a_plain_weight(name):
     stored, plain = pair()
-    expected = gradient(READS[name], plain)
+    expected, found = gradient(READS[name], plain), gradient(READS[name], stored)
     assert expected.abs().sum() > 0
-    found = gradient(READS[name], stored)
     if name in GEMMS:
         assert sqnr(found, expected) > SUMS
     else:
@@ -90,15 +88,14 @@ def test_has_the_gradient_of_a_plain_weight(name):
 
 
 @cpu_and_cuda
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_dequantized_values_in_every_recipe(recipe, device):
-    stored, plain = pair(recipe, device)
-    assert_bitwise_equal([gradient(READS["dequantize"], w) for w in [stored]], [gradient(READS["dequantize"], plain)])
+    assert_bitwise_equal(*([gradient(READS["dequantize"], w)] for w in pair(recipe, device)))
 
 
 def test_weights_of_experts():
     torch.manual_seed(0)
-    w = nn.Parameter(StoredMatrices.of(torch.randn(3, N, K), recipes.get("blockwise").output.rhs))
+    w = nn.Parameter(StoredMatrices.of(torch.randn(3, N, K), spec_of("blockwise")))
     plain = nn.Parameter(w.detach().dequantize())
     for read in (lambda x: values_of(x).square(), lambda x: x[1].square(), lambda x: torch.bmm(x, x.mT)):
         w.grad = plain.grad = None
@@ -113,13 +110,17 @@ def test_without_a_gradient_nothing_is_recorded():
     assert w.dequantize().requires_grad
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_penalty_beside_a_layer_trains(recipe):
-    """The gradient of the layer and the gradient of the penalty add up."""
+def trained_layer(recipe):
     torch.manual_seed(0)
     layer = nn.Linear(K, N)
     tritonfp8.convert(layer, recipe, weight_storage="quantized")
-    grads = []
+    return layer
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_penalty_beside_a_layer_trains(recipe):
+    """The gradient of the layer and the gradient of the penalty add up."""
+    layer, grads = trained_layer(recipe), []
     for share in (0.0, 1.0):
         layer.zero_grad()
         (layer(data()).sum() + share * layer.weight.dequantize().square().sum()).backward()
@@ -128,11 +129,7 @@ def test_a_penalty_beside_a_layer_trains(recipe):
 
 
 def test_a_penalty_inside_a_compiled_loss():
-    torch.manual_seed(0)
-    layer = nn.Linear(K, N)
-    tritonfp8.convert(layer, "rowwise", weight_storage="quantized")
-
-    x = data()
+    layer, x = trained_layer("rowwise"), data()
 
     def loss():
         return layer(x).square().mean() + layer.weight.dequantize().square().sum()

@@ -51,10 +51,8 @@ def test_shards_joined_are_the_weight(spec, cuts):
         assert_bitwise_equal([part.dequantize()], [whole.dequantize()[start : start + n]])
         found.append(part)
         start += n
-    joined = StoredRows(
-        torch.cat([part._qdata.view(torch.uint8) for part in found]).view(whole._qdata.dtype),
-        torch.cat([part._exponents for part in found]), spec, whole.dtype, rows.cols,
-    )  # fmt: skip
+    codes = torch.cat([part._qdata.view(torch.uint8) for part in found]).view(whole._qdata.dtype)
+    joined = StoredRows(codes, torch.cat([part._exponents for part in found]), spec, whole.dtype, rows.cols)
     assert_same_operand(joined, whole, spec)
 
 
@@ -70,7 +68,7 @@ def test_columns_have_their_values_and_equally_many_exponents(spec, parts):
 
 @each_spec
 def test_zeros_before_a_part_move_its_blocks(spec):
-    # A part that begins 73 rows and 40 columns inside the weight; blocks are those of the weight.
+    # A part that begins 73 rows and 40 columns inside the weight; its blocks are the blocks of the weight.
     whole = weight(spec)
     part = whole.as_shard()[73:, 40:]
     above, left = (0 if block == -1 else at % block for at, block in zip((73, 40), spec.block, strict=True))
@@ -103,10 +101,7 @@ def test_copies_and_casts_keep_codes():
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (
-            lambda rows: rows.add_(1),
-            "add_.* does not write to a weight that is stored in 8 bits and sharded.*float32_copy",
-        ),
+        (lambda rows: rows.add_(1), "add_.* does not write to a weight .* in 8 bits and sharded.*float32_copy"),
         (lambda rows: rows[::2], "a slice of step 2"),
         (lambda rows: rows.view(137, 201), "a view"),
         (lambda rows: rows.copy_(torch.zeros(201, 137)), "values cannot be copied into a shard.*load_state_dict"),

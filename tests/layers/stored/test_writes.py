@@ -4,19 +4,18 @@ import copy
 
 import pytest
 import torch
-from cases import cpu_and_cuda, normal
+from cases import QUANTIZED, cpu_and_cuda, normal
+from stored_layers import spec_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from trained_models import counts_of_writes, stored_model
 from trained_models import values as state_of
 
 import tritonfp8
-from tritonfp8 import recipes
-from tritonfp8.layers.stored import StoredMatrices, StoredWeight, recipe_of_storage, store
+from tritonfp8.layers.stored import StoredMatrices, StoredWeight, store
 from tritonfp8.optim import DirectSteps, direct_steps, float32_copy
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-RECIPES = [name for name in recipes.names() if recipes.get(name).output.rhs is not None]
 N, K, STEPS, SHARE = 128, 96, 300, 0.005
 EXPECTED = 1 - (1 - SHARE) ** STEPS
 # An element errs by a spacing of codes at most, which is 1/8 of it, and elements err independently: their mean errs by
@@ -30,20 +29,10 @@ def values(model):
     return list(state_of(model).values())
 
 
-def spec_of(recipe):
-    return recipe_of_storage(recipes.get(recipe)).output.rhs
-
-
 def pair(recipe="rowwise", dtype=torch.float32, seed=0, device="cpu"):
     """A stored weight, and another that it is to approach."""
     torch.manual_seed(seed)
     return [nn.Parameter(store(torch.randn(N, K, dtype=dtype).to(device), spec_of(recipe))) for _ in range(2)]
-
-
-def share_moved(weight, start, target):
-    """How much of the way from ``start`` to ``target`` a weight is."""
-    way = target - start
-    return ((weight.detach().plain_values().float() - start) * way).sum().item() / way.square().sum().item()
 
 
 def soft_update(w, target):
@@ -61,30 +50,43 @@ WRITES = {
 }
 
 
+def values_of(w):
+    return w.detach().plain_values().float()
+
+
 @torch.no_grad()
-def repeat(write, w, target):
+def repeat(write, *weights):
     for _ in range(STEPS):
-        write(w, target)
+        write(*weights)
+
+
+def check_moves(write, w, target):
+    """Writes that are repeated lead as far towards ``target`` as in high precision."""
+    start, end = values_of(w), values_of(target)
+    repeat(write, w, target)
+    check_moved(w, start, end)
+
+
+def check_moved(w, start, end):
+    way = end - start
+    share = ((values_of(w) - start) * way).sum().item() / way.square().sum().item()
+    assert share == pytest.approx(EXPECTED, abs=BOUND)
 
 
 @pytest.mark.parametrize("name", WRITES)
 def test_small_writes_add_up(name):
     w, target = pair()
-    start, end = w.detach().plain_values(), target.detach().plain_values()
-    repeat(WRITES[name], w, target)
+    end = values_of(target)
+    check_moves(WRITES[name], w, target)
     assert type(w) is StoredWeight
-    assert share_moved(w, start, end) == pytest.approx(EXPECTED, abs=BOUND)
-    assert_bitwise_equal([target.detach().plain_values()], [end])
+    assert_bitwise_equal([values_of(target)], [end])
 
 
 @cpu_and_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", QUANTIZED)
 def test_in_every_recipe_and_dtype(recipe, dtype, device):
-    w, target = pair(recipe, dtype, device=device)
-    start = w.detach().plain_values().float()
-    repeat(WRITES["lerp_"], w, target)
-    assert share_moved(w, start, target.detach().plain_values().float()) == pytest.approx(EXPECTED, abs=BOUND)
+    check_moves(WRITES["lerp_"], *pair(recipe, dtype, device=device))
 
 
 @cpu_and_cuda
@@ -92,29 +94,21 @@ def test_weights_of_experts(device):
     torch.manual_seed(0)
     made = (StoredMatrices.of(torch.randn(2, N // 2, K).to(device), spec_of("blockwise")) for _ in range(2))
     w, target = map(nn.Parameter, made)
-    start, other = w.plain_values(), w.detach().clone()
-    repeat(WRITES["lerp_"], w, target)
-    assert share_moved(w, start, target.plain_values()) == pytest.approx(EXPECTED, abs=BOUND)
-    repeat(WRITES["a view"], other, target)
-    assert share_moved(other, start, target.plain_values()) == pytest.approx(EXPECTED, abs=BOUND)
+    other = w.detach().clone()
+    check_moves(WRITES["lerp_"], w, target)
+    check_moves(WRITES["a view"], other, target)
 
 
 def test_a_decay_by_hand():
     w, _ = pair()
-    start = w.detach().plain_values()
-    with torch.no_grad():
-        for _ in range(STEPS):
-            w.mul_(1 - SHARE)
-    assert share_moved(w, start, torch.zeros(N, K)) == pytest.approx(EXPECTED, abs=BOUND)
+    start = values_of(w)
+    repeat(lambda w: w.mul_(1 - SHARE), w)
+    check_moved(w, start, torch.zeros(N, K))
 
 
 def test_lists_of_stored_and_plain_bfloat16_weights():
-    w, target = pair(dtype=torch.bfloat16)
-    start, plain = w.detach().plain_values().float(), torch.ones(8, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for _ in range(STEPS):
-            torch._foreach_lerp_([w, plain], [target, torch.zeros(8, dtype=torch.bfloat16)], SHARE)
-    assert share_moved(w, start, target.detach().plain_values().float()) == pytest.approx(EXPECTED, abs=BOUND)
+    plain, zeros = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+    check_moves(lambda w, to: torch._foreach_lerp_([w, plain], [to, zeros], SHARE), *pair(dtype=torch.bfloat16))
     assert (plain < 1).all()
 
 
@@ -123,10 +117,7 @@ def test_replicas_that_write_alike_stay_equal():
     other, _ = pair(seed=1)
     repeat(WRITES["lerp_"], first, target)
     # What is written to another weight meanwhile changes nothing.
-    with torch.no_grad():
-        for _ in range(STEPS):
-            other.mul_(0.99)
-            second.lerp_(target, SHARE)
+    repeat(lambda w, target: (other.mul_(0.99), w.lerp_(target, SHARE)), second, target)
     assert_bitwise_equal([first._qdata, first._scale], [second._qdata, second._scale])
 
 
@@ -164,9 +155,7 @@ def test_zeros_keep_their_signs():
 def test_a_frozen_copy_of_a_trained_weight_is_written_to():
     w, target = pair()
     average = copy.deepcopy(w).requires_grad_(False)
-    start = w.detach().plain_values()
-    repeat(WRITES["lerp_"], average, target)
-    assert share_moved(average, start, target.detach().plain_values()) == pytest.approx(EXPECTED, abs=BOUND)
+    check_moves(WRITES["lerp_"], average, target)
     with pytest.raises(NotImplementedError, match="float32_copy"):
         store(torch.ones(N, K), spec_of("rowwise")).mul_(0.5)
 
@@ -197,7 +186,7 @@ def test_an_average_that_copies_make_is_seen_to_change_nothing(counts):
 @torch.no_grad()
 def test_an_averaged_model_of_stored_weights():
     model, model_2 = stored_model("rowwise"), stored_model("rowwise")
-    start = model[0].weight.detach().plain_values()
+    start = values_of(model[0].weight)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - SHARE))
     copies = AveragedModel(model_2, avg_fn=get_ema_avg_fn(1 - SHARE))
     for each in (average, copies):
@@ -205,10 +194,8 @@ def test_an_averaged_model_of_stored_weights():
         each.update_parameters(model)
     for p in model.parameters():
         p.mul_(0.5)
-    for _ in range(STEPS):
-        average.update_parameters(model)
-    moved = share_moved(average.module[0].weight, start, model[0].weight.detach().plain_values())
-    assert moved == pytest.approx(EXPECTED, abs=BOUND)
+    repeat(average.update_parameters, model)
+    check_moved(average.module[0].weight, start, values_of(model[0].weight))
     before = copies.module[0].weight._qdata.clone()
     with pytest.raises(NotImplementedError, match=r"AveragedModel copies each average.*float32_copy\(model\)"):
         copies.update_parameters(model)

@@ -3,7 +3,7 @@
 _GROUPED = ("tests/reference/test_grouped.py",)
 _LINEAR = ("tests/layers/moe/test_grouped_linear.py",)
 _EXPERTS = ("tests/layers/moe/test_experts.py",)
-_STORED = ("tests/layers/stored/test_matrices.py",)
+_STORED = ("tests/layers/stored/test_matrices.py", "tests/layers/stored/test_stored.py")
 _EXPORT = ("tests/export/test_experts.py",)
 _RANKS = ("tests/distributed/expert_parallel/test_experts.py",)
 
@@ -219,6 +219,6 @@ FAULTS = (
         "self.source.later(weight, gemm.rhs, amax_t, grad.x)",
         "self.source.later(weight, gemm.rhs, None if amax_t is None else amax_t[:1].expand_as(amax_t), grad.x)",
         "all experts are scaled for backward by the amaxes of the first one",
-        ("tests/layers/moe/test_grouped_linear.py",),
+        _LINEAR,
     ),
 )

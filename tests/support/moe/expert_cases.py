@@ -8,6 +8,7 @@ import mixtures
 import torch
 from cases import normal
 from raised import raised
+from stored_models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,19 +64,8 @@ def differing(found, expected):
     return rows
 
 
-def against_one_process(
-    mesh,
-    tokens,
-    experts=8,
-    recipe="rowwise",
-    payload="high_precision",
-    dtype="bfloat16",
-    routing="any",
-    average=False,
-    once=False,
-    family=None,
-    autocast=False,
-):
+def against_one_process(mesh, tokens, experts=8, recipe="rowwise", payload="high_precision", dtype="bfloat16",
+                        routing="any", average=False, once=False, family=None, autocast=False):  # fmt: skip
     """What differs from one process with the tokens of all ranks; the bytes of this rank's all-to-alls."""
     dtype, device = getattr(torch, dtype), mesh.device_type
     in_bf16 = functools.partial(torch.autocast, device, torch.bfloat16, enabled=autocast)
@@ -127,12 +117,8 @@ def _trained(model, batches, steps):
         optimizer.zero_grad()
         losses.append(loss.detach())
     now = dict(model.named_parameters())
-    stuck = [name for (name, p), old in zip(now.items(), before, strict=True) if torch.equal(_whole(p), _whole(old))]
+    stuck = [name for (name, p), old in zip(now.items(), before, strict=True) if torch.equal(whole(p), whole(old))]
     return torch.stack(losses), stuck
-
-
-def _whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def train_with_fsdp(mesh, recipe, payload, steps=3, tokens=32, gather=False, reshard=True):

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from cases import normal
+from cases import normal, with_gradients
 
 from tritonfp8 import functional, recipes
 from tritonfp8.compat import hardware
@@ -42,9 +42,6 @@ class Layer(NamedTuple):
     def to(self, *args):
         return Layer(*(x.to(*args) for x in self))
 
-    def clone(self):
-        return Layer(*(x.clone() for x in self))
-
 
 def layer_of(n=WIDTHS[0][0], k=WIDTHS[0][1], tokens=TOKENS, groups=GROUPS, device="cpu", seed=0):
     """Normal values in bfloat16."""
@@ -53,12 +50,13 @@ def layer_of(n=WIDTHS[0][0], k=WIDTHS[0][1], tokens=TOKENS, groups=GROUPS, devic
 
 
 def run(layer, offsets, recipe, needed=(True, True, True)):
-    """The output, and the gradients of those of input, weight and bias that are needed."""
+    """The output, and the gradients that are needed of input, weight and bias."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(layer[:3], needed, strict=True)]
     input, weight, bias = leaves
     out = functional.grouped_linear(input, weight, offsets, bias, recipe)
     wanted = [x for x in leaves if x.requires_grad]
-    return [out.detach(), *(torch.autograd.grad(out, wanted, layer.grad) if wanted else ())]
+    assert out.requires_grad == bool(wanted)
+    return with_gradients(out, wanted, layer.grad) if wanted else [out]
 
 
 def casts(of, layer, offsets, recipe):
@@ -154,7 +152,7 @@ def peak_bytes(recipe, tokens, groups, n, k):
 def captured(step, device):
     """``(results, replay)``: the tensors that ``step`` returns, and what computes them again in the same memory.
 
-    On a GPU the replay is that of a CUDA graph, on a CPU a call.
+    On a GPU the replay is the replay of a CUDA graph, on a CPU a call.
     """
     if device == "cpu":
         results = step()

@@ -5,21 +5,17 @@ import copy
 import mixtures
 import torch
 import torch.distributed as dist
+from stored_models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 import tritonfp8
 from tritonfp8.distributed import shard_experts
 
 LENGTH, STEPS, TP = 8, 3, 2
-# They read the tokens, or the heads, of their rank alone.
+# They read only the tokens, or the heads, of their rank.
 OF_PARTS = ("layernorm", "q_norm", "k_norm", "mlp.gate")
 
 
@@ -31,22 +27,14 @@ def plan(layers):
         use_local_output=True,
     )
     styles = {
-        "model.layers.0": PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
-        ),
-        "model.norm": PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
-        ),
+        name: PrepareModuleInput(input_layouts=(came,), desired_input_layouts=(wanted,), use_local_output=True)
+        for name, came, wanted in (("model.layers.0", Replicate(), Shard(1)), ("model.norm", Shard(1), Replicate()))
     }
     for i in range(layers):
         attention = f"model.layers.{i}.self_attn"
         styles |= {f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"}
         styles |= {attention: gathered, f"{attention}.o_proj": RowwiseParallel(output_layouts=Shard(1))}
     return styles
-
-
-def _whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _train(model, batches, reduce=lambda: None):
@@ -60,7 +48,7 @@ def _train(model, batches, reduce=lambda: None):
         )
         loss.backward()
         reduce()
-        grads = grads or {name: _whole(p.grad).clone() for name, p in model.named_parameters()}
+        grads = grads or {name: whole(p.grad).clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -99,5 +87,5 @@ def against_one_process(mesh, recipe, average):
     losses, grads = _train(model, [tokens[rank : rank + 1] for tokens in batches], reduce)
     dist.all_reduce(losses, group=dp.get_group())
     off = {name: ((grads[name] - g).norm() / g.norm()).item() for name, g in expected_grads.items()}
-    stuck = [name for name, p in model.named_parameters() if torch.equal(_whole(p), first[name])]
+    stuck = [name for name, p in model.named_parameters() if torch.equal(whole(p), first[name])]
     return expected.tolist(), (losses / dp.size()).tolist(), off, stuck

@@ -1,12 +1,13 @@
 """Functions of each rank in the tests of sharded weights that are stored in 8 bits."""
 
 import copy
-import io
 
 import torch
 import torch.distributed.checkpoint as dcp
 from cast_counts import HighPrecisionMemory
+from raised import raised
 from stored_expert_cases import IDS, mixture
+from stored_layers import reloaded
 from stored_models import (
     HIDDEN,
     WIDE,
@@ -28,6 +29,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from trained_models import codes
 from transformers.pytorch_utils import Conv1D
 
 import tritonfp8
@@ -35,16 +37,13 @@ from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gath
 from tritonfp8.layers.stored import is_stored, store, stored_part
 
 
-def compares(
-    mesh,
-    recipe,
-    dtype=torch.bfloat16,
-    recompute=None,
-    order="stored_first",
-    param_dtype=None,
-    compiled=False,
-    **options,
-):
+def assert_stored(model, count=8):
+    """All base layers are stored, so many."""
+    assert [is_stored(layer) for name, layer in model.named_modules() if is_base(layer, name)] == [True] * count
+
+
+def compares(mesh, recipe, dtype=torch.bfloat16, recompute=None, order="stored_first", param_dtype=None, compiled=False,
+             **options):  # fmt: skip
     """A sharded model computes the bits of the whole one, twice, before and after it is saved."""
     model = stored_model(recipe, dtype)
     if param_dtype is not None:
@@ -58,7 +57,7 @@ def compares(
         tritonfp8.convert(sharded, recipe, filter=is_base, weight_storage="quantized")
         for block in sharded:
             block.recompute = recompute
-    assert [is_stored(layer) for name, layer in sharded.named_modules() if is_base(layer, name)] == [True] * 8
+    assert_stored(sharded)
     if compiled:
         for block in sharded:
             block.compile(backend="aot_eager")
@@ -94,7 +93,7 @@ def replicated(mesh, recipe, stored, apply=replicate):
 def tensor_parallel(mesh, recipe, first=True, rows=1, **options):
     """A stored model computes the bits of a model of its values."""
     model, plain = (parallel(mesh, recipe, first, rows, stored=stored, **options) for stored in (True, False))
-    assert [is_stored(layer) for name, layer in model.named_modules() if is_base(layer, name)] == [True] * 8
+    assert_stored(model)
     for _ in range(2):
         assert_equal(results(model, data()), results(plain, data()))
     for name, value in model.state_dict().items():
@@ -124,7 +123,7 @@ def checkpoints(mesh, recipe, folder, how="fsdp"):
     ):
         reference, state = other_values(recipe)
         load(dict(state))
-        assert [is_stored(layer) for name, layer in model.named_modules() if is_base(layer, name)] == [True] * 8
+        assert_stored(model)
         found = results(model, x)
         if how == "fsdp":
             assert_equal(found, results(reference, x))
@@ -145,25 +144,17 @@ def moved_and_copied(mesh, recipe):
     copied = copy.deepcopy(model)
     assert_equal(results(copied, data()), expected)
     part = model[0].up.weight.to_local()
-    file = io.BytesIO()
-    torch.save(part, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
+    again = reloaded(part, weights_only=False)
     assert torch.equal(again.dequantize(), part.dequantize())
     assert again._qdata.data_ptr() != part._qdata.data_ptr()
     sharded = shard(stored_model(recipe), mesh)
-    codes = [bits_of(p) for p in sharded.parameters() if stored_part(p) is not None]
+    before = codes(sharded)
     sharded.to("cpu")
     sharded.float()
     assert sharded[0].up.weight.dtype == torch.float32
     assert_equal(results(sharded, data(torch.float32)), results(stored_model(recipe).float(), data(torch.float32)))
-    now = [bits_of(p) for p in sharded.parameters() if stored_part(p) is not None]
-    assert all(torch.equal(a, b) for a, b in zip(now, codes, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(codes(sharded), before, strict=True))
     return True
-
-
-def bits_of(parameter):
-    return stored_part(parameter)._qdata.view(torch.uint8).clone()
 
 
 def beside_trained_weights(mesh, recipe):
@@ -222,7 +213,7 @@ def traffic(mesh, recipe):
     """Bytes that a step gathers, with weights in 8 bits over those in bf16."""
     found = []
     for make in (stored_model, lambda recipe: plain_model()):
-        # The large weights alone: nothing else is halved.
+        # Only the large weights: nothing else is halved.
         model = nn.Sequential(*(layer for block in make(recipe) for layer in (block.up, block.down)))
         for layer in model:
             layer.bias = None
@@ -237,27 +228,22 @@ def traffic(mesh, recipe):
 def refused(mesh, how):
     """The message of the error."""
     model = stored_model("rowwise")
-    try:
-        if how == "number":
-            shard(model, mesh, reshard=2)(data())
-        elif how == "columns":
-            layer = nn.Linear(64, 32, bias=False).bfloat16()
-            tritonfp8.convert(layer, "rowwise", mode="inference")
-            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(1))
-            layer(torch.ones(2, 64, dtype=torch.bfloat16))
-        elif how == "conv1d":
-            conv = nn.Sequential(Conv1D(64, 32)).bfloat16()
-            tritonfp8.convert(conv, "rowwise", mode="inference")
-            fully_shard(conv, mesh=mesh)
-        elif how == "gather twice":
-            enable_float8_all_gather(model)
-        elif how == "float16":
-            shard(model, mesh, param_dtype=torch.float16)(data(torch.float16))
-        elif how == "copy":
-            shard(model, mesh)[0].up.weight.to_local().zero_()
-    except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    layer, conv = (nn.Sequential(each).bfloat16() for each in (nn.Linear(64, 32, bias=False), Conv1D(64, 32)))
+    for each in (layer, conv):
+        tritonfp8.convert(each, "rowwise", filter=lambda module, name: True, mode="inference")
+
+    def by_columns():
+        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(1))
+        layer(torch.ones(2, 64, dtype=torch.bfloat16))
+
+    return raised({
+        "number": lambda: shard(model, mesh, reshard=2)(data()),
+        "columns": by_columns,
+        "conv1d": lambda: fully_shard(conv, mesh=mesh),
+        "gather twice": lambda: enable_float8_all_gather(model),
+        "float16": lambda: shard(model, mesh, param_dtype=torch.float16)(data(torch.float16)),
+        "copy": lambda: shard(model, mesh)[0].up.weight.to_local().zero_(),
+    }[how])  # fmt: skip
 
 
 def wrapped_by_fsdp1(mesh, trains, experts, **options):
@@ -274,14 +260,10 @@ def wrapped_by_fsdp1(mesh, trains, experts, **options):
         return found.logits if experts else found
 
     expected = output()
-    try:
-        FullyShardedDataParallel(
-            model, process_group=mesh.get_group(), device_id=torch.device(mesh.device_type), **options
-        )
-    except NotImplementedError as error:
-        assert torch.equal(output(), expected)
-        return str(error)
-    return "nothing"
+    options |= {"process_group": mesh.get_group(), "device_id": torch.device(mesh.device_type)}
+    found = raised(lambda: FullyShardedDataParallel(model, **options))
+    assert not found.startswith("NotImplementedError") or torch.equal(output(), expected)
+    return found
 
 
 def changed_while_gathered(mesh, recipe):
@@ -324,7 +306,7 @@ def made_on_meta(mesh, recipe):
         options = StateDictOptions(full_state_dict=True, strict=False)
         for file in files:
             set_model_state_dict(model, file, options=options)
-    assert [is_stored(layer) for name, layer in model.named_modules() if is_base(layer, name)] == [True] * 24
+    assert_stored(model, 24)
     assert_equal(results(model, data()), results(expected, data()))
     for layer in (model[3].up, model[3].back):
         layer.reset_parameters()

@@ -5,7 +5,8 @@ import warnings
 import torch
 import torch.distributed.checkpoint as dcp
 from process_group import made_mesh
-from stored_models import data, is_base, plain_model, shard, tp_plan
+from raised import raised
+from stored_models import data, is_base, plain_model, shard, tp_plan, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -33,7 +34,7 @@ def optimizer_of(model, moments="bf16", **options):
 
 
 def laid_out(mesh, layout, model):
-    """The model on this mesh, of whose ranks all see the same data: the mean of their gradients is that of one rank."""
+    """The model on this mesh. All ranks see the same data: the mean of their gradients is the gradient of one rank."""
     size = mesh.size()
     if layout == "ddp":
         return DistributedDataParallel(model, process_group=mesh.get_group())
@@ -70,7 +71,7 @@ def contents(model):
     for name, p in bare(model).named_parameters():
         p = p.detach()
         if stored_part(p) is None:
-            found[name] = p.full_tensor() if isinstance(p, DTensor) else p.clone()
+            found[name] = whole(p).clone()
             continue
         part = whole_weight(p)
         # Parts of rows are joined as values.
@@ -108,6 +109,15 @@ def compares(mesh, recipe, layout, moments="bf16", recompute=None, accumulate=1,
     return True
 
 
+def give_gradients(reference, model, seed):
+    """The same gradients for a whole model and for a sharded one."""
+    generator = torch.Generator().manual_seed(seed)
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad = torch.randn(p.shape, generator=generator)
+        if isinstance(q, DTensor):
+            q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements, src_data_rank=None)
+
+
 def compares_steps(mesh, recipe, layout, moments="bf16", steps=2):
     """As :func:`compares`, with the same gradients given: tensor parallelism rounds its own otherwise."""
     reference = trained_model(recipe)
@@ -115,27 +125,18 @@ def compares_steps(mesh, recipe, layout, moments="bf16", steps=2):
     before = contents(reference)
     optimizers = [optimizer_of(each, moments) for each in (reference, model)]
     for seed in range(steps):
-        generator = torch.Generator().manual_seed(seed)
-        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-            p.grad = torch.randn(p.shape, generator=generator)
-            q.grad = (
-                distribute_tensor(p.grad, q.device_mesh, q.placements, src_data_rank=None)
-                if isinstance(q, DTensor)
-                else p.grad
-            )
+        give_gradients(reference, model, seed)
         for optimizer in optimizers:
             optimizer.step()
     after, expected = contents(model), contents(reference)
     assert_same(after, expected)
     assert all((after[name] != x).float().mean() > 0.5 for name, x in before.items() if "values" in name)
-    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-        ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
-        index = next(i for i, each in enumerate(reference.parameters()) if each is p)
+    ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for index, q in enumerate(model.parameters()):
         for key in ("exp_avg", "exp_avg_sq"):
             x = theirs[index][key]
             assert isinstance(x, DTensor) == isinstance(q, DTensor)
-            x = x.full_tensor() if isinstance(x, DTensor) else x
-            assert torch.equal(x, ours[index][key])
+            assert torch.equal(whole(x), ours[index][key])
     return True
 
 
@@ -144,11 +145,7 @@ def refused(mesh, moments):
     model = laid_out(mesh, "tp", trained_model("rowwise"))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    try:
-        optimizer_of(model, moments).step()
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    return raised(lambda: optimizer_of(model, moments).step())
 
 
 def reductions(mesh, recipe):
@@ -176,8 +173,7 @@ def save(mesh, folder, recipe, layout, moments, steps, total):
     model = laid_out(mesh, layout, trained_model(recipe))
     optimizer = optimizer_of(model, moments)
     train(model, optimizer, steps)
-    states = get_state_dict(model, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder, process_group=mesh.get_group())
+    _save(mesh, model, optimizer, folder)
     saved = contents(model)
     losses = train(model, optimizer, total - steps, first=steps)
     return saved, contents(model), losses
@@ -193,8 +189,16 @@ def load(mesh, folder, recipe, layout, moments, steps, total):
     return saved, contents(model), losses
 
 
+def _states(model, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def _save(mesh, model, optimizer, folder):
+    dcp.save(_states(model, optimizer), checkpoint_id=folder, process_group=mesh.get_group())
+
+
 def _restore(mesh, model, optimizer, folder):
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    states = _states(model, optimizer)
     dcp.load(states, checkpoint_id=folder, process_group=mesh.get_group())
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
@@ -204,10 +208,7 @@ def through_high_precision(mesh, folder, recipe, layout, moments):
     plain = laid_out(mesh, layout, trained_model(recipe, high_precision=True))
     optimizer = torch.optim.AdamW(plain.parameters())
     _restore(mesh, plain, optimizer, folder)
-    states = get_state_dict(plain, optimizer)
-    dcp.save(
-        {"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}-plain", process_group=mesh.get_group()
-    )
+    _save(mesh, plain, optimizer, f"{folder}-plain")
     model = laid_out(mesh, layout, trained_model(recipe))
     ours = optimizer_of(model, moments)
     _restore(mesh, model, ours, f"{folder}-plain")
@@ -216,8 +217,7 @@ def through_high_precision(mesh, folder, recipe, layout, moments):
     assert state.keys() == theirs.keys()
     for index, values in theirs.items():
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            a, b = (x.full_tensor() if isinstance(x, DTensor) else x for x in (values[key], state[index][key]))
-            assert torch.equal(a, b)
+            assert torch.equal(whole(values[key]), whole(state[index][key]))
     return contents(model)
 
 
@@ -242,14 +242,7 @@ def steps_directly(mesh, recipe, layout, optimizer, steps=3):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(steps):
-            generator = torch.Generator().manual_seed(seed)
-            for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-                p.grad = torch.randn(p.shape, generator=generator)
-                q.grad = (
-                    distribute_tensor(p.grad, q.device_mesh, q.placements, src_data_rank=None)
-                    if isinstance(q, DTensor)
-                    else p.grad
-                )
+            give_gradients(reference, model, seed)
             steppers[1].step()
             found = direct.direct_steps()
             direct._counts, kept = direct._Counts(), direct._counts

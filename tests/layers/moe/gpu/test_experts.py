@@ -3,17 +3,14 @@
 import mixtures
 import pytest
 import torch
-from cases import normal
+from cases import each_recipe, normal, with_gradients
 from grouped_runs import captured
 
 import tritonfp8
-from tritonfp8 import recipes
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = recipes.names()
-each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 EXPERTS, HIDDEN, INSIDE, TOKENS, TOP_K = 6, 256, 192, 300, 2
 # Inductor does not round between the operations of SwiGLU.
 LEAST_DECIBELS_COMPILED = 30
@@ -40,11 +37,8 @@ def tokens(seed=0):
 
 def step(layer, x, shift=0):
     """The output, and the gradients of the input and of all parameters."""
-    layer.zero_grad()
     x = x.clone().requires_grad_()
-    out = layer(x, shift)
-    out.backward(torch.ones_like(out))
-    return [out.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+    return with_gradients(layer(x, shift), [x, *layer.parameters()])
 
 
 @each_recipe

@@ -115,6 +115,7 @@ def test_other_groups_change_no_cast(device, recipe):
             assert_bitwise_equal(*parts)
 
 
+@pytest.mark.in_turn(1)
 @poisoned
 @cpu_and_cuda
 @each_recipe
@@ -171,17 +172,14 @@ def test_ops_clamp_hostile_offsets(device, recipe, hostile):
 def test_ops_in_high_precision_clamp_hostile_offsets(device, hostile):
     layer, offsets = layer_of(), torch.tensor(hostile, dtype=torch.int32)
     of, places, exact = layer.to(device), offsets.to(device), layer.to(torch.float32)
-    for found, expected in (
+    for found, expected in zip(*(
         (
-            ops.grouped_matmul(of.input, of.weight, places, of.bias),
-            reference.grouped_matmul(exact.input, exact.weight, offsets, exact.bias),
-        ),
-        (
-            ops.grouped_matmul(of.grad.t(), of.input.t(), places),
-            reference.grouped_matmul(exact.grad.t(), exact.input.t(), offsets),
-        ),
-        (ops.grouped_sum(of.grad, places), reference.grouped_sum(exact.grad, offsets)),
-    ):
+            by.grouped_matmul(x.input, x.weight, at, x.bias),
+            by.grouped_matmul(x.grad.t(), x.input.t(), at),
+            by.grouped_sum(x.grad, at),
+        )
+        for by, x, at in ((ops, of, places), (reference, exact, offsets))
+    ), strict=True):  # fmt: skip
         assert_matmul_close(found.cpu().flatten(0, -2), expected.flatten(0, -2), torch.bfloat16)
 
 
@@ -195,6 +193,7 @@ def test_a_layer_clamps_hostile_offsets(device, recipe, hostile):
     assert_bitwise_equal(run(layer, offsets.to(device), recipe), run(layer, clamped.to(device), recipe))
 
 
+@pytest.mark.in_turn(1)
 @cpu_and_cuda
 @each_recipe
 def test_any_subset_of_gradients(device, recipe):
@@ -203,7 +202,9 @@ def test_any_subset_of_gradients(device, recipe):
     for which in range(7):
         needed = [bool(which >> i & 1) for i in range(3)]
         wanted = [x for x, need in zip(everything, (True, *needed), strict=True) if need]
-        assert_bitwise_equal(run(layer, offsets, recipe, needed), wanted)
+        with count_gemms() as counts:
+            assert_bitwise_equal(run(layer, offsets, recipe, needed), wanted)
+        assert counts.calls.total() == 1 + sum(needed[:2])
 
 
 @cpu_and_cuda
