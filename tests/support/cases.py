@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 
 import numpy as np
 import pytest
@@ -171,14 +170,6 @@ def with_head(recipe):
 
 def tokens(batch=2, length=9, seed=0, device="cpu"):
     return torch.randint(0, 128, (batch, length), generator=generator(seed)).to(device)
-
-
-def give_up(how):
-    """Raise (``how="raise"``), end the process (``"kill"``), or do nothing."""
-    if how == "raise":
-        raise ValueError("bad batch")
-    if how == "kill":
-        os._exit(1)
 
 
 @contextlib.contextmanager
