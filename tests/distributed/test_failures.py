@@ -42,6 +42,7 @@ def shard_along_columns(mesh):
 def test_shard_placement_fn_along_columns_is_an_error_of_all_ranks_alike(ranks):
     (first, collectives), second = ranks.run(2, shard_along_columns)
     assert (first, collectives) == second
+    assert first.startswith("ValueError")
     assert "weights that are sharded along dim 0" in first
     assert "shard_placement_fn" in first
     # FSDP's own, which comes before the model's hooks the first time.

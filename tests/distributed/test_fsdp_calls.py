@@ -4,6 +4,7 @@ import pytest
 import torch
 from calls import calls_of
 from cases import QUANTIZED
+from fsdp_cases import step
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -29,9 +30,7 @@ def calls_of_a_step(mesh, recipe):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(8, 64, device=mesh.device_type, requires_grad=True)
     for _ in range(2):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(lambda: model(x).sum(), optimizer)
     forward, out = calls_of(lambda: model(x))
     backward, _ = calls_of(lambda: out.backward(torch.ones_like(out)))
     return forward, backward

@@ -10,7 +10,7 @@ import mixtures
 import pytest
 import torch
 from cases import QUANTIZED
-from fsdp_cases import same_as_without
+from fsdp_cases import same_as_without, step
 from raised import raised
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -101,8 +101,8 @@ def build(mesh, setup, enabled, cast="param_dtype"):
     return model
 
 
-def _loss(model, setup, mesh, step):
-    generator = torch.Generator().manual_seed(100 * step + mesh.get_rank())
+def _loss(model, setup, mesh, number):
+    generator = torch.Generator().manual_seed(100 * number + mesh.get_rank())
     if setup.family is not None:
         tokens = torch.randint(96, (2, 9), generator=generator).to(mesh.device_type)
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -126,11 +126,11 @@ def train(mesh, setup, enabled):
     model = build(mesh, setup, enabled)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     before, losses = full(model), []
-    for step in range(2):
+    for number in range(2):
         with count_collective_bytes() as traffic:
             for micro in range(setup.micro_batches):
                 with torch.autocast(mesh.device_type, torch.bfloat16, enabled=setup.autocast):
-                    loss = _loss(model, setup, mesh, 10 * step + micro)
+                    loss = _loss(model, setup, mesh, 10 * number + micro)
                 loss.backward()
                 losses.append(loss.item())
         optimizer.step()
@@ -235,12 +235,8 @@ def after_actions(mesh, setup, actions, enabled):
     model = build(mesh, setup, enabled)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses, before = [], full(model)
-    for step, action in enumerate((*actions, None)):
-        loss = _loss(model, setup, mesh, step)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    for number, action in enumerate((*actions, None)):
+        losses.append(step(_loss, optimizer, model, setup, mesh, number))
         before = assert_all_moved(model, before)
         if action is not None:
             act(action, model, setup, mesh, enabled)

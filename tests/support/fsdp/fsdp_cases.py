@@ -149,9 +149,9 @@ def zero(model):
             parameter.zero_()
 
 
-def step(model, optimizer, *inputs):
-    """Forward, backward and a step of the optimizer; returns the loss."""
-    loss = model(*inputs)
+def step(loss_of, optimizer, *inputs):
+    """A step along the gradients of ``loss_of(*inputs)``, such as a model's; returns the loss."""
+    loss = loss_of(*inputs)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
