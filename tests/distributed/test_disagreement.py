@@ -47,7 +47,7 @@ def test_ranks_that_disagree_on_a_recipe_are_told_which_and_where(ranks, how):
 
 
 def changes_alone(mesh, how, copies=None, first="rowwise"):
-    """The errors of two forwards after rank 1 alone changed a recipe. Changed back, the loss is as before."""
+    """The errors of two forwards after only rank 1 changed a recipe. Changed back, the loss is as before."""
     model, _ = build(mesh, Setup(first, copies=copies, param_dtype=None))
     expected = model(tokens_of(0)).item()
     model(tokens_of(0)).sum().backward()

@@ -47,7 +47,7 @@ SHARDED = {
 }
 
 
-# Plainly gathered weights are those of one process, where each recipe is tested.
+# Plainly gathered weights are the weights of one process, where each recipe is tested.
 @pytest.mark.parametrize(("enabled", "how"), [*((True, how) for how in SHARDED), (False, "FSDP2"), (False, "together")])
 def test_fsdp(ranks, enabled, how):
     (on, casts), (off, most) = (
@@ -92,7 +92,7 @@ def test_a_change_inside_the_block(ranks, enabled, how):
 
 
 def tensor_parallel(mesh, recipe, compiled):
-    """Outputs and gradients inside the block are those outside; the casts saved in a pass."""
+    """Outputs and gradients inside the block are the bits outside; returns the casts saved in a pass."""
     torch.manual_seed(0)
     model = MLP()
     tritonfp8.convert(model, recipe)

@@ -62,7 +62,7 @@ def evaluate(model, reshard=False):
         # As many tokens as in the step: a compiled layer need not be compiled again.
         found.append(model.layers[0](torch.ones(2, 7, 42).cumsum(1)).float().sum().item())
     if reshard:
-        # FSDP2 computes on with the weights that it left gathered: alone it does not see a swap.
+        # FSDP2 computes on with the weights that it left gathered: by itself it does not see a swap.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -103,7 +103,7 @@ def known(ranks):
 
 
 def check(ranks, known, swap, setup, once=False):
-    """The losses, also of evaluations, are the losses of FSDP2 alone, and of training without any evaluation."""
+    """The losses, also of evaluations, are the losses of plain FSDP2, and of training without any evaluation."""
     on = ranks.run(2, swapped, swap, setup, once=once)
     assert on == known(swap, replace(setup, enabled=False), reshard=True)
     # Plain FSDP2 trains on undisturbed, and a third run of compiled code would take seconds.

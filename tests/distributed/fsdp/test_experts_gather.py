@@ -350,7 +350,7 @@ def test_the_report_names_experts_in_high_precision(recipe):
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_bytes_of_each_pass(recipe):
-    """Half of those of bfloat16, and the scales; a rank sends as many whatever it has."""
+    """Half of the bytes of bfloat16, and the scales; a rank sends as many whatever it has."""
     orientations = weight_orientations(recipes.get(recipe))
     layout = MatricesLayout(6, 512, 384, 4, orientations, together=False)
     for rank_experts in (2, 1, 0):

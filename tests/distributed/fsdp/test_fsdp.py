@@ -130,14 +130,14 @@ def first_loss_alone(mesh, setup):
 @pytest.mark.parametrize("copies", [None, 2], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("recipe", ["bf16"])
 def test_weights_that_no_gemm_reads_in_8_bits(ranks, recipe, copies):
-    """They are gathered and computed with as they are: the loss is that of one process."""
+    """They are gathered and computed with as they are: the loss equals the loss of one process."""
     sharded, alone = (ranks.run(4, f, Setup(recipe, False, copies=copies)) for f in (train, first_loss_alone))
     assert [losses[0] for losses, _ in sharded] == alone
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_conversion_after_fully_shard(ranks, recipe):
-    """Weights are then gathered in bf16, and the losses are those of the usual order."""
+    """Weights are then gathered in bf16, and the losses are the losses of the usual order."""
     last, first = (ranks.run(3, train, Setup(recipe, False, last=last), 3) for last in (True, False))
     assert last == first
 
@@ -159,7 +159,7 @@ def test_cast_master_quantizes_the_float32_shard(ranks, recipe):
 
 
 def after_changes(mesh, changes, enabled):
-    """Losses after the weights change in some ways, one after the other, and of a layer alone."""
+    """Losses after the weights change in some ways, one after the other, and the sum of one layer's output."""
     model, _ = build(mesh, Setup("tensorwise", enabled))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

@@ -269,7 +269,7 @@ def test_a_revert_that_fails_leaves_the_gather_as_it_was(ranks):
 
 
 def revert_sharded(mesh):
-    """``revert`` after ``fully_shard``: whether loss and parameters equal those of bf16."""
+    """``revert`` after ``fully_shard``: whether loss and parameters equal the loss and parameters of bf16."""
     model, _ = build(mesh, Setup())
     plain, _ = build(mesh, Setup(enabled=False))
     model(tokens_of(0)).backward()

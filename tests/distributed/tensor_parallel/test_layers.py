@@ -97,7 +97,7 @@ def test_placements_that_follow(ranks):
 
 
 def check_quantized_shards(mesh, names):
-    """Codes and scales of every operand's shard are those of the global tensor, whichever dim is sharded."""
+    """A shard of an operand has the codes and scales of the global tensor, whichever dim is sharded."""
     plain = Mesh((mesh.size(),), (mesh.get_local_rank(),), (mesh.get_group().group_name,))
     x = (normal(333, 410, seed=5) * torch.exp2(torch.arange(410) % 9)).to(mesh.device_type)
     gemms = (gemm for name in names for gemm in (recipes.get(name).output, recipes.get(name).grad_weight))
@@ -148,7 +148,7 @@ def test_nonfinite_blocks_stay_in_their_blocks(ranks):
 
 
 def check_uneven(mesh, counts, dtype=torch.float32, contiguous=True):
-    """With any token counts, output and gradients equal those of quantize(gather(x)) to the bit."""
+    """With any token counts, output and gradients are the bits of quantize(gather(x))."""
     rank, world, total, device = mesh.get_local_rank(), mesh.size(), sum(counts), mesh.device_type
     for name in NAMES:
         # With more than two ranks the order of sums varies; integers give the same sums in any order.
@@ -222,7 +222,7 @@ def test_recipe_that_needs_the_input_in_high_precision_gathers_it_in_its_own_dty
 
 
 def collectives_of_a_layer(mesh, name):
-    """Numbers of elements of the collectives in forward, and of those in backward."""
+    """Numbers of elements of the collectives in forward, and in backward."""
     x, w = on_mesh(normal(5, 150), mesh, [R]), on_mesh(normal(140, 150), mesh, [S0])
     with Recorder() as forward:
         out = linear(x, w, None, name)
@@ -238,7 +238,7 @@ def collectives_of_a_layer(mesh, name):
     [("blockwise", 2, 5), ("rowwise", 150, 5), ("mxfp8", 150, 5), ("tensorwise", 1, 1)],
 )
 def test_ranks_talk_about_a_weight_once_and_in_forward(ranks, name, weight, grad_output):
-    """In backward it would depend on the weight alone, and compilers may then choose otherwise on each rank."""
+    """In backward it would depend only on the weight, and compilers may then choose otherwise on each rank."""
     assert ranks.run(2, collectives_of_a_layer, name) == [[[weight], [grad_output]]] * 2
 
 
@@ -258,7 +258,7 @@ def test_local_scales_need_no_collective(ranks, name):
 
 
 def check_recomputed_with_local_scales(mesh, name, reentrant):
-    """The gradients are those without checkpointing, without a collective; ``scales`` ends before backward."""
+    """The gradients are the bits without checkpointing, without a collective; ``scales`` ends before backward."""
     results = []
     for checkpointed in (True, False):
         x, w = on_mesh(normal(40, 128, seed=1), mesh, [S1]), on_mesh(normal(48, 128, seed=2), mesh, [S1])
@@ -282,7 +282,7 @@ def test_a_recompute_scales_as_its_forward_did(ranks, reentrant):
 
 
 def check_traced(mesh, placements):
-    """A trace without backward says so when it is asked for one; the gradients of a joint graph are those of eager."""
+    """A trace without backward says so when it is asked for one; a joint graph has the gradients of eager."""
 
     def layer(x, w):
         operands = (DTensor.from_local(each, mesh, [p]) for each, p in zip((x, w), placements, strict=True))

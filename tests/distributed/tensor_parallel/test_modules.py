@@ -150,7 +150,7 @@ def scatters_after_norms(mesh, name, compile):
 
 @pytest.mark.parametrize(("name", "compile"), [*((name, False) for name in NAMES), ("rowwise_hp_grad_weight", True)])
 def test_gradients_of_what_a_norm_returns_are_scattered_once(ranks, name, compile):
-    """In its dtype: that of the input of two siblings, that of the head's; and what the MLP returns in forward.
+    """In its dtype: the gradients of two siblings' input and of the head's input, and the MLP's output in forward.
 
     Compiled, it is one graph of the same bytes.
     """
@@ -175,7 +175,7 @@ def check_compiled_mlp(mesh, name, local, all_rows):
 
 
 # A compiled layer of tensor parallelism takes seconds, so each recipe and each kind of outputs is compiled once: local
-# ones of "rowwise" in any number of tokens, those of sequence parallelism above and in a Llama elsewhere.
+# ones of "rowwise" in any number of tokens, outputs of sequence parallelism above and in a Llama elsewhere.
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
 def test_compiled_module_is_one_graph_of_the_same_bytes(ranks, name):
     assert ranks.run(2, check_compiled_mlp, name, False, [33], timeout=150) == [1, 1]
@@ -186,7 +186,7 @@ def test_compiled_module_takes_any_number_of_tokens(ranks):
 
 
 def check_loss_parallel(mesh, name, styles):
-    """Cross entropy of a head with sharded outputs, and its gradients, equal those of one process."""
+    """Cross entropy of a head with sharded outputs, and its gradients, as in one process."""
     target, found = torch.arange(24) % 64, []
     for sharded in (False, True):
         torch.manual_seed(0)

@@ -224,7 +224,7 @@ def operand_of(weight, recipe, transposed):
 
 
 def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype", dtype=torch.bfloat16):
-    """Gathered operands whose bits differ from those of the whole weight in one process; and the number of layers."""
+    """Gathered operands that differ from the bits of the whole weight in one process; and the number of layers."""
     model = (_poisoned if poisoned else initialize)(Linears(shapes))
     seen = dtype if cast == "param_dtype" else torch.float32
     full = [layer.weight.detach().clone().to(mesh.device_type, seen) for layer in model.layers]

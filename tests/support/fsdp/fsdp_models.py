@@ -20,7 +20,7 @@ def recomputed(call, x, how):
 
 
 class Block(nn.Module):
-    """A Llama layer of sizes that nothing divides; or its MLP alone."""
+    """A Llama layer of sizes that nothing divides; or only its MLP."""
 
     def __init__(self, hidden, heads, intermediate, attention=True):
         super().__init__()

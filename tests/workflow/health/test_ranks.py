@@ -68,7 +68,7 @@ def test_shards_of_fsdp2_are_monitored(ranks, gather, compiled):
 
 
 def inspect_tensor_parallel(mesh):
-    """The figures of a sharded layer are those of the shards of this rank."""
+    """The figures of a sharded layer are measured on the shards of this rank."""
     model = _model("tensorwise")
     full = [layer.weight.detach().clone() for layer in (model[0], model[2])]
     parallelize_module(model, mesh, {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()})
@@ -98,7 +98,7 @@ class Routed(nn.Module):
 
 
 def inspect_experts(mesh, way):
-    """Experts that a rank holds, or that FSDP2 shards: weights are those of this rank, and every operand is seen."""
+    """Experts that a rank holds, or that FSDP2 shards: the weights of this rank are measured, and every operand."""
     torch.manual_seed(0)
     experts = tritonfp8.Float8Experts(4, 64, 48, recipe="rowwise")
     whole = {name: weight.detach().clone() for name, weight in experts.weights().items()}
@@ -133,7 +133,7 @@ def test_sharded_experts_are_monitored(ranks, way):
 
 
 def sensitivity_fsdp(mesh, gather):
-    """The errors are those of one process: in high precision FSDP2 gathers weights in high precision."""
+    """The errors equal the errors of one process: in high precision FSDP2 gathers weights in high precision."""
     whole, sharded = _model(), _model()
     if gather:
         enable_float8_all_gather(sharded)
