@@ -25,8 +25,11 @@ _FSDP = "tests/distributed/fsdp/test_fsdp.py"
 _WITH_ACCELERATE = "tests/clients/test_accelerate.py"
 _EMA = "tests/distributed/fsdp/test_ema.py"
 _CHUNKED = "tests/distributed/fsdp/test_chunked_loss.py"
-_TP = "tests/distributed/tensor_parallel/test_tensor_parallel.py"
-_COMPILED_TP = "llama_trains_as_one_process", "module_is_one_graph_of_the_same_bytes"
+_TP = "tests/distributed/tensor_parallel/test_"
+_COMPILED_TP = (
+    f"{_TP}tensor_parallel.py::test_compiled_llama_trains_as_one_process",
+    f"{_TP}modules.py::test_compiled_module_is_one_graph_of_the_same_bytes",
+)
 _WEIGHT_SCOPE = "tests/distributed/test_weight_scope.py"
 _CALLBACK = "tests/clients/test_callback.py"
 _RESTORED = f"{_CALLBACK}::test_a_saved_model_is_restored_with_its_recipes"
@@ -226,9 +229,11 @@ SHARDED = (
         (f"{_TRAINER}::test_trainer_with_distributed_data_parallel",),
         known="Parameters are plain, and so are their gradients.",
     ),
-    Column("TP, torch.compile", tuple(f"{_TP}::test_compiled_{what}" for what in _COMPILED_TP), known=_SAME_CODE),
+    Column("TP, torch.compile", _COMPILED_TP, known=_SAME_CODE),
     Column(
-        "TP, local scales", (f"{_TP}::test_local_scales_are_as_accurate_as_global_ones",), known="`bf16` has no scales."
+        "TP, local scales",
+        (f"{_TP}layers.py::test_local_scales_are_as_accurate_as_global_ones",),
+        known="`bf16` has no scales.",
     ),
     Column("TP, quantize_weights_once", (f"{_WEIGHT_SCOPE}::test_tensor_parallel",), known=_SAME_CODE),
     Column(

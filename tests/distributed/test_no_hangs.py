@@ -1,18 +1,52 @@
 """A rank that fails, dies or skips a layer: no other waits for it for longer than the process group's timeout."""
 
 import itertools
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import fsdp_limit_cases
 import pytest
-import tp_model_cases
+from cases import normal
+from fsdp_cases import Setup, build, tokens_of
 from process_group import Processes, RankError
+from tp_cases import converted_mlp, sequence_plan_mlp
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 GROUP_TIMEOUT, PATIENCE = 8, 60
-WAYS = {"FSDP2": fsdp_limit_cases.fail_on_rank_1, "sequence parallel": tp_model_cases.fail_on_rank_1}
+
+
+def give_up(how):
+    if how == "raise":
+        raise ValueError("bad batch")
+    if how == "kill":
+        os._exit(1)
+
+
+def sharded_by_fsdp(mesh, how):
+    """A step in which rank 1 fails or skips a layer."""
+    model, _ = build(mesh, Setup())
+    model(tokens_of(0)).backward()
+    if mesh.get_local_rank() == 1:
+        give_up(how)
+        if how == "skip":
+            del model.layers[1]
+    model(tokens_of(0)).item()
+
+
+def sequence_parallel(mesh, how):
+    """A step in which rank 1 fails or skips the layers."""
+    model = converted_mlp(mesh, "rowwise", sequence_plan_mlp())
+    x = normal(32, 64).chunk(2)[mesh.get_local_rank()].requires_grad_()
+    model(x).sum().backward()
+    if mesh.get_local_rank() == 1:
+        give_up(how)
+        if how == "skip":
+            return
+    model(x).sum().item()
+
+
+WAYS = {"FSDP2": sharded_by_fsdp, "sequence parallel": sequence_parallel}
 ENDS = {"raise": "bad batch", "kill": "rank 1: the process ended", "skip": "Timed out"}
 
 

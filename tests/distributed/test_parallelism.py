@@ -1,58 +1,49 @@
 """Every recipe with the ways to shard that other files test in depth, but not for every recipe."""
 
 import covering
-import fsdp_cases
 import pytest
 import stored_cases
-import tp_cases
-from cases import QUANTIZED
-from fsdp_cases import Setup
+from cases import QUANTIZED, each_recipe
+from fsdp_cases import Setup, load, save, train
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from tp_cases import check_layer
 
 from tritonfp8 import recipes
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
-each_recipe = pytest.mark.parametrize("recipe", recipes.names())
-# Placements of input, weight and bias.
-COLWISE = [Replicate()], [Shard(0)], [Shard(0)]
-ROWWISE = [Shard(1)], [Shard(1)], [Replicate()]
 
-
-def check_layer(mesh, recipe, placements):
-    """Blocks straddle the shards."""
-    tp_cases.check_layer(mesh, [recipe], (301,), 253, 357, placements)
-
-
+# Blocks straddle the shards. The placements are of input, weight and bias.
 @each_recipe
 def test_colwise(ranks, recipe):
-    ranks.run(2, check_layer, recipe=recipe, placements=COLWISE)
+    ranks.run(2, check_layer, [recipe], (301,), 253, 357, ([Replicate()], [Shard(0)], [Shard(0)]))
 
 
 @each_recipe
 def test_rowwise(ranks, recipe):
-    ranks.run(2, check_layer, recipe=recipe, placements=ROWWISE)
+    ranks.run(2, check_layer, [recipe], (301,), 253, 357, ([Shard(1)], [Shard(1)], [Replicate()]))
+
+
+def trained_with_and_without(ranks, world, recipe, **options):
+    """Two steps: the second has weights that the optimizer changed."""
+    on, off = (ranks.run(world, train, Setup(recipe, enabled, **options), 2) for enabled in (True, False))
+    assert on == off
+    return on
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_hsdp(ranks, recipe):
-    on, off = (ranks.run(4, fsdp_cases.train, setup=Setup(recipe, enabled, copies=2), steps=2)
-               for enabled in (True, False))  # fmt: skip
-    assert on == off
-    assert len({digest for _, digest in on}) == 1
+    assert len({digest for _, digest in trained_with_and_without(ranks, 4, recipe, copies=2)}) == 1
 
 
-# With bits in the second step: weights that the optimizer changed.
 @pytest.mark.parametrize(
     ("recipe", "reshard", "world"), covering.each(QUANTIZED, [True, False], [(1, None), (2, 2), (4, 4)])
 )
 def test_a_shard_that_is_the_whole(request, recipe, reshard, world):
     size, copies = world
     ranks = request.getfixturevalue("two_ranks" if size == 2 else "ranks")
-    on, off = (ranks.run(size, fsdp_cases.train, setup=Setup(recipe, enabled, reshard=reshard, copies=copies), steps=2)
-               for enabled in (True, False))  # fmt: skip
-    assert on == off
+    trained_with_and_without(ranks, size, recipe, reshard=reshard, copies=copies)
 
 
 @pytest.mark.in_turn(1)
@@ -69,9 +60,7 @@ def test_a_stored_weight_of_one_row(ranks):
 
 @each_recipe
 def test_checkpoint_loads_at_another_world_size(ranks, tmp_path, recipe):
-    setup = Setup(recipe, enabled=recipes.get(recipe).output.quantized)
-    saved = ranks.run(3, fsdp_cases.save, folder=str(tmp_path), setup=setup)
-    loaded = ranks.run(2, fsdp_cases.load, folder=str(tmp_path), setup=setup)
-    assert {digest for digest, _ in loaded} == {before for before, *_ in saved}
-    again = ranks.run(3, fsdp_cases.load, folder=str(tmp_path), setup=setup)
-    assert [losses for _, losses in again] == [losses for _, losses, *_ in saved]
+    setup, folder = Setup(recipe, enabled=recipes.get(recipe).output.quantized), str(tmp_path)
+    saved = ranks.run(3, save, folder, setup)
+    assert {digest for digest, _ in ranks.run(2, load, folder, setup)} == {before for before, *_ in saved}
+    assert [losses for _, losses in ranks.run(3, load, folder, setup)] == [losses for _, losses, *_ in saved]

@@ -31,7 +31,7 @@ from tritonfp8.distributed.torch_private import (
 )
 
 GUARDED = {alternative for name in (*BASE, *FSDP) for alternative in name.name.split("|")}
-# Documented for those who extend torch, or not torch's.
+# Documented for extensions of torch, or not torch's.
 PUBLIC = {
     "_make_wrapper_subclass", "_schema", "_ops", "_C", "_replace", "_asdict", "_pin_memory", "_to_copy",
     "_c10d_functional",
@@ -78,7 +78,7 @@ def test_missing_name_is_an_error_of_the_import(monkeypatch):
 
 
 def test_the_names_exist():
-    """In this torch: those of classes and modules, and those of the instances that FSDP2 makes."""
+    """In this torch: names of classes and modules, and of the instances that FSDP2 makes."""
     require_names("test", (*BASE, *FSDP))
     owners = of_instances()
     assert owners.keys() == {name.owner for name in FSDP if name.of_instances}

@@ -1,6 +1,5 @@
 """Experts in 8 bits: a matrix for each expert and projection in a checkpoint, one weight ``[E, N, K]`` in a model."""
 
-import export_cases
 import pytest
 import torch
 from checkpoints import (
@@ -354,10 +353,3 @@ def test_experts_that_transformers_makes_otherwise_stay_in_high_precision():
     written = [f"model.layers.0.block_sparse_moe.{each}" for each in ("input_linear", "output_linear")]
     assert f"such as {written[0]}.weight: they are in high precision and stay whole" in report.notes[-1]
     assert {name, *written} < set(report.quantization_config["ignore"])
-
-
-@pytest.mark.xdist_group("ranks")
-@each_family
-def test_experts_that_fsdp2_shards(ranks, family):
-    """Every rank gets all tensors of the export, and reads its own part of a checkpoint."""
-    assert ranks.run(2, export_cases.experts, format="fine_grained", family=family) == [True, True]

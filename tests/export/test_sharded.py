@@ -1,44 +1,166 @@
 """A sharded model gives the tensors of the whole one, on every rank."""
 
-import export_cases
+import tempfile
+
+import peft
 import pytest
+import torch
 from cases import QUANTIZED
+from checkpoints import EXPERTS, MIXTRAL, files_of, model_of
+from fsdp_cases import Setup, build, full_parameters, tokens_of
+from process_group import made_mesh
+from raised import raised
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import tritonfp8
+from tritonfp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PROCESSES = 4
 
 
-def check_fsdp2(ranks, **options):
-    for exported in ranks.run(2, export_cases.fsdp, format="compressed_channel", **options):
-        assert len(exported) > 6
+def _taken(model, format, **options):
+    return {name: x.clone() for name, x in tritonfp8.export.tensors(model, format, **options)}
+
+
+def _expected(weights, exported, format):
+    """Codes and scales of whole weights."""
+    row = tritonfp8.export.CHECKPOINT_FORMATS[format]
+    found = dict(weights)
+    for layer in exported:
+        q = tritonfp8.quantize(weights[f"{layer}.weight"], row.spec)
+        found[f"{layer}.weight"] = q.qdata
+        found[f"{layer}.{row.scale_name}"] = q.scale.view(row.scale_dtype).reshape(row.scale_shape(q.shape))
+    return found
+
+
+def _equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        assert x.dtype == expected[name].dtype, name
+        assert torch.equal(x.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
+
+
+def fsdp(mesh, recipe, reshard):
+    """After a step, with weights that FSDP2 left gathered: the export has the sharded values."""
+    model, _ = build(mesh, Setup(recipe, reshard=reshard))
+    model(tokens_of(0)).float().square().mean().backward()
+    weights = full_parameters(model)
+    report = tritonfp8.export.plan(model, "compressed_channel")
+    with torch.no_grad():
+        # A backward would let FSDP2 drop what it gathered.
+        model(tokens_of(1))
+    _equal(_taken(model, "compressed_channel"), _expected(weights, report.exported, "compressed_channel"))
+    assert report.bytes_before == sum(x.nbytes for x in weights.values())
+    assert len(report.exported) > 6
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_fsdp2_that_left_weights_gathered(ranks, recipe):
-    check_fsdp2(ranks, recipe=recipe, reshard=False)
+    ranks.run(2, fsdp, recipe, reshard=False)
 
 
 def test_fsdp2(ranks):
-    check_fsdp2(ranks, recipe="rowwise", reshard=True)
+    ranks.run(2, fsdp, "rowwise", reshard=True)
+
+
+def tensor_parallel(mesh, format):
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    weights = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    tritonfp8.convert(model, "rowwise")
+    parallelize_module(model, mesh, {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()})
+    _equal(_taken(model, format), _expected(weights, ("0", "2"), format))
 
 
 @pytest.mark.parametrize("format", ["fine_grained", "compressed_mxfp8", "compressed_tensor"])
 def test_tensor_parallel(ranks, format):
-    assert ranks.run(2, export_cases.tensor_parallel, format=format) == [True, True]
+    ranks.run(2, tensor_parallel, format)
+
+
+def data_parallel(mesh):
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    tritonfp8.convert(model, "blockwise")
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group()))
+    _equal(_taken(wrapped, "fine_grained"), _taken(model, "fine_grained"))
 
 
 def test_data_parallel(ranks):
-    assert ranks.run(2, export_cases.data_parallel) == [True, True]
+    ranks.run(2, data_parallel)
+
+
+def merged(mesh, storage, dora):
+    """Adapters on a sharded base: the tensors that the whole model merges to, on every rank."""
+    model = model_of(dtype=torch.float32).requires_grad_(False)
+    tritonfp8.convert(model, "rowwise", weight_storage=storage)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_dora=dora))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape) * 0.05)
+    expected = _taken(model, "compressed_channel", adapters="merged")
+    before = [p.clone() for p in model.parameters() if p.requires_grad]
+    for layer in (*model.base_model.model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    _equal(_taken(model, "compressed_channel", adapters="merged"), expected)
+    after = [p for p in model.parameters() if p.requires_grad]
+    assert all(isinstance(p, DTensor) and torch.equal(p.full_tensor(), x) for p, x in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize(("storage", "dora"), [("parameters", True), ("quantized", False)])
 def test_adapters_on_a_sharded_base_are_merged(ranks, storage, dora):
-    assert ranks.run(2, export_cases.merged, storage=storage, dora=dora) == [True, True]
+    ranks.run(2, merged, storage, dora)
+
+
+def refused(mesh):
+    model, _ = build(mesh, Setup())
+    with tempfile.TemporaryDirectory() as folder:
+        return raised(lambda: tritonfp8.export.save(model, f"{folder}/new", "compressed_channel"))
 
 
 def test_saved_files_are_of_whole_models(ranks):
-    for message in ranks.run(2, export_cases.refused):
+    for message in ranks.run(2, refused):
         assert "is sharded (a DTensor): tritonfp8.export.save needs whole tensors. Gather the weights" in message
+
+
+def _mlp(seed, width):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(128, width), nn.ReLU(), nn.Linear(width, 128), nn.LayerNorm(128)).bfloat16()
+
+
+def loads(mesh, format, recipe, storage, way):
+    """A sharded model reads a checkpoint as a whole model does: the same values, and the same report."""
+    # Blocks of these formats must divide the width.
+    width = {"fine_grained": 256, "compressed_mxfp8": 224}.get(format, 200)
+    source, *models = (_mlp(seed, width) for seed in (7, torch.distributed.get_rank(), 0))
+    for model in models:
+        tritonfp8.convert(model.requires_grad_(False), recipe, weight_storage=storage)
+    sharded, alone = models
+    meshes = dict.fromkeys(way, mesh)
+    if len(way) == 2:
+        grid = made_mesh(mesh.device_type, (2, 2), way)
+        meshes = {name: grid[name] for name in way}
+    if "tp" in way:
+        parallelize_module(sharded, meshes["tp"], {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()})
+    if "fsdp" in way:
+        fully_shard(sharded, mesh=meshes["fsdp"])
+    weight = next(sharded.parameters())
+    if "fsdp" in way:
+        with torch.no_grad():
+            # FSDP2 leaves the weights of the root gathered.
+            sharded(torch.ones(16, 128, dtype=torch.bfloat16))
+    with tempfile.TemporaryDirectory() as folder:
+        tritonfp8.export.save(source, folder, format, filter=["0", "2"])
+        found, wanted = (tritonfp8.export.load(model, folder) for model in (sharded, alone))
+    assert next(sharded.parameters()) is weight
+    assert found == wanted
+    for name, x in alone.state_dict().items():
+        y = sharded.state_dict()[name]
+        assert torch.equal(y.full_tensor() if isinstance(y, DTensor) else y, x), name
+    return found
 
 
 @pytest.mark.parametrize(
@@ -54,11 +176,45 @@ def test_saved_files_are_of_whole_models(ranks):
 )
 def test_loads(ranks, way, recipe, storage, format):
     way = tuple(way.split())
-    first, *others = ranks.run(2 * len(way), export_cases.loads, format=format, recipe=recipe, storage=storage, way=way)
+    first, *others = ranks.run(2 * len(way), loads, format, recipe, storage, way)
     assert len(first.layers) == 2
     assert all(each == first for each in others)
 
 
+def experts(mesh, family):
+    """A mixture whose experts FSDP2 shards unevenly."""
+    sizes = EXPERTS | {"num_experts": 3} if family == "moe" else MIXTRAL | {"num_local_experts": 3}
+    whole, sharded, alone = (model_of(family, sizes, seed) for seed in (0, 1, 1))
+    for model in (whole, sharded, alone):
+        tritonfp8.convert(model, "blockwise", experts=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tritonfp8.export.save(whole, folder, "fine_grained")
+        files = files_of(folder)
+        fully_shard(sharded, mesh=mesh)
+        assert tritonfp8.export.load(sharded, folder) == tritonfp8.export.load(alone, folder)
+    for name, x in alone.state_dict().items():
+        assert torch.equal(sharded.state_dict()[name].full_tensor(), x), name
+    found = _taken(sharded, "fine_grained")
+    # Values that are read are quantized again, which may give other codes for them.
+    assert found.keys() == files.keys()
+    _equal(found, _taken(alone, "fine_grained"))
+
+
+@pytest.mark.parametrize("family", ["moe", "mixtral"])
+def test_experts_that_fsdp2_shards(ranks, family):
+    """Every rank gets all tensors of the export, and reads its own part of a checkpoint."""
+    ranks.run(2, experts, family)
+
+
+def needs_memory(mesh):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16))
+    fully_shard(model, mesh=mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        tritonfp8.export.save(nn.Sequential(nn.Linear(16, 16)), folder, "compressed_channel")
+        return raised(lambda: tritonfp8.export.load(model, folder))
+
+
 def test_a_sharded_model_on_the_meta_device_loads_nothing(ranks):
-    for message in ranks.run(2, export_cases.needs_memory):
+    for message in ranks.run(2, needs_memory):
         assert "is sharded and on the meta device: give it memory first, by model.to_empty(device=...)" in message

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 
 import numpy as np
 import pytest
@@ -176,14 +175,6 @@ def tokens(batch=2, length=9, seed=0, device="cpu"):
 def with_gradients(out, wanted, grad=None):
     """The result of a forward, and the gradients of ``wanted`` for the result's gradient, or for ones."""
     return [out.detach(), *torch.autograd.grad(out, list(wanted), torch.ones_like(out) if grad is None else grad)]
-
-
-def give_up(how):
-    """Raise (``how="raise"``), end the process (``"kill"``), or do nothing."""
-    if how == "raise":
-        raise ValueError("bad batch")
-    if how == "kill":
-        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Experts over ranks: the results are those of one process with the tokens of all ranks."""
+"""Experts over ranks: the results of one process with the tokens of all ranks."""
 
 import functools
 
@@ -112,7 +112,7 @@ def with_fsdp(ranks):
 @pytest.mark.parametrize("payload", ["float8", "high_precision"])
 @each_recipe
 def test_with_fsdp2(with_fsdp, recipe, payload):
-    # A tensorwise scale is of the tokens of a rank, where one process has those of all.
+    # A tensorwise scale is of the tokens of a rank, where one process has the tokens of all.
     limit = 2e-3 if payload == "float8" or recipe == "tensorwise" else 2e-4
     for expected, losses, stuck in with_fsdp(recipe, payload):
         assert losses == pytest.approx(expected, rel=limit)

@@ -1,19 +1,103 @@
 """FSDP2 with FP8 all-gather on top of tensor parallelism: the scales of the whole weight, the losses without it."""
 
 import functools
+import hashlib
 import math
 
-import fsdp_cases
-import fsdp_tp_cases
 import pytest
+import torch
 from cases import QUANTIZED
-from process_group import Processes
+from fsdp_cases import BFLOAT16, both_operands, bytes_of, operand_of, step, zero
+from fsdp_models import VOCABULARY, Linears, Llama, initialize
+from process_group import Processes, made_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tritonfp8
+from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather
+from tritonfp8.distributed.shard_layout import largest_blocks
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
 
+HEADS, LAYERS = 4, 2
 TWO_BY_TWO = (2, 2)
 # Replicas, ranks of FSDP2, of tensor parallelism.
 HYBRID, HYBRID_OF_FOUR = (2, 2, 2), (2, 1, 2)
+
+
+def mesh_of(world_mesh, sizes):
+    names = ("replicate", "shard", "tp") if len(sizes) == 3 else ("shard", "tp")
+    mesh = made_mesh(world_mesh.device_type, sizes, names)
+    return mesh[names[:-1]], mesh["tp"]
+
+
+def plan(local, layers, attention):
+    found = {"last": ColwiseParallel(output_layouts=Replicate())}
+    for i in range(layers):
+        found |= {f"layers.{i}.{name}": ColwiseParallel(use_local_output=local) for name in ("gate", "up")}
+        found[f"layers.{i}.down"] = RowwiseParallel()
+        if attention:
+            found |= {f"layers.{i}.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+            found[f"layers.{i}.o"] = RowwiseParallel()
+    return found
+
+
+def build(
+    world_mesh, sizes, recipe, enabled, local=True, reshard=True, compiled=0, first=True, recompute=None,
+    enable="after_parallel", layers=LAYERS, attention=True,
+):  # fmt: skip
+    """A Llama sharded by TP and FSDP2, with sizes that do not divide if torch allows it; its first layers compiled."""
+    dp, tp = mesh_of(world_mesh, sizes)
+    # With local outputs the number of all features is unknown, so it must divide.
+    model = Llama(10 * HEADS, HEADS, 132 if local else 131, layers, attention=attention)
+    initialize(model).to(world_mesh.device_type)
+    reports = []
+
+    def reach(point):
+        if enabled and enable == point:
+            reports.append(enable_float8_all_gather(model))
+
+    if first:
+        tritonfp8.convert(model, recipe)
+    reach("before_parallel")
+    parallelize_module(model, tp, plan(local, layers, attention))
+    if not first:
+        tritonfp8.convert(model, recipe)
+    reach("after_parallel")
+    for name, layer in model.layers.named_children():
+        layer.recompute = recompute
+        if int(name) < compiled:
+            layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            model.layers.register_module(name, layer)
+        fully_shard(layer, mesh=dp, mp_policy=BFLOAT16, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dp, mp_policy=BFLOAT16)
+    reach("last")
+    if enabled:
+        assert len(reports[0].converted) == (7 if attention else 3) * layers + 1
+    return model, dp
+
+
+def tokens_of(step, dp, batch=4, length=7):
+    """Tokens of this rank; all TP ranks of a group have the same."""
+    generator = torch.Generator().manual_seed(100 * step)
+    every = torch.randint(VOCABULARY, (batch * dp.size(), length), generator=generator)
+    index = sum(c * n for c, n in zip(dp.get_coordinate(), (*dp.shape[1:], 1), strict=True))
+    return every.chunk(dp.size())[index]
+
+
+def train(world_mesh, sizes, recipe, enabled, steps, **options):
+    """Losses of each step, summed over the ranks, and a hash of all bits of this rank's shards."""
+    model, dp = build(world_mesh, sizes, recipe, enabled, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = torch.tensor([step(model, optimizer, tokens_of(number, dp)) for number in range(steps)])
+    losses = losses.to(world_mesh.device_type)
+    torch.distributed.all_reduce(losses)
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(name.encode() + bytes_of(parameter.to_local()))
+    assert losses[-1] != losses[0]
+    return losses.tolist(), found.hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +120,7 @@ LEAVE_FSDP2_ALONE = {"enable", "reshard", "first", "recompute"}
 
 def off_on_gpus(processes, sizes, **options):
     """A run without the FP8 all-gather."""
-    return processes.run(math.prod(sizes), fsdp_tp_cases.train, sizes=sizes, enabled=False, **options)
+    return processes.run(math.prod(sizes), train, sizes=sizes, enabled=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +136,7 @@ def off():
 
 def check_equal_to_off(ranks, off, sizes, recipe, steps=3, **options):
     options |= {"sizes": sizes, "recipe": recipe, "steps": steps}
-    on = ranks.run(math.prod(sizes), fsdp_tp_cases.train, enabled=True, **options)
-    layers = (7 if options.get("attention", True) else 3) * options.get("layers", fsdp_tp_cases.LAYERS) + 1
-    for (losses, digest, gathered), (expected, expected_digest, _) in zip(on, off(ranks, **options), strict=True):
-        assert gathered == layers
-        assert losses == expected
-        assert digest == expected_digest
-        assert losses[-1] != losses[0]
+    assert ranks.run(math.prod(sizes), train, enabled=True, **options) == off(ranks, **options)
 
 
 @pytest.mark.parametrize("enable", ["before_parallel", "last"])
@@ -116,25 +194,124 @@ def test_compiled_layer(ranks, off):
     check_equal_to_off(ranks, off, TWO_BY_TWO, "blockwise", steps=2, **options)
 
 
+CHANGES = {
+    "load": lambda model, other: model.load_state_dict(other),
+    "assign": lambda model, other: model.load_state_dict(other, assign=True),
+    "data": lambda model, other: [p.data.mul_(1.7) for p in model.parameters()],
+    "swap": lambda model, other: tritonfp8.swap_recipe(model, "blockwise"),
+    "revert": lambda model, other: tritonfp8.revert(model),
+}
+
+
+def after_changes(world_mesh, enabled):
+    """Of each change of the weights: the losses before and after it, and the bytes of a step's all-gathers."""
+    model, dp = build(world_mesh, TWO_BY_TWO, "rowwise", enabled, layers=1)
+    found = {}
+    for name, change in CHANGES.items():
+        # Weights that only grew would make losses so large that recipes do not differ.
+        factor = 1 / 1.7 if name == "assign" else 1.7
+        other = {key: value * factor for key, value in model.state_dict().items()}
+        before = model(tokens_of(0, dp)).item()
+        with torch.no_grad():
+            # After a forward without backward FSDP keeps the root's gathered weights until a reshard.
+            model.reshard()
+            change(model, other)
+        with count_collective_bytes() as counted:
+            after = model(tokens_of(0, dp))
+            after.backward()
+        found[name] = (before, after.item()), counted.bytes["all_gather"]
+    return found
+
+
 def test_scales_are_never_stale(ranks):
     """By changes of the weights or of the recipe, one after the other on one model."""
-    on, off = (ranks.run(4, fsdp_tp_cases.after_changes, enabled=enabled) for enabled in (True, False))
+    on, off = (ranks.run(4, after_changes, enabled=enabled) for enabled in (True, False))
     for mine, theirs in zip(on, off, strict=True):
-        assert mine.keys() == theirs.keys() == fsdp_tp_cases.CHANGES.keys()
-        for change, (losses, counted) in mine.items():
-            expected, gathered = theirs[change]
-            assert losses == expected
+        assert mine.keys() == theirs.keys() == CHANGES.keys()
+        for change, (losses, gathered) in mine.items():
+            assert losses == theirs[change][0]
             assert losses[0] != losses[1]
-            assert counted["all_gather"] < 0.7 * gathered["all_gather"] or change == "revert"
+            assert gathered < 0.7 * theirs[change][1] or change == "revert"
+
+
+def save(world_mesh, folder):
+    """Save with DCP; returns the names and the local types of the state."""
+    import torch.distributed.checkpoint as dcp
+
+    state = build(world_mesh, TWO_BY_TWO, "rowwise", True)[0].state_dict()
+    dcp.save({"model": state}, checkpoint_id=folder)
+    return sorted(state), {type(value.to_local()).__name__ for value in state.values()}
+
+
+def load(world_mesh, folder, sizes, recipe, enabled):
+    """Load the checkpoint of :func:`save`; returns the names of parameters that differ from the saved ones."""
+    import torch.distributed.checkpoint as dcp
+
+    model, _ = build(world_mesh, sizes, recipe, enabled)
+    expected = [p.to_local().detach().clone() for p in model.parameters()]
+    zero(model)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"], strict=True)
+    pairs = zip(model.named_parameters(), expected, strict=True)
+    return [name for (name, p), value in pairs if not torch.equal(p.to_local(), value)]
 
 
 def test_checkpoint_loads_on_another_mesh(ranks, tmp_path):
-    keys, types = ranks.run(4, fsdp_tp_cases.save, folder=str(tmp_path), sizes=TWO_BY_TWO, recipe="rowwise")[0]
-    assert keys == sorted(fsdp_cases.Llama().state_dict())
-    assert types == {"Tensor"}
-    for sizes, recipe, enabled in (((4, 1), "mxfp8", True), ((1, 4), "rowwise", True), (TWO_BY_TWO, "rowwise", False)):
-        options = {"folder": str(tmp_path), "sizes": sizes, "recipe": recipe, "enabled": enabled}
-        assert ranks.run(4, fsdp_tp_cases.load, **options) == [[]] * 4
+    folder = str(tmp_path)
+    assert ranks.run(4, save, folder) == [(sorted(Llama().state_dict()), {"Tensor"})] * 4
+    for options in (((4, 1), "mxfp8", True), ((1, 4), "rowwise", True), (TWO_BY_TWO, "rowwise", False)):
+        assert ranks.run(4, load, folder, *options) == [[]] * 4
+
+
+def compare_operands(world_mesh, sizes, recipe, shapes):
+    """:func:`fsdp_cases.compare_operands` with every second weight sharded by in features."""
+    dp, tp = mesh_of(world_mesh, sizes)
+    model = initialize(Linears(shapes)).to(world_mesh.device_type)
+    full = [layer.weight.detach().to(torch.bfloat16) for layer in model.layers]
+    tritonfp8.convert(model, recipe, filter=lambda module, name: True)
+    styles = (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate()))
+    parallelize_module(model, tp, {f"layers.{i}": styles[i % 2] for i in range(len(shapes))})
+    enable_float8_all_gather(model)
+    fully_shard(model, mesh=dp, mp_policy=BFLOAT16, reshard_after_forward=True)
+    different, seen = [], []
+
+    def compare(index, layer):
+        _, *blocks = largest_blocks(layer.recipe)
+        dim, gaps = index % 2, [0, 0]
+        start = -(-shapes[index][dim] // tp.size()) * tp.get_local_rank()
+        gaps[dim] = start % blocks[dim]
+        local = layer.weight.to_local()
+        if any(gaps):
+            local = torch.nn.functional.pad(local, (gaps[1], 0, gaps[0], 0))
+        for transposed, expected in enumerate(both_operands(full[index], layer.recipe)):
+            found = operand_of(local, layer.recipe, bool(transposed))
+            if not part_of(found, expected, dim ^ transposed, start, gaps[dim]):
+                different.append((shapes[index], "transposed" if transposed else "untransposed"))
+            seen.append(index)
+
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda module, args, index=index: compare(index, module))
+    model(torch.randn(3, max(k for _, k in shapes), requires_grad=True)).sum().backward()
+    return different, len(seen)
+
+
+def part_of(found, expected, dim, start, gap):
+    """Whether a shard, with ``gap`` elements of padding before it, equals the whole operand from ``start`` on."""
+    size = found.qdata.shape[dim] - gap
+    same = torch.equal(
+        found.qdata.view(torch.uint8).narrow(dim, gap, size), expected.qdata.view(torch.uint8).narrow(dim, start, size)
+    )
+    block = found.spec.block[dim]
+    if block == -1:
+        mine, whole = found.scale, expected.scale
+    else:
+        first, skip = start // block, gap // block
+        mine = found.scale.narrow(dim, skip, found.scale.shape[dim] - skip)
+        whole = expected.scale.narrow(dim, first, mine.shape[dim])
+    # A scale of one element may have any strides, which ``view(torch.uint8)`` does not accept.
+    mine, whole = (torch.empty(s.shape, dtype=s.dtype).copy_(s).view(torch.uint8) for s in (mine, whole))
+    return same and torch.equal(mine, whole)
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2)], ids=str)
@@ -142,9 +319,7 @@ def test_checkpoint_loads_on_another_mesh(ranks, tmp_path):
 def test_scales_are_those_of_one_process(ranks, recipe, sizes):
     """Blocks that lie on several ranks of tensor parallelism, of FSDP2, and of both."""
     shapes = [(300, 96), (64, 300), (131, 67), (40, 131), (7, 40), (256, 48), (33, 512)]
-    for different, seen in ranks.run(4, fsdp_tp_cases.compare_operands, sizes=sizes, recipe=recipe, shapes=shapes):
-        assert different == []
-        assert seen == 2 * len(shapes)
+    assert ranks.run(4, compare_operands, sizes, recipe, shapes) == [([], 2 * len(shapes))] * 4
 
 
 # On GPUs.
@@ -166,4 +341,4 @@ def test_option_on_gpus(four_gpus, option):
 
 @pytest.mark.multigpu
 def test_compiled_on_gpus(four_gpus):
-    check_equal_to_off(four_gpus, off_on_gpus, TWO_BY_TWO, "blockwise", compiled=fsdp_tp_cases.LAYERS, timeout=240)
+    check_equal_to_off(four_gpus, off_on_gpus, TWO_BY_TWO, "blockwise", compiled=LAYERS, timeout=240)

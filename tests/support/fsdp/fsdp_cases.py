@@ -1,4 +1,4 @@
-"""Functions of each rank in the tests of the FP8 all-gather."""
+"""A training run of FSDP2 by its options, and what the tests of several files compare of it."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
 
 # The second divides forward from backward as the default one does, by what it costs to keep.
 BACKENDS = {"block": "aot_eager", "block_min_cut": "aot_eager_decomp_partition"}
@@ -42,6 +45,13 @@ class Setup:
     sizes: tuple = ()
     last: bool = False
     enable_last: bool = False
+
+
+def same_as_without(ranks, world, function, *args, **options):
+    """Assert that the ranks return the same with the 8-bit gather and without it; return both results."""
+    on, off = (ranks.run(world, function, *args, enabled=enabled, **options) for enabled in (True, False))
+    assert on == off
+    return on, off
 
 
 def build(mesh, setup):
@@ -120,29 +130,36 @@ def full_parameters(model):
     return {name: torch.cat([part[name] for part in parts]) if name in sharded else state[name] for name in state}
 
 
-def gathers_like_a_plain_parameter(mesh):
-    """``full_tensor`` of the sharded parameters."""
-    model, _ = build(mesh, Setup())
-    expected = full_parameters(model)
-    return all(torch.equal(p.full_tensor(), expected[name]) for name, p in model.named_parameters())
+def bytes_of(x):
+    return x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def digest(model):
     """Hash of all bits of all parameters."""
     found = hashlib.sha256()
     for name, value in full_parameters(model).items():
-        found.update(name.encode() + value.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + bytes_of(value))
     return found.hexdigest()
 
 
-OPTIMIZERS = {
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "loop": {"foreach": False},
-}
+def zero(model):
+    """Fill the parameters with zeros, which a checkpoint is loaded over."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+
+def step(loss_of, optimizer, *inputs):
+    """A step along the gradients of ``loss_of(*inputs)``, such as a model's; returns the loss."""
+    loss = loss_of(*inputs)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def step_of(model, optimizer, setup):
+    """Losses of the micro-batches of a step, and the norm of the gradients if they are clipped."""
     losses = []
     for micro in range(setup.accumulate):
         model.set_requires_gradient_sync(micro == setup.accumulate - 1)
@@ -156,54 +173,14 @@ def step_of(model, optimizer, setup):
     return losses
 
 
-def gathered_weights(model):
-    """The gathered weights that the converted layers read in forward, by name."""
-    from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
-
-    found = {}
-
-    def record(name):
-        def hook(module, args):
-            if isinstance(module.weight, GatheredWeight):
-                found[name] = module.weight
-
-        return hook
-
-    handles = [
-        m.register_forward_pre_hook(record(n)) for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"
-    ]
-    with torch.no_grad():
-        model(tokens_of(0))
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 def train(mesh, setup, steps=10):
     """Losses of each step, and a digest of the final parameters."""
     model, _ = build(mesh, setup)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, **OPTIMIZERS[setup.optimizer])
+    kind = {"foreach": False} if setup.optimizer == "loop" else {setup.optimizer: True}
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, **kind)
     losses = [loss for _ in range(steps) for loss in step_of(model, optimizer, setup)]
     return losses, digest(model)
-
-
-def first_loss_alone(mesh, setup):
-    """Loss of this rank's tokens with an unsharded model."""
-    model = initialize(Llama()).to(setup.param_dtype)
-    tritonfp8.convert(model, setup.recipe)
-    return model(tokens_of(0)).item()
-
-
-def traffic(mesh, setup):
-    """Bytes and number of a step's collectives, by kind."""
-    from tritonfp8.distributed import count_collective_bytes
-
-    model, _ = build(mesh, setup)
-    model(tokens_of(0)).backward()
-    with count_collective_bytes() as counted:
-        model(tokens_of(0)).backward()
-    return dict(counted.bytes), dict(counted.calls)
 
 
 def _poisoned(model):
@@ -247,14 +224,13 @@ def operand_of(weight, recipe, transposed):
 
 
 def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype", dtype=torch.bfloat16):
-    """Gathered operands whose bits differ from those of the whole weight in one process; and the number of layers."""
+    """Gathered operands that differ from the bits of the whole weight in one process; and the number of layers."""
     model = (_poisoned if poisoned else initialize)(Linears(shapes))
     seen = dtype if cast == "param_dtype" else torch.float32
-    full = [layer.weight.detach().clone().to(seen) for layer in model.layers]
+    full = [layer.weight.detach().clone().to(mesh.device_type, seen) for layer in model.layers]
     tritonfp8.convert(model, recipe, filter=lambda module, name: True)
     enable_float8_all_gather(model, cast)
     model.to(mesh.device_type)
-    full = [weight.to(mesh.device_type) for weight in full]
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=reshard)
     different, seen_layers = [], []
 
@@ -273,58 +249,6 @@ def compare_operands(mesh, recipe, shapes, reshard, poisoned, cast="param_dtype"
     return different, len(seen_layers)
 
 
-def after_changes(mesh, changes, enabled, recipe="tensorwise"):
-    """Losses after the weights change in some ways, one after the other, and of a layer alone."""
-    model, _ = build(mesh, Setup(recipe, enabled))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for number, change in enumerate(changes):
-        # Weights that only grew would make losses so large that recipes do not differ.
-        factor = 1.7 if number % 2 == 0 else 1 / 1.7
-        other = {name: factor * value for name, value in full_parameters(model).items()}
-        if change.endswith("_before_forward"):
-            load_full(model, other, assign=change.startswith("assign"))
-        loss = model(tokens_of(number))
-        loss.backward()
-        with torch.no_grad():
-            model(tokens_of(1))
-            if change == "load":
-                load_full(model, other)
-            elif change == "assign":
-                load_full(model, other, assign=True)
-            elif change == "data":
-                model.reshard()
-                for parameter in model.parameters():
-                    parameter.data.mul_(factor)
-            elif change == "step":
-                optimizer.step()
-            elif change.startswith("swap_"):
-                tritonfp8.swap_recipe(model, change.removeprefix("swap_"))
-        # After a forward without backward FSDP keeps the root's gathered weights until a reshard.
-        model.reshard()
-        model.zero_grad()
-        after = model(tokens_of(number)).item()
-        losses.append((loss.item(), after, model.layers[0](torch.ones(1, 3, 42)).sum().item()))
-    return losses, digest(model)
-
-
-def through_submodules(mesh, enabled, recipe):
-    """Losses and digest of a training that calls layers of the model, never the model itself."""
-    model, _ = build(mesh, Setup(recipe, enabled))
-    model.set_is_last_backward(True)
-    optimizer = torch.optim.AdamW(model.layers.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        for layer in model.layers:
-            generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-            loss = layer(torch.randn(2, 5, 42, generator=generator)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, digest(model)
-
-
 def save(mesh, folder, setup):
     """Train a little and save model and optimizer with DCP."""
     import torch.distributed.checkpoint as dcp
@@ -337,7 +261,7 @@ def save(mesh, folder, setup):
     types = {type(getattr(v, "_local_tensor", v)).__name__ for v in model_state.values()}
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=mesh.get_group())
     before = digest(model)
-    return before, step_of(model, optimizer, setup), digest(model), sorted(types), list(model.state_dict())
+    return before, step_of(model, optimizer, setup), sorted(types), list(model.state_dict())
 
 
 def load(mesh, folder, setup):
@@ -346,47 +270,9 @@ def load(mesh, folder, setup):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model, _ = build(mesh, setup)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    zero(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=folder, process_group=mesh.get_group())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return digest(model), step_of(model, optimizer, setup)
-
-
-def load_plain(mesh, folder):
-    """Load into a plain float32 model and into a bf16 one.
-
-    Returns the digest of the first, the names of parameters of the second that are not roundings of the first's, and
-    the loss of the second.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    models = Llama(), Llama().to(torch.bfloat16)
-    for model in models:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
-        model.load_state_dict(state["model"], strict=True)
-    wide, narrow = models
-    pairs = zip(wide.named_parameters(), narrow.parameters(), strict=True)
-    different = [name for (name, p), q in pairs if not torch.equal(p.bfloat16(), q)]
-    return digest(wide), different, narrow(tokens_of(0)).item()
-
-
-def saved_with_torch(mesh, path, setup):
-    """``torch.save`` of the sharded state_dict, loaded with ``weights_only``."""
-    model, _ = build(mesh, setup)
-    path = f"{path}/{torch.distributed.get_rank()}.pt"
-    torch.save(model.state_dict(), path)
-    before = digest(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.load_state_dict(torch.load(path, weights_only=True), strict=True)
-    return before == digest(model)

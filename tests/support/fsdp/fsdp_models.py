@@ -20,7 +20,7 @@ def recomputed(call, x, how):
 
 
 class Block(nn.Module):
-    """A Llama layer of sizes that nothing divides; or its MLP alone."""
+    """A Llama layer of sizes that nothing divides; or only its MLP."""
 
     def __init__(self, hidden, heads, intermediate, attention=True):
         super().__init__()
@@ -65,7 +65,7 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = recomputed(layer, x, self.recompute)
-        return F.cross_entropy(self.last(self.norm(x))[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return loss_of(self.last(self.norm(x)), tokens)
 
 
 @torch.no_grad()
@@ -89,3 +89,24 @@ class Linears(nn.Module):
 
     def forward(self, x):
         return sum(layer(x[:, : layer.in_features]).sum(1) for layer in self.layers)
+
+
+class Stage(nn.Module):
+    """One of ``stages`` pipeline stages of a Llama, with one layer each."""
+
+    def __init__(self, index, stages, hidden=42):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden) if index == 0 else None
+        self.layer = Block(hidden, 3, 131)
+        self.last = nn.Linear(hidden, VOCABULARY) if index == stages - 1 else None
+
+    def forward(self, x):
+        if self.embed is not None:
+            x = self.embed(x)
+        x = self.layer(x)
+        return x if self.last is None else self.last(x)
+
+
+def loss_of(logits, tokens):
+    """The loss of the next token."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())

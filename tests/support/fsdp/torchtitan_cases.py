@@ -154,10 +154,10 @@ def train(
     """Train for a few steps.
 
     Returns:
-        ``losses`` of this rank; ``stuck``, the parameters that did not change; ``wrong``, those whose gradient was not
-        finite; ``converted``, the number of layers, and ``experts``, that of modules of experts; ``gemms`` of the last
-        step, and ``gathered`` and ``sent``, its bytes; ``placements`` of the logits; ``saving``, the class of the
-        activation checkpointing.
+        ``losses`` of this rank; ``stuck``, the parameters that did not change; ``wrong``, the parameters whose gradient
+        was not finite; ``converted``, the number of layers, and ``experts``, the number of modules of experts;
+        ``gemms`` of the last step, and ``gathered`` and ``sent``, its bytes; ``placements`` of the logits; ``saving``,
+        the class of the activation checkpointing.
     """
     _use_cpus()
     torch.manual_seed(0)

@@ -69,14 +69,14 @@ def _serve(rank, size, rendezvous, pipe, device, group_timeout):
     pipe.send((True, None))
     while True:
         try:
-            function, world, kwargs = pipe.recv()
+            function, world, args, kwargs = pipe.recv()
         except EOFError:
             return
         try:
             torch.manual_seed(0)
             # Earlier functions must not count towards the limit of recompilations.
             torch.compiler.reset()
-            result = function(meshes[world], **kwargs) if rank < world else None
+            result = function(meshes[world], *args, **kwargs) if rank < world else None
             pipe.send((True, (result, len(dist.distributed_c10d._world.pg_map))))
         except BaseException as error:
             pipe.send((False, f"rank {rank} of {world}: {error!r}\n{traceback.format_exc()}"))
@@ -141,8 +141,10 @@ class Processes:
             raise RankError("\n".join(errors))
         return [answers[rank][1] for rank in range(self.size)]
 
-    def run(self, world, function, timeout=TIMEOUT, after_error=2, **kwargs):
-        """Run ``function(mesh, **kwargs)`` on ``world`` ranks and return the result of each.
+    def run(self, world, function, *args, timeout=TIMEOUT, after_error=2, **kwargs):
+        """Run ``function(mesh, *args, **kwargs)`` on ``world`` ranks and return the result of each.
+
+        The processes import the function by the name of its module, which may be a file of tests.
 
         Raises:
             RankError: a rank raised, took more than ``timeout`` seconds, or ended later than ``after_error`` seconds
@@ -152,7 +154,7 @@ class Processes:
             self._start()
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
-                pipe.send((function, world, kwargs))
+                pipe.send((function, world, args, kwargs))
         results, groups = zip(*self._collect(timeout, after_error), strict=True)
         if self.device == "cpu" and max(groups) > MAX_GROUPS:
             self.stop()
@@ -166,24 +168,3 @@ class Processes:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
-
-
-def _without_mesh(mesh, call, args):
-    return call(*args)
-
-
-class Ranks:
-    """``world`` processes as a context manager: ``with Ranks(2) as ranks: ranks.run(function, *args)``."""
-
-    def __init__(self, world, device="cpu"):
-        self.processes = Processes(world, device)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        self.processes.stop()
-
-    def run(self, function, *args, timeout=TIMEOUT):
-        """Run ``function(*args)`` on each rank and return the results."""
-        return self.processes.run(self.processes.size, _without_mesh, timeout, call=function, args=args)
