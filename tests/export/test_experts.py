@@ -328,12 +328,7 @@ def test_which_experts_are_exported():
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("gpt_oss", "their weights lie transposed"),
-        ("mixtral", None),
-        ("deepseek_v3", None),
-    ],
+    ("family", "reason"), [("gpt_oss", "their weights lie transposed"), ("mixtral", None), ("deepseek_v3", None)]
 )
 def test_families(family, reason):
     model = mixture(family, torch.bfloat16)

@@ -50,10 +50,7 @@ def failures(model, optimizer, run=step, **options):
 def test_weights_that_move_pass(clear, recipe, caplog):
     model = converted(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with (
-        caplog.at_level(logging.INFO, logger="tritonfp8"),
-        tritonfp8.verify_training(model, optimizer) as check,
-    ):
+    with caplog.at_level(logging.INFO, logger="tritonfp8"), tritonfp8.verify_training(model, optimizer) as check:
         step(model, optimizer, clear=clear)
     assert check.ok
     assert check.steps == 1

@@ -72,12 +72,7 @@ def _settings(folder, stage, bfloat16, norm, changes):
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": bfloat16},
         **dict.fromkeys(
-            (
-                "train_batch_size",
-                "train_micro_batch_size_per_gpu",
-                "gradient_accumulation_steps",
-                "gradient_clipping",
-            ),
+            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
             "auto",
         ),
     }

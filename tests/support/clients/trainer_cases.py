@@ -75,9 +75,7 @@ def accelerate_loop(mesh, gather, order, recipe):
         enable_float8_all_gather(model)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3DecoderLayer"]
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model, optimizer = accelerator.prepare(model, optimizer)

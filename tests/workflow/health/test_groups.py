@@ -128,9 +128,7 @@ def triple(x):
 
 
 @pytest.mark.parametrize(
-    ("change", "measured"),
-    [(lambda x: x, 1), (triple, 2), (lambda x: x[:], 2)],
-    ids=["same", "written", "view"],
+    ("change", "measured"), [(lambda x: x, 1), (triple, 2), (lambda x: x[:], 2)], ids=["same", "written", "view"]
 )
 def test_siblings_are_measured_once_unless_their_input_changed(calls, change, measured):
     model = Siblings(change).bfloat16()
