@@ -26,8 +26,11 @@ def test_it_gives_what_save_writes(tmp_path, format):
         assert torch.equal(x.view(torch.uint8), stored[name].view(torch.uint8)), name
 
 
-def test_a_scale_follows_its_codes():
-    names = [name for name, _ in tritonfp8.export.tensors(model_of(), "fine_grained")]
+def test_a_scale_follows_its_codes_and_gradients_are_recorded_between_steps():
+    names = []
+    for name, _ in tritonfp8.export.tensors(model_of(), "fine_grained"):
+        names.append(name)
+        assert torch.is_grad_enabled()
     scales = [at for at, name in enumerate(names) if name.endswith("_scale_inv")]
     assert len(scales) == 7
     assert all(names[at] == f"{names[at - 1]}_scale_inv" for at in scales)
@@ -68,11 +71,6 @@ def test_tensors_in_high_precision_are_not_copied_unless_cast():
     assert found["model.embed_tokens.weight"].data_ptr() == embedding.data_ptr()
     found = dict(tritonfp8.export.tensors(model, "fine_grained", dtype=torch.float16))
     assert torch.equal(found["model.embed_tokens.weight"], embedding.half())
-
-
-def test_gradients_are_recorded_between_its_steps():
-    for _ in tritonfp8.export.tensors(model_of(), "fine_grained"):
-        assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
