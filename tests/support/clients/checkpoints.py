@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tritonfp8
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 SIZES = {
     "vocab_size": 64,
@@ -68,10 +69,7 @@ def theirs_of(folder, format="fine_grained"):
 
 def same(a, b):
     """Two sets of named tensors have the same names, dtypes and bits."""
-    assert a.keys() == b.keys()
-    for name, x in a.items():
-        assert x.dtype == b[name].dtype
-        assert torch.equal(x.view(torch.uint8), b[name].view(torch.uint8)), name
+    assert_bitwise_equal(dict(sorted(a.items())), dict(sorted(b.items())))
 
 
 def files_of(folder):
