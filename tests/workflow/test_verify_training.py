@@ -69,8 +69,7 @@ def test_weights_that_move_pass(clear, recipe, caplog):
 
 def test_a_weight_that_does_not_move():
     """An optimizer that steps on copies."""
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
 
     def run(model, optimizer):
         before = model.b.weight.detach().clone()
@@ -103,8 +102,7 @@ def test_a_learning_rate_of_zero_has_its_own_cause():
 
 
 def test_a_schedule_that_begins_at_zero():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
 
     def run(model, optimizer):
@@ -130,8 +128,7 @@ def test_gradients_of_zeros_have_their_own_cause():
 
 
 def test_an_optimizer_of_other_parameters():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     model.b.weight = nn.Parameter(model.b.weight.detach().clone())
     found = failures(model, optimizer)
     assert found.keys() == {"parameter 2 of group 0 of the optimizer", "b.weight"}
@@ -161,8 +158,7 @@ def test_several_optimizers_share_a_model():
 
 def test_a_block_without_a_step():
     """As with GradScaler, which skips a step whose gradients are infinite."""
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     found = failures(model, optimizer, lambda model, optimizer: model(torch.ones(4, 32)).sum().backward())
     assert found.keys() == {"optimizer"}
     assert "no step ran inside the block" in found["optimizer"]
@@ -257,8 +253,7 @@ def test_closures_and_sparse_gradients():
 
 
 def test_an_error_in_the_block_is_the_callers():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     with pytest.raises(KeyError), tritonfp8.verify_training(model, optimizer) as check:
         raise KeyError
     step(model, optimizer)
@@ -275,8 +270,7 @@ def test_a_warning_in_place_of_an_error():
 
 
 def test_arguments_are_checked():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     with pytest.raises(TypeError, match="model must be"):
         tritonfp8.verify_training(optimizer, model)
     with pytest.raises(TypeError, match="have param_groups; got int"):
