@@ -96,34 +96,32 @@ def test_defaults_come_from_the_device_and_the_model(settings):
 
 def fake_gpu(monkeypatch, name, capability):
     abilities = dataclasses.replace(hardware.CPU, name=name, capability=capability, has_fp8_mma=capability >= (8, 9))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for function, value in (("is_available", True), ("device_count", 1), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
     monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
 
 
-def test_no_gpu_means_the_cpu_and_a_word_about_speeds(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize(
+    ("name", "capability", "words"),
+    [(None, (0, 0), "No CUDA GPU"), ("NVIDIA A100", (8, 0), "NVIDIA A100 (sm_80) has no FP8 tensor cores")],
+)
+def test_without_fp8_the_cpu_is_taken_with_a_word_about_speeds(monkeypatch, name, capability, words):
+    if name is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    else:
+        fake_gpu(monkeypatch, name, capability)
+        with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) has no FP8 tensor cores.*use 'cpu'"):
+            training_settings.choose_device("cuda")
     device, notice = training_settings.choose_device(None)
     assert device.type == "cpu"
-    assert "No CUDA GPU" in notice
+    assert words in notice
     assert "speeds mean nothing" in notice
-
-
-def test_old_gpu_is_named_and_left_alone(monkeypatch):
-    fake_gpu(monkeypatch, "NVIDIA A100", (8, 0))
-    device, notice = training_settings.choose_device(None)
-    assert device.type == "cpu"
-    assert "NVIDIA A100 (sm_80) has no FP8 tensor cores" in notice
-    assert "speeds mean nothing" in notice
-    with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) has no FP8 tensor cores.*use 'cpu'"):
-        training_settings.choose_device("cuda")
 
 
 def test_gpu_with_fp8_is_taken_without_a_word(monkeypatch):
     fake_gpu(monkeypatch, "NVIDIA L4", (8, 9))
-    assert training_settings.choose_device(None) == (torch.device("cuda", 0), None)
-    assert training_settings.choose_device("cuda") == (torch.device("cuda", 0), None)
+    for asked in (None, "cuda"):
+        assert training_settings.choose_device(asked) == (torch.device("cuda", 0), None)
     assert training_settings.choose_device("cpu")[0] == torch.device("cpu")
 
 
@@ -149,10 +147,8 @@ def test_named_models_have_the_sizes_they_are_named_after():
 
 
 def test_weights_depend_on_the_seed_alone(config):
-    first, again, other = (
-        torch.nn.utils.parameters_to_vector(training_models.build_model(config, 20, seed).parameters())
-        for seed in (0, 0, 1)
-    )
+    models = (training_models.build_model(config, 20, seed) for seed in (0, 0, 1))
+    first, again, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in models)
     assert first.dtype == torch.float32
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -236,6 +232,12 @@ def test_the_model_learns(compare, recipe):
     assert sum(run.losses[-5:]) / 5 < run.losses[0] - 1.0
 
 
+def weights_of(result, part=""):
+    """The number of elements of the weights of linear layers whose names have this part."""
+    modules = result.job.model.named_modules()
+    return sum(m.weight.numel() for name, m in modules if isinstance(m, torch.nn.Linear) and part in name)
+
+
 def head_flops(result):
     """In a step. The head stays in high precision, so its GEMMs are torch's and not counted."""
     return 6 * result.job.model.lm_head.weight.numel() * 2 * 20
@@ -243,8 +245,7 @@ def head_flops(result):
 
 def test_linear_flops_are_six_a_weight_and_token(compare):
     result = compare(recipes=("bf16",), steps=1)
-    weights = sum(module.weight.numel() for module in result.job.model.modules() if isinstance(module, torch.nn.Linear))
-    assert result.linear_flops == 6 * weights * 2 * 20
+    assert result.linear_flops == 6 * weights_of(result) * 2 * 20
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.names() if name != "bf16"])
@@ -261,22 +262,11 @@ def test_share_is_counted_and_is_what_the_recipe_states(compare, recipe):
 
 
 def test_layers_left_as_they_are_count_in_the_denominator(compare, monkeypatch):
-    convert = loop.convert
-    monkeypatch.setattr(
-        loop,
-        "convert",
-        lambda model, recipe, **options: convert(model, recipe, filter=lambda module, fqn: "mlp" in fqn),
-    )
+    convert = functools.partial(loop.convert, filter=lambda module, fqn: "mlp" in fqn)
+    monkeypatch.setattr(loop, "convert", lambda model, recipe, **options: convert(model, recipe))
     result = compare(recipes=("rowwise",), steps=1)
     (run,) = result.runs
-    mlp, everything = (
-        sum(
-            module.weight.numel()
-            for name, module in result.job.model.named_modules()
-            if isinstance(module, torch.nn.Linear) and part in name
-        )
-        for part in ("mlp", "")
-    )
+    mlp, everything = weights_of(result, "mlp"), weights_of(result)
     assert report.summarize(result, run).shares["reference"] == pytest.approx(mlp / everything)
     assert all("mlp" in name for name in run.converted)
     assert "lm_head" in run.skipped
@@ -343,10 +333,8 @@ def test_text_too_short_to_hold_any_out_has_no_held_out_loss(settings, tmp_path)
 def test_interrupt_keeps_the_steps_done_and_ends_the_run(compare):
     result = compare(InterruptAt("rowwise", 4), recipes=("bf16", "rowwise", "blockwise"))
     assert result.interrupted
-    assert [(run.recipe, len(run.losses), run.interrupted) for run in result.runs] == [
-        ("bf16", 6, False),
-        ("rowwise", 4, True),
-    ]
+    ran = [(run.recipe, len(run.losses), run.interrupted) for run in result.runs]
+    assert ran == [("bf16", 6, False), ("rowwise", 4, True)]
     assert len(result.runs[1].step_seconds) == 4
     assert sum(result.runs[1].flops.values()) == 4 * (result.linear_flops - head_flops(result))
 
@@ -371,9 +359,8 @@ def test_failure_of_a_recipe_is_noted_and_the_next_one_runs(compare, monkeypatch
 @pytest.mark.slow
 def test_every_recipe_trains_on_the_gpu():
     names = tuple(recipes.names())
-    settings = training_settings.Settings.resolve(
-        model="tiny", recipes=names, steps=100, batch_size=16, seq_len=512, device="cuda"
-    )
+    options = {"steps": 100, "batch_size": 16, "seq_len": 512, "device": "cuda"}
+    settings = training_settings.Settings.resolve(model="tiny", recipes=names, **options)
     result = loop.run(training_settings.prepare(settings))
     assert settings.compile
     for run in result.runs:
