@@ -14,7 +14,7 @@ RENAMING = loading.WeightRenaming(".moe.", ".mlp.")
 
 
 def converter(sources, target, *operations):
-    return loading.WeightConverter(list(sources) if isinstance(sources, list) else sources, target, list(operations))
+    return loading.WeightConverter(sources, target, list(operations))
 
 
 def names(monkeypatch, *table):
@@ -23,7 +23,7 @@ def names(monkeypatch, *table):
 
 
 def stacked(sources=SOURCES, more=()):
-    return converter(sources, FUSED, MERGED, loading.Concatenate(dim=1), *more)
+    return converter(list(sources), FUSED, MERGED, loading.Concatenate(dim=1), *more)
 
 
 def test_matrices_are_in_the_order_of_the_concatenation(monkeypatch):
