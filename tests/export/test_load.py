@@ -245,17 +245,19 @@ def test_shards_that_are_missing_or_exchanged(sharded, tmp_path):
     check_error(folder, "places tensors in files that do not have them: model.other", model_of())
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", 3, None])
-def test_an_index_leads_to_no_other_folder(sharded, file):
-    path = sharded / "model.safetensors.index.json"
-    path.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-    check_error(sharded, "must place model.norm.weight in a safetensors file of its folder", model_of())
+FILES = "../secret.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", 3, None
+ELSEWHERE = "must place model.norm.weight in a safetensors file of its folder"
+INDICES = {
+    **{json.dumps({"weight_map": {"model.norm.weight": file}}): ELSEWHERE for file in FILES},
+    **dict.fromkeys(["{}", '{"weight_map": []}', '{"weight_map": {}}'], "must have a 'weight_map' from names to files"),
+    "nothing": "cannot be read as JSON",
+}
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}', "nothing"])
-def test_an_index_of_nothing(sharded, text):
+@pytest.mark.parametrize(("text", "message"), INDICES.items())
+def test_an_index_leads_to_files_of_its_folder(sharded, text, message):
     (sharded / "model.safetensors.index.json").write_text(text)
-    check_error(sharded, "must have a 'weight_map' from names to files|cannot be read as JSON", model_of())
+    check_error(sharded, message, model_of())
 
 
 def test_a_scale_in_another_shard_than_its_codes(tmp_path):
@@ -318,26 +320,18 @@ def test_values_beyond_the_dtype_of_the_model(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             tritonfp8.export.load(small(dtype=dtype), write(tmp_path, stored, FINE_GRAINED))
-    tritonfp8.export.load(small(dtype=torch.bfloat16), write(tmp_path, large, FINE_GRAINED))
-
-
-def test_a_cast_of_other_tensors_is_in_the_report(tmp_path):
-    model = small(dtype=torch.bfloat16)
-    report = tritonfp8.export.load(model, write(tmp_path, tensors(), FINE_GRAINED))
+    report = tritonfp8.export.load(small(dtype=torch.bfloat16), write(tmp_path, large, FINE_GRAINED))
+    # A cast of another tensor is in the report.
     assert report.copied == {"1.weight": "copied, float32 to bfloat16"}
 
 
-class Matrix(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(256, 128))
-
-
 def test_codes_go_into_known_layers_in_high_precision_only(tmp_path):
-    model = small().double()
-    check_error(write(tmp_path / "a", tensors(), FINE_GRAINED), "0.weight is dequantized into bfloat16", model)
-    other = nn.Sequential(Matrix(), nn.Linear(256, 8, bias=False))
-    check_error(write(tmp_path / "b", tensors(), FINE_GRAINED), "nn.Embedding; the model has a Matrix", other)
+    matrix = nn.Module()
+    matrix.weight = nn.Parameter(torch.zeros(256, 128))
+    other = nn.Sequential(matrix, nn.Linear(256, 8, bias=False))
+    folder = write(tmp_path, tensors(), FINE_GRAINED)
+    check_error(folder, "0.weight is dequantized into bfloat16", small().double())
+    check_error(folder, "nn.Embedding; the model has a Module", other)
 
 
 @pytest.mark.parametrize(

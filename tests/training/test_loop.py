@@ -146,15 +146,13 @@ def test_named_models_have_the_sizes_they_are_named_after():
         assert model.lm_head.out_features == 256
 
 
-def test_weights_depend_on_the_seed_alone(config):
+def test_weights_depend_on_the_seed_alone(config, tmp_path):
     models = (training_models.build_model(config, 20, seed) for seed in (0, 0, 1))
     first, again, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in models)
     assert first.dtype == torch.float32
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_folder_with_a_config_is_a_model(config, tmp_path):
+    # A folder with a config is a model, too.
     model = training_models.build_model(str(tmp_path), 20, 0)
     assert model.config.hidden_size == SMALL["hidden_size"]
 

@@ -94,25 +94,18 @@ def test_an_update_below_the_rounding_of_the_weight():
 
 
 def test_a_learning_rate_of_zero_has_its_own_cause():
+    """In a group, and in the first step of a schedule."""
     model = converted()
     groups = [{"params": model.a.parameters(), "lr": 0.0}, {"params": [model.b.weight, model.unused.weight]}]
     found = failures(model, torch.optim.SGD(groups, lr=0.1))
     assert found.keys() == {"a.weight", "a.bias"}
     assert all("its learning rate is 0" in each for each in found.values())
-
-
-def test_a_schedule_that_begins_at_zero():
     model, optimizer = with_sgd()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
-
-    def run(model, optimizer):
-        step(model, optimizer)
-        schedule.step()
-
-    found = failures(model, optimizer, run)
+    found = failures(model, optimizer, lambda model, optimizer: (step(model, optimizer), schedule.step()))
     assert all("its learning rate is 0" in each for each in found.values())
     with tritonfp8.verify_training(model, optimizer):
-        run(model, optimizer)
+        step(model, optimizer)
 
 
 def test_gradients_of_zeros_have_their_own_cause():

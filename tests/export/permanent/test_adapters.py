@@ -77,13 +77,19 @@ def test_the_merged_weights_are_exported(method, recipe):
     same(ours, exported(model.merge_and_unload()))
 
 
-def test_an_error_names_both_ways():
+def test_errors_name_both_ways():
     model = adapted()
     for call in (export.plan, lambda *args: export.tensors(*args)):
         with pytest.raises(ValueError, match=r'adapters of peft in 3 modules.*adapters="merged".*merge_and_unload'):
             call(model, "fine_grained")
     with pytest.raises(ValueError, match="adapters must be one of None, 'merged'; got 'active'"):
         export.plan(model, "fine_grained", adapters="active")
+    with model.disable_adapter(), pytest.raises(ValueError, match=r"q_proj are disabled.*model\.unload"):
+        exported(model, adapters="merged")
+    prompts = peft.get_peft_model(model_of(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    for adapters in (None, "merged"):
+        with pytest.raises(ValueError, match="learns prompts.*get_base_model"):
+            export.plan(prompts, "fine_grained", adapters=adapters)
     # A model without adapters has nothing to merge.
     same(exported(model_of(), adapters="merged"), exported(model_of()))
 
@@ -190,19 +196,6 @@ def test_trained_tokens_of_a_tied_embedding_stay_tied():
     ours = exported(model, adapters="merged")
     assert "lm_head.weight" not in ours
     same(ours, exported(model.merge_and_unload()))
-
-
-def test_prompts_are_no_weights():
-    model = peft.get_peft_model(model_of(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    for adapters in (None, "merged"):
-        with pytest.raises(ValueError, match="learns prompts.*get_base_model"):
-            export.plan(model, "fine_grained", adapters=adapters)
-
-
-def test_disabled_adapters_are_an_error():
-    model = adapted()
-    with model.disable_adapter(), pytest.raises(ValueError, match=r"q_proj are disabled.*model\.unload"):
-        exported(model, adapters="merged")
 
 
 def test_adapters_on_a_computed_weight_are_an_error():

@@ -3,6 +3,7 @@
 import csv
 import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -234,16 +235,13 @@ def test_checkpointing_and_accumulation_measure_the_first_call():
     assert stats.to_dict() == once.to_dict()
 
 
-def test_a_layer_without_elements_or_calls_is_left_out():
+def test_a_layer_without_elements_or_calls_is_left_out_and_none_at_all_is_a_warning(warnings):
     model = model_of()
     assert set(one_step(model, torch.zeros(0, 64)).to_dict()[0]["blocks.0"]) == {"weight"}
     with tritonfp8.monitor(model) as stats:
         model.blocks[0](batch())
     assert set(stats.to_dict()[0]["blocks.0"]) == {"input", "weight"}
-
-
-def test_a_block_without_a_sample_is_a_warning(warnings):
-    with tritonfp8.monitor(model_of()) as stats:
+    with tritonfp8.monitor(model) as stats:
         stats.step()
     assert stats.samples == []
     assert "saw no layer run" in warnings.records[0].getMessage()
@@ -313,7 +311,7 @@ def test_each_figure_is_written_for_tensorboard():
 
 
 @pytest.mark.parametrize("options", [{}, {"value": "amax", "operand": "weight"}, {"value": "scale_max"}])
-def test_a_heat_map_is_drawn(tmp_path, options):
+def test_a_heat_map_is_drawn_or_matplotlib_is_named(tmp_path, monkeypatch, options):
     matplotlib = pytest.importorskip("matplotlib.image")
     model = model_of("tensorwise")
     with tritonfp8.monitor(model, every=1, thresholds=()) as stats:
@@ -323,11 +321,7 @@ def test_a_heat_map_is_drawn(tmp_path, options):
             stats.step()
     stats.plot(tmp_path / "map.png", **options)
     assert matplotlib.imread(tmp_path / "map.png").std() > 0
-
-
-def test_a_missing_matplotlib_is_an_error_that_says_so(monkeypatch, tmp_path):
-    stats = one_step(model_of(), batch())
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         stats.plot(tmp_path / "map.png")
 
