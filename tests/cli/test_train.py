@@ -179,6 +179,8 @@ def test_loss_that_is_not_finite_is_named_with_its_step(invoke, small, tmp_path)
     step = run["first_non_finite"]
     assert run["losses"][step - 1] in ("nan", "inf")
     assert run["final_loss"] in ("nan", "inf")
+    assert step > 1
+    assert all(isinstance(loss, float) for loss in run["losses"][: step - 1])
     shown = "NaN" if run["losses"][step - 1] == "nan" else "Inf"
     assert f"{shown} at step {step}" in done.output
 

@@ -80,7 +80,7 @@ def relative_policy(policy, tmp_path, callback):
     return GRPOTrainer(policy, letters, args=args, **sources(data), callbacks=[callback])
 
 
-# Stored weights of bf16 are an error, and those of tensorwise have scales of their own.
+# Stored weights of bf16 are an error, and stored weights of tensorwise have scales of their own.
 MODES = {"bf16": "training", "tensorwise": "training"}
 
 

@@ -151,9 +151,7 @@ def test_a_weight_tied_to_an_embedding_is_written_once_in_high_precision(tmp_pat
     assert torch.equal(stored["model.embed_tokens.weight"], model.model.embed_tokens.weight)
     assert not [name for name in stored if name.startswith("lm_head")]
     assert "lm_head" in report.quantization_config["ignore"]
-
-
-def test_the_name_of_an_embedding_wins_though_it_comes_later():
+    # The name of an embedding wins, though it comes later.
     model = nn.ModuleDict({"a": nn.Linear(32, 64, bias=False), "b": nn.Embedding(64, 32), "c": nn.Linear(32, 32)})
     model["a"].weight = model["b"].weight
     report = tritonfp8.export.plan(model, "compressed_channel")

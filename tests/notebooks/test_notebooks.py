@@ -1,4 +1,4 @@
-"""The notebooks run, and their committed outputs are those of their source."""
+"""The notebooks run, and their committed outputs are outputs of their source."""
 
 import copy
 import re

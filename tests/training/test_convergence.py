@@ -1,4 +1,4 @@
-"""Every recipe trains: through the kernels, compiled, the loss falls as that of bf16 does."""
+"""Every recipe trains: through the kernels, compiled, the loss falls as the loss of bf16 does."""
 
 import functools
 

@@ -152,20 +152,20 @@ def test_rows_of_a_caller_of_compute_are_seen():
 
 class TestSensitivity:
     def test_errors_are_those_of_the_worst_expert(self):
-        """A layer for each expert, with its tokens alone, has the errors that experts are measured by."""
+        """A layer for each expert, with its tokens only, has the errors that experts are measured by."""
         model, x = Mixture("bf16"), normal(20, 64, seed=1)
         found = tritonfp8.sensitivity(model, x, ["rowwise", "tensorwise"])
         assert list(found.errors) == ["experts"]
         order = experts_of_tokens(20)
         for recipe in ("rowwise", "tensorwise"):
-            alone = []
+            single = []
             for i, weight in enumerate(model.experts.gate_up_proj.detach()):
                 layer = torch.nn.Linear(64, 96, bias=False)
                 layer.weight.data.copy_(weight)
                 of_one = tritonfp8.sensitivity(torch.nn.Sequential(layer), x[(order == i).any(1)], [recipe])
-                alone.append(of_one.errors["0"][recipe]["output"])
-            # Those of the other weight may be larger.
-            assert max(alone) <= found.errors["experts"][recipe]["output"] < max(alone) + 3
+                single.append(of_one.errors["0"][recipe]["output"])
+            # Errors of the other weight may be larger.
+            assert max(single) <= found.errors["experts"][recipe]["output"] < max(single) + 3
         assert set(found.errors["experts"]["rowwise"]) == {"output", "grad_input", "grad_weight"}
         assert model.experts.observer is None
 

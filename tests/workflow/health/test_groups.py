@@ -1,4 +1,4 @@
-"""Operands that are measured together have the figures that each has alone."""
+"""Operands that are measured together have the figures that each has by itself."""
 
 import math
 
@@ -36,7 +36,7 @@ def calls(monkeypatch):
 
 
 def together_of(operands, specs, rows=1024):
-    """The figures of operands that are measured together, which each has alone, too."""
+    """The figures of operands that are measured together, which each has by itself, too."""
     together = groups.StepOperands(rows)
     for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
         together.add((str(index), "input"), x, spec)
@@ -55,7 +55,7 @@ def assert_same(found, alone):
             assert ours == theirs or (math.isnan(ours) and math.isnan(theirs)), field
 
 
-# Figures depend on the rounding of scales as each alone does, which test_statistics.py measures.
+# Figures depend on the rounding of scales as for each by itself, which test_statistics.py measures.
 WITHOUT_ROUNDING = {(spec.format, spec.block): text for text, spec in SPECS.items()}
 
 

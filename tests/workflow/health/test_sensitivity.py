@@ -20,7 +20,7 @@ RECIPES = ("tensorwise", "rowwise", "blockwise")
 
 
 class Branches(nn.Module):
-    """Three layers that read inputs of their own; that of ``planted`` has an outlier channel."""
+    """Three layers that read inputs of their own; the input of ``planted`` has an outlier channel."""
 
     def __init__(self):
         super().__init__()
