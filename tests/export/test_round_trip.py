@@ -107,6 +107,7 @@ def test_scales_survive_a_cast_to_bfloat16(tmp_path, scale_fmt):
     assert len(scales) == 7
     for scale in scales:
         assert scale.dtype == torch.float32
+        assert torch.equal(scale.bfloat16().float(), scale)
         assert (torch.frexp(scale).mantissa == 0.5).all()
     assert checkpoints.config_of(tmp_path).get("scale_fmt") == scale_fmt
 

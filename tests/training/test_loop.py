@@ -297,7 +297,7 @@ def test_threads_are_as_many_as_the_work_is_worth(compare, monkeypatch, flops_a_
         torch.set_num_threads(before)
 
 
-def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings):
+def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings, tmp_path):
     job = training_settings.prepare(settings(recipes=("bf16",), steps=30))
     text = job.text.held_out
     model = copy.deepcopy(job.model)
@@ -311,9 +311,7 @@ def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings):
     (run,) = loop.run(job).runs
     # Training changes the weights, and so the loss.
     assert abs(run.held_out_loss - found) > 0.01
-
-
-def test_text_too_short_to_hold_any_out_has_no_held_out_loss(settings, tmp_path):
+    # A text that is too short to hold any out has no such loss.
     (tmp_path / "short.txt").write_text("A text of a few hundred bytes. " * 10)
     job = training_settings.prepare(settings(recipes=("bf16",), data=tmp_path / "short.txt"))
     assert loop.run(job).runs[0].held_out_loss is None

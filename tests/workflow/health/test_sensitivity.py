@@ -66,9 +66,7 @@ def test_convert_and_swap_recipe_take_the_mapping(found):
     tritonfp8.swap_recipe(model, "blockwise")
     tritonfp8.swap_recipe(model, mapping)
     assert model.planted.recipe.name == "rowwise"
-
-
-def test_names_with_the_signs_of_patterns_stay_names():
+    # Names with the signs of patterns stay names.
     model = nn.Sequential()
     model.add_module("a[0]", nn.Linear(64, 64))
     mapping = tritonfp8.sensitivity(model, batch()[:, :64], ["rowwise"]).mapping()
@@ -141,9 +139,7 @@ def test_a_converted_model_is_compared_in_high_precision():
     plain, converted = Branches().eval(), Branches().eval()
     tritonfp8.convert(converted, "tensorwise")
     assert tritonfp8.sensitivity(plain, batch()).errors == tritonfp8.sensitivity(converted, batch()).errors
-
-
-def test_a_frozen_model_has_errors_of_outputs():
+    # A frozen model has errors of outputs.
     model = Branches().requires_grad_(False)
     found = tritonfp8.sensitivity(model, batch(), ["rowwise"])
     found = {name: list(errors["rowwise"]) for name, errors in found.errors.items()}
@@ -195,11 +191,11 @@ def test_a_model_of_transformers_needs_no_labels(config, kind, convert):
     assert by_names.errors == found.errors
 
 
-@pytest.mark.parametrize("form", [lambda x: {"x": x, "labels": x}, lambda x: (x, x)])
-def test_batches_and_losses_of_transformers(form):
-    found = tritonfp8.sensitivity(WithLoss(), form(batch()[:, :64]))
-    # A layer that did not run has no error.
-    assert list(found.errors) == ["layer"]
+def test_batches_and_losses_of_transformers():
+    x = batch()[:, :64]
+    for form in ({"x": x, "labels": x}, (x, x)):
+        # A layer that did not run has no error.
+        assert list(tritonfp8.sensitivity(WithLoss(), form).errors) == ["layer"]
 
 
 def test_a_result_that_cancels_does_not_spoil_the_mean():
