@@ -33,8 +33,8 @@ HELP = "import tritonfp8_command; tritonfp8_command.main()"
 def cost(*statements, runs=3):
     """Seconds of CPU of each statement in a process of their own, the least of some runs, and the modules after it."""
     program = PROGRAM.replace("STATEMENTS", repr(statements))
-    # As users import triton, whose compiler the interpreter of the tests replaces; and with bytecode, which the first run
-    # writes: without it Python compiles the package's source each time, for 0.25 s, and torch's never.
+    # As users import triton, whose compiler the interpreter of the tests replaces; and with bytecode, which the first
+    # run writes: without it Python compiles the package's source each time, for 0.25 s, and torch's never.
     others = ("TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in others}
     found = []

@@ -20,6 +20,7 @@ from tritonfp8.compat import machine
 from tritonfp8.training import report as training_report
 
 COMMAND = [sys.executable, "-m", "tritonfp8"]
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 @pytest.fixture
@@ -31,6 +32,13 @@ def small(tmp_path):
     return ["train", "--model", config, "--data", __file__, "--out", tmp_path / "out", "--device", "cpu", *sizes]
 
 
+def raising(error):
+    def function(*args, **options):
+        raise error
+
+    return function
+
+
 def result_of(folder):
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
@@ -39,12 +47,21 @@ def result_of(folder):
 
 
 def test_train_compares_recipes_and_writes_everything(invoke, small, tmp_path):
-    done = invoke(*small, "--recipes", "bf16,rowwise")
+    done = invoke(*small, "--recipes", "bf16,rowwise", "--seed", 7)
     assert done.exit_code == 0, done.output
     assert "speeds mean nothing" in done.output
     assert "bf16: step 20/20, loss" in done.output
 
     data = result_of(tmp_path / "out")
+    assert [data["settings"][name] for name in ("seed", "steps")] == [7, 20]
+    assert data["command"][0] == "tritonfp8"
+    assert data["versions"] == machine.versions(tritonfp8.__version__)
+    assert data["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert data["text"]["bytes"] + data["text"]["held_out_bytes"] == os.path.getsize(__file__)
+    assert data["text"]["held_out_bytes"] > 500
+    assert re.fullmatch("[0-9a-f]{64}", data["text"]["sha256"])
+    assert data["model"]["linear_flops_a_step"] % (6 * 40) == 0
+
     bf16, rowwise = data["runs"]
     assert [run["recipe"] for run in data["runs"]] == ["bf16", "rowwise"]
     for run in data["runs"]:
@@ -67,10 +84,8 @@ def test_train_compares_recipes_and_writes_everything(invoke, small, tmp_path):
 
     table = (tmp_path / "out" / "table.md").read_text()
     assert f"| bf16 | {bf16['final_loss']:.4f} | - | {bf16['held_out_loss']:.4f} | - |" in table
-    compared = [
-        f"{rowwise[loss]:.4f} | {100 * rowwise[difference]:+.2f} %"
-        for loss, difference in (("final_loss", "difference"), ("held_out_loss", "held_out_difference"))
-    ]
+    pairs = ("final_loss", "difference"), ("held_out_loss", "held_out_difference")
+    compared = [f"{rowwise[loss]:.4f} | {100 * rowwise[difference]:+.2f} %" for loss, difference in pairs]
     assert f"| rowwise | {' | '.join(compared)} |" in table
     cell = f"{100 * share:.1f} % (reference)"
     assert f"| {cell} |" in table
@@ -81,20 +96,6 @@ def test_train_compares_recipes_and_writes_everything(invoke, small, tmp_path):
         assert "tokens/s" not in text
         assert "speed-up" not in text
         assert "no speeds: a CPU has no FP8 tensor cores" in " ".join(text.split())
-
-
-def test_json_names_settings_machine_versions_and_text(invoke, small, tmp_path):
-    assert invoke(*small, "--recipes", "bf16", "--seed", 7).exit_code == 0
-    data = result_of(tmp_path / "out")
-    assert data["settings"]["seed"] == 7
-    assert data["settings"]["steps"] == 20
-    assert data["command"][0] == "tritonfp8"
-    assert data["versions"] == machine.versions(tritonfp8.__version__)
-    assert data["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert data["text"]["bytes"] + data["text"]["held_out_bytes"] == os.path.getsize(__file__)
-    assert data["text"]["held_out_bytes"] > 500
-    assert re.fullmatch("[0-9a-f]{64}", data["text"]["sha256"])
-    assert data["model"]["linear_flops_a_step"] % (6 * 40) == 0
 
 
 def test_plot_shows_each_recipe_in_its_color(invoke, small, tmp_path):
@@ -138,9 +139,7 @@ def test_interrupt_keeps_what_was_measured(invoke, small, tmp_path, monkeypatch)
 
 
 def test_killed_run_keeps_the_recipes_before(small, tmp_path):
-    args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "20"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*COMMAND, *args], **pipes) as process:
+    with subprocess.Popen([*COMMAND, *map(str, small), "--recipes", "bf16,rowwise"], **PIPES) as process:
         for line in process.stdout:
             if "rowwise: step" in line:
                 process.kill()
@@ -150,10 +149,7 @@ def test_killed_run_keeps_the_recipes_before(small, tmp_path):
 
 
 def test_interrupt_before_the_first_step_writes_nothing(invoke, small, tmp_path, monkeypatch):
-    def interrupt(job):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training.loop, "linear_flops", interrupt)
+    monkeypatch.setattr(training.loop, "linear_flops", raising(KeyboardInterrupt()))
     done = invoke(*small)
     assert done.exit_code == 130
     assert "nothing was measured" in done.output
@@ -164,8 +160,7 @@ def test_ctrl_c_ends_the_process_with_its_report(small, tmp_path):
     args = [*map(str, small), "--recipes", "bf16,rowwise", "--steps", "300"]
     # A shell lets its background jobs ignore SIGINT, and their children inherit that.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*COMMAND, *args], preexec_fn=listen, **pipes) as process:
+    with subprocess.Popen([*COMMAND, *args], preexec_fn=listen, **PIPES) as process:
         for line in process.stdout:
             if "step 30/300" in line:
                 process.send_signal(signal.SIGINT)
@@ -184,15 +179,14 @@ def test_loss_that_is_not_finite_is_named_with_its_step(invoke, small, tmp_path)
     step = run["first_non_finite"]
     assert run["losses"][step - 1] in ("nan", "inf")
     assert run["final_loss"] in ("nan", "inf")
+    assert step > 1
+    assert all(isinstance(loss, float) for loss in run["losses"][: step - 1])
     shown = "NaN" if run["losses"][step - 1] == "nan" else "Inf"
     assert f"{shown} at step {step}" in done.output
 
 
 def test_failed_recipe_is_shown_and_sets_the_exit_code(invoke, small, tmp_path, monkeypatch):
-    def broken(model, recipe, **options):
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(training.loop, "convert", broken)
+    monkeypatch.setattr(training.loop, "convert", raising(RuntimeError("out of luck")))
     done = invoke(*small, "--recipes", "bf16,rowwise")
     assert done.exit_code == 1
     assert "rowwise (0 of 20 steps) FAILED" in done.output
@@ -205,11 +199,8 @@ def test_failed_recipe_is_shown_and_sets_the_exit_code(invoke, small, tmp_path, 
     [
         (["--recipes", "bf16,blokwise"], "did you mean 'blockwise'"),
         (["--recipes", ","], "at least one recipe is needed"),
-        (["--model", "8b"], "no model is named '8b'"),
         (["--data", "no/such/text"], "no/such/text does not exist"),
         (["--seq-len", "50", "--data", "{tmp_path}/short"], "needs at least 51 bytes of text"),
-        (["--device", "tpu"], "device must be 'cpu' or 'cuda'"),
-        (["--steps", "0"], "steps must be at least 1"),
         (["--out", "{tmp_path}/short"], "results cannot be written to"),
     ],
 )
@@ -223,13 +214,12 @@ def test_bad_input_is_one_clear_error(invoke, small, tmp_path, options, message)
 
 
 def test_missing_packages_are_one_clear_error(invoke, small, monkeypatch):
-    def missing():
-        raise ModuleNotFoundError('training needs matplotlib: pip install "tritonfp8[train]"')
-
-    monkeypatch.setattr(training.settings, "require_train_extra", missing)
+    install = 'pip install "tritonfp8[train]"'
+    failing = raising(ModuleNotFoundError(f"training needs matplotlib: {install}"))
+    monkeypatch.setattr(training.settings, "require_train_extra", failing)
     done = invoke(*small)
     assert done.exit_code == 2
-    assert 'pip install "tritonfp8[train]"' in done.stderr
+    assert install in done.stderr
 
 
 def test_result_of_another_run_is_not_overwritten(invoke, small, tmp_path):

@@ -75,9 +75,7 @@ def test_other_layers_are_left_to_the_other_library():
     tritonfp8.revert(found)
     convert_to_float8_training(found)
     assert packages(found) == ["torchao"] * 4
-
-
-def test_modules_of_other_packages_may_replace_a_layer():
+    # Modules of other packages may replace a layer.
     found = model()
     found[0] = nn.Identity()
     found[1] = None

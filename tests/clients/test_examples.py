@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,22 +27,16 @@ def test_transformers_trainer(tmp_path):
     assert re.search(r"restored: 14 layers", shown)
 
 
-def first_and_last_loss(shown):
-    return map(float, re.search(r"loss: ([\d.]+) at the first step, ([\d.]+) at the last", shown).groups())
-
-
-def test_lightning_trainer(tmp_path):
-    shown = run("lightning_trainer.py", "--steps", "10", folder=tmp_path)
-    first, last = first_and_last_loss(shown)
+@pytest.mark.parametrize(
+    ("name", "steps", "text"),
+    [("lightning_trainer.py", 10, "14 converted, 1 skipped"), ("peft_lora.py", 8, "of the linear FLOPs run in FP8")],
+)
+def test_the_loss_falls(tmp_path, name, steps, text):
+    shown = run(name, "--steps", str(steps), folder=tmp_path)
+    losses = re.search(r"loss: ([\d.]+) at the first step, ([\d.]+) at the last", shown).groups()
+    first, last = map(float, losses)
     assert last < first
-    assert "14 converted, 1 skipped" in shown
-
-
-def test_peft_lora(tmp_path):
-    shown = run("peft_lora.py", "--steps", "8", folder=tmp_path)
-    first, last = first_and_last_loss(shown)
-    assert last < first
-    assert "of the linear FLOPs run in FP8" in shown
+    assert text in shown
 
 
 def test_teach(tmp_path):

@@ -4,6 +4,7 @@ import lightning
 import lightning_cases
 import pytest
 import torch
+from callback_cases import assert_trained, weights
 from cases import QUANTIZED, each_recipe
 from mixtures import experts_of, model_of
 from torch.utils.data import DataLoader
@@ -11,7 +12,6 @@ from torch.utils.data import DataLoader
 import tritonfp8
 from tritonfp8.integrations.lightning import fabric_plugin, trainer_plugin
 from tritonfp8.layers.moe import is_converted_experts
-from tritonfp8.specs.testing import assert_bitwise_equal
 
 PROCESSES = 2
 
@@ -21,17 +21,28 @@ pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.in_turn(2)]
 class Module(lightning.LightningModule):
     """``prepare(model)`` runs before the Trainer is there."""
 
-    def __init__(self, prepare=None):
+    make = staticmethod(lightning_cases.model)
+
+    def __init__(self, prepare=lambda model: None):
         super().__init__()
-        self.model = lightning_cases.model()
-        if prepare is not None:
-            prepare(self.model)
+        self.model = self.make()
+        prepare(self.model)
 
     def training_step(self, batch, index):
         return self.model(batch).float().square().mean()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class LanguageModel(Module):
+    """A mixture of experts, on random tokens."""
+
+    make = staticmethod(lambda: model_of("mixtral"))
+
+    def training_step(self, batch, index):
+        tokens = batch.abs().mul(20).long().clamp(max=95)
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def fit(module, folder, **options):
@@ -41,30 +52,27 @@ def fit(module, folder, **options):
         enable_model_summary=False, default_root_dir=folder, **options,
     )  # fmt: skip
     trainer.fit(module, DataLoader(rows, batch_size=8))
-    return dict(module.named_parameters())
 
 
 @pytest.mark.in_turn(6)
 @each_recipe
 def test_the_trainer_trains_as_after_convert(tmp_path, recipe):
     plugin, module = trainer_plugin(recipe, precision="32-true"), Module()
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    found = fit(module, tmp_path, plugins=[plugin])
+    before, expected = weights(module), Module(lambda model: tritonfp8.convert(model, recipe))
+    fit(module, tmp_path, plugins=[plugin])
     assert list(plugin.report.converted) == ["model.0", "model.2", "model.4"]
-    expected = fit(Module(lambda model: tritonfp8.convert(model, recipe)), tmp_path)
-    for name, value in found.items():
-        assert not torch.equal(value, before[name]), name
-        assert_bitwise_equal(value.detach(), expected[name].detach())
+    fit(expected, tmp_path)
+    assert_trained(module, before, expected)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
 def test_the_trainer_converts_in_other_precisions(tmp_path, precision, dtype):
     plugin, module = trainer_plugin("blockwise", precision=precision), Module()
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    found = fit(module, tmp_path, plugins=[plugin])
-    assert {p.dtype for p in found.values()} == {dtype}
+    before = weights(module)
+    fit(module, tmp_path, plugins=[plugin])
+    assert {p.dtype for p in module.parameters()} == {dtype}
     assert len(plugin.report.converted) == 3
-    assert all(not torch.equal(value.float(), before[name]) for name, value in found.items())
+    assert_trained(module.float(), before)
 
 
 def test_patterns_choose_layers(tmp_path):
@@ -73,40 +81,30 @@ def test_patterns_choose_layers(tmp_path):
     assert list(plugin.report.converted) == ["model.2"]
 
 
-class LanguageModel(Module):
-    """A mixture of experts, on random tokens."""
-
-    def __init__(self, prepare=None):
-        super().__init__()
-        self.model = model_of("mixtral")
-        if prepare is not None:
-            prepare(self.model)
-
-    def training_step(self, batch, index):
-        tokens = batch.abs().mul(20).long().clamp(max=95)
-        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-
 def test_experts_are_converted_when_asked_for(tmp_path):
     plugin, module = trainer_plugin("rowwise", precision="32-true", experts=True), LanguageModel()
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    found = fit(module, tmp_path, plugins=[plugin])
+    before = weights(module)
+    expected = LanguageModel(lambda model: tritonfp8.convert(model, "rowwise", experts=True))
+    fit(module, tmp_path, plugins=[plugin])
     assert all(is_converted_experts(each) for each in experts_of(module).values())
-    expected = fit(LanguageModel(lambda model: tritonfp8.convert(model, "rowwise", experts=True)), tmp_path)
-    for name, value in found.items():
-        assert not torch.equal(value, before[name]), name
-        assert_bitwise_equal(value.detach(), expected[name].detach())
+    fit(expected, tmp_path)
+    assert_trained(module, before, expected)
+
+
+def check_the_gather(ranks, case, count, **options):
+    """The gather in 8 bits changes no loss; all parameters train."""
+    on, off = (ranks.run(2, case, gather=gather, **options) for gather in (True, False))
+    for (losses, stuck, gathered), (expected, others, none) in zip(on, off, strict=True):
+        assert stuck == others == []
+        assert (gathered, none) == (3, 0)
+        assert losses == expected
+        assert len(set(losses)) == count
 
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, recipe):
-    on, off = (ranks.run(2, lightning_cases.fabric_losses, recipe=recipe, gather=gather) for gather in (True, False))
-    for (losses, stuck, gathered), (expected, others, none) in zip(on, off, strict=True):
-        assert stuck == others == []
-        assert (gathered, none) == (3, 0)
-        assert losses == expected
-        assert len(set(losses)) == 3
+    check_the_gather(ranks, lightning_cases.fabric_losses, 3, recipe=recipe)
 
 
 @pytest.mark.in_turn(10)
@@ -114,12 +112,7 @@ def test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, tmp_path, accumulate, recipe):
     options = {"recipe": recipe, "folder": tmp_path, "accumulate": accumulate}
-    on, off = (ranks.run(2, lightning_cases.trainer_losses, gather=gather, **options) for gather in (True, False))
-    for (losses, stuck, gathered), (expected, others, none) in zip(on, off, strict=True):
-        assert stuck == others == []
-        assert (gathered, none) == (3, 0)
-        assert losses == expected
-        assert len(set(losses)) == 4 * accumulate
+    check_the_gather(ranks, lightning_cases.trainer_losses, 4 * accumulate, **options)
 
 
 @pytest.mark.parametrize("gather", [True, False], ids=["gather", "without"])

@@ -130,40 +130,34 @@ def test_example(tmp_path):
 
 
 class TestConfigs:
-    def configured(self, **parallelism):
+    @pytest.fixture
+    def converter(self):
+        """Imported here: torchtitan asks for the device when it is imported."""
         from tritonfp8.integrations.torchtitan import Float8Converter
 
-        spec = torchtitan_cases.spec_of("debugmodel", [Float8Converter.Config()])
+        return Float8Converter.Config
+
+    def configured(self, converter, **parallelism):
+        spec = torchtitan_cases.spec_of("debugmodel", [converter()])
         config = torchtitan_cases.config_of(spec, parallelism)
         spec.model.update_from_config(config=config)
         return spec.model
 
-    def test_a_backend_that_hides_shards_is_an_error(self):
+    def test_what_cannot_be_configured_is_an_error(self, converter):
         with pytest.raises(ValueError, match="spmd_backend must be 'partial_dtensor'; got 'spmd_types'"):
-            self.configured(spmd_backend="spmd_types")
+            self.configured(converter, spmd_backend="spmd_types")
+        with pytest.raises(ValueError, match="converted already"):
+            torchtitan_cases.spec_of("debugmodel", [converter()] * 2)
+        with pytest.raises(TypeError, match="the config of a model of torchtitan"):
+            converter().build().convert({})
 
-    def test_the_config_is_that_of_the_model_and_is_not_changed(self):
-        from tritonfp8.integrations.torchtitan import Float8Converter
-
+    def test_the_config_is_that_of_the_model_and_is_not_changed(self, converter):
         plain = torchtitan_cases.spec_of("debugmodel", None).model
         fields = plain.to_dict()
-        converted = Float8Converter.Config(recipe="mxfp8").build().convert(plain)
+        converted = converter(recipe="mxfp8").build().convert(plain)
         assert isinstance(converted, type(plain))
         assert converted.to_dict() == {**fields, "float8": converted.float8.to_dict()}
         assert plain.to_dict() == fields
-
-    def test_two_conversions_are_an_error(self):
-        from tritonfp8.integrations.torchtitan import Float8Converter
-
-        config = Float8Converter.Config()
-        with pytest.raises(ValueError, match="converted already"):
-            torchtitan_cases.spec_of("debugmodel", [config, config])
-
-    def test_another_config_is_an_error(self):
-        from tritonfp8.integrations.torchtitan import Float8Converter
-
-        with pytest.raises(TypeError, match="the config of a model of torchtitan"):
-            Float8Converter.Config().build().convert({})
 
 
 def test_inspect_names_the_weights_of_experts():

@@ -9,10 +9,7 @@ from torchtitan_cases import HEAD
 PROCESSES = 2
 pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600), pytest.mark.in_turn(2)]
 
-PROGRAMS = {
-    "fsdp": {},
-    "fsdp_chunked_loss": {"chunked": True, "recipe": HEAD},
-}
+PROGRAMS = {"fsdp": {}, "fsdp_chunked_loss": {"chunked": True, "recipe": HEAD}}
 RARE = {f"fsdp_{name}": {"recipe": name} for name in QUANTIZED if name != "rowwise"}
 PROGRAMS |= RARE
 

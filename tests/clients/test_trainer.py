@@ -26,12 +26,9 @@ PROGRAMS = {
     "resumed_float32": {"recipe": "rowwise", "dtype": "float32", "resume": True, "ram_efficient": True},
     "accumulated_no_reshard": {"recipe": "blockwise", "accumulate": 2, "reshard": False, "callback": True},
 }  # fmt: skip
+OF_EACH = {"resumed": {"resume": True}, "accumulated_no_reshard": {"accumulate": 2, "reshard": False}}
 RARE = {
-    **{f"resumed_{name}": {"recipe": name, "resume": True, "callback": True} for name in QUANTIZED},
-    **{
-        f"accumulated_no_reshard_{name}": {"recipe": name, "accumulate": 2, "reshard": False, "callback": True}
-        for name in QUANTIZED
-    },
+    **{f"{kind}_{x}": {"recipe": x, **OF_EACH[kind], "callback": True} for kind in OF_EACH for x in QUANTIZED},
     "compiled_rowwise_hp_grad_weight": {"recipe": "rowwise_hp_grad_weight", "compiled": "before"},
 }
 PROGRAMS |= RARE
@@ -41,20 +38,28 @@ PROGRAMS |= RARE
 COMPILED = {"layers": 1}
 
 
+def check_gathers(ranks, program, gathered, steps):
+    """With the gather in 8 bits and without: the layers and experts that are gathered, and the same losses."""
+    for row in ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, **program):
+        on, off = row["on"], row["off"]
+        assert [on["gathered"], on["gathered_experts"]] == gathered
+        assert [off["gathered"], off["gathered_experts"]] == [0, 0]
+        assert on["stuck"] == off["stuck"] == []
+        assert on["losses"] == off["losses"]
+        assert len(set(on["losses"])) == steps
+        assert row["ok"]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.in_turn(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
 )
 def test_trainer(ranks, name):
     program = PROGRAMS[name]
     program = {**trainer_cases.SMALL, **(COMPILED if "compiled" in program else {}), **program}
-    for row in ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, **program):
-        # All linear layers, but for a head that shares the embedding's weight, or that no pattern names.
-        head = not (program.get("tied") or program.get("schedule"))
-        assert row["on"]["gathered"] == 7 * program["layers"] + head
-        assert row["on"]["stuck"] == row["off"]["stuck"] == []
-        assert row["on"]["losses"] == row["off"]["losses"]
-        assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"] * program.get("accumulate", 1)
-        assert row["ok"]
+    # All linear layers, but for a head that shares the embedding's weight, or that no pattern names.
+    head = not (program.get("tied") or program.get("schedule"))
+    steps = trainer_cases.SMALL["steps"] * program.get("accumulate", 1)
+    check_gathers(ranks, program, [7 * program["layers"] + head, 0], steps)
 
 
 MIXTURES = {
@@ -71,14 +76,8 @@ MIXTURES = {
 def test_trainer_on_a_mixture(ranks, name):
     """Experts are converted, and their weights gathered in 8 bits: a Qwen3-MoE of four experts."""
     program = {**trainer_cases.SMALL, "layers": 1, "experts": 4, **MIXTURES[name]}
-    for row in ranks.run(2, trainer_cases.compare_on_cpus, timeout=300, **program):
-        # The linear layers of attention and the head; both weights of the experts.
-        assert (row["on"]["gathered"], row["on"]["gathered_experts"]) == (4 + 1, 2)
-        assert (row["off"]["gathered"], row["off"]["gathered_experts"]) == (0, 0)
-        assert row["on"]["stuck"] == row["off"]["stuck"] == []
-        assert row["on"]["losses"] == row["off"]["losses"]
-        assert len(set(row["on"]["losses"])) == trainer_cases.SMALL["steps"]
-        assert row["ok"]
+    # The linear layers of attention and the head; both weights of the experts.
+    check_gathers(ranks, program, [4 + 1, 2], trainer_cases.SMALL["steps"])
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
@@ -127,8 +126,9 @@ def test_a_parameter_that_does_not_move_fails_the_comparison(ranks):
     assert len(row["on"]["stuck"]) == len(row["off"]["stuck"]) > 20
 
 
-def check_adapters(on, off, stored=14):
+def check_adapters(ranks, case, stored=14, **options):
     """Adapters trained on codes as on bf16 weights of the same values, to the bit."""
+    on, off = (ranks.run(2, case, timeout=300, stored=codes, **options) for codes in (True, False))
     assert [kept for _, kept, _ in on] == [stored, stored]
     assert [kept for _, kept, _ in off] == [0, 0]
     for mine, theirs in zip(on, off, strict=True):
@@ -141,12 +141,7 @@ def check_adapters(on, off, stored=14):
 
 @pytest.mark.parametrize("ram_efficient", [False, True])
 def test_accelerate_and_peft_on_a_stored_base(ranks, ram_efficient):
-    check_adapters(
-        *(
-            ranks.run(2, trainer_cases.lora_by_accelerate, stored=stored, ram_efficient=ram_efficient)
-            for stored in (True, False)
-        )
-    )
+    check_adapters(ranks, trainer_cases.lora_by_accelerate, ram_efficient=ram_efficient)
 
 
 @pytest.mark.parametrize(
@@ -160,24 +155,17 @@ def test_accelerate_and_peft_on_a_stored_base(ranks, ram_efficient):
     ids=["rowwise, ram efficient", "blockwise, float32, recomputed", "experts", "experts, ram efficient"],
 )
 def test_trainer_and_peft_on_a_stored_base(ranks, options):
-    check_adapters(
-        *(ranks.run(2, trainer_cases.lora_by_trainer, timeout=300, stored=s, **options) for s in (True, False)),
-        # In each of two layers: attention, and a dense MLP or all experts.
-        stored=2 * (4 + (1 if "experts" in options else 3)),
-    )
+    # In each of two layers: attention, and a dense MLP or all experts.
+    stored = 2 * (4 + (1 if "experts" in options else 3))
+    check_adapters(ranks, trainer_cases.lora_by_trainer, stored, **options)
 
 
 @pytest.mark.parametrize(("case", "recipe"), [("stored_by_trainer", "blockwise"), ("stored_by_accelerate", "rowwise")])
 def test_weights_stored_in_8_bits_train_by_our_adamw_and_resume_to_the_bit(ranks, tmp_path, case, recipe):
     """Each rank steps its shard of the codes; another checkpoint for each run, one for both ranks."""
-    whole, resumed = (
-        ranks.run(
-            2, getattr(trainer_cases, case), 300, recipe=recipe, folder=str(tmp_path / str(resume)), resume=resume
-        )
-        for resume in (False, True)
-    )
-    for row, expected in zip(resumed, whole, strict=True):
-        losses, kept, stuck, codes = row
+    case, folders = getattr(trainer_cases, case), {x: str(tmp_path / str(x)) for x in (False, True)}
+    whole, resumed = (ranks.run(2, case, 300, recipe=recipe, folder=folders[x], resume=x) for x in folders)
+    for (losses, kept, stuck, codes), expected in zip(resumed, whole, strict=True):
         assert kept == 7 * trainer_cases.SMALL["layers"]
         # A weight may keep some scales.
         assert [name for name in stuck if "scale" not in name] == []

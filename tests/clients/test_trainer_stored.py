@@ -22,18 +22,10 @@ def train(recipe, folder, steps=STEPS, resume=False):
     tritonfp8.convert(model, recipe, weight_storage="quantized")
     before = values(model)
     arguments = TrainingArguments(
-        output_dir=folder,
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        lr_scheduler_type="constant",
-        save_strategy="steps",
-        save_steps=STEPS // 2,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=2, lr_scheduler_type="constant",
+        save_strategy="steps", save_steps=STEPS // 2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True,
         seed=0,
-    )
+    )  # fmt: skip
     optimizer = AdamW(model.parameters(), lr=1e-3, moments="bf16")
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(2 * STEPS, 16), optimizers=(optimizer, None))
     trainer.train(resume_from_checkpoint=resume or None)

@@ -3,10 +3,11 @@
 import datasets
 import pytest
 import torch
+from callback_cases import llama, weights
 from cases import each_recipe
 from datasets.table import InMemoryTable
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tritonfp8 import Float8Linear, convert
@@ -24,18 +25,12 @@ def tokens():
 def tokenizer():
     found = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=found, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )  # fmt: skip
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=found, **names)
 
 
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, pad_token_id=26, eos_token_id=27, bos_token_id=27,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return llama(32, pad_token_id=26, eos_token_id=27, bos_token_id=27, use_cache=True)
 
 
 def options(tmp_path):
@@ -46,6 +41,10 @@ def options(tmp_path):
     }  # fmt: skip
 
 
+def sources(data):
+    return {"train_dataset": data, "processing_class": tokenizer()}
+
+
 def check_trained(trainer, before, recipe, recwarn):
     layers = [module for module in trainer.model.modules() if isinstance(module, Float8Linear)]
     assert {layer.recipe.name for layer in layers} == {recipe}
@@ -54,22 +53,13 @@ def check_trained(trainer, before, recipe, recwarn):
     assert not [each for each in recwarn if "trainable weights moved" in str(each.message)]
 
 
-def parameters(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.in_turn(6)
 @each_recipe
 def test_supervised_fine_tuning_moves_every_weight(tmp_path, recwarn, recipe):
     policy = model()
-    before = parameters(policy)
-    trainer = SFTTrainer(
-        model=policy,
-        args=SFTConfig(**options(tmp_path), dataset_kwargs={"skip_prepare_dataset": True}),
-        train_dataset=tokens(),
-        processing_class=tokenizer(),
-        callbacks=[Float8Callback(recipe)],
-    )
+    before = weights(policy)
+    args = SFTConfig(**options(tmp_path), dataset_kwargs={"skip_prepare_dataset": True})
+    trainer = SFTTrainer(policy, args, **sources(tokens()), callbacks=[Float8Callback(recipe)])
     trainer.train()
     check_trained(trainer, before, recipe, recwarn)
 
@@ -77,25 +67,20 @@ def test_supervised_fine_tuning_moves_every_weight(tmp_path, recwarn, recipe):
 def direct_preferences(policy, tmp_path, callback):
     rows = {"prompt": ["abc", "bcd"] * 4, "chosen": ["xyz", "zxy"] * 4, "rejected": ["aaa", "bbb"] * 4}
     data = datasets.Dataset.from_dict(rows)
-    return DPOTrainer(
-        policy, args=DPOConfig(**options(tmp_path)), train_dataset=data, processing_class=tokenizer(),
-        callbacks=[callback],
-    )  # fmt: skip
-
-
-def letters(completions, **columns):
-    return [float(len(set(each))) for each in completions]
+    return DPOTrainer(policy, args=DPOConfig(**options(tmp_path)), **sources(data), callbacks=[callback])
 
 
 def relative_policy(policy, tmp_path, callback):
     data = datasets.Dataset.from_dict({"prompt": ["abc", "bcd"] * 4})
+
+    def letters(completions, **columns):
+        return [float(len(set(each))) for each in completions]
+
     args = GRPOConfig(**options(tmp_path), num_generations=2, max_completion_length=6, beta=0.1)
-    return GRPOTrainer(
-        policy, letters, args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[callback]
-    )  # fmt: skip
+    return GRPOTrainer(policy, letters, args=args, **sources(data), callbacks=[callback])
 
 
-# Stored weights of bf16 are an error, and those of tensorwise have scales of their own.
+# Stored weights of bf16 are an error, and stored weights of tensorwise have scales of their own.
 MODES = {"bf16": "training", "tensorwise": "training"}
 
 
@@ -109,7 +94,7 @@ def test_a_policy_and_its_reference(tmp_path, recwarn, make, recipe):
     for converts_reference in (False, True):
         # The path is where TRL finds the weights of the reference.
         policy = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-        before = parameters(policy)
+        before = weights(policy)
         trainer = make(policy, tmp_path, Float8Callback(recipe))
         assert not any(isinstance(module, Float8Linear) for module in trainer.ref_model.modules())
         if converts_reference:

@@ -9,6 +9,7 @@ from tritonfp8.compat import CheckpointNames, transformers_names
 
 GATE_UP, DOWN = "layers.3.mlp.experts.gate_up_proj", "layers.3.mlp.experts.down_proj"
 SOURCES = [".experts.*.w1.weight", ".experts.*.w3.weight"]
+FUSED, MERGED = ".experts.gate_up_proj", loading.MergeModulelist(dim=0)
 RENAMING = loading.WeightRenaming(".moe.", ".mlp.")
 
 
@@ -21,12 +22,12 @@ def names(monkeypatch, *table):
     return CheckpointNames(nn.Module())
 
 
-def stacked(sources=SOURCES, target=".experts.gate_up_proj"):
-    return converter(list(sources), target, loading.MergeModulelist(dim=0), loading.Concatenate(dim=1))
+def stacked(sources=SOURCES, more=()):
+    return converter(list(sources), FUSED, MERGED, loading.Concatenate(dim=1), *more)
 
 
 def test_matrices_are_in_the_order_of_the_concatenation(monkeypatch):
-    down = converter(".experts.*.w2.weight", ".experts.down_proj", loading.MergeModulelist(dim=0))
+    down = converter(".experts.*.w2.weight", ".experts.down_proj", MERGED)
     found = names(monkeypatch, RENAMING, stacked(), down)
     assert found.matrices(GATE_UP) == tuple(f"layers.3.moe.experts.*.{name}.weight" for name in ("w1", "w3"))
     assert found.matrices(DOWN) == ("layers.3.moe.experts.*.w2.weight",)
@@ -41,22 +42,11 @@ def test_matrices_are_in_the_order_of_the_concatenation(monkeypatch):
 @pytest.mark.parametrize(
     "entry",
     [
-        converter(SOURCES, ".experts.gate_up_proj", loading.MergeModulelist(dim=0), loading.Concatenate(dim=0)),
-        converter(SOURCES, ".experts.gate_up_proj", loading.Concatenate(dim=1)),
-        converter(".experts.gate_up", ".experts.gate_up_proj", loading.Transpose(1, 2)),
-        converter(
-            SOURCES,
-            ".experts.gate_up_proj",
-            loading.MergeModulelist(dim=0),
-            loading.Concatenate(dim=1),
-            loading.Transpose(1, 2),
-        ),
-        converter(
-            SOURCES,
-            ".experts.gate_up_proj",
-            loading.MergeModulelist(dim=0),
-            loading.Concatenate(dim=1, num_shards_attribute="shards"),
-        ),
+        converter(SOURCES, FUSED, MERGED, loading.Concatenate(dim=0)),
+        converter(SOURCES, FUSED, loading.Concatenate(dim=1)),
+        converter(".experts.gate_up", FUSED, loading.Transpose(1, 2)),
+        stacked(more=[loading.Transpose(1, 2)]),
+        converter(SOURCES, FUSED, MERGED, loading.Concatenate(dim=1, num_shards_attribute="shards")),
         stacked([".experts.*.w1", ".experts.*.w3"]),
         stacked([".experts.*.*.w1.weight", ".experts.*.w3.weight"]),
     ],

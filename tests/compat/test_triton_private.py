@@ -8,12 +8,9 @@ from tritonfp8.compat import TRITON_OF_TORCH, triton_private
 from tritonfp8.compat.triton_private import Address, DescribedAddress, RawCall, UnavailableError, raw_launches
 
 
-def test_the_installed_triton_is_known():
+def test_the_installed_triton_is_known_and_what_is_missing_is_named():
     assert triton_private.MISSING == ()
     assert set(TRITON_OF_TORCH.values()) == set(triton_private.KNOWN_VERSIONS)
-
-
-def test_what_is_missing_is_named():
     assert triton_private.find_missing("3.7.1") == ()
     [unknown] = triton_private.find_missing("3.10.0")
     assert unknown == "Triton 3.10.0 is none of 3.6, 3.7, 3.8, 3.9"
@@ -26,7 +23,7 @@ class Descriptor:
         self.base = SimpleNamespace(data_ptr=lambda: 4096)
 
 
-def compiled(typed, launched, with_descriptor=False, **more):
+def compiled(typed, launched, with_descriptor=False):
     """A compiled kernel as Triton 3.7 (``typed``) or 3.6 describes it, that notes its raw launches."""
     encoded = []
 
@@ -48,7 +45,6 @@ def compiled(typed, launched, with_descriptor=False, **more):
     )  # fmt: skip
     if typed:
         run.arg_annotations, run.kernel_signature = "annotations", b"signature"
-    vars(run).update(more)
     return SimpleNamespace(run=run, function=77, packed_metadata="packed"), encoded
 
 
@@ -85,32 +81,28 @@ def test_tensor_maps_are_made_once_an_address(typed, monkeypatch):
     assert tuple(arguments) == ("map of 64", 64, 1, 1000, 7)
 
 
+def missing_launch_pdl(run):
+    del run.launch_pdl
+
+
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("change", "at", "message"),
     [
-        ({"global_scratch_size": 8}, "scratch memory"),
-        ({"profile_scratch_size": 8}, "scratch memory"),
-        ({"gsan_enabled": True}, "sanitizer"),
+        (lambda run: setattr(run, "global_scratch_size", 8), Address(0, 0), "scratch memory"),
+        (lambda run: setattr(run, "profile_scratch_size", 8), Address(0, 0), "scratch memory"),
+        (lambda run: setattr(run, "gsan_enabled", True), Address(0, 0), "sanitizer"),
+        (missing_launch_pdl, Address(0, 0), "has no launch_pdl"),
+        (
+            lambda run: setattr(run, "launch", lambda *args: None),
+            Address(0, 0),
+            "has no launcher, make_tensordesc_arg, tensordesc_meta",
+        ),
+        # Without metadata.
+        (lambda run: None, DescribedAddress(0, 0, Descriptor()), "tensor map"),
     ],
 )
-def test_launches_that_only_triton_can_make(more, message):
-    kernel, _ = compiled(True, [], **more)
+def test_launches_that_only_triton_can_make(change, at, message):
+    kernel, _ = compiled(True, [])
+    change(kernel.run)
     with pytest.raises(UnavailableError, match=message):
-        raw_launches(2, [RawCall(kernel, 5, [Address(0, 0), Address(1, 0)], ())])
-
-
-def test_missing_names_of_a_launcher_are_named():
-    kernel, _ = compiled(True, [])
-    del kernel.run.launch_pdl
-    with pytest.raises(UnavailableError, match="has no launch_pdl"):
-        raw_launches(2, [RawCall(kernel, 5, [Address(0, 0), Address(1, 0)], ())])
-    kernel, _ = compiled(True, [])
-    kernel.run.launch = lambda *args: None
-    with pytest.raises(UnavailableError, match="has no launcher, make_tensordesc_arg, tensordesc_meta"):
-        raw_launches(2, [RawCall(kernel, 5, [Address(0, 0), Address(1, 0)], ())])
-
-
-def test_a_descriptor_without_metadata_is_no_tensor_map():
-    kernel, _ = compiled(True, [])
-    with pytest.raises(UnavailableError, match="tensor map"):
-        raw_launches(2, [RawCall(kernel, 5, [DescribedAddress(0, 0, Descriptor()), Address(1, 0)], ())])
+        raw_launches(2, [RawCall(kernel, 5, [at, Address(1, 0)], ())])

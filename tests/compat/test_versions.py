@@ -48,12 +48,9 @@ def test_versions_that_were_never_tried_are_an_error(torch, triton, found):
     assert f"pip install '{name}>=" in str(error.value)
 
 
-def test_a_missing_triton_is_an_error_that_names_the_right_one():
+def test_a_missing_triton_is_an_error_and_one_that_torch_was_not_built_for_a_warning():
     with pytest.raises(ImportError, match=re.escape("pip install 'triton==3.8.*'")):
         check("2.14.1+cpu", None)
-
-
-def test_a_pair_that_torch_was_not_built_for_is_a_warning():
     with pytest.warns(UserWarning, match=r"2.13.0 was built for triton 3.7; found triton 3.9.0.*'triton==3.7.\*'"):
         check("2.13.0", "3.9.0")
 

@@ -35,12 +35,6 @@ def test_every_block_is_what_the_code_and_the_data_give(name):
     assert build.BLOCKS[name]().strip() in block
 
 
-def test_markers_of_blocks_are_of_known_ones():
-    for page in build.PAGES:
-        text = page.read_text()
-        assert text.count("<!-- begin ") == text.count("<!-- end ") == len(build.blocks(text))
-
-
 def test_a_block_that_was_changed_by_hand_is_made_again():
     page = (build.DOCS / "benchmarks.md").read_text()
     assert build.made(page) == page
@@ -57,14 +51,13 @@ def test_predicted_tokens_are_those_of_the_filter():
     assert decision.first_tokens("rowwise", (1024, 1024)) is None
 
 
-def test_readme_is_short():
-    assert len((build.ROOT / "README.md").read_text().splitlines()) <= 130
-
-
-def test_every_link_leads_to_a_file():
+def test_pages_have_known_blocks_and_links_to_files_and_readme_is_short():
     for page in build.PAGES:
-        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        text = page.read_text()
+        assert text.count("<!-- begin ") == text.count("<!-- end ") == len(build.blocks(text))
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
             assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+    assert len((build.ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 def test_every_test_that_is_named_exists(collected):
@@ -90,21 +83,16 @@ def test_a_test_that_does_not_exist_is_an_error():
         coverage.collect(["tests/docs/test_docs.py::test_of_nothing"])
 
 
-def test_figure_is_that_of_all_ways_and_recipes():
-    text = (build.DOCS / "distributed.svg").read_text()
-    for words in (*recipes.names(), *(way.name for way in traffic.WAYS), str(traffic.LAYER.n), "8 bits"):
-        assert words in text
-
-
-def test_figure_of_the_house_names_every_room():
-    text = (build.DOCS / "house.svg").read_text()
-    assert all(room in text for room in build.house.purposes())
-
-
-def test_figure_of_speeds_has_the_measured_ones():
-    text = (build.DOCS / "speed_ups.svg").read_text()
-    for of_shapes in results.speed_ups("model", "model").values():
-        assert all(f"{of_shapes[shape]:.2f}" in text for shape in results.MODELS.values())
+def test_figures_name_what_they_show():
+    """All ways and recipes, each room, and the speeds that were measured."""
+    of_shapes = [x[shape] for x in results.speed_ups("model", "model").values() for shape in results.MODELS.values()]
+    for figure, words in {
+        "distributed": [*recipes.names(), *(way.name for way in traffic.WAYS), str(traffic.LAYER.n), "8 bits"],
+        "house": build.house.purposes(),
+        "speed_ups": [f"{speed:.2f}" for speed in of_shapes],
+    }.items():
+        text = (build.DOCS / f"{figure}.svg").read_text()
+        assert all(word in text for word in words), figure
 
 
 def counted(mesh, recipe, sizes):

@@ -1,10 +1,8 @@
 """Layouts of checkpoints of other programs: read to the right values, or an error that says what they are."""
 
-import json
-
 import pytest
 import torch
-from checkpoints import CHANNEL, FINE_GRAINED, check_error, codes, dequantized, small, tensors, write
+from checkpoints import FINE_GRAINED, check_error, codes, compressed, dequantized, small, tensors, write
 from torch import nn
 
 import tritonfp8
@@ -31,8 +29,7 @@ def test_one_scale_a_tensor_of_autofp8_and_mistral(tmp_path, name, shape, block)
 def test_static_scales_of_activations_are_said_once(tmp_path):
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3)))
     stored = {f"{i}.weight": codes(128, 128) for i in range(3)}
-    stored |= {f"{i}.weight_scale": torch.ones(()) for i in range(3)}
-    stored |= {f"{i}.input_scale": torch.ones(()) for i in range(3)}
+    stored |= {f"{i}.{name}_scale": torch.ones(()) for name in ("weight", "input") for i in range(3)}
     folder = write(tmp_path, stored, STATIC)
     report = tritonfp8.export.load(model, folder)
     assert report.of_activations == ("0.input_scale", "1.input_scale", "2.input_scale")
@@ -41,14 +38,12 @@ def test_static_scales_of_activations_are_said_once(tmp_path):
     # A pattern of before still leaves them out.
     report = tritonfp8.export.load(model, folder, ignore=["*.input_scale"])
     assert (len(report.ignored), report.of_activations) == (3, ())
-    check_error(write(tmp_path, stored, STATIC | {"activation_scheme": "dynamic"}), "no place for .*input_scale", model)
-    check_error(
-        write(tmp_path, stored, STATIC | {"activation_scheme": "both"}), "activation_scheme .*; got 'both'", model
-    )
+    for scheme, message in (("dynamic", "no place for .*input_scale"), ("both", "activation_scheme .*; got 'both'")):
+        check_error(write(tmp_path, stored, STATIC | {"activation_scheme": scheme}), message, model)
 
 
 def test_static_scales_of_compressed_tensors(tmp_path):
-    config = json.loads(json.dumps(CHANNEL).replace("channel", "tensor"))
+    config = compressed("tensor")
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     stored = one_scale(shape=(1,))
     model = small()
@@ -57,16 +52,6 @@ def test_static_scales_of_compressed_tensors(tmp_path):
     assert torch.equal(model[0].weight, stored["0.weight"].float() * 2.0**-12)
     config["config_groups"]["group_0"]["input_activations"]["dynamic"] = True
     check_error(write(tmp_path, stored, config), "no place for .*: 0.input_scale")
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float32])
-def test_scales_that_are_called_scale(tmp_path, dtype):
-    scale = torch.tensor([[2.0**-9], [2.0**-12]])
-    stored = tensors(**{"0__weight_scale_inv": None, "0__scale": scale.to(dtype)})
-    model = small()
-    report = tritonfp8.export.load(model, write(tmp_path, stored, FINE_GRAINED | {"scale_fmt": "ue8m0"}))
-    assert torch.equal(model[0].weight.double(), dequantized(stored["0.weight"], scale, (128, 128)))
-    assert report.layers.keys() == {"0"}
 
 
 def test_a_tensor_of_the_model_that_is_called_scale_is_no_scale_of_codes(tmp_path):
@@ -79,18 +64,15 @@ def test_a_tensor_of_the_model_that_is_called_scale_is_no_scale_of_codes(tmp_pat
     assert torch.equal(model[0].weight, expected)
 
 
-@pytest.mark.parametrize("method", ["modelopt", "fbgemm_fp8"])
-def test_other_layouts_are_named_with_what_reads_them(tmp_path, method):
-    message = {
-        "modelopt": r"layout of NVIDIA ModelOpt .* TensorRT-LLM, vLLM and SGLang read",
-        "fbgemm_fp8": r"layout of FBGEMM .* transformers with fbgemm-gpu, and vLLM read",
-    }[method]
-    stored = one_scale(activations=None)
-    check_error(write(tmp_path, stored, {"quant_method": method}), message)
-    if method == "modelopt":
-        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-        check_error(tmp_path, message)
+def test_other_layouts_are_named_with_what_reads_them(tmp_path):
+    modelopt = r"layout of NVIDIA ModelOpt .* TensorRT-LLM, vLLM and SGLang read"
+    for method, message in (
+        ("modelopt", modelopt), ("fbgemm_fp8", r"layout of FBGEMM .* transformers with fbgemm-gpu, and vLLM read"),
+    ):  # fmt: skip
+        check_error(write(tmp_path, one_scale(activations=None), {"quant_method": method}), message)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    check_error(tmp_path, modelopt)
 
 
 def test_a_checkpoint_is_called_incomplete_only_if_it_is(tmp_path):
@@ -116,12 +98,9 @@ def test_a_second_scale_of_codes_is_not_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("config", "scale", "shape"),
     [
-        (STATIC, torch.ones(2, 1), r"\(1,\), for blocks of tensorwise"),
-        (STATIC, torch.ones(256, 1), r"\(1,\), for blocks of tensorwise"),
-        (FINE_GRAINED, torch.ones(()), r"\(2, 1\), for blocks of 128x128"),
-        (FINE_GRAINED, torch.ones(256, 1), r"\(2, 1\), for blocks of 128x128"),
-        (CHANNEL, torch.ones(()), r"\(256, 1\), for blocks of rowwise"),
-        (CHANNEL, torch.ones(2, 1), r"\(256, 1\), for blocks of rowwise"),
+        *((STATIC, torch.ones(shape), r"\(1,\), for blocks of tensorwise") for shape in ((2, 1), (256, 1))),
+        *((FINE_GRAINED, torch.ones(shape), r"\(2, 1\), for blocks of 128x128") for shape in ((), (256, 1))),
+        *((compressed(), torch.ones(shape), r"\(256, 1\), for blocks of rowwise") for shape in ((), (2, 1))),
     ],
 )
 def test_scales_of_another_kind_than_the_config_says(tmp_path, config, scale, shape):

@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 from checkpoints import (
-    CHANNEL,
     FINE_GRAINED,
     check_error,
     codes,
+    compressed,
     config_of,
     dequantized,
     files_of,
@@ -19,6 +19,7 @@ from checkpoints import (
     tensors,
     write,
 )
+from safetensors.torch import save_file
 from torch import nn
 
 import tritonfp8
@@ -51,36 +52,29 @@ def test_configs_of_deepseek_and_others(tmp_path, change):
     assert tritonfp8.export.load(small(), write(tmp_path, tensors(), config)).layers.keys() == {"0"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
-def test_scales_of_other_dtypes(tmp_path, dtype):
-    scale = torch.tensor([[2.0], [0.25]])
-    stored = tensors(**{"0__weight_scale_inv": scale.to(dtype)})
-    model = small()
-    tritonfp8.export.load(model, write(tmp_path, stored, FINE_GRAINED))
-    assert torch.equal(model[0].weight.double(), dequantized(stored["0.weight"], scale, (128, 128)))
+OF_BLOCKS, OF_POWERS = torch.tensor([[2.0], [0.25]]), torch.tensor([[2.0**-9], [2.0**-12]])
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu
+NO_SCALE = {"0__weight_scale_inv": None}
+# Config, name, scale and block: dtypes of scales, a scale a row or a tensor with any dims, and DeepSeek's other name.
+SCALES = [
+    *((FINE_GRAINED, "weight_scale_inv", OF_BLOCKS.to(dtype), (128, 128)) for dtype in DTYPES),
+    *((compressed(), "weight_scale", (torch.arange(256) / 99).reshape(dims), (1, 128)) for dims in ((256, 1), (256,))),
+    *((compressed("tensor"), "weight_scale", torch.full(dims, 0.5), (256, 128)) for dims in ((), (1,), (1, 1))),
+    *((FINE_GRAINED | {"scale_fmt": "ue8m0"}, "scale", OF_POWERS.to(x), (128, 128)) for x in (DTYPES[0], DTYPES[3])),
+]
 
 
-@pytest.mark.parametrize("shape", [(256, 1), (256,)])
-def test_one_scale_a_row_comes_with_one_dim_or_two(tmp_path, shape):
-    stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.rand(shape)})
-    model = small()
-    tritonfp8.export.load(model, write(tmp_path, stored, CHANNEL))
-    scale = stored["0.weight_scale"].reshape(256, 1)
-    assert torch.equal(model[0].weight.double(), dequantized(stored["0.weight"], scale, (1, 128)).float().double())
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_one_scale_comes_with_any_number_of_dims(tmp_path, shape):
-    config = json.loads(json.dumps(CHANNEL).replace("channel", "tensor"))
-    stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.full(shape, 0.5)})
-    model = small()
-    tritonfp8.export.load(model, write(tmp_path, stored, config))
-    assert torch.equal(model[0].weight, stored["0.weight"].float() / 2)
+@pytest.mark.parametrize(("config", "name", "scale", "block"), SCALES)
+def test_scales_of_every_form(tmp_path, config, name, scale, block):
+    stored, model = tensors(**{"0__weight_scale_inv": None, f"0__{name}": scale}), small()
+    report = tritonfp8.export.load(model, write(tmp_path, stored, config))
+    assert torch.equal(model[0].weight, dequantized(stored["0.weight"], scale.float(), block).float())
+    assert report.layers.keys() == {"0"}
 
 
 def test_groups_of_several_formats(tmp_path):
     block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
-    config = json.loads(json.dumps(CHANNEL))
+    config = compressed()
     config["config_groups"] |= {
         "group_1": {"targets": ["re:.*b$"], "weights": block},
         "group_2": {"targets": ["c"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
@@ -101,10 +95,7 @@ def test_groups_of_several_formats(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"0__weight_scale_inv": None},
-            r"0.weight has codes and needs one scale, 0.weight_scale_inv or .* got no scale",
-        ),
+        (NO_SCALE, r"0.weight has codes and needs one scale, 0.weight_scale_inv or .* no scale"),
         ({"0__weight": None}, r"no place for these tensors .*: 0.weight_scale_inv; .* does not have .*: 0.weight\."),
         ({"0__weight": torch.zeros(256, 128)}, "no place for these tensors of the checkpoint: 0.weight_scale_inv"),
         ({"1__weight": None}, "the checkpoint does not have these tensors of the model: 1.weight"),
@@ -119,12 +110,13 @@ def test_groups_of_several_formats(tmp_path):
         ({"0__weight_scale_inv": torch.ones(256, 1)}, r"must have shape \(2, 1\), for blocks of 128x128"),
         ({"0__weight_scale_inv": torch.ones(())}, r"must have shape \(2, 1\), .* got \(\)"),
         ({"0__weight_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}, "0.weight_scale_inv must be torch.float32 or"),
-        ({"0__weight_scale_inv": torch.tensor([[1.0], [torch.nan]])}, "0.weight_scale_inv must be finite and not neg"),
-        ({"0__weight_scale_inv": torch.tensor([[1.0], [torch.inf]])}, "0.weight_scale_inv must be finite and not neg"),
-        ({"0__weight_scale_inv": torch.tensor([[1.0], [-1.0]])}, "0.weight_scale_inv must be finite and not negative"),
+        *(
+            ({"0__weight_scale_inv": torch.tensor([[1.0], [x]])}, "0.weight_scale_inv must be finite and not negative")
+            for x in (torch.nan, torch.inf, -1.0)
+        ),
         (
-            {"0__weight_scale_inv": None, "0__weight_scales": torch.ones(2, 1)},
-            "got 0.weight_scales. The checkpoint is of another layout than its config says",
+            NO_SCALE | {"0__weight_scales": OF_BLOCKS},
+            "got 0.weight_scales. The checkpoint is of another layout than its",
         ),
     ],
 )
@@ -164,7 +156,7 @@ def test_fine_grained_configs_that_are_not_known(tmp_path, change, message):
     ],
 )
 def test_compressed_weights_that_are_not_known(tmp_path, key, value, message):
-    config = json.loads(json.dumps(CHANNEL))
+    config = compressed()
     config["config_groups"]["group_0"]["weights"][key] = value
     stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.rand(256, 1)})
     check_error(write(tmp_path, stored, config), message)
@@ -176,20 +168,17 @@ def test_compressed_weights_that_are_not_known(tmp_path, key, value, message):
         (None, "config_groups of the quantization config must be a JSON object; got None"),
         ({}, r"config_groups of the quantization config must be a JSON object; got {}"),
         ({"FP8": ["Linear"]}, "FP8 of config_groups must be a JSON object"),
-        (
-            {"a": {"targets": "Linear", "weights": {}}},
-            "targets of a of the quantization config must be a list of names",
-        ),
+        ({"a": {"targets": "Linear", "weights": {}}}, "targets of a of the .* config must be a list of names"),
         ({"a": {"targets": ["Linear"], "weights": 3}}, "weights of a must be a JSON object; got 3"),
         (
-            {"a": CHANNEL["config_groups"]["group_0"] | {"targets": ["Conv2d"]}},
+            {"a": compressed()["config_groups"]["group_0"] | {"targets": ["Conv2d"]}},
             "has .* codes, and no group of the config names its layer",
         ),
     ],
 )
 def test_groups_that_cannot_be_read(tmp_path, groups, message):
     stored = tensors(**{"0__weight_scale_inv": None, "0__weight_scale": torch.rand(256, 1)})
-    check_error(write(tmp_path, stored, CHANNEL | {"config_groups": groups}), message)
+    check_error(write(tmp_path, stored, compressed() | {"config_groups": groups}), message)
 
 
 def test_other_configs_are_errors(tmp_path):
@@ -213,22 +202,22 @@ def test_other_configs_are_errors(tmp_path):
 def test_files_that_are_missing_or_broken(tmp_path):
     folder = write(tmp_path / "a", tensors(), FINE_GRAINED)
     whole = (folder / "model.safetensors").read_bytes()
-    for content, message in (
-        (whole[:-1], "is no complete safetensors file"),
-        (whole[: len(whole) // 2], "is no complete safetensors file"),
-        (whole[:4], "is no complete safetensors file"),
-        (b"", "is no complete safetensors file"),
-        (b"\xff" * 100, "is no complete safetensors file"),
-        (pickle.dumps({"0.weight": 1}), "is no complete safetensors file"),
-        (whole + b"more", "is no complete safetensors file"),
-    ):
+    broken = (
+        whole[:-1],
+        whole[: len(whole) // 2],
+        whole[:4],
+        b"",
+        b"\xff" * 100,
+        pickle.dumps({"a": 1}),
+        whole + b"more",
+    )
+    for content in broken:
         (folder / "model.safetensors").write_bytes(content)
-        check_error(folder, message)
+        check_error(folder, "is no complete safetensors file")
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    check_error(
-        folder, "must have model.safetensors or .*index.json; it has config.json, pytorch_model.bin. Files of pi"
-    )
+    message = "must have model.safetensors or .*index.json; it has config.json, pytorch_model.bin. Files of pi"
+    check_error(folder, message)
 
 
 @pytest.fixture
@@ -256,29 +245,28 @@ def test_shards_that_are_missing_or_exchanged(sharded, tmp_path):
     check_error(folder, "places tensors in files that do not have them: model.other", model_of())
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", 3, None])
-def test_an_index_leads_to_no_other_folder(sharded, file):
-    path = sharded / "model.safetensors.index.json"
-    path.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-    check_error(sharded, "must place model.norm.weight in a safetensors file of its folder", model_of())
+FILES = "../secret.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", 3, None
+ELSEWHERE = "must place model.norm.weight in a safetensors file of its folder"
+INDICES = {
+    **{json.dumps({"weight_map": {"model.norm.weight": file}}): ELSEWHERE for file in FILES},
+    **dict.fromkeys(["{}", '{"weight_map": []}', '{"weight_map": {}}'], "must have a 'weight_map' from names to files"),
+    "nothing": "cannot be read as JSON",
+}
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}', "nothing"])
-def test_an_index_of_nothing(sharded, text):
+@pytest.mark.parametrize(("text", "message"), INDICES.items())
+def test_an_index_leads_to_files_of_its_folder(sharded, text, message):
     (sharded / "model.safetensors.index.json").write_text(text)
-    check_error(sharded, "must have a 'weight_map' from names to files|cannot be read as JSON", model_of())
+    check_error(sharded, message, model_of())
 
 
 def test_a_scale_in_another_shard_than_its_codes(tmp_path):
-    stored = tensors()
-    from safetensors.torch import save_file
-
+    stored, model = tensors(), small()
     for name, x in stored.items():
         save_file({name: x}, tmp_path / f"{name}.safetensors")
     weight_map = {name: f"{name}.safetensors" for name in stored}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "quantization_config.json").write_text(json.dumps(FINE_GRAINED))
-    model = small()
     tritonfp8.export.load(model, tmp_path)
     expected = dequantized(stored["0.weight"], stored["0.weight_scale_inv"], (128, 128)).float()
     assert torch.equal(model[0].weight, expected)
@@ -316,46 +304,34 @@ def test_tied_weights_that_differ_in_the_checkpoint(tmp_path):
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     write(tmp_path, stored, config_of(tmp_path))
     report = tritonfp8.export.load(tied, tmp_path)
-    assert sorted(note for name, note in report.copied.items() if "embed" in name or "head" in name) == [
-        "copied",
-        "tied",
-    ]
+    notes = sorted(note for name, note in report.copied.items() if "embed" in name or "head" in name)
+    assert notes == ["copied", "tied"]
     assert torch.equal(tied.lm_head.weight, stored["lm_head.weight"])
 
 
 def test_values_beyond_the_dtype_of_the_model(tmp_path):
-    stored = tensors(**{"0__weight_scale_inv": torch.full((2, 1), 1e6)})
-    folder = write(tmp_path / "a", stored, FINE_GRAINED)
-    with pytest.raises(ValueError, match=r"0.weight must be finite in torch.float16; it has a NaN or values beyond"):
-        tritonfp8.export.load(small(dtype=torch.float16), folder)
-    tritonfp8.export.load(small(dtype=torch.bfloat16), folder)
-    folder = write(tmp_path / "b", tensors(**{"1__weight": torch.full((8, 256), 1e6)}), FINE_GRAINED)
-    with pytest.raises(ValueError, match=r"1.weight must be finite in torch.float16"):
-        tritonfp8.export.load(small(dtype=torch.float16), folder)
     nan = codes(256, 128).view(torch.uint8)
     nan[5, 5] = 0x7F
-    folder = write(tmp_path / "c", tensors(**{"0__weight": nan.view(torch.float8_e4m3fn)}), FINE_GRAINED)
-    with pytest.raises(ValueError, match=r"0.weight must be finite in torch.float32; it has a NaN"):
-        tritonfp8.export.load(small(), folder)
-
-
-def test_a_cast_of_other_tensors_is_in_the_report(tmp_path):
-    model = small(dtype=torch.bfloat16)
-    report = tritonfp8.export.load(model, write(tmp_path, tensors(), FINE_GRAINED))
+    large = tensors(**{"0__weight_scale_inv": torch.full((2, 1), 1e6)})
+    for stored, dtype, message in (
+        (large, torch.float16, "0.weight must be finite in torch.float16; it has a NaN or values beyond"),
+        (tensors(**{"1__weight": torch.full((8, 256), 1e6)}), torch.float16, "1.weight must be .* in torch.float16"),
+        (tensors(**{"0__weight": nan.view(torch.float8_e4m3fn)}), torch.float32, "in torch.float32; it has a NaN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tritonfp8.export.load(small(dtype=dtype), write(tmp_path, stored, FINE_GRAINED))
+    report = tritonfp8.export.load(small(dtype=torch.bfloat16), write(tmp_path, large, FINE_GRAINED))
+    # A cast of another tensor is in the report.
     assert report.copied == {"1.weight": "copied, float32 to bfloat16"}
 
 
-class Matrix(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(256, 128))
-
-
 def test_codes_go_into_known_layers_in_high_precision_only(tmp_path):
-    model = small().double()
-    check_error(write(tmp_path / "a", tensors(), FINE_GRAINED), "0.weight is dequantized into bfloat16", model)
-    other = nn.Sequential(Matrix(), nn.Linear(256, 8, bias=False))
-    check_error(write(tmp_path / "b", tensors(), FINE_GRAINED), "nn.Embedding; the model has a Matrix", other)
+    matrix = nn.Module()
+    matrix.weight = nn.Parameter(torch.zeros(256, 128))
+    other = nn.Sequential(matrix, nn.Linear(256, 8, bias=False))
+    folder = write(tmp_path, tensors(), FINE_GRAINED)
+    check_error(folder, "0.weight is dequantized into bfloat16", small().double())
+    check_error(folder, "nn.Embedding; the model has a Module", other)
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,12 @@ import os
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import MODELS, config_of, files_of, model_of
+from checkpoints import MODELS, config_of, files_of, loaded, model_of, same
 from safetensors import safe_open
 from torch import nn
 
 import tritonfp8
 from tritonfp8.export import writing
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name, x in a.items():
-        assert x.dtype == b[name].dtype
-        assert torch.equal(x.view(torch.uint8), b[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("limit", [1, 20_000, 60_000])
@@ -43,21 +36,14 @@ def test_shards_have_at_most_so_many_bytes(tmp_path, limit):
             assert all(index["weight_map"][name] == shard for name in names)
             layers = {name.removesuffix("_scale_inv") for name in names}
             assert len(layers) == 1 or sum(file.get_tensor(name).nbytes for name in names) <= limit
-    loaded = [model_of("qwen3", seed=1) for _ in range(2)]
-    for other, folder in zip(loaded, ("one", "many"), strict=True):
-        tritonfp8.export.load(other, tmp_path / folder)
-    for a, b in zip(*(other.parameters() for other in loaded), strict=True):
-        assert torch.equal(a, b)
+    one, many = (loaded(tmp_path / folder, "qwen3")[0].state_dict() for folder in ("one", "many"))
+    same(one, many)
 
 
 def test_transformers_reads_shards(tmp_path):
-    model = model_of()
-    tritonfp8.export.save(model, tmp_path, "fine_grained", max_shard_bytes=30_000)
+    tritonfp8.export.save(model_of(), tmp_path, "fine_grained", max_shard_bytes=30_000)
     theirs = MODELS["llama"][1].from_pretrained(tmp_path, dtype=torch.bfloat16)
-    ours = model_of(seed=1)
-    tritonfp8.export.load(ours, tmp_path)
-    for (name, a), (_, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
+    same(theirs.state_dict(), loaded(tmp_path)[0].state_dict())
 
 
 def test_the_config_is_that_of_the_model(tmp_path):

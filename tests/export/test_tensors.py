@@ -26,8 +26,11 @@ def test_it_gives_what_save_writes(tmp_path, format):
         assert torch.equal(x.view(torch.uint8), stored[name].view(torch.uint8)), name
 
 
-def test_a_scale_follows_its_codes():
-    names = [name for name, _ in tritonfp8.export.tensors(model_of(), "fine_grained")]
+def test_a_scale_follows_its_codes_and_gradients_are_recorded_between_steps():
+    names = []
+    for name, _ in tritonfp8.export.tensors(model_of(), "fine_grained"):
+        names.append(name)
+        assert torch.is_grad_enabled()
     scales = [at for at, name in enumerate(names) if name.endswith("_scale_inv")]
     assert len(scales) == 7
     assert all(names[at] == f"{names[at - 1]}_scale_inv" for at in scales)
@@ -68,11 +71,10 @@ def test_tensors_in_high_precision_are_not_copied_unless_cast():
     assert found["model.embed_tokens.weight"].data_ptr() == embedding.data_ptr()
     found = dict(tritonfp8.export.tensors(model, "fine_grained", dtype=torch.float16))
     assert torch.equal(found["model.embed_tokens.weight"], embedding.half())
-
-
-def test_gradients_are_recorded_between_its_steps():
-    for _ in tritonfp8.export.tensors(model_of(), "fine_grained"):
-        assert torch.is_grad_enabled()
+    norm = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128))
+    found = dict(tritonfp8.export.tensors(norm, "compressed_channel", dtype=torch.bfloat16))
+    assert found["1.num_batches_tracked"].dtype == torch.int64
+    assert found["1.running_var"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -84,10 +86,3 @@ def test_a_weight_that_is_not_finite_is_an_error(tmp_path, format, value):
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.down_proj.weight has a NaN or an infinity"):
         tritonfp8.export.save(model, tmp_path, format)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_buffers_and_integers_are_exported_as_they_are():
-    model = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128))
-    found = dict(tritonfp8.export.tensors(model, "compressed_channel", dtype=torch.bfloat16))
-    assert found["1.num_batches_tracked"].dtype == torch.int64
-    assert found["1.running_var"].dtype == torch.bfloat16

@@ -5,14 +5,14 @@ import json
 
 import pytest
 import torch
-from checkpoints import EXPERTS, RAGGED, WHOLE, blocks_of, dequantized, files_of, model_of, write
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+from checkpoints import EXPERTS, RAGGED, WHOLE, blocks_of, dequantized, files_of, loaded, model_of, theirs_of, write
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 import tritonfp8
 from tritonfp8 import QuantSpec
 
-compressed_tensors = pytest.importorskip("compressed_tensors")
+pytest.importorskip("compressed_tensors")
 # gate_proj, up_proj and down_proj have a dim of 192, which is no multiple of 128.
 PARTLY = WHOLE | {"intermediate_size": 192}
 IDS = torch.arange(12).reshape(1, 12)
@@ -28,53 +28,40 @@ def check_equal(theirs, ours):
         assert torch.equal(x, expected[name]), name
 
 
+def check_read(folder, format, kind="llama", sizes=WHOLE, **options):
+    """Their model of what is saved has the weights that a load gives; returns the report."""
+    report = tritonfp8.export.save(model_of(kind, sizes), folder, format, **options)
+    check_equal(theirs_of(folder, format), loaded(folder, kind, sizes)[0])
+    return report
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("sizes", [WHOLE, PARTLY], ids=["whole", "partly"])
 @pytest.mark.parametrize("options", [{}, {"scale_fmt": "ue8m0"}], ids=["float", "ue8m0"])
 def test_their_fine_grained_loader_reads_it(tmp_path, kind, sizes, options):
-    report = tritonfp8.export.save(model_of(kind, sizes), tmp_path, "fine_grained", **options)
+    report = check_read(tmp_path, "fine_grained", kind, sizes, **options)
     assert len(report.exported) == (7 if sizes is WHOLE else 4)
-    ours = model_of(kind, sizes, seed=1)
-    tritonfp8.export.load(ours, tmp_path)
-    config = FineGrainedFP8Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
-    check_equal(theirs, ours)
 
 
 @pytest.mark.parametrize("format", ["fine_grained", "compressed_channel"])
 def test_they_read_a_mixture_of_experts(tmp_path, format):
-    report = tritonfp8.export.save(model_of("moe", EXPERTS), tmp_path, format)
-    assert len(report.exported) == 4
-    ours = model_of("moe", EXPERTS, seed=1)
-    tritonfp8.export.load(ours, tmp_path)
-    config = {"fine_grained": FineGrainedFP8Config, "compressed_channel": CompressedTensorsConfig}[format](
-        dequantize=True
-    )
-    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config), ours)
+    assert len(check_read(tmp_path, format, "moe", EXPERTS).exported) == 4
 
 
 @pytest.mark.parametrize("format", ["fine_grained", "compressed_channel"])
 def test_they_read_layers_that_have_other_names_in_a_checkpoint(tmp_path, format):
     """Here a head, which the config lists by both names: transformers matches that in the model."""
-    report = tritonfp8.export.save(model_of("gpt_neox"), tmp_path, format)
+    report = check_read(tmp_path, format, "gpt_neox")
     assert len(report.exported) == 4
     key = "modules_to_not_convert" if format == "fine_grained" else "ignore"
     assert report.quantization_config[key] == ["lm_head", "embed_out"]
     assert "lm_head.weight" not in files_of(tmp_path)
-    ours = model_of("gpt_neox", seed=1)
-    tritonfp8.export.load(ours, tmp_path)
-    config = FineGrainedFP8Config if format == "fine_grained" else CompressedTensorsConfig
-    options = {"dtype": torch.bfloat16, "quantization_config": config(dequantize=True)}
-    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, **options), ours)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU they keep the codes")
 def test_without_a_gpu_they_dequantize_by_themselves(tmp_path):
     tritonfp8.export.save(model_of(), tmp_path, "fine_grained")
-    ours = model_of(seed=1)
-    tritonfp8.export.load(ours, tmp_path)
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU they keep the codes")
-    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), ours)
+    check_equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), loaded(tmp_path)[0])
 
 
 def test_they_misread_ragged_layers_which_is_why_these_stay_in_high_precision(tmp_path):
@@ -90,78 +77,50 @@ def test_they_misread_ragged_layers_which_is_why_these_stay_in_high_precision(tm
     assert "model.layers.0.mlp.up_proj" in report.quantization_config["modules_to_not_convert"]
 
 
+PRESETS = {"FP8_DYNAMIC": "compressed_channel", "FP8_BLOCK": "compressed_block", "MXFP8": "compressed_mxfp8"}
+ANY_SIZE = "compressed_channel", "compressed_tensor", "compressed_mxfp8"
+
+
 @pytest.mark.parametrize(
     ("format", "sizes"),
-    [
-        *itertools.product(("compressed_channel", "compressed_tensor", "compressed_mxfp8"), (WHOLE, RAGGED)),
-        ("compressed_block", WHOLE),
-        ("compressed_block", PARTLY),
-    ],
+    [*itertools.product(ANY_SIZE, (WHOLE, RAGGED)), *itertools.product(["compressed_block"], (WHOLE, PARTLY))],
 )
 def test_their_compressed_loader_reads_it(tmp_path, format, sizes):
-    tritonfp8.export.save(model_of("qwen3", sizes), tmp_path, format)
-    ours = model_of("qwen3", sizes, seed=1)
-    tritonfp8.export.load(ours, tmp_path)
-    config = CompressedTensorsConfig(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
-    check_equal(theirs, ours)
+    check_read(tmp_path, format, "qwen3", sizes)
 
 
 @pytest.mark.parametrize("format", ["compressed_channel", "compressed_mxfp8"])
 def test_their_first_forward_decompresses_it(tmp_path, format):
     tritonfp8.export.save(model_of(), tmp_path, format)
-    ours = model_of(seed=1)
-    tritonfp8.export.load(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert theirs.model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
     theirs(IDS)
-    check_equal(theirs, ours)
+    check_equal(theirs, loaded(tmp_path)[0])
 
 
 @pytest.mark.parametrize("rounding", ["pow2", "none"])
 def test_their_cast_of_scales_to_bfloat16_rounds_all_but_powers_of_two(tmp_path, rounding):
     tritonfp8.export.save(model_of(), tmp_path, "compressed_channel", scale_rounding=rounding)
-    ours = model_of(seed=1)
-    tritonfp8.export.load(ours, tmp_path)
-    config = CompressedTensorsConfig(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(theirs.state_dict()[name], ours.state_dict()[name]) == (rounding == "pow2")
+    ours, theirs = (x.model.layers[0].mlp.up_proj.weight for x in (loaded(tmp_path)[0], theirs_of(tmp_path, "channel")))
+    assert torch.equal(theirs, ours) == (rounding == "pow2")
 
 
-@pytest.mark.parametrize(
-    ("format", "inferred"),
-    [
-        ("compressed_channel", "float-quantized"),
-        ("compressed_tensor", "float-quantized"),
-        ("compressed_block", "float-quantized"),
-        ("compressed_mxfp8", "mxfp8-quantized"),
-    ],
-)
-def test_the_config_is_one_that_they_would_write(format, inferred):
+@pytest.mark.parametrize("format", [*ANY_SIZE, "compressed_block"])
+def test_the_config_is_one_that_they_would_write(format):
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig
 
+    inferred = "mxfp8-quantized" if format == "compressed_mxfp8" else "float-quantized"
     config = tritonfp8.export.plan(model_of(), format).quantization_config
     parsed = QuantizationConfig.model_validate(config)
     (scheme,) = parsed.config_groups.values()
     assert infer_module_format(torch.nn.Linear, scheme).value == parsed.format == inferred
     assert parsed.ignore == ["lm_head"]
-    presets = {"compressed_channel": "FP8_DYNAMIC", "compressed_block": "FP8_BLOCK", "compressed_mxfp8": "MXFP8"}
-    if format in presets:
-        (preset,) = QuantizationConfig(config_groups={presets[format]: ["Linear"]}).config_groups.values()
+    for name in (name for name, of in PRESETS.items() if of == format):
+        (preset,) = QuantizationConfig(config_groups={name: ["Linear"]}).config_groups.values()
         for ours, theirs in ((scheme.weights, preset.weights), (scheme.input_activations, preset.input_activations)):
-            same = (
-                "num_bits",
-                "type",
-                "symmetric",
-                "strategy",
-                "group_size",
-                "block_structure",
-                "dynamic",
-                "scale_dtype",
-            )
-            assert [getattr(ours, key) for key in same] == [getattr(theirs, key) for key in same]
+            for key in "num_bits type symmetric strategy group_size block_structure dynamic scale_dtype".split():  # noqa: SIM905
+                assert getattr(ours, key) == getattr(theirs, key), key
 
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
@@ -178,8 +137,7 @@ def test_what_their_fine_grained_quantizer_writes_is_read(tmp_path, scale_fmt):
         tensors |= Fp8Quantize(Quantizer).convert({name: x}) if is_layer else {name: x}
     assert len(tensors) == len(model.state_dict()) + 7
     write(tmp_path, tensors, {**config.to_dict(), "quant_method": "fp8"})
-    other = model_of("qwen3", seed=1)
-    report = tritonfp8.export.load(other, tmp_path)
+    other, report = loaded(tmp_path, "qwen3")
     assert len(report.layers) == 7
     for name, parameter in other.named_parameters():
         scale = tensors.get(f"{name}_scale_inv")
@@ -187,13 +145,13 @@ def test_what_their_fine_grained_quantizer_writes_is_read(tmp_path, scale_fmt):
         assert torch.equal(parameter, expected.bfloat16()), name
 
 
-@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_their_compressor_writes_is_read(tmp_path, preset, dtype):
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
-    format = {"FP8_DYNAMIC": "compressed_channel", "FP8_BLOCK": "compressed_block", "MXFP8": "compressed_mxfp8"}[preset]
+    format = PRESETS[preset]
     model = model_of("qwen3", dtype=dtype)
     config = QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=["lm_head"], quantization_status="frozen")
     apply_quantization_config(model, config)
@@ -207,8 +165,7 @@ def test_what_their_compressor_writes_is_read(tmp_path, preset, dtype):
     model.save_pretrained(tmp_path)
     compressor.update_config(tmp_path)
     stored = files_of(tmp_path)
-    other = model_of("qwen3", seed=1, dtype=dtype)
-    report = tritonfp8.export.load(other, tmp_path)
+    other, report = loaded(tmp_path, "qwen3", dtype=dtype)
     assert len(report.layers) == 7
     compressor.decompress_model(model)
     theirs = model.state_dict()
@@ -257,8 +214,7 @@ def test_both_read_other_layouts_to_the_same_weights(tmp_path, layout):
         tensors = {name: x.to(torch.float8_e8m0fnu) if name.endswith(".scale") else x for name, x in tensors.items()}
     config = {"quant_method": "fp8", "weight_block_size": block, "modules_to_not_convert": ["lm_head"], **options}
     written(tmp_path, model, tensors, config)
-    ours = model_of(seed=1)
-    report = tritonfp8.export.load(ours, tmp_path)
+    ours, report = loaded(tmp_path)
     assert len(report.layers) == 7
     assert len(report.of_activations) == 7 * len(extra)
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -276,19 +232,15 @@ def test_what_they_write_is_read(tmp_path, layout):
     model = model_of()
     spec = QuantSpec() if block is None else QuantSpec(block=(128, 128), scale_rounding="pow2")
     written(tmp_path, model, quantized_by(spec, model, "weight_scale_inv"), config.to_dict())
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
-    )
-    theirs.save_pretrained(tmp_path / "again")
+    theirs_of(tmp_path).save_pretrained(tmp_path / "again")
     stored = files_of(tmp_path / "again")
     name = "model.layers.0.mlp.up_proj.weight"
     assert stored[name].dtype == torch.float8_e4m3fn
-    ours = model_of(seed=1)
     # They wrote codes, and no word of them into the config.
     with pytest.raises(ValueError, match=r"no quantization config .* has codes, whose blocks the config would say"):
-        tritonfp8.export.load(ours, tmp_path / "again")
+        loaded(tmp_path / "again")
     (tmp_path / "again/quantization_config.json").write_text(json.dumps(config.to_dict()))
-    report = tritonfp8.export.load(ours, tmp_path / "again")
+    ours, report = loaded(tmp_path / "again")
     # By one scale a tensor they quantize the embedding and the head, too.
     assert len(report.layers) == (9 if layout == "tensor" else 7)
     rows = tuple(ours.state_dict()[name].shape) if block is None else block

@@ -45,12 +45,10 @@ def test_standard_library_is_megabytes_of_its_own_source_and_documentation():
     assert (library / "pydoc_data" / "topics.py").read_bytes() in text
     assert Path(torch.__file__).read_bytes() not in text
     assert found.sha256 == hashlib.sha256(text).hexdigest()
-
-
-def test_standard_library_is_the_same_in_another_process():
+    # It is the same in another process.
     code = "from tritonfp8.training import corpus; print(corpus.load().sha256)"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == corpus.load().sha256
+    assert other.stdout.strip() == found.sha256
 
 
 def test_folder_is_read_in_sorted_order_without_what_is_no_text(folder):
@@ -58,9 +56,7 @@ def test_folder_is_read_in_sorted_order_without_what_is_no_text(folder):
     assert text_of(found) == b"first second third"
     assert (found.files, found.skipped, found.truncated) == (3, 2, False)
     assert "2 files that are not text or not readable left out" in str(found)
-
-
-def test_file_is_taken_as_it_is(folder):
+    # A file is taken as it is.
     assert text_of(corpus.load(folder / "binary.txt")) == b"\x7fELF\0\0"
 
 
@@ -89,10 +85,14 @@ def test_data_that_cannot_be_used_is_refused_by_name(folder, name, message):
     assert str(folder / name) in str(error.value)
 
 
+def of_bytes(count, sha256=""):
+    data = (torch.arange(count) % 251).to(torch.uint8)
+    return corpus.Corpus(data, "a test", files=1, skipped=0, truncated=False, sha256=sha256)
+
+
 @pytest.fixture
 def alphabet():
-    data = torch.arange(100, dtype=torch.uint8)
-    return corpus.Corpus(data, "a test", files=1, skipped=0, truncated=False, sha256="")
+    return of_bytes(100)
 
 
 def test_batches_are_windows_of_the_text(alphabet):
@@ -109,6 +109,8 @@ def test_batches_reach_every_place_and_no_further(alphabet):
     assert batch[:, 0].unique().tolist() == [0, 1, 2]
     (whole,) = corpus.batches(alphabet, steps=1, batch_size=1, seq_len=99, seed=0)
     assert torch.equal(whole[0], alphabet.data)
+    with pytest.raises(ValueError, match="seq_len 100 needs at least 101 bytes of text; a test has 100"):
+        next(corpus.batches(alphabet, steps=1, batch_size=1, seq_len=100, seed=0))
 
 
 def test_batches_depend_on_the_seed_alone(alphabet):
@@ -121,23 +123,15 @@ def test_batches_depend_on_the_seed_alone(alphabet):
     assert not torch.equal(draw(1), first)
 
 
-def test_text_shorter_than_a_window_is_refused(alphabet):
-    with pytest.raises(ValueError, match="seq_len 100 needs at least 101 bytes of text; a test has 100"):
-        next(corpus.batches(alphabet, steps=1, batch_size=1, seq_len=100, seed=0))
-
-
-def test_one_block_in_twenty_is_held_out():
-    text = torch.arange(5000) % 251
-    whole = corpus.Corpus(text.to(torch.uint8), "a test", files=1, skipped=0, truncated=False, sha256="of all")
+def test_one_block_in_twenty_is_held_out(alphabet):
+    whole = of_bytes(5000, sha256="of all")
     split = corpus.hold_out(whole, seq_len=99)
     # 5000 bytes are 20 blocks of 250. One is held out.
     assert torch.equal(split.held_out, whole.data[2500:2750])
     assert torch.equal(split.data, torch.cat((whole.data[:2500], whole.data[2750:])))
     assert split.sha256 == "of all"
     assert str(split) == str(whole)
-
-
-def test_a_block_shorter_than_a_window_is_not_held_out(alphabet):
+    # A block that is shorter than a window is not held out.
     assert corpus.hold_out(alphabet, seq_len=4).held_out.numel() == 5
     assert corpus.hold_out(alphabet, seq_len=5) is alphabet
 

@@ -96,34 +96,32 @@ def test_defaults_come_from_the_device_and_the_model(settings):
 
 def fake_gpu(monkeypatch, name, capability):
     abilities = dataclasses.replace(hardware.CPU, name=name, capability=capability, has_fp8_mma=capability >= (8, 9))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for function, value in (("is_available", True), ("device_count", 1), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
     monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
 
 
-def test_no_gpu_means_the_cpu_and_a_word_about_speeds(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize(
+    ("name", "capability", "words"),
+    [(None, (0, 0), "No CUDA GPU"), ("NVIDIA A100", (8, 0), "NVIDIA A100 (sm_80) has no FP8 tensor cores")],
+)
+def test_without_fp8_the_cpu_is_taken_with_a_word_about_speeds(monkeypatch, name, capability, words):
+    if name is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    else:
+        fake_gpu(monkeypatch, name, capability)
+        with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) has no FP8 tensor cores.*use 'cpu'"):
+            training_settings.choose_device("cuda")
     device, notice = training_settings.choose_device(None)
     assert device.type == "cpu"
-    assert "No CUDA GPU" in notice
+    assert words in notice
     assert "speeds mean nothing" in notice
-
-
-def test_old_gpu_is_named_and_left_alone(monkeypatch):
-    fake_gpu(monkeypatch, "NVIDIA A100", (8, 0))
-    device, notice = training_settings.choose_device(None)
-    assert device.type == "cpu"
-    assert "NVIDIA A100 (sm_80) has no FP8 tensor cores" in notice
-    assert "speeds mean nothing" in notice
-    with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) has no FP8 tensor cores.*use 'cpu'"):
-        training_settings.choose_device("cuda")
 
 
 def test_gpu_with_fp8_is_taken_without_a_word(monkeypatch):
     fake_gpu(monkeypatch, "NVIDIA L4", (8, 9))
-    assert training_settings.choose_device(None) == (torch.device("cuda", 0), None)
-    assert training_settings.choose_device("cuda") == (torch.device("cuda", 0), None)
+    for asked in (None, "cuda"):
+        assert training_settings.choose_device(asked) == (torch.device("cuda", 0), None)
     assert training_settings.choose_device("cpu")[0] == torch.device("cpu")
 
 
@@ -148,17 +146,13 @@ def test_named_models_have_the_sizes_they_are_named_after():
         assert model.lm_head.out_features == 256
 
 
-def test_weights_depend_on_the_seed_alone(config):
-    first, again, other = (
-        torch.nn.utils.parameters_to_vector(training_models.build_model(config, 20, seed).parameters())
-        for seed in (0, 0, 1)
-    )
+def test_weights_depend_on_the_seed_alone(config, tmp_path):
+    models = (training_models.build_model(config, 20, seed) for seed in (0, 0, 1))
+    first, again, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in models)
     assert first.dtype == torch.float32
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_folder_with_a_config_is_a_model(config, tmp_path):
+    # A folder with a config is a model, too.
     model = training_models.build_model(str(tmp_path), 20, 0)
     assert model.config.hidden_size == SMALL["hidden_size"]
 
@@ -236,6 +230,12 @@ def test_the_model_learns(compare, recipe):
     assert sum(run.losses[-5:]) / 5 < run.losses[0] - 1.0
 
 
+def weights_of(result, part=""):
+    """The number of elements of the weights of linear layers whose names have this part."""
+    modules = result.job.model.named_modules()
+    return sum(m.weight.numel() for name, m in modules if isinstance(m, torch.nn.Linear) and part in name)
+
+
 def head_flops(result):
     """In a step. The head stays in high precision, so its GEMMs are torch's and not counted."""
     return 6 * result.job.model.lm_head.weight.numel() * 2 * 20
@@ -243,8 +243,7 @@ def head_flops(result):
 
 def test_linear_flops_are_six_a_weight_and_token(compare):
     result = compare(recipes=("bf16",), steps=1)
-    weights = sum(module.weight.numel() for module in result.job.model.modules() if isinstance(module, torch.nn.Linear))
-    assert result.linear_flops == 6 * weights * 2 * 20
+    assert result.linear_flops == 6 * weights_of(result) * 2 * 20
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipes.names() if name != "bf16"])
@@ -261,22 +260,11 @@ def test_share_is_counted_and_is_what_the_recipe_states(compare, recipe):
 
 
 def test_layers_left_as_they_are_count_in_the_denominator(compare, monkeypatch):
-    convert = loop.convert
-    monkeypatch.setattr(
-        loop,
-        "convert",
-        lambda model, recipe, **options: convert(model, recipe, filter=lambda module, fqn: "mlp" in fqn),
-    )
+    convert = functools.partial(loop.convert, filter=lambda module, fqn: "mlp" in fqn)
+    monkeypatch.setattr(loop, "convert", lambda model, recipe, **options: convert(model, recipe))
     result = compare(recipes=("rowwise",), steps=1)
     (run,) = result.runs
-    mlp, everything = (
-        sum(
-            module.weight.numel()
-            for name, module in result.job.model.named_modules()
-            if isinstance(module, torch.nn.Linear) and part in name
-        )
-        for part in ("mlp", "")
-    )
+    mlp, everything = weights_of(result, "mlp"), weights_of(result)
     assert report.summarize(result, run).shares["reference"] == pytest.approx(mlp / everything)
     assert all("mlp" in name for name in run.converted)
     assert "lm_head" in run.skipped
@@ -309,16 +297,7 @@ def test_threads_are_as_many_as_the_work_is_worth(compare, monkeypatch, flops_a_
         torch.set_num_threads(before)
 
 
-def test_loss_that_is_not_finite_is_reported(compare):
-    result = compare(recipes=("bf16",), lr=1e30)
-    (run,) = result.runs
-    assert math.isfinite(run.losses[0])
-    assert run.first_non_finite is not None
-    assert not math.isfinite(run.losses[run.first_non_finite - 1])
-    assert all(map(math.isfinite, run.losses[: run.first_non_finite - 1]))
-
-
-def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings):
+def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings, tmp_path):
     job = training_settings.prepare(settings(recipes=("bf16",), steps=30))
     text = job.text.held_out
     model = copy.deepcopy(job.model)
@@ -332,9 +311,7 @@ def test_held_out_loss_is_the_mean_over_text_that_is_not_trained_on(settings):
     (run,) = loop.run(job).runs
     # Training changes the weights, and so the loss.
     assert abs(run.held_out_loss - found) > 0.01
-
-
-def test_text_too_short_to_hold_any_out_has_no_held_out_loss(settings, tmp_path):
+    # A text that is too short to hold any out has no such loss.
     (tmp_path / "short.txt").write_text("A text of a few hundred bytes. " * 10)
     job = training_settings.prepare(settings(recipes=("bf16",), data=tmp_path / "short.txt"))
     assert loop.run(job).runs[0].held_out_loss is None
@@ -343,10 +320,8 @@ def test_text_too_short_to_hold_any_out_has_no_held_out_loss(settings, tmp_path)
 def test_interrupt_keeps_the_steps_done_and_ends_the_run(compare):
     result = compare(InterruptAt("rowwise", 4), recipes=("bf16", "rowwise", "blockwise"))
     assert result.interrupted
-    assert [(run.recipe, len(run.losses), run.interrupted) for run in result.runs] == [
-        ("bf16", 6, False),
-        ("rowwise", 4, True),
-    ]
+    ran = [(run.recipe, len(run.losses), run.interrupted) for run in result.runs]
+    assert ran == [("bf16", 6, False), ("rowwise", 4, True)]
     assert len(result.runs[1].step_seconds) == 4
     assert sum(result.runs[1].flops.values()) == 4 * (result.linear_flops - head_flops(result))
 
@@ -371,9 +346,8 @@ def test_failure_of_a_recipe_is_noted_and_the_next_one_runs(compare, monkeypatch
 @pytest.mark.slow
 def test_every_recipe_trains_on_the_gpu():
     names = tuple(recipes.names())
-    settings = training_settings.Settings.resolve(
-        model="tiny", recipes=names, steps=100, batch_size=16, seq_len=512, device="cuda"
-    )
+    options = {"steps": 100, "batch_size": 16, "seq_len": 512, "device": "cuda"}
+    settings = training_settings.Settings.resolve(model="tiny", recipes=names, **options)
     result = loop.run(training_settings.prepare(settings))
     assert settings.compile
     for run in result.runs:

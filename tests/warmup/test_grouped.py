@@ -54,7 +54,7 @@ def test_the_key_is_that_of_the_launch(monkeypatch, recipe, has_tma):
     monkeypatch.setattr("tritonfp8.launch.gemms.grouped.choose_grouped", choose)
     monkeypatch.setattr(hardware, "abilities", lambda device: abilities)
     # No row of 20 elements begins at a multiple of 16 bytes: TMA cannot address it.
-    calls = [*grouped(calls_of(recipe)), *grouped(calls_of(recipe, torch.float32)), *grouped(calls_of(recipe, n=20))]
+    calls = grouped([*calls_of(recipe), *calls_of(recipe, torch.float32), *calls_of(recipe, n=20)])
     for call in calls:
         with pytest.raises(LookupError):
             gemms.scaled_grouped_matmul(*call.arguments("cpu"))

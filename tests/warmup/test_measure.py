@@ -75,8 +75,7 @@ class TestProducts:
         assert sum(call.op == "scaled_matmul" for call in calls) == 6
         # Output and grad_input share a bucket of M; grad_weight has the tokens as K.
         assert len(found) == 4
-
-    def test_candidates_are_few_and_can_run(self):
+        # Candidates are few and can run.
         _, found = layer_products((4096, 4096, 4096))
         assert all(0 < len(product.candidates(CPU)) <= gemms.MAX_CANDIDATES for product in found)
 
@@ -184,7 +183,7 @@ class TestTune:
 
     @pytest.mark.parametrize("accumulation", ["fast", "precise"])
     def test_a_slightly_wrong_one_passes_as_fast_accumulation_only(self, monkeypatch, accumulation):
-        """40 dB of noise: what fast accumulation leaves at a large K."""
+        """40 dB of noise: what fast accumulation leaves at a large K. Zeros fail there, too."""
         _, found = layer_products((256, 48, 32))
         call = found[0].call
         call = Call(call.op, (*call.args[:-2], accumulation, False))
@@ -198,12 +197,8 @@ class TestTune:
         done = tune([call], "cpu", workers=0, timer=last_is_fastest)
         assert bool(done.entries) == (accumulation == "fast")
         assert bool(done.failed) == (accumulation == "precise")
-
-    def test_grossly_wrong_fast_accumulation_fails(self, monkeypatch):
-        _, found = layer_products((256, 48, 32))
-        call = Call(found[0].call.op, (*found[0].call.args[:-2], "fast", False))
         monkeypatch.setattr(GemmCall, "run", lambda gemm, args, config, out=None: torch.zeros(256, 48).bfloat16())
-        done = tune([call], "cpu", workers=0, timer=last_is_fastest)
+        done = tune([call], "cpu", workers=0, timer=last_is_fastest, force=True)
         assert done.entries == {}
         assert all("required" in line or "none of" in line for line in done.failed)
 
@@ -249,15 +244,13 @@ class TestTune:
         assert [layout.shape for layout in call.args[1]] == [tuple(shard.shape) for shard in args[1]]
         assert [shard.shape for shard in call.arguments("cpu")[1]] == [shard.shape for shard in args[1]]
 
-    def test_in_a_capture(self, monkeypatch):
+    def test_in_a_capture_and_without_a_gpu_or_a_timer(self, monkeypatch):
+        with pytest.raises(ValueError, match="needs a CUDA GPU, or a timer"):
+            tune([], "cpu")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
             tune([], "cpu", timer=last_is_fastest)
-
-    def test_without_a_gpu_a_timer_is_needed(self):
-        with pytest.raises(ValueError, match="needs a CUDA GPU, or a timer"):
-            tune([], "cpu")
 
     @pytest.mark.parametrize("device", [INTERPRETER])
     def test_on_a_gpu_the_named_configuration_is_launched(self, device):

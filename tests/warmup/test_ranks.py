@@ -1,4 +1,4 @@
-"""Ranks that warm up together: one alone, and two machines."""
+"""Ranks that warm up together: a single one, and two machines."""
 
 import json
 import os

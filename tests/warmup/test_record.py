@@ -46,7 +46,7 @@ class TestRecording:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_experts(self, tmp_path, dtype):
-        """Those of the same model that is converted and trained, on tokens that go where its router sends them."""
+        """The ops of the same model that is converted and trained, on tokens that go where its router sends them."""
         path = tmp_path / "config.json"
         model = mixtures.model_of("mixtral")
         path.write_text(json.dumps({**model.config.to_dict(), "vocab_size": 256}))

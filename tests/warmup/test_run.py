@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import signal
@@ -13,7 +12,6 @@ import time
 import pytest
 import torch
 import warmup_jobs
-from models import SMALL
 from tuned import layer_products, stored
 from warmup_jobs import SHAPES, Touch, choices, last_is_fastest
 
@@ -34,16 +32,11 @@ JOBS = [sys.executable, warmup_jobs.__file__]
 pytestmark = pytest.mark.usefixtures("home")
 
 
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL))
-    return str(path)
-
-
 class TestShapes:
     def test_a_file(self, tmp_path):
         path = tmp_path / "shapes.json"
+        with pytest.raises(ValueError, match="cannot be read"):
+            warmup.read_shapes(path)
         path.write_text('[{"m": 1, "n": 2, "k": 3}, {"k": 6, "n": 5, "m": 4}]')
         assert warmup.read_shapes(path) == ((1, 2, 3), (4, 5, 6))
 
@@ -62,10 +55,6 @@ class TestShapes:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             warmup.read_shapes(path)
-
-    def test_no_file(self, tmp_path):
-        with pytest.raises(ValueError, match="cannot be read"):
-            warmup.read_shapes(tmp_path / "none.json")
 
     def test_tokens(self):
         assert warmup.parse_tokens("4x2048") == (4, 2048)
@@ -127,10 +116,15 @@ class TestWarmUp:
     def warm_up(self, **options):
         return warmup.warm_up(**{"shapes": SHAPES, "recipes": ["rowwise"], "device": "cpu", "workers": 0, **options})
 
-    def test_every_op_runs_in_a_worker_and_here(self, monkeypatch):
-        ran, stages = [], []
-        real = OpJob.run
-        monkeypatch.setattr(OpJob, "run", lambda job, device: ran.append(job) or real(job, device))
+    @pytest.fixture
+    def ran(self, monkeypatch):
+        """The jobs that run."""
+        jobs, real = [], OpJob.run
+        monkeypatch.setattr(OpJob, "run", lambda job, device: jobs.append(job) or real(job, device))
+        return jobs
+
+    def test_every_op_runs_in_a_worker_and_here(self, ran):
+        stages = []
         report = self.warm_up(progress=lambda *step: stages.append(step))
         calls, _ = layer_products(*SHAPES)
         distinct = list(dict.fromkeys(calls))
@@ -150,10 +144,7 @@ class TestWarmUp:
         assert report.failed == ()
         assert report.compiled == len(layer_products(SHAPES[0])[0])
 
-    def test_tuning_comes_first_and_decides_what_is_compiled(self, monkeypatch):
-        ran = []
-        real = OpJob.run
-        monkeypatch.setattr(OpJob, "run", lambda job, device: ran.append(job) or real(job, device))
+    def test_tuning_comes_first_and_decides_what_is_compiled(self, ran):
         report = self.warm_up(tune=True, timer=last_is_fastest)
         _, found = layer_products(*SHAPES)
         assert (report.tuned, report.skipped) == (len(found), 0)
@@ -165,9 +156,7 @@ class TestWarmUp:
         assert (again.tuned, again.skipped) == (0, len(found))
         assert self.warm_up(tune=True, timer=last_is_fastest, force=True).tuned == len(found)
 
-    def test_of_a_machine_one_rank_compiles_and_of_all_one_tunes(self, monkeypatch):
-        ran = []
-        monkeypatch.setattr(OpJob, "run", lambda job, device: ran.append(job))
+    def test_of_a_machine_one_rank_compiles_and_of_all_one_tunes(self, monkeypatch, ran):
         monkeypatch.setattr(warmup, "joined", lambda timeout: contextlib.nullcontext(Ranks(rank=9, local_rank=1)))
         report = self.warm_up(tune=True, timer=pytest.fail)
         calls, _ = layer_products(*SHAPES)

@@ -25,28 +25,16 @@ def run_doctor():
     return CliRunner().invoke(app.app, ["doctor"])
 
 
-@pytest.fixture
-def examined():
-    return run_doctor()
-
-
-def test_doctor_finds_this_machine_well(examined):
+def test_doctor_finds_this_machine_well_and_shows_every_ability_and_recipe():
+    examined = run_doctor()
     assert examined.exit_code == 0, examined.output
     assert "FAILED" not in examined.output
     # A package may be without the local part (+cu130) that the module has.
-    for version in (tritonfp8.__version__, torch.__version__.partition("+")[0]):
-        assert version in examined.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_doctor_says_that_kernels_need_a_gpu(examined):
-    assert "This machine has no CUDA GPU: the ops run the reference" in examined.output
-    assert "are compared on a GPU" in examined.output
-
-
-def test_doctor_shows_every_ability_and_recipe(examined):
-    for name in (*(each.name for each in dataclasses.fields(hardware.Abilities)), *recipes.names()):
-        assert name in examined.output
+    shown = [tritonfp8.__version__, torch.__version__.partition("+")[0], *recipes.names()]
+    if not torch.cuda.is_available():
+        shown += ["This machine has no CUDA GPU: the ops run the reference", "are compared on a GPU"]
+    for text in (*shown, *(each.name for each in dataclasses.fields(hardware.Abilities))):
+        assert text in examined.output
 
 
 @pytest.mark.parametrize(("gpu", "shipped"), [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("other", False)])
@@ -64,24 +52,15 @@ def test_doctor_counts_the_tuned_gemms_of_a_gpu(monkeypatch, gpu, shipped, tmp_p
     assert f"{entries} ship, and 1 are yours." in " ".join(run_doctor().output.split())
 
 
-def test_self_tests_cover_every_block_and_orientation_and_pass():
+def test_self_tests_cover_every_op_block_and_orientation_and_pass():
     checks = list(doctor.self_tests(CPU))
     assert all(check.ok for check in checks), [check for check in checks if not check.ok]
     names = {check.name for check in checks}
     assert len(names) == len(checks)
-    for block in BLOCKS.values():
-        assert {
-            f"quantize {block.name}",
-            f"quantize {block.name}, transposed",
-            f"quantize_both {block.name}",
-            f"dequantize {block.name}",
-            f"scaled_matmul {block.name} x {block.name}",
-        } <= names
-
-
-def test_self_tests_cover_every_op_that_launches_kernels():
-    names = {check.name.split(" ")[0] for check in doctor.self_tests(CPU)}
-    assert {name for name, op in ops.OPS.items() if op.launch is not None} <= names
+    texts = "quantize {0}", "quantize {0}, transposed", "quantize_both {0}", "dequantize {0}", "scaled_matmul {0} x {0}"
+    assert {text.format(block.name) for block in BLOCKS.values() for text in texts} <= names
+    launching = {name for name, op in ops.OPS.items() if op.launch is not None}
+    assert launching <= {name.split(" ")[0] for name in names}
 
 
 @pytest.mark.in_turn(3)
@@ -164,9 +143,8 @@ def test_versions_are_those_installed():
 def test_package_that_is_too_old_or_missing_is_flagged(monkeypatch):
     required = ["torch>=99", "triton>=1", "matplotlib; extra == 'train'", "numpy"]
     monkeypatch.setattr(doctor, "requirements", lambda: {r.name: r for r in map(Requirement, required)})
-    monkeypatch.setattr(
-        machine, "versions", lambda own: {"torch": "2.11.0+cu130", "triton": "3.6.0", "matplotlib": None, "numpy": None}
-    )
+    found = {"torch": "2.11.0+cu130", "triton": "3.6.0", "matplotlib": None, "numpy": None}
+    monkeypatch.setattr(machine, "versions", lambda own: found)
     lines = {row.split()[1]: row for row in run_doctor().output.splitlines() if re.match(r"│ \w+ +│ [\d-]", row)}
     assert "not supported" in lines["torch"]
     assert "not supported" not in lines["triton"]
@@ -174,7 +152,7 @@ def test_package_that_is_too_old_or_missing_is_flagged(monkeypatch):
     assert "missing" in lines["numpy"]
 
 
-def test_requirements_are_those_of_the_installed_package(monkeypatch):
+def test_requirements_are_those_of_the_installed_package_or_none(monkeypatch):
     lines = {"tritonfp8": ["torch>=2.11", 'transformers>=5; extra == "train"']}
     monkeypatch.setattr(importlib.metadata, "requires", lines.__getitem__)
     required = doctor.requirements()
@@ -182,8 +160,6 @@ def test_requirements_are_those_of_the_installed_package(monkeypatch):
     assert not required["torch"].specifier.contains("2.10")
     assert required["transformers"].marker is not None
 
-
-def test_checkout_that_is_not_installed_requires_nothing(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

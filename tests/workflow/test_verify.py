@@ -49,6 +49,10 @@ def flops(m, n, k):
     return 2 * m * n * k
 
 
+def two(recipe="tensorwise"):
+    return converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipe)
+
+
 def converted(model, recipe="tensorwise", **options):
     tritonfp8.convert(model, recipe, **options)
     return model
@@ -98,7 +102,7 @@ def test_the_flops_of_other_layers_count_once_with_checkpointing_and_autocast():
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_every_recipe_shows_what_its_gemms_run(recipe):
-    model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipe)
+    model = two(recipe)
     with torch.autocast("cpu", torch.bfloat16):
         report = tritonfp8.verify(model, torch.randn(M, 32))
     for gemm in GEMMS:
@@ -108,19 +112,15 @@ def test_every_recipe_shows_what_its_gemms_run(recipe):
         assert found.in_8_bits == how.quantized
 
 
-def test_tied_layers_are_told_apart():
+def test_tied_layers_are_told_apart_and_frozen_layers_run_two_gemms():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     report = tritonfp8.verify(converted(model), torch.randn(M, 32))
     assert [report.layers[name].gemms["output"].calls for name in "01"] == [1, 1]
     assert report.ok
-
-
-def test_frozen_layers_run_two_gemms():
-    model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    model = two()
     model[1].requires_grad_(False)
-    report = tritonfp8.verify(model, torch.randn(M, 32))
-    assert report.layers["1"].gemms.keys() == {"output", "grad_input"}
+    assert tritonfp8.verify(model, torch.randn(M, 32)).layers["1"].gemms.keys() == {"output", "grad_input"}
 
 
 def test_inference_runs_the_forward_only():
@@ -131,7 +131,7 @@ def test_inference_runs_the_forward_only():
 
 
 def test_a_compiled_model_runs_eagerly_and_stays_compiled():
-    model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    model = two()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter)
     x = torch.randn(M, 32)
@@ -239,19 +239,19 @@ def test_the_report_is_a_table_and_a_line_of_the_log(caplog):
     assert [record.getMessage() for record in caplog.records] == [report.summary]
 
 
-def test_arguments_are_checked():
-    model, x = converted(Siblings()), torch.randn(M, 32)
-    with pytest.raises(TypeError, match="model must be"):
-        tritonfp8.verify(3)
-    with pytest.raises(TypeError, match="backward must be"):
-        tritonfp8.verify(model, x, backward=1)
-    with pytest.raises(ValueError, match="on_failure must be one of 'raise', 'warn'"):
-        tritonfp8.verify(model, x, on_failure="ignore")
-    with pytest.raises(ValueError, match="use tritonfp8.convert first"):
-        tritonfp8.verify(nn.Linear(32, 32), x)
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="carries no gradient"):
-        tritonfp8.verify(model, x)
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (3, {}, TypeError, "model must be"),
+        (converted(Siblings()), {"backward": 1}, TypeError, "backward must be"),
+        (converted(Siblings()), {"on_failure": "ignore"}, ValueError, "on_failure must be one of 'raise', 'warn'"),
+        (nn.Linear(32, 32), {}, ValueError, "use tritonfp8.convert first"),
+        (converted(Siblings()).requires_grad_(False), {}, ValueError, "carries no gradient"),
+    ],
+)
+def test_arguments_are_checked(model, options, error, message):
+    with pytest.raises(error, match=message):
+        tritonfp8.verify(model, torch.randn(M, 32), **options)
 
 
 def test_the_command_shows_the_table():

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from cases import each_recipe
+from cases import each_recipe, generator, normal
 from torch import nn
 
 import tritonfp8
@@ -25,6 +25,11 @@ def converted(recipe="tensorwise"):
     model = Model()
     tritonfp8.convert(model, recipe)
     return model
+
+
+def with_sgd(lr=0.1):
+    model = converted()
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def step(model, *optimizers, clear=True):
@@ -50,10 +55,7 @@ def failures(model, optimizer, run=step, **options):
 def test_weights_that_move_pass(clear, recipe, caplog):
     model = converted(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with (
-        caplog.at_level(logging.INFO, logger="tritonfp8"),
-        tritonfp8.verify_training(model, optimizer) as check,
-    ):
+    with caplog.at_level(logging.INFO, logger="tritonfp8"), tritonfp8.verify_training(model, optimizer) as check:
         step(model, optimizer, clear=clear)
     assert check.ok
     assert check.steps == 1
@@ -67,8 +69,7 @@ def test_weights_that_move_pass(clear, recipe, caplog):
 
 def test_a_weight_that_does_not_move():
     """An optimizer that steps on copies."""
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
 
     def run(model, optimizer):
         before = model.b.weight.detach().clone()
@@ -93,47 +94,34 @@ def test_an_update_below_the_rounding_of_the_weight():
 
 
 def test_a_learning_rate_of_zero_has_its_own_cause():
+    """In a group, and in the first step of a schedule."""
     model = converted()
     groups = [{"params": model.a.parameters(), "lr": 0.0}, {"params": [model.b.weight, model.unused.weight]}]
     found = failures(model, torch.optim.SGD(groups, lr=0.1))
     assert found.keys() == {"a.weight", "a.bias"}
     assert all("its learning rate is 0" in each for each in found.values())
-
-
-def test_a_schedule_that_begins_at_zero():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
-
-    def run(model, optimizer):
-        step(model, optimizer)
-        schedule.step()
-
-    found = failures(model, optimizer, run)
+    found = failures(model, optimizer, lambda model, optimizer: (step(model, optimizer), schedule.step()))
     assert all("its learning rate is 0" in each for each in found.values())
     with tritonfp8.verify_training(model, optimizer):
-        run(model, optimizer)
+        step(model, optimizer)
 
 
 def test_gradients_of_zeros_have_their_own_cause():
-    model = converted()
+    model, optimizer = with_sgd()
     model.a.weight.register_hook(torch.zeros_like)
-    found = failures(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = failures(model, optimizer)
     assert found.keys() == {"a.weight"}
     assert "its gradient is all zeros" in found["a.weight"]
-
-
-def test_zeros_that_weight_decay_moves_pass():
-    model = converted()
-    model.a.weight.register_hook(torch.zeros_like)
+    # Weight decay moves it.
     with tritonfp8.verify_training(model, optimizer := torch.optim.AdamW(model.parameters(), lr=0.1)) as check:
         step(model, optimizer)
     assert "a.weight" in check.moved
 
 
 def test_an_optimizer_of_other_parameters():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     model.b.weight = nn.Parameter(model.b.weight.detach().clone())
     found = failures(model, optimizer)
     assert found.keys() == {"parameter 2 of group 0 of the optimizer", "b.weight"}
@@ -153,10 +141,8 @@ def test_a_parameter_that_the_optimizer_lacks():
 
 def test_several_optimizers_share_a_model():
     model = converted()
-    several = [
-        torch.optim.SGD(model.a.parameters(), lr=0.1),
-        torch.optim.AdamW([model.b.weight, model.unused.weight], lr=0.1),
-    ]
+    others = torch.optim.AdamW([model.b.weight, model.unused.weight], lr=0.1)
+    several = [torch.optim.SGD(model.a.parameters(), lr=0.1), others]
     with tritonfp8.verify_training(model, several) as check:
         step(model, *several)
     assert check.steps == 2
@@ -165,8 +151,7 @@ def test_several_optimizers_share_a_model():
 
 def test_a_block_without_a_step():
     """As with GradScaler, which skips a step whose gradients are infinite."""
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     found = failures(model, optimizer, lambda model, optimizer: model(torch.ones(4, 32)).sum().backward())
     assert found.keys() == {"optimizer"}
     assert "no step ran inside the block" in found["optimizer"]
@@ -261,8 +246,7 @@ def test_closures_and_sparse_gradients():
 
 
 def test_an_error_in_the_block_is_the_callers():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     with pytest.raises(KeyError), tritonfp8.verify_training(model, optimizer) as check:
         raise KeyError
     step(model, optimizer)
@@ -270,8 +254,7 @@ def test_an_error_in_the_block_is_the_callers():
 
 
 def test_a_warning_in_place_of_an_error():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = with_sgd(lr=0.0)
     check = tritonfp8.verify_training(model, optimizer, on_failure="warn")
     with pytest.warns(UserWarning, match=r"a\.weight: .*learning rate is 0") as caught, check:
         step(model, optimizer)
@@ -280,8 +263,7 @@ def test_a_warning_in_place_of_an_error():
 
 
 def test_arguments_are_checked():
-    model = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = with_sgd()
     with pytest.raises(TypeError, match="model must be"):
         tritonfp8.verify_training(optimizer, model)
     with pytest.raises(TypeError, match="have param_groups; got int"):
@@ -303,9 +285,8 @@ CHECKED += [(torch.bfloat16, (CHUNK_BYTES // 2 + 3,))]
 
 @pytest.mark.parametrize(("dtype", "shape"), CHECKED)
 def test_a_checksum_changes_with_any_bit(dtype, shape):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (max(1, torch.Size(shape).numel()), dtype.itemsize), generator=generator)
-    bits = x.to(torch.uint8)
+    count = max(1, torch.Size(shape).numel())
+    bits = torch.randint(0, 256, (count, dtype.itemsize), generator=generator(0)).to(torch.uint8)
     of = lambda each: each.clone().view(dtype).reshape(shape)  # noqa: E731
     assert same(of(bits), of(bits))
     for row, column in [(0, 0), (-1, -1), (bits.shape[0] // 2, 0)]:
@@ -316,17 +297,14 @@ def test_a_checksum_changes_with_any_bit(dtype, shape):
 
 
 def test_a_checksum_sees_signs_order_and_length():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1 << 20, generator=generator)
-    assert not same(x, -x)
-    assert not same(x, x.flip(0))
+    x, count = normal(1 << 20), torch.arange(5, dtype=torch.uint8)
     # Two chunks in the other order.
     chunks = torch.cat([x, 2 * x])
     assert chunks.numel() * 4 == 2 * CHUNK_BYTES
-    assert not same(chunks, chunks.roll(x.numel()))
-    assert not same(x, torch.cat([x[1:], x[:1]]))
-    assert not same(torch.zeros(3, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))
-    assert not same(torch.zeros(2), -torch.zeros(2))
+    zeros = torch.zeros(4, dtype=torch.uint8)
+    pairs = (x, -x), (x, x.flip(0)), (x, x.roll(-1)), (chunks, chunks.roll(len(x))), (zeros, zeros[:3])
+    for a, b in (*pairs, (torch.zeros(2), -torch.zeros(2))):
+        assert not same(a, b)
     assert same(x.reshape(1024, 1024).t(), x.reshape(1024, 1024).t().contiguous())
-    assert same(torch.tensor([0, 1, 2, 3, 4], dtype=torch.uint8)[1:], torch.tensor([1, 2, 3, 4], dtype=torch.uint8))
+    assert same(count[1:], count[1:].clone())
     assert same(torch.empty(0), torch.empty(0))

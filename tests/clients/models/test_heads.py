@@ -1,6 +1,6 @@
 """Every family of transformers that makes logits: ``convert`` never takes the layer that makes them.
 
-That layer is found by its size alone: the vocabulary and the number of labels are sizes that nothing else has.
+That layer is found only by its size: the vocabulary and the number of labels are sizes that nothing else has.
 """
 
 import model_families

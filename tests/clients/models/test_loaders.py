@@ -20,6 +20,11 @@ from tritonfp8.layers.stored import stored_part
 each_family = pytest.mark.parametrize("family", SIZES)
 
 
+def check(found, family, expected=None):
+    """The model has the values of the checkpoint, stored where ``convert`` stores them."""
+    assert differing(found, stored_after(expected or plain(family), family)) == []
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A checkpoint of each family, as ``save_pretrained`` writes it, with parts of its own for experts."""
@@ -47,7 +52,7 @@ class TestTransformers:
         with tritonfp8.quantized_init("rowwise", experts=has_experts(family)):
             found = transformers.AutoModelForCausalLM.from_pretrained(folders[family], **options)
         expected = transformers.AutoModelForCausalLM.from_pretrained(folders[family], **options)
-        assert differing(found, stored_after(expected, family)) == []
+        check(found, family, expected)
         ids = torch.arange(12)[None]
         assert torch.equal(found.eval()(ids).logits, expected.eval()(ids).logits)
 
@@ -72,7 +77,7 @@ class TestTransformers:
             model.to_empty(device="cpu")
             torch.manual_seed(1)
             model.init_weights()
-        assert differing(found, stored_after(expected, family)) == []
+        check(found, family, expected)
 
 
 class TestAccelerate:
@@ -82,51 +87,45 @@ class TestAccelerate:
         for name, x in plain(family).state_dict().items():
             set_module_tensor_to_device(found, name, "meta")
             set_module_tensor_to_device(found, name, "cpu", value=x)
-        assert differing(found, stored_after(plain(family), family)) == []
+        check(found, family)
         assert not any(p.requires_grad for p in found.parameters() if stored_part(p) is not None)
 
     @each_family
     def test_load_checkpoint_in_model(self, files, family):
-        expected = stored_after(plain(family), family)
         with accelerate.init_empty_weights():
             found = quantized(family, "cpu")
         load_checkpoint_in_model(found, files[family].parent, device_map={"": "cpu"})
-        assert differing(found, expected) == []
+        check(found, family)
         found = quantized(family, "cpu")
         load_checkpoint_in_model(found, files[family].parent)
-        assert differing(found, expected) == []
+        check(found, family)
 
     @each_family
     def test_load_checkpoint_and_dispatch(self, files, family):
         with tritonfp8.quantized_init("rowwise", experts=has_experts(family)), accelerate.init_empty_weights():
             found = transformers.AutoModelForCausalLM.from_config(config_of(family))
         found = accelerate.load_checkpoint_and_dispatch(found, files[family].parent, device_map="auto")
-        assert differing(found, stored_after(plain(family), family)) == []
+        check(found, family)
 
 
 @each_family
 @pytest.mark.parametrize("swap", [False, True])
 def test_torch_load_state_dict(monkeypatch, family, swap):
-    expected, state = stored_after(plain(family), family), plain(family).state_dict()
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        for device, assign in (("cpu", False), ("cpu", True), ("meta", True)):
-            found = quantized(family, device)
-            found.load_state_dict(state, assign=assign)
-            assert differing(found, expected) == [], (device, assign)
-        found = quantized(family, "meta").to_empty(device="cpu")
-        found.load_state_dict(state)
-        assert differing(found, expected) == []
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swap)
+    state, empty = plain(family).state_dict(), quantized(family, "meta").to_empty(device="cpu")
+    for found, assign in (
+        (quantized(family, "cpu"), False), (quantized(family, "cpu"), True), (quantized(family, "meta"), True),
+        (empty, False),
+    ):  # fmt: skip
+        found.load_state_dict(state, assign=assign)
+        check(found, family)
 
 
 @each_family
 def test_safetensors_load_model(files, family):
     found = quantized(family, "cpu")
     safetensors.torch.load_model(found, files[family])
-    assert differing(found, stored_after(plain(family), family)) == []
+    check(found, family)
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,8 @@ def logits(model):
 
 
 def dispatched(model, folder, device_map):
-    return accelerate.dispatch_model(
-        model, device_map=device_map, main_device="cpu", offload_dir=folder, force_hooks=True
-    )
+    options = {"main_device": "cpu", "offload_dir": folder, "force_hooks": True}
+    return accelerate.dispatch_model(model, device_map=device_map, **options)
 
 
 def half_on_disk(model):

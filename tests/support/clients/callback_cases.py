@@ -4,6 +4,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from tritonfp8.specs.testing import assert_bitwise_equal
+
 VOCABULARY = 96
 
 
@@ -18,13 +20,25 @@ class Tokens(Dataset):
         return {"input_ids": row, "labels": row}
 
 
-def llama(vocabulary=VOCABULARY):
+def llama(vocabulary=VOCABULARY, **options):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, use_cache=False,
+        num_key_value_heads=2, **{"use_cache": False, **options},
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_trained(model, before, expected=None):
+    """Every weight has changed, to the bits that the other model has."""
+    for name, value in model.named_parameters():
+        assert not torch.equal(value, before[name]), name
+        if expected is not None:
+            assert_bitwise_equal(value.detach(), expected.get_parameter(name).detach())
 
 
 def trainer(model, folder, *callbacks, **options):

@@ -5,27 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    ExaoneMoeConfig,
-    ExaoneMoeForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import tritonfp8
+from tritonfp8.specs.testing import assert_bitwise_equal
 
 SIZES = {
     "vocab_size": 64,
@@ -37,14 +23,13 @@ SIZES = {
 # In multiples of 128, and not.
 WHOLE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
 RAGGED = {"hidden_size": 160, "intermediate_size": 200, "num_key_value_heads": 2, "head_dim": 40}
+NAMES = {
+    "llama": "Llama", "qwen3": "Qwen3", "moe": "Qwen3Moe", "mixtral": "Mixtral", "exaone": "ExaoneMoe",
+    "granitemoe": "GraniteMoe", "gpt_neox": "GPTNeoX",
+}  # fmt: skip
 MODELS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "exaone": (ExaoneMoeConfig, ExaoneMoeForCausalLM),
-    "granitemoe": (GraniteMoeConfig, GraniteMoeForCausalLM),
-    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+    kind: (getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM"))
+    for kind, name in NAMES.items()
 }
 EXPERTS = WHOLE | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 # Experts have one block of 128x128 in EXPERTS, and several here.
@@ -65,6 +50,26 @@ def model_of(kind="llama", sizes=WHOLE, seed=0, dtype=torch.bfloat16, **options)
                 rows = torch.randint(-9, 6, (module.out_features, 1))
                 module.weight.copy_(torch.randn(module.weight.shape) * 2.0**rows)
     return model
+
+
+def loaded(folder, kind="llama", sizes=WHOLE, **options):
+    """A model of other weights that reads this checkpoint, and the report."""
+    model = model_of(kind, sizes, seed=1, **options)
+    return model, tritonfp8.export.load(model, folder)
+
+
+def theirs_of(folder, format="fine_grained"):
+    """The model that transformers reads, in high precision."""
+    if format != "fine_grained":
+        pytest.importorskip("compressed_tensors")
+    config = transformers.FineGrainedFP8Config if format == "fine_grained" else transformers.CompressedTensorsConfig
+    options = {"dtype": torch.bfloat16, "quantization_config": config(dequantize=True)}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def same(a, b):
+    """Two sets of named tensors have the same names, dtypes and bits."""
+    assert_bitwise_equal(dict(sorted(a.items())), dict(sorted(b.items())))
 
 
 def files_of(folder):
@@ -125,18 +130,14 @@ FINE_GRAINED = {
     "weight_block_size": [128, 128],
     "modules_to_not_convert": ["1"],
 }
-CHANNEL = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-        }
-    },
-    "ignore": ["1"],
-}
+
+
+def compressed(strategy="channel"):
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["1"],
+    }  # fmt: skip
 
 
 def small(bias=False, **options):

@@ -60,11 +60,30 @@ def train_on_cpus(mesh, **options):
     return train(Program(**{**SMALL, **options}))
 
 
-def accelerate_loop(mesh, gather, order, recipe):
-    """Losses of a loop with accelerate, and parameters that did not change. The optimizer is made before sharding."""
+def _loop(program, model, optimizer, rows=None, folder=None, resume=False, **options):
+    """Sharded model and losses of a loop with accelerate, which loads and saves its state in ``folder``."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
+    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **wrap, **options))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if resume:
+        accelerator.load_state(folder)
+    losses = []
+    for row in Tokens(6, program.tokens).rows.chunk(2)[dist.get_rank()] if rows is None else rows:
+        loss = model(input_ids=row[None], labels=row[None]).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if folder is not None:
+        accelerator.save_state(folder)
+    return model, losses
+
+
+def accelerate_loop(mesh, gather, order, recipe):
+    """Losses of a loop with accelerate, and parameters that did not change. The optimizer is made before sharding."""
     act_as_launched()
     program = Program(**SMALL, dtype="float32")
     model = model_of(program)
@@ -73,22 +92,7 @@ def accelerate_loop(mesh, gather, order, recipe):
     tritonfp8.convert(model, recipe)
     if gather:
         enable_float8_all_gather(model)
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    rows = Tokens(6, program.tokens).rows.chunk(2)[dist.get_rank()]
-    losses = []
-    for row in rows:
-        loss = model(input_ids=row[None], labels=row[None]).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    model, losses = _loop(program, model, optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3))
     stuck = [name for name, p in model.named_parameters() if torch.equal(p.full_tensor(), before[name])]
     reset()
     return losses, stuck
@@ -117,38 +121,24 @@ def _adapters(model):
     }
 
 
-def lora_by_accelerate(mesh, stored, ram_efficient):
-    """Losses, the number of stored layers, and trained adapters of a loop with accelerate."""
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    act_as_launched()
-    program = Program(**SMALL, dtype="bfloat16")
-    model = _with_adapters(program, "mxfp8", stored)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
-        cpu_ram_efficient_loading=ram_efficient,
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    kept = sum(is_stored(module) for module in model.modules())
-    losses = []
-    for row in Tokens(6, program.tokens).rows.chunk(2)[dist.get_rank()]:
-        loss = model(input_ids=row[None], labels=row[None]).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    adapters = _adapters(model)
+def _of_adapters(model, losses):
+    """Losses, the number of stored layers, and trained adapters."""
+    kept, adapters = sum(map(is_stored, model.modules())), _adapters(model)
     reset()
     return losses, kept, adapters
 
 
+def lora_by_accelerate(mesh, stored, ram_efficient):
+    """Results of a loop with accelerate."""
+    act_as_launched()
+    program = Program(**SMALL, dtype="bfloat16")
+    model = _with_adapters(program, "mxfp8", stored)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return _of_adapters(*_loop(program, model, optimizer, cpu_ram_efficient_loading=ram_efficient))
+
+
 def lora_by_trainer(mesh, stored, **options):
-    """Losses, the number of stored layers, and trained adapters of Trainer with FSDP2."""
+    """As :func:`lora_by_accelerate`, of Trainer with FSDP2."""
     act_as_launched()
     options = {"recipe": "rowwise", "dtype": "bfloat16", "learning_rate": 1e-2, **options}
     program = Program(**{**SMALL, **options})
@@ -157,10 +147,7 @@ def lora_by_trainer(mesh, stored, **options):
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(program, model, folder, program.steps, losses, [])
         trainer.train()
-    kept = sum(is_stored(module) for module in trainer.model.modules())
-    adapters = _adapters(trainer.model)
-    reset()
-    return losses, kept, adapters
+    return _of_adapters(trainer.model, losses)
 
 
 def _trained_in_8_bits(program, recipe):
@@ -169,8 +156,14 @@ def _trained_in_8_bits(program, recipe):
     return model
 
 
+def _of_codes(losses, kept, before, after):
+    """Losses, the number of stored layers, what did not change, and the codes."""
+    stuck = [name for name, x in after.items() if name in before and torch.equal(x, before[name])]
+    return losses, kept, stuck, {name: x.tolist() for name, x in after.items()}
+
+
 def stored_by_trainer(mesh, recipe, folder, resume):
-    """Losses, the number of stored layers, what did not change, and the codes of Trainer with FSDP2 and our AdamW."""
+    """Results of Trainer with FSDP2 and our AdamW."""
     act_as_launched()
     program = Program(**{**SMALL, "steps": 4, "recipe": recipe, "dtype": "float32", "resume": True})
     losses = []
@@ -183,39 +176,21 @@ def stored_by_trainer(mesh, recipe, folder, resume):
         trainer.train(resume_from_checkpoint=index > 0 or None)
         kept, after = sum(map(is_stored, trainer.model.modules())), contents(trainer.model)
         reset()
-    stuck = [name for name, x in after.items() if name in before and torch.equal(x, before[name])]
-    return losses, kept, stuck, {name: x.tolist() for name, x in after.items()}
+    return _of_codes(losses, kept, before, after)
 
 
 def stored_by_accelerate(mesh, recipe, folder, resume):
     """As :func:`stored_by_trainer`, of a loop with accelerate that saves and loads its state."""
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
     act_as_launched()
     program = Program(**SMALL, dtype="float32")
     losses, rows = [], Tokens(8, program.tokens).rows.chunk(2)[dist.get_rank()]
     for part in (rows[:2], rows[2:]) if resume else (rows,):
         model = _trained_in_8_bits(program, recipe)
         before = contents(model)
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
-            state_dict_type="SHARDED_STATE_DICT",
-        )
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-3, moments="bf16", seed=5))
-        if part is not rows and losses:
-            accelerator.load_state(folder)
-        for row in part:
-            loss = model(input_ids=row[None], labels=row[None]).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        accelerator.save_state(folder)
+        optimizer = AdamW(model.parameters(), lr=1e-3, moments="bf16", seed=5)
+        of_codes = {"folder": folder, "resume": bool(losses), "state_dict_type": "SHARDED_STATE_DICT"}
+        model, found = _loop(program, model, optimizer, part, **of_codes)
+        losses += found
         kept, after = sum(map(is_stored, model.modules())), contents(model)
         reset()
-    stuck = [name for name, x in after.items() if name in before and torch.equal(x, before[name])]
-    return losses, kept, stuck, {name: x.tolist() for name, x in after.items()}
+    return _of_codes(losses, kept, before, after)

@@ -65,8 +65,7 @@ def test_every_operand_of_every_family(family):
 def test_figures_are_those_of_what_the_gemms_read(recipe):
     model, x = Mixture(recipe), normal(20, 64, seed=1).requires_grad_()
     found, _ = figures_of(model, x)
-    rule = recipes.get(recipe)
-    experts = model.experts
+    rule, experts = recipes.get(recipe), model.experts
     for name, weight in experts.weights().items():
         each = [measured(matrix.detach(), rule.output.rhs) for matrix in weight]
         figures = found[f"experts.{name}"]["weight"]
@@ -87,19 +86,16 @@ def test_figures_are_those_of_what_the_gemms_read(recipe):
     whole = model(x)
     grad = 2 * whole.detach()[rows // 2] * factors[:, None]
     out.backward(grad)
-    assert found["experts.gate_up_proj"]["input"] == measured(tokens, rule.output.lhs)
-    assert found["experts.down_proj"]["input"] == measured(inside.detach(), rule.output.lhs)
-    assert found["experts.down_proj"]["grad_output"] == pytest.approx(measured(grad, rule.grad_input.lhs), rel=1e-6)
-    assert found["experts.gate_up_proj"]["grad_output"] == pytest.approx(
-        measured(inner.grad, rule.grad_input.lhs), rel=1e-6
-    )
+    for name, x, gradient in (("gate_up_proj", tokens, inner.grad), ("down_proj", inside.detach(), grad)):
+        operands = found[f"experts.{name}"]
+        assert operands["input"] == measured(x, rule.output.lhs)
+        assert operands["grad_output"] == pytest.approx(measured(gradient, rule.grad_input.lhs), rel=1e-6)
 
 
 def test_one_bad_expert_is_found_and_named(caplog):
     model = Mixture()
-    with torch.no_grad():
-        model.experts.down_proj[2].zero_()
-        model.experts.gate_up_proj[1, 5, 7] = torch.nan
+    model.experts.down_proj.data[2] = 0
+    model.experts.gate_up_proj.data[1, 5, 7] = torch.nan
     with caplog.at_level(logging.WARNING, "tritonfp8"):
         figures, stats = figures_of(model, normal(20, 64, seed=1))
     assert figures["experts.down_proj"]["weight"]["zero_share"] == 1
@@ -108,7 +104,7 @@ def test_one_bad_expert_is_found_and_named(caplog):
     assert "experts.gate_up_proj" in caplog.text
 
 
-def test_a_monitored_step_has_the_same_bits_and_leaves_nothing():
+def test_a_monitored_step_has_the_same_bits_and_leaves_nothing_and_so_does_an_error():
     gradients = []
     for monitored in (False, True):
         model, x = Mixture(), normal(20, 64, seed=1)
@@ -119,10 +115,6 @@ def test_a_monitored_step_has_the_same_bits_and_leaves_nothing():
         gradients.append([parameter.grad for parameter in model.parameters()])
         assert model.experts.observer is None
     assert all(map(torch.equal, *gradients))
-
-
-def test_an_error_leaves_no_observer():
-    model = Mixture()
     with pytest.raises(RuntimeError, match="of the caller"), tritonfp8.monitor(model, every=1):
         raise RuntimeError("of the caller")
     assert model.experts.observer is None
@@ -132,10 +124,9 @@ def test_compiled_code_is_not_compiled_again():
     model, x = Mixture(), normal(20, 64, seed=1)
     compiled = torch.compile(model, backend="eager")
     with tritonfp8.monitor(compiled, every=2, first_step=1) as stats:
-        compiled(x).sum().backward()
-        stats.step()
-        compiled(x).sum().backward()
-        stats.step()
+        for _ in range(2):
+            compiled(x).sum().backward()
+            stats.step()
         torch._dynamo.config.error_on_recompile = True
         try:
             compiled(x).sum().backward()
@@ -161,20 +152,20 @@ def test_rows_of_a_caller_of_compute_are_seen():
 
 class TestSensitivity:
     def test_errors_are_those_of_the_worst_expert(self):
-        """A layer for each expert, with its tokens alone, has the errors that experts are measured by."""
+        """A layer for each expert, with its tokens only, has the errors that experts are measured by."""
         model, x = Mixture("bf16"), normal(20, 64, seed=1)
         found = tritonfp8.sensitivity(model, x, ["rowwise", "tensorwise"])
         assert list(found.errors) == ["experts"]
         order = experts_of_tokens(20)
         for recipe in ("rowwise", "tensorwise"):
-            alone = []
+            single = []
             for i, weight in enumerate(model.experts.gate_up_proj.detach()):
                 layer = torch.nn.Linear(64, 96, bias=False)
                 layer.weight.data.copy_(weight)
                 of_one = tritonfp8.sensitivity(torch.nn.Sequential(layer), x[(order == i).any(1)], [recipe])
-                alone.append(of_one.errors["0"][recipe]["output"])
-            # Those of the other weight may be larger.
-            assert max(alone) <= found.errors["experts"][recipe]["output"] < max(alone) + 3
+                single.append(of_one.errors["0"][recipe]["output"])
+            # Errors of the other weight may be larger.
+            assert max(single) <= found.errors["experts"][recipe]["output"] < max(single) + 3
         assert set(found.errors["experts"]["rowwise"]) == {"output", "grad_input", "grad_weight"}
         assert model.experts.observer is None
 
@@ -190,8 +181,7 @@ class TestSensitivity:
 
     def test_an_expert_without_tokens_is_left_out(self):
         model = Mixture("bf16")
-        with torch.no_grad():
-            model.experts.gate_up_proj[3].fill_(torch.nan)
+        model.experts.gate_up_proj.data[3] = torch.nan
         # The experts of one token are two others.
         found = tritonfp8.sensitivity(model, normal(1, 64, seed=1), ["rowwise"])
         assert -60 < found.error("experts", "rowwise") < -20

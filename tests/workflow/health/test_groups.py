@@ -1,4 +1,4 @@
-"""Operands that are measured together have the figures that each has alone."""
+"""Operands that are measured together have the figures that each has by itself."""
 
 import math
 
@@ -35,6 +35,17 @@ def calls(monkeypatch):
     return sizes
 
 
+def together_of(operands, specs, rows=1024):
+    """The figures of operands that are measured together, which each has by itself, too."""
+    together = groups.StepOperands(rows)
+    for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
+        together.add((str(index), "input"), x, spec)
+    found = together.figures()
+    for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
+        assert_same(found[str(index), "input"], measure(x, spec, rows))
+    return found
+
+
 def assert_same(found, alone):
     for field, ours, theirs in zip(FIELDS, found.tolist(), alone.tolist(), strict=True):
         if field == "sqnr":
@@ -44,7 +55,7 @@ def assert_same(found, alone):
             assert ours == theirs or (math.isnan(ours) and math.isnan(theirs)), field
 
 
-# Figures depend on the rounding of scales as each alone does, which test_statistics.py measures.
+# Figures depend on the rounding of scales as for each by itself, which test_statistics.py measures.
 WITHOUT_ROUNDING = {(spec.format, spec.block): text for text, spec in SPECS.items()}
 
 
@@ -53,26 +64,16 @@ def test_figures_are_those_of_each_alone(text, calls):
     spec = None if text is None else SPECS[text]
     operands = [operand(seed) for seed in range(3)]
     operands[1][3, 5] = math.inf
-    together = groups.StepOperands(rows=1024)
-    for index, x in enumerate(operands):
-        together.add((str(index), "input"), x, spec)
-    found = together.figures()
+    together_of(operands, [spec] * 3)
     assert calls == [3]
-    for index, x in enumerate(operands):
-        assert_same(found[str(index), "input"], measure(x, spec, 1024))
 
 
 def test_kinds_are_measured_apart_and_keep_their_order(calls):
     operands = [operand(0), operand(1, rows=128), operand(2, dtype=torch.float32), operand(3), operand(4)]
     specs = [ROWWISE, ROWWISE, ROWWISE, None, ROWWISE]
-    together = groups.StepOperands(rows=1024)
-    for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
-        together.add((str(index), "input"), x, spec)
-    found = together.figures()
+    found = together_of(operands, specs)
     assert sorted(calls) == [1, 1, 1, 2]
     assert [name for name, _ in found] == ["0", "1", "2", "3", "4"]
-    for index, (x, spec) in enumerate(zip(operands, specs, strict=True)):
-        assert_same(found[str(index), "input"], measure(x, spec, 1024))
 
 
 def test_a_full_group_is_measured_at_once(calls, monkeypatch):
@@ -128,9 +129,7 @@ def triple(x):
 
 
 @pytest.mark.parametrize(
-    ("change", "measured"),
-    [(lambda x: x, 1), (triple, 2), (lambda x: x[:], 2)],
-    ids=["same", "written", "view"],
+    ("change", "measured"), [(lambda x: x, 1), (triple, 2), (lambda x: x[:], 2)], ids=["same", "written", "view"]
 )
 def test_siblings_are_measured_once_unless_their_input_changed(calls, change, measured):
     model = Siblings(change).bfloat16()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import normal
 from torch import nn
 from transformers import BatchEncoding, BertConfig, BertModel, LlamaConfig, LlamaModel
 
@@ -19,7 +20,7 @@ RECIPES = ("tensorwise", "rowwise", "blockwise")
 
 
 class Branches(nn.Module):
-    """Three layers that read inputs of their own; that of ``planted`` has an outlier channel."""
+    """Three layers that read inputs of their own; the input of ``planted`` has an outlier channel."""
 
     def __init__(self):
         super().__init__()
@@ -35,30 +36,28 @@ class Branches(nn.Module):
 
 
 def batch():
-    return torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    return normal(64, 128, seed=1)
 
 
 @pytest.fixture(scope="module")
 def found():
-    grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    grad = normal(64, 128, seed=2)
     return tritonfp8.sensitivity(Branches(), batch(), RECIPES, loss=lambda model, x: (model(x) * grad).sum())
 
 
-def test_a_layer_with_planted_outliers_is_ranked_first(found):
+def names(mapping):
+    return {layer: recipe.name for layer, recipe in mapping.items()}
+
+
+def test_a_layer_with_planted_outliers_is_ranked_first_and_scales_of_each_channel_serve_it(found):
     assert found.ranking("tensorwise")[0] == found.ranking()[0] == "planted"
     assert found.error("planted", "tensorwise") > -3
     assert all(found.error(layer, "tensorwise") < -20 for layer in ("first", "last"))
     lines = str(found).splitlines()
     assert lines[1].split() == ["layer", *RECIPES]
     assert lines[2].split()[0] == "planted"
-
-
-def test_scales_of_each_channel_serve_it(found):
     assert found.error("planted", "rowwise") < -20
-    mapping = found.mapping()
-    assert {name: recipe.name for name, recipe in mapping.items()} == {
-        "first": "tensorwise", "planted": "rowwise", "last": "tensorwise",
-    }  # fmt: skip
+    assert names(found.mapping()) == {"first": "tensorwise", "planted": "rowwise", "last": "tensorwise"}
 
 
 def test_convert_and_swap_recipe_take_the_mapping(found):
@@ -67,9 +66,7 @@ def test_convert_and_swap_recipe_take_the_mapping(found):
     tritonfp8.swap_recipe(model, "blockwise")
     tritonfp8.swap_recipe(model, mapping)
     assert model.planted.recipe.name == "rowwise"
-
-
-def test_names_with_the_signs_of_patterns_stay_names():
+    # Names with the signs of patterns stay names.
     model = nn.Sequential()
     model.add_module("a[0]", nn.Linear(64, 64))
     mapping = tritonfp8.sensitivity(model, batch()[:, :64], ["rowwise"]).mapping()
@@ -77,20 +74,17 @@ def test_names_with_the_signs_of_patterns_stay_names():
 
 
 def test_errors_and_a_budget_limit_the_mapping(found):
-    assert {recipe.name for recipe in found.mapping(max_error_db=-100.0).values()} == {"bf16"}
+    assert set(names(found.mapping(max_error_db=-100.0)).values()) == {"bf16"}
     limited = found.mapping(max_error_db=-100.0, budget=1)
-    assert {name: recipe.name for name, recipe in limited.items()} == {
-        "first": "tensorwise", "planted": "bf16", "last": "tensorwise",
-    }  # fmt: skip
-    assert {recipe.name for recipe in found.mapping(budget=0).values()} == {"tensorwise"}
+    assert names(limited) == {"first": "tensorwise", "planted": "bf16", "last": "tensorwise"}
+    assert set(names(found.mapping(budget=0)).values()) == {"tensorwise"}
     with pytest.raises(ValueError, match="at least 0"):
         found.mapping(budget=-1)
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_an_error_is_that_of_the_layer(recipe):
-    torch.manual_seed(0)
-    model, x, grad = nn.Sequential(nn.Linear(96, 160, bias=False)), torch.randn(48, 96), torch.randn(48, 160)
+    model, x, grad = nn.Sequential(nn.Linear(96, 160, bias=False)), normal(48, 96), normal(48, 160, seed=1)
     found = tritonfp8.sensitivity(model, x, [recipe], loss=lambda model, x: (model(x) * grad).sum())
     results = {}
     for each in (recipe, None):
@@ -145,14 +139,11 @@ def test_a_converted_model_is_compared_in_high_precision():
     plain, converted = Branches().eval(), Branches().eval()
     tritonfp8.convert(converted, "tensorwise")
     assert tritonfp8.sensitivity(plain, batch()).errors == tritonfp8.sensitivity(converted, batch()).errors
-
-
-def test_a_frozen_model_has_errors_of_outputs():
+    # A frozen model has errors of outputs.
     model = Branches().requires_grad_(False)
     found = tritonfp8.sensitivity(model, batch(), ["rowwise"])
-    assert {name: list(errors["rowwise"]) for name, errors in found.errors.items()} == {
-        name: ["output"] for name in ("first", "planted", "last")
-    }
+    found = {name: list(errors["rowwise"]) for name, errors in found.errors.items()}
+    assert found == {name: ["output"] for name in ("first", "planted", "last")}
 
 
 class WithLoss(nn.Module):
@@ -178,10 +169,8 @@ def test_all_outputs_have_a_part_in_the_loss():
     x, model = batch()[:, :64], TwoOutputs()
     found = tritonfp8.sensitivity(model, x, ["rowwise"])
     assert list(found.errors) == ["layer", "unused"]
-    given = tritonfp8.sensitivity(
-        model, x, ["rowwise"], loss=lambda model, x: sum(out.square().mean() for out in model(x))
-    )
-    assert found.errors == given.errors
+    of_all = lambda model, x: sum(out.square().mean() for out in model(x))  # noqa: E731
+    assert found.errors == tritonfp8.sensitivity(model, x, ["rowwise"], loss=of_all).errors
 
 
 @pytest.mark.parametrize("convert", [False, True])
@@ -202,11 +191,11 @@ def test_a_model_of_transformers_needs_no_labels(config, kind, convert):
     assert by_names.errors == found.errors
 
 
-@pytest.mark.parametrize("form", [lambda x: {"x": x, "labels": x}, lambda x: (x, x)])
-def test_batches_and_losses_of_transformers(form):
-    found = tritonfp8.sensitivity(WithLoss(), form(batch()[:, :64]))
-    # A layer that did not run has no error.
-    assert list(found.errors) == ["layer"]
+def test_batches_and_losses_of_transformers():
+    x = batch()[:, :64]
+    for form in ({"x": x, "labels": x}, (x, x)):
+        # A layer that did not run has no error.
+        assert list(tritonfp8.sensitivity(WithLoss(), form).errors) == ["layer"]
 
 
 def test_a_result_that_cancels_does_not_spoil_the_mean():
