@@ -16,13 +16,14 @@ from .code_rules import (
     schema_violations,
     stride_violations,
 )
-from .import_rules import export_violations, import_violations, string_violations
+from .import_rules import export_violations, hidden_violations, import_violations, string_violations
 from .modules import LAYERS, ROOT, Module, imported_modules, modules_below, package
 from .size_rules import class_name_violations, folder_violations, room_violations, size_violations
 
 RULES = (
     import_violations,
     string_violations,
+    hidden_violations,
     folder_violations,
     kernel_violations,
     device_violations,
@@ -60,6 +61,7 @@ __all__ = [
     "folder_violations",
     "format_violations",
     "frozen_violations",
+    "hidden_violations",
     "import_violations",
     "imported_modules",
     "inverse_scale_violations",

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tritonfp8.conversion.coverage import coverage
 from tritonfp8.conversion.others import keep_layers, teach_counters
 from tritonfp8.conversion.report import ConversionReport
 from tritonfp8.conversion.selection import (
@@ -25,6 +24,7 @@ from tritonfp8.conversion.selection import (
     converted_layers,
     select,
 )
+from tritonfp8.conversion.shares import coverage
 from tritonfp8.conversion.sharing import share_inputs, unshare_inputs
 from tritonfp8.layers import (
     all_or_nothing,

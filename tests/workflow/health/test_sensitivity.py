@@ -13,7 +13,7 @@ from tritonfp8 import recipes
 from tritonfp8.functional import linear
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs.testing import assert_bitwise_equal
-from tritonfp8.workflow.health.sensitivity import relative_noise
+from tritonfp8.workflow.health.gemm_errors import relative_noise
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 

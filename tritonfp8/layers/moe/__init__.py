@@ -14,5 +14,5 @@ from tritonfp8.layers.moe.experts import (
     is_converted_experts,
     why_unfit_experts,
 )
-from tritonfp8.layers.moe.grouped_linear import grouped_linear
+from tritonfp8.layers.moe.grouped import grouped_linear
 from tritonfp8.layers.moe.routing import Routing, combine, gather, permute

@@ -20,7 +20,7 @@ from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight, Weights, autocast_all, register_finder, source_of
 from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.checks import check_routed
-from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear, quantize_weights
+from tritonfp8.layers.moe.grouped import GroupedOperands, grouped_linear, quantize_weights
 from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
 from tritonfp8.layers.moe.routing import Routing, combine, gather, in_dtype
 from tritonfp8.layers.parameter_hooks import ParameterHooks

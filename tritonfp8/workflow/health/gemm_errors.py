@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.conversion import converted_experts, converted_layers, select, swap_recipe
+from tritonfp8.conversion import swap_recipe
+from tritonfp8.conversion.selection import converted_experts, converted_layers, select
 from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
 from tritonfp8.layers.moe import ConvertedExperts
