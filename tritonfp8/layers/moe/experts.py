@@ -43,7 +43,6 @@ class ExpertsObserver(Protocol):
 class ConvertedExperts(ParameterHooks):
     """What all modules of experts that follow a recipe have."""
 
-    recipe: Recipe
     # Set in a sampled step of monitor, and in sensitivity.
     observer: ExpertsObserver | None = None
     # The dtype to which the experts cast their weights themselves; None if they compute in that of their input.
@@ -71,8 +70,14 @@ class ConvertedExperts(ParameterHooks):
             counting.resume(self)
 
     def extra_repr(self) -> str:
-        """The fields of the class that the module had, and the recipe."""
-        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.name!r}")))
+        """The number and the features of the experts, the recipe, and the format of stored weights."""
+        (experts, _, hidden), (_, _, inside) = [tuple(weight.shape) for weight in self.weights().values()][:2]
+        return f"{experts} experts, {hidden} -> {inside} -> {hidden}, {self._recipe_and_storage()}"
+
+    def __repr__(self) -> str:
+        # One line: the only child of experts is the activation, unless a parametrization computes their weights.
+        has_weights = any(list(child.parameters()) for child in self.children())
+        return super().__repr__() if has_weights else f"{type(self).__name__}({self.extra_repr()})"
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
@@ -243,12 +248,6 @@ class Float8Experts(RoutedExperts):
     def activation(self, rows: Tensor) -> Tensor:
         """SwiGLU."""
         return swiglu(rows)
-
-    def extra_repr(self) -> str:
-        """Sizes and recipe."""
-        experts, hidden, intermediate = self.down_proj.shape
-        sizes = f"num_experts={experts}, hidden_size={hidden}, intermediate_size={intermediate}"
-        return f"{sizes}, {super().extra_repr()}"
 
 
 # The classes of transformers and of torch for it.
