@@ -49,7 +49,8 @@ def test_a_layer_with_planted_outliers_is_ranked_first(found):
     assert found.error("planted", "tensorwise") > -3
     assert all(found.error(layer, "tensorwise") < -20 for layer in ("first", "last"))
     lines = str(found).splitlines()
-    assert lines[1].split() == ["layer", *RECIPES]
+    assert lines[0].startswith("2 of 3 layers are within -20 dB by ")
+    assert lines[1].split() == ["layer", *RECIPES, "choice"]
     assert lines[2].split()[0] == "planted"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.conversion import swap_recipe
+from tritonfp8.conversion import repeated, swap_recipe
 from tritonfp8.conversion.selection import converted_experts, converted_layers, select
 from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
@@ -32,7 +32,8 @@ Errors = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What :func:`sensitivity` returns; ``str()`` is a table of the layers, the most sensitive first.
+    """What :func:`sensitivity` returns; ``str()`` is a table of the layers, the most sensitive first; repeated
+    layers that get the same recipe from :meth:`mapping` are one line.
 
     Attributes:
         recipes: in the order that was given.
@@ -77,13 +78,23 @@ class Sensitivity:
         return found
 
     def __str__(self) -> str:
-        columns = [each.name for each in self.recipes]
-        width = max(map(len, ["layer", *self.errors]))
-        lines = ["error of the worst GEMM, in dB", f"{'layer':<{width}}  " + "  ".join(columns)]
-        for layer in self.ranking():
-            cells = (f"{self.error(layer, name):>{len(name)}.1f}" for name in columns)
-            lines.append(f"{layer:<{width}}  " + "  ".join(cells))
-        return "\n".join(lines)
+        mapping, first = self.mapping(), self.recipes[0]
+        kept = sum(recipe is first for recipe in mapping.values())
+        chosen = {layer: mapping[glob.escape(layer)].name for layer in self.errors}
+        groups = repeated((layer, chosen[layer]) for layer in self.ranking())
+        width = max(map(len, ("layer", *(each.label for each in groups))))
+        lines = [
+            f"{kept} of {len(self.errors)} layers are within {MAX_ERROR_DB:.0f} dB by {first.name!r} in each GEMM",
+            f"{'layer':<{width}}  {'  '.join(each.name for each in self.recipes)}  choice",
+        ]
+        for each in groups:
+            worst = {r.name: max(self.error(layer, r) for layer in each.names) for r in self.recipes}
+            cells = (f"{error:>{len(name)}.1f}" for name, error in worst.items())
+            lines.append(f"{each.label:<{width}}  {'  '.join(cells)}  {each.verdict}")
+        return "\n".join([*lines, "tritonfp8.convert(model, sensitivity.mapping()) gives each layer its choice"])
+
+    def __repr__(self) -> str:
+        return f"<Sensitivity: {str(self).partition(chr(10))[0]}>"
 
 
 def sensitivity(
