@@ -80,7 +80,7 @@ def test_a_stored_weight():
 def test_experts(family):
     model = model_of(family)
     lines = len(str(model).splitlines())
-    tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(model, "rowwise", mode="inference")
     experts = next(iter(experts_of(model).values()))
     sizes = {"qwen3_moe": "8 experts, 64 -> 48 -> 64", "gpt_oss": "4 experts, 64 -> 64 -> 64"}[family]
     assert one_line(experts) == f"{type(experts).__name__}({sizes}, recipe='rowwise', stored=e4m3)"

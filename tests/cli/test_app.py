@@ -96,7 +96,6 @@ class TestWarmUp:
         given = {}
         monkeypatch.setattr(warmup, "warm_up", lambda **options: given.update(options) or REPORT)
         more = [
-            "--experts",
             "--tune",
             "--force",
             "--dtype",
@@ -114,7 +113,7 @@ class TestWarmUp:
         assert shapes == layers[2]
         assert given == {
             "model": "tiny", "recipes": ["rowwise"], "tokens": [(2, 64), (1, 128)], "dtype": "float16",
-            "experts": True, "tune": True, "force": True, "workers": 0, "device": "cuda:1", "timeout": 9.0,
+            "tune": True, "force": True, "workers": 0, "device": "cuda:1", "timeout": 9.0,
         }  # fmt: skip
         assert given.keys() | {"progress", "shapes", "timer"} == inspect.signature(WARM_UP).parameters.keys()
 

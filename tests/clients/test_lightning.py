@@ -88,11 +88,11 @@ class LanguageModel(Module):
 
 
 def test_experts_are_converted_when_asked_for(tmp_path):
-    plugin, module = trainer_plugin("rowwise", precision="32-true", experts=True), LanguageModel()
+    plugin, module = trainer_plugin("rowwise", precision="32-true"), LanguageModel()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     found = fit(module, tmp_path, plugins=[plugin])
     assert all(is_converted_experts(each) for each in experts_of(module).values())
-    expected = fit(LanguageModel(lambda model: tritonfp8.convert(model, "rowwise", experts=True)), tmp_path)
+    expected = fit(LanguageModel(lambda model: tritonfp8.convert(model, "rowwise")), tmp_path)
     for name, value in found.items():
         assert not torch.equal(value, before[name]), name
         assert_bitwise_equal(value.detach(), expected[name].detach())

@@ -146,10 +146,10 @@ def test_adapters_on_the_parameters_of_experts_train(recipe):
             r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         )
         if order == "convert first":
-            tritonfp8.convert(model, recipe, experts=True)
+            tritonfp8.convert(model, recipe)
         model = peft.get_peft_model(model, lora)
         if order == "adapters first":
-            tritonfp8.convert(model, recipe, experts=True)
+            tritonfp8.convert(model, recipe)
         trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
@@ -171,7 +171,7 @@ def test_adapters_on_the_parameters_of_experts_train(recipe):
 
 def stored_mixture():
     model = model_of("qwen3_moe")
-    tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(model, "rowwise", mode="inference")
     return model
 
 
@@ -188,7 +188,7 @@ def test_adapters_train_over_stored_experts(targets):
     models = stored_mixture(), model_of("qwen3_moe")
     models[1].load_state_dict(models[0].state_dict())
     models[1].requires_grad_(False)
-    tritonfp8.convert(models[1], "rowwise", experts=True)
+    tritonfp8.convert(models[1], "rowwise")
     losses, adapters = [], []
     for model in models:
         torch.manual_seed(1)

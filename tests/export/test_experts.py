@@ -50,7 +50,7 @@ def plain_model(family="moe", seed=0, **sizes):
 
 def converted(recipe, seed=0, family="moe", **options):
     model = plain_model(family, seed)
-    tritonfp8.convert(model, recipe, experts=True, **options)
+    tritonfp8.convert(model, recipe, **options)
     return model
 
 
@@ -181,7 +181,7 @@ def test_what_transformers_refuses_is_a_note(tmp_path, family, format):
     pytest.importorskip("compressed_tensors")
     # One block, as in a matrix of 128x128, it would read.
     model = plain_model(family, hidden_size=256, head_dim=64)
-    tritonfp8.convert(model, RECIPES[format], experts=True)
+    tritonfp8.convert(model, RECIPES[format])
     report = tritonfp8.export.save(model, tmp_path, format)
     assert any("transformers 5 refuses experts in this format" in note for note in report.notes)
     options = {"dtype": torch.bfloat16, "quantization_config": CompressedTensorsConfig(dequantize=True)}
@@ -197,9 +197,9 @@ def test_a_checkpoint_of_another_program(tmp_path, family, kind, rounding):
     values = checkpoint(tmp_path, spec, family=family)
     model = plain_model(family, seed=1)
     if kind == "converted":
-        tritonfp8.convert(model, "blockwise", experts=True)
+        tritonfp8.convert(model, "blockwise")
     if kind == "stored":
-        tritonfp8.convert(model, {"*.experts": "blockwise"}, experts=True, mode="inference")
+        tritonfp8.convert(model, {"*.experts": "blockwise"}, mode="inference")
     if kind == "meta":
         model = model.to("meta")
     weight = model.model.layers[0].mlp.experts.down_proj
@@ -228,8 +228,8 @@ def test_what_transformers_saves_is_read(tmp_path, family, kind):
     model = plain_model(family, seed=1)
     if kind != "plain":
         mode = {"converted": "training", "stored": "inference"}[kind]
-        tritonfp8.convert(model, "blockwise", experts=True, mode=mode)
-        tritonfp8.convert(source, "blockwise", experts=True, mode=mode)
+        tritonfp8.convert(model, "blockwise", mode=mode)
+        tritonfp8.convert(source, "blockwise", mode=mode)
     report = tritonfp8.export.load(model, tmp_path)
     assert report.copied[f"{PATH}.down_proj"] == "copied, of each expert"
     for (name, x), y in zip(source.named_parameters(), model.parameters(), strict=True):
@@ -322,7 +322,7 @@ def test_which_experts_are_exported():
         "their recipe, 'bf16', keeps output" in tritonfp8.export.plan(model, "compressed_channel").layers[PATH].reason
     )
     ragged = model_of("moe", EXPERTS | {"moe_intermediate_size": 192})
-    tritonfp8.convert(ragged, "blockwise", experts=True)
+    tritonfp8.convert(ragged, "blockwise")
     reason = tritonfp8.export.plan(ragged, "fine_grained").layers[PATH].reason
     assert reason.startswith("intermediate_size=192 is no multiple of 128")
 
@@ -337,7 +337,7 @@ def test_which_experts_are_exported():
 )
 def test_families(family, reason):
     model = mixture(family, torch.bfloat16)
-    tritonfp8.convert(model, "rowwise", experts=True)
+    tritonfp8.convert(model, "rowwise")
     report = tritonfp8.export.plan(model, "compressed_channel")
     for name in experts_of(model):
         found = report.layers[name].reason
@@ -347,7 +347,7 @@ def test_families(family, reason):
 def test_experts_that_transformers_makes_otherwise_stay_in_high_precision():
     """Those of GraniteMoe have other names and are stacked in its checkpoints."""
     model = model_of("granitemoe", MIXTRAL)
-    tritonfp8.convert(model, "rowwise", experts=True)
+    tritonfp8.convert(model, "rowwise")
     report = tritonfp8.export.plan(model, "compressed_channel")
     name = "model.layers.0.block_sparse_moe.experts"
     assert report.layers[name].reason.startswith("transformers stacks no matrices of each expert from checkpoints of")

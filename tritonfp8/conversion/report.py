@@ -16,7 +16,7 @@ class HighPrecision:
         flops: of a forward a token: 2 for each element that is multiplied; 0 for an embedding that is looked up.
         share: ``flops`` over those of all linear layers of the model, converted or not; 0 to 1.
         reason: why it stays in high precision.
-        layer: the name of its linear layer in ``skipped``, or None if no linear layer has it.
+        layer: the name of its layer in ``skipped``, or None if no linear layer and no experts have it.
     """
 
     flops: int
@@ -31,7 +31,7 @@ class ConversionReport:
 
     Attributes:
         converted: the recipe of each layer that this call converted, by fully qualified name.
-        skipped: for each other linear layer, the reason why it was not converted.
+        skipped: for each other linear layer and module of experts, the reason why it was not converted.
         already: the recipe of each layer that was converted before and keeps its recipe.
         high_precision: each parameter with two dims or more that no converted layer has, by fully qualified name, with
             its FLOPs and the reason; empty in the report of ``swap_recipe``.
@@ -40,7 +40,8 @@ class ConversionReport:
         stored_bytes: bytes of all weights of the model that are stored in 8 bits, and of the same weights in their
             dtype; None without ``weight_storage="quantized"``.
         experts: the number of experts in each converted module of experts, by fully qualified name.
-        unstored_experts: of these the ones that keep their weights in high precision, though the call stores weights.
+        unstored_experts: of the experts that keep their weights in high precision though the call stores weights, the
+            reasons, by fully qualified name.
     """
 
     converted: dict[str, Recipe]
@@ -50,7 +51,7 @@ class ConversionReport:
     fp8_share: float | None = None
     stored_bytes: tuple[int, int] | None = None
     experts: dict[str, int] = field(default_factory=dict)
-    unstored_experts: tuple[str, ...] = ()
+    unstored_experts: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -86,7 +87,8 @@ class ConversionReport:
     def _experts_of(self, name: str) -> str:
         if name not in self.experts:
             return ""
-        kept = ", weights in high precision (experts=True stores them)" if name in self.unstored_experts else ""
+        why = self.unstored_experts.get(name)
+        kept = "" if why is None else f", weights in high precision: {why}"
         return f", {self.experts[name]} experts{kept}"
 
     def _skipped(self, layers: Repeated[str]) -> str:

@@ -177,7 +177,7 @@ def test_operands_of_another_recipe_are_an_error():
 @pytest.mark.parametrize("recipe", ["bf16"])
 def test_the_report_names_experts_in_high_precision(recipe):
     model = model_of("mixtral")
-    tritonfp8.convert(model, {"*.0.mlp.experts": recipe, "*": "rowwise"}, experts=True)
+    tritonfp8.convert(model, {"*.0.mlp.experts": recipe, "*": "rowwise"})
     report = enable_float8_all_gather(model)
     assert report.skipped["model.layers.0.mlp.experts"] == "experts whose recipe reads their weights in high precision"
     assert report.converted["model.layers.1.mlp.experts"] == recipes.get("rowwise")

@@ -34,7 +34,7 @@ def experts(recipe, dtype=torch.bfloat16, device="cpu", bias=True):
 def stored_and_plain(name, dtype=torch.bfloat16, device="cpu"):
     """Experts with stored weights, and plain ones of their values with the same recipe."""
     module = experts(name, dtype, device)
-    tritonfp8.convert(module, name, mode="inference", experts=True)
+    tritonfp8.convert(module, name, mode="inference")
     plain = experts(module.recipe, dtype, device)
     plain.load_state_dict(module.state_dict())
     for each in (plain.gate_up_proj, plain.down_proj):
@@ -117,26 +117,34 @@ def test_through_inductor(device):
         assert_bitwise_equal([torch.compile(module, fullgraph=True)(*inputs)], [expected])
 
 
-def test_a_report_names_experts_that_keep_their_weights():
-    """Experts that an earlier call converted, in a model whose layers are stored now."""
-    model = model_of("mixtral", torch.bfloat16)
-    report = tritonfp8.convert(model, "rowwise", experts=True)
-    assert report.unstored_experts == ()
-    report = tritonfp8.convert(model, "rowwise", mode="inference")
-    assert report.unstored_experts == tuple(experts_of(model))
-    assert str(report).count("weights in high precision (experts=True stores them), converted before") == len(
-        experts_of(model)
-    )
-    assert tritonfp8.convert(model, "rowwise", mode="inference", experts=True).unstored_experts == ()
+@pytest.mark.parametrize("before", [False, True], ids=["converted now", "converted before"])
+def test_a_report_names_experts_that_keep_their_weights(before):
+    """Experts that train follow their recipe, and cannot do so by stored weights."""
+    model = model_of("mixtral")
+    if before:
+        assert tritonfp8.convert(model, "rowwise").unstored_experts == {}
+    report = tritonfp8.convert(model, "tensorwise", weight_storage="quantized")
+    why = "they train: requires_grad_(False) or mode='inference' lets them be stored"
+    assert report.unstored_experts == dict.fromkeys(experts_of(model), why)
+    assert "model.layers.*.mlp.experts (2x)" in str(report)
+    assert f"4 experts, weights in high precision: {why}" in str(report)
+    for each in experts_of(model).values():
+        assert {type(p) for p in each.parameters()} == {nn.Parameter}
+        assert each.recipe.name == ("rowwise" if before else "tensorwise")
+        assert each.down_proj.requires_grad
+    assert report.stored_bytes[0] > 0
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(each.down_proj.grad is not None for each in experts_of(model).values())
+    assert tritonfp8.convert(model, "rowwise", mode="inference").unstored_experts == {}
 
 
 @each_family
 def test_a_model_of_transformers_generates_what_its_values_do(family, tmp_path):
     model, plain = (model_of(family, torch.bfloat16).eval() for _ in range(2))
-    report = tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    report = tritonfp8.convert(model, "rowwise", mode="inference")
     assert report.experts.keys() == experts_of(model).keys()
     plain.load_state_dict(model.state_dict())
-    tritonfp8.convert(plain, "rowwise", experts=True)
+    tritonfp8.convert(plain, "rowwise")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True}
     found, wanted = (
         each.generate(IDS, **options, cache_implementation="static", return_dict_in_generate=True)
@@ -157,7 +165,7 @@ def test_a_model_of_transformers_generates_what_its_values_do(family, tmp_path):
 def test_weights_that_lie_transposed_have_their_codes_in_the_order_of_rows():
     model = model_of("gpt_oss", torch.bfloat16)
     before = next(iter(experts_of(model).values())).gate_up_proj.detach().clone()
-    tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(model, "rowwise", mode="inference")
     weight = next(iter(experts_of(model).values())).gate_up_proj
     expected = StoredMatrices.of(before.mT, weight.spec)
     assert weight.is_transposed
@@ -239,11 +247,8 @@ def test_an_exported_program_holds_codes(tmp_path):
 
 def test_experts_that_were_trained_are_stored_later():
     model = model_of("mixtral", torch.bfloat16)
-    tritonfp8.convert(model, "tensorwise", experts=True)
-    tritonfp8.convert(model, "rowwise", mode="inference")
-    # Without experts=True, experts stay as they are.
-    assert {type(each.down_proj) for each in experts_of(model).values()} == {nn.Parameter}
-    report = tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(model, "tensorwise")
+    report = tritonfp8.convert(model, "rowwise", mode="inference")
     for name, each in experts_of(model).items():
         assert type(each.down_proj) is StoredMatrices
         assert report.already[name].name == each.recipe.name == "tensorwise_stored"
@@ -266,7 +271,7 @@ def test_recipes_with_the_same_weights_are_swapped_and_others_refused():
 def test_revert_gives_plain_weights_of_the_values():
     model = model_of("qwen3_moe", torch.bfloat16)
     before = {name: type(each) for name, each in experts_of(model).items()}
-    tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(model, "rowwise", mode="inference")
     values = model.state_dict()
     tritonfp8.revert(model)
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
@@ -290,7 +295,7 @@ def test_a_base_that_is_frozen_is_stored_beside_weights_that_train():
     model = model_of("qwen3_moe")
     for each in experts_of(model).values():
         each.requires_grad_(False)
-    tritonfp8.convert(model, "rowwise", weight_storage="quantized", experts=True)
+    tritonfp8.convert(model, "rowwise", weight_storage="quantized")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = tritonfp8.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model(input_ids=IDS, labels=IDS).loss.backward()
@@ -343,7 +348,7 @@ def test_a_failure_in_the_middle_leaves_plain_weights(monkeypatch):
 
     monkeypatch.setattr(StoredMatrices, "of", fails)
     with pytest.raises(RuntimeError, match="storing the weight of .* failed"):
-        tritonfp8.convert(nn.ModuleDict({"experts": module}), "rowwise", mode="inference", experts=True)
+        tritonfp8.convert(nn.ModuleDict({"experts": module}), "rowwise", mode="inference")
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
 
 

@@ -33,7 +33,7 @@ def test_a_package_of_aot_inductor_holds_codes(tmp_path):
 def test_a_package_holds_the_codes_of_experts(tmp_path):
     torch.manual_seed(0)
     module = tritonfp8.Float8Experts(8, 512, 512, recipe="rowwise", dtype=torch.bfloat16)
-    tritonfp8.convert(module, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(module, "rowwise", mode="inference")
     batch = torch.randn(16, 512).bfloat16(), torch.randint(8, (16, 2)), torch.rand(16, 2).bfloat16()
     size = packaged_size(module, batch, tmp_path / "model.pt2")
     assert size < 1.5 * 8 * 3 * 512 * 512

@@ -74,7 +74,7 @@ def build(mesh, setup, enabled, cast="param_dtype"):
     else:
         model = mixtures.model_of(setup.family)
         blocks = model.model.layers
-        tritonfp8.convert(model, setup.recipe, experts=True)
+        tritonfp8.convert(model, setup.recipe)
     model.to(mesh.device_type)
     report = enable_float8_all_gather(model, cast) if enabled else None
     if setup.compiled:

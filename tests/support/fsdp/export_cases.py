@@ -152,7 +152,7 @@ def experts(mesh, format, family):
     models = []
     for seed in (0, 1):
         model = model_of(family, sizes, seed)
-        tritonfp8.convert(model, "blockwise", experts=True)
+        tritonfp8.convert(model, "blockwise")
         models.append(model)
     whole, sharded = models
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def experts(mesh, format, family):
         fully_shard(sharded, mesh=mesh)
         found = tritonfp8.export.load(sharded, folder)
         alone = model_of(family, sizes, 1)
-        tritonfp8.convert(alone, "blockwise", experts=True)
+        tritonfp8.convert(alone, "blockwise")
         assert found == tritonfp8.export.load(alone, folder)
     for name, x in alone.state_dict().items():
         assert torch.equal(sharded.state_dict()[name].full_tensor(), x), name

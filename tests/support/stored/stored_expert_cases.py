@@ -25,7 +25,7 @@ def mixture(family="qwen3_moe", recipe=None, seed=0, **sizes):
     options = {**mixtures.COMMON, **mixtures.FAMILIES[family], **sizes}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
     if recipe is not None:
-        tritonfp8.convert(model, recipe, mode="inference", experts=True)
+        tritonfp8.convert(model, recipe, mode="inference")
     return model
 
 
@@ -189,6 +189,6 @@ def refused(mesh, how):
             sharded(model, mesh, reshard=2)(input_ids=IDS)
         else:
             tritonfp8.revert(model)
-            tritonfp8.convert(sharded(model, mesh), "rowwise", mode="inference", experts=True)
+            tritonfp8.convert(sharded(model, mesh), "rowwise", mode="inference")
     except (NotImplementedError, ValueError) as error:
         return str(error)

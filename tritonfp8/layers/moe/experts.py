@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.compat import counting
-from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight, Weights, autocast_all, register_finder, source_of
 from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.checks import check_routed
@@ -339,20 +338,6 @@ def computing_class(module: nn.Module) -> type[ConvertedExperts] | None:
 def class_of_experts(module: nn.Module) -> type[ConvertedExperts] | None:
     """The class that computes these experts by a recipe, or would; None if they are no experts."""
     return type(module) if isinstance(module, ConvertedExperts) else computing_class(module)
-
-
-def why_unfit_experts(module: nn.Module, computes: type[ConvertedExperts]) -> str | None:
-    """The reason why experts for which :func:`computing_class` found a class may not be converted, or None."""
-    if not is_own_forward(module):
-        return "their forward was replaced on the instance: it may compute otherwise"
-    try:
-        weights = computes.weights(module)  # type: ignore[arg-type]
-    except AttributeError as error:
-        return f"they have other parameters than their kind has: {error}"
-    odd = {name: tuple(weight.shape) for name, weight in weights.items() if weight.ndim != 3}
-    if odd or {name for name in weights if name not in module._parameters}:
-        return f"their weights are not parameters with three dims each: {odd or ', '.join(weights)}"
-    return None
 
 
 def _parts(module: RoutedExperts) -> dict[str, Tensor]:
