@@ -103,7 +103,7 @@ def expert_parallel(mesh, recipe, experts=8, fsdp=False):
     for (name, ours), (_, theirs) in zip(stored.named_parameters(), plain.named_parameters(), strict=True):
         theirs.requires_grad_(ours.requires_grad)
         assert ours.requires_grad != (".experts." in name or "_proj." in name), name
-    tritonfp8.convert(plain, next(iter(mixtures.experts_of(stored).values())).recipe, experts=True)
+    tritonfp8.convert(plain, next(iter(mixtures.experts_of(stored).values())).recipe)
     shape, names = ((2, 2), ("fsdp", "ep")) if fsdp else ((mesh.size(),), ("ep",))
     grid = made_mesh(mesh.device_type, shape, names)
     found = []
@@ -189,6 +189,7 @@ def refused(mesh, how):
             sharded(model, mesh, reshard=2)(input_ids=IDS)
         else:
             tritonfp8.revert(model)
-            tritonfp8.convert(sharded(model, mesh), "rowwise", mode="inference")
+            report = tritonfp8.convert(sharded(model, mesh), "rowwise", mode="inference")
+            return str(set(report.unstored_experts.values()))
     except (NotImplementedError, ValueError) as error:
         return str(error)
