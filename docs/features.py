@@ -127,7 +127,7 @@ ONE_PROCESS = (
         (f"{_CHUNKED}::test_without_sharding_a_converted_head_is_the_matrix_of_the_loss",),
         known="Such a product is in high precision with any recipe: it reads the weight, and not the layer.",
     ),
-    Column("experts in 3-D parameters (`experts=True`)", (_EXPERTS,)),
+    Column("experts in 3-D parameters", (_EXPERTS,)),
     Column("stored experts", (f"{_STORED}matrices.py::test_the_bits_of_plain_experts",), otherwise=_NOT_STORED),
     Column("experts in a list of linear layers", ("tests/conversion/test_coverage.py::test_experts_in_a_list",)),
     Column(
@@ -276,7 +276,7 @@ SHARDED = (
     Column(
         "Expert parallelism (torchtitan, with TP and FSDP2)",
         fixed={name: f"{_TITAN_EXPERTS}[{pair}]" for pair in _PAIRS for name in pair.split("-")},
-        known="Experts with `experts=True`; without it they stay in high precision.",
+        known="Experts, too, unless they cannot follow the recipe: the report says so.",
     ),
 )
 

@@ -21,6 +21,7 @@ from architecture import (
     folder_violations,
     format_violations,
     frozen_violations,
+    hidden_violations,
     import_violations,
     inverse_scale_violations,
     kernel_violations,
@@ -60,6 +61,15 @@ def test_every_export_of_a_folder_is_read_outside():
     inside = Module("tritonfp8.ops.direct", "from tritonfp8.ops import unused")
     assert export_violations([init], [init, reader, inside]) == [
         "tritonfp8.ops exports unused, which nothing outside reads"
+    ]
+
+
+def test_a_function_that_hides_its_file_is_found():
+    source = "from tritonfp8.cut.slice import slice, sliced\nfrom tritonfp8.cut import whole"
+    init = Module("tritonfp8.cut", source, True)
+    files = [Module(f"tritonfp8.cut.{name}", "") for name in ("slice", "whole")]
+    assert hidden_violations([init, *files]) == [
+        "tritonfp8.cut exports slice of tritonfp8.cut.slice, which hides the file of this name: rename the file"
     ]
 
 

@@ -280,8 +280,9 @@ class TestSelection:
     def test_report_is_a_table(self):
         report = convert(mlp(8, 32, 32), "rowwise")
         assert str(report) == (
-            "1  rowwise\n0  skipped (20 % of the FLOPs): in_features=8 below 16\n1 converted, 1 skipped\n"
-            "80 % of the linear FLOPs run in FP8"
+            "1 converted, 1 skipped; 80 % of the linear FLOPs run in FP8\n"
+            "1  rowwise\n0  skipped (20 % of the FLOPs): in_features=8 below 16\n"
+            "tritonfp8.verify(model, batch) shows what runs"
         )
 
 

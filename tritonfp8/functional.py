@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tritonfp8 import ops
 from tritonfp8.layers.linear import (
-    Operands,
     SharedInput,
     linear,
     quantize_weight,
@@ -31,19 +30,13 @@ from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
 from tritonfp8.specs.quantized import Quantized, QuantizedGroups, unchecked
 
 __all__ = [
-    "Operands",
     "SharedInput",
     "amax",
-    "dequantize",
     "grouped_linear",
     "linear",
-    "quantize",
-    "quantize_both",
     "quantize_groups",
     "quantize_matrices",
     "quantize_weight",
-    "scaled_grouped_matmul",
-    "scaled_matmul",
 ]
 
 

@@ -95,9 +95,8 @@ def _config(program: Program) -> Any:
 
     from tritonfp8.integrations.torchtitan import Float8Converter
 
-    convert = Float8Converter.Config(
-        recipe=with_head(program.recipe), all_gather=program.gather, experts=program.experts
-    )
+    dense = None if program.experts else lambda module, name: isinstance(module, nn.Linear) and "router" not in name
+    convert = Float8Converter.Config(recipe=with_head(program.recipe), filter=dense, all_gather=program.gather)
     spec = model_registry(program.flavor, converters=[] if program.recipe == PLAIN else [convert])
     # Flex attention needs a mask, and has no backward on CPUs.
     for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):

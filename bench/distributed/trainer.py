@@ -224,12 +224,9 @@ def _converters(program: Program, model: nn.Module) -> list[Any]:
 
         stages = [(0, "bf16"), (1, program.recipe)] if program.schedule else None
         gather = program.gather if program.sharded else None
-        config = Float8Config(
-            with_head(program.recipe), all_gather=gather, schedule=stages, experts=bool(program.experts)
-        )
-        return [Float8Callback(config)]
+        return [Float8Callback(Float8Config(with_head(program.recipe), all_gather=gather, schedule=stages))]
     if program.recipe != "bf16":
-        tritonfp8.convert(model, with_head(program.recipe), experts=bool(program.experts))
+        tritonfp8.convert(model, with_head(program.recipe))
     if program.gather:
         enable_float8_all_gather(model)
     return []

@@ -85,16 +85,14 @@ class Decoded:
         layer: makes one of its layers.
         count: of them.
         hidden: features of a token.
-        experts: whether the layers are mixtures of experts.
     """
 
     layer: Callable[[], nn.Module]
     count: int
     hidden: int
-    experts: bool = False
 
 
-MODELS = {"llama-8b": Decoded(Layer, 8, HIDDEN), "qwen3-moe": Decoded(Mixture, 4, Mixture.hidden, experts=True)}
+MODELS = {"llama-8b": Decoded(Layer, 8, HIDDEN), "qwen3-moe": Decoded(Mixture, 4, Mixture.hidden)}
 
 
 def model_of(decoded: Decoded, recipe: str) -> tuple[nn.Module, int]:
@@ -105,7 +103,7 @@ def model_of(decoded: Decoded, recipe: str) -> tuple[nn.Module, int]:
         model = nn.Sequential(*(decoded.layer() for _ in range(decoded.count))).bfloat16()
     if recipe != PLAIN:
         name, found, _ = recipe.partition(INVARIANT)
-        tritonfp8.convert(model, name, mode="inference", batch_invariant=bool(found), experts=decoded.experts)
+        tritonfp8.convert(model, name, mode="inference", batch_invariant=bool(found))
     torch.cuda.synchronize()
     return model.eval(), torch.cuda.memory_allocated() - before
 

@@ -123,7 +123,7 @@ def trained(model, inputs):
 def converted(name, recipe, plain, inputs, expected):
     """A model that follows a recipe: what its logits are worth, what verify says, and what training moves."""
     model = copy.deepcopy(plain)
-    report = tritonfp8.convert(model, recipe, experts=has_experts(name))
+    report = tritonfp8.convert(model, recipe)
     verified = tritonfp8.verify(model, on_failure="warn", **inputs)
     found = {"layers": len(report.converted), "logits_db": float(sqnr(logits(model, inputs), expected))}
     found["verified"] = verified.ok
@@ -133,24 +133,23 @@ def converted(name, recipe, plain, inputs, expected):
 
 def stored(name, recipe, plain, inputs, expected, folder):
     """Models with weights in 8 bits, made in four ways: the values that differ from ``convert``'s."""
-    options, cls = {"experts": has_experts(name)}, type(plain)
+    cls = type(plain)
     first = copy.deepcopy(plain)
-    tritonfp8.convert(first, recipe, mode="inference", **options)
+    tritonfp8.convert(first, recipe, mode="inference")
     found = {"logits_db": float(sqnr(logits(first, inputs), expected))}
     found["verified"] = tritonfp8.verify(first, on_failure="warn", **inputs).ok
-    with tritonfp8.quantized_init(recipe, **options):
+    with tritonfp8.quantized_init(recipe):
         loaded = cls.from_pretrained(folder).eval()
     found["from_pretrained"] = differing(loaded, first)
     found["stored_by_from_pretrained"] = _kinds(loaded) == _kinds(first)
     found["same_logits"] = torch.equal(logits(loaded, inputs), logits(first, inputs))
-    with tritonfp8.quantized_init(recipe, **options):
+    with tritonfp8.quantized_init(recipe):
         empty = cls._from_config(plain.config).eval()
     empty.load_state_dict(plain.state_dict())
     found["from_config"] = differing(empty, first)
     found["stored_by_from_config"] = _kinds(empty) == _kinds(first)
     trainable = copy.deepcopy(plain)
-    options = {} if has_experts(name) else options
-    tritonfp8.convert(trainable, recipe, weight_storage="quantized", **options)
+    tritonfp8.convert(trainable, recipe, weight_storage="quantized")
     found["trained"] = differing(trainable, first) if not has_experts(name) else []
     trainable.train()
     found["unmoved"] = _stored_moves(trainable, inputs)

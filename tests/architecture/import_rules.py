@@ -76,6 +76,18 @@ def string_violations(modules):
     ]
 
 
+def hidden_violations(modules):
+    """What the `__init__` of a folder exports under the name of one of its files, which it hides."""
+    names = {module.name for module in modules}
+    return [
+        f"{folder.name} exports {name} of {base}, which hides the file of this name: rename the file"
+        for folder in modules
+        for base, name in imports(folder)
+        if folder.is_package and is_within(base, folder.name) and base != folder.name
+        if f"{folder.name}.{name}" in names
+    ]
+
+
 def _read_names(module):
     """Every name that a module imports or looks up."""
     yield from (attribute for _, attribute in imports(module))

@@ -28,7 +28,7 @@ def test_experts_are_stored_and_the_router_is_not(mixture):
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     plain = mixture(x)
     assert plain.shape == x.shape
-    tritonfp8.convert(mixture, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(mixture, "rowwise", mode="inference")
     stored = {name for name, weight in mixture.named_parameters() if isinstance(weight, StoredWeight)}
     assert stored == {"block.experts.gate_up_proj", "block.experts.down_proj"}
     assert torch.nn.functional.cosine_similarity(mixture(x).float(), plain.float()).min() > 0.99

@@ -82,7 +82,7 @@ class TestWarmUp:
     def test_every_option_arrives(self, invoke, layers, monkeypatch):
         given = {}
         monkeypatch.setattr(warmup, "warm_up", lambda **options: given.update(options) or REPORT)
-        more = ["--experts", "--tune", "--force", "--dtype", "float16", "--model", "tiny", "--tokens", "2x64"]
+        more = ["--tune", "--force", "--dtype", "float16", "--model", "tiny", "--tokens", "2x64"]
         more += ["--tokens", 128]
         assert invoke(*layers, *more, "--device", "cuda:1", "--timeout", 9).exit_code == 0
         progress, shapes = given.pop("progress"), given.pop("shapes")
@@ -90,7 +90,7 @@ class TestWarmUp:
         assert shapes == layers[2]
         assert given == {
             "model": "tiny", "recipes": ["rowwise"], "tokens": [(2, 64), (1, 128)], "dtype": "float16",
-            "experts": True, "tune": True, "force": True, "workers": 0, "device": "cuda:1", "timeout": 9.0,
+            "tune": True, "force": True, "workers": 0, "device": "cuda:1", "timeout": 9.0,
         }  # fmt: skip
         assert given.keys() | {"progress", "shapes", "timer"} == inspect.signature(WARM_UP).parameters.keys()
         # The defaults are those of the function.

@@ -170,8 +170,8 @@ def experts_recipes(model):
 def test_experts_train_are_saved_and_restored(tmp_path, family):
     model, by_hand = model_of(family), model_of(family)
     before = weights(model)
-    config = Float8Config({"*.0.mlp.experts": "mxfp8", "*": "rowwise"}, experts=True)
-    tritonfp8.convert(by_hand, config.recipe, experts=True)
+    config = Float8Config({"*.0.mlp.experts": "mxfp8", "*": "rowwise"})
+    tritonfp8.convert(by_hand, config.recipe)
     run, expected = trainer(model, tmp_path, Float8Callback(config)), trainer(by_hand, tmp_path)
     run.train()
     expected.train()
@@ -189,5 +189,5 @@ def test_a_schedule_swaps_the_recipe_of_experts(tmp_path):
             super().on_step_end(args, state, control, model=model, **kwargs)
             seen.append({recipe.name for recipe in experts_recipes(model).values()})
 
-    trainer(model, tmp_path, Swaps(Float8Config(schedule=[(0, "bf16"), (1, "rowwise")], experts=True))).train()
+    trainer(model, tmp_path, Swaps(Float8Config(schedule=[(0, "bf16"), (1, "rowwise")]))).train()
     assert seen[:2] == [{"bf16"}, {"rowwise"}]

@@ -82,9 +82,9 @@ def test_patterns_choose_layers(tmp_path):
 
 
 def test_experts_are_converted_when_asked_for(tmp_path):
-    plugin, module = trainer_plugin("rowwise", precision="32-true", experts=True), LanguageModel()
+    plugin, module = trainer_plugin("rowwise", precision="32-true"), LanguageModel()
     before = weights(module)
-    expected = LanguageModel(lambda model: tritonfp8.convert(model, "rowwise", experts=True))
+    expected = LanguageModel(lambda model: tritonfp8.convert(model, "rowwise"))
     fit(module, tmp_path, plugins=[plugin])
     assert all(is_converted_experts(each) for each in experts_of(module).values())
     fit(expected, tmp_path)

@@ -139,10 +139,10 @@ def test_adapters_on_the_parameters_of_experts_train(recipe):
     for order in ("convert first", "adapters first"):
         model = model_of("mixtral")
         if order == "convert first":
-            tritonfp8.convert(model, recipe, experts=True)
+            tritonfp8.convert(model, recipe)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, **EXPERTS))
         if order == "adapters first":
-            tritonfp8.convert(model, recipe, experts=True)
+            tritonfp8.convert(model, recipe)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
         for _ in range(2):
@@ -165,10 +165,10 @@ def test_adapters_on_the_parameters_of_experts_train(recipe):
 def test_adapters_train_over_stored_experts(targets):
     """As on plain experts of the same values."""
     models = model_of("qwen3_moe"), model_of("qwen3_moe")
-    tritonfp8.convert(models[0], "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(models[0], "rowwise", mode="inference")
     models[1].load_state_dict(models[0].state_dict())
     models[1].requires_grad_(False)
-    tritonfp8.convert(models[1], "rowwise", experts=True)
+    tritonfp8.convert(models[1], "rowwise")
     losses, adapters = [], []
     for model in models:
         torch.manual_seed(1)

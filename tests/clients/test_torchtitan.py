@@ -36,7 +36,7 @@ PROGRAMS = {
     "tp": (2, {"parallelism": TP, "recipe": torchtitan_cases.HEAD}),
     "tp_fsdp_selective": (4, {"parallelism": {**TP, "data_parallel_shard_degree": 2}, "checkpointing": "selective"}),
     "moe_tp_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": TP_FSDP_EP, "recipe": torchtitan_cases.HEAD}),
-    "moe_experts_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": FSDP_EP, "experts": True}),
+    "moe_experts_fsdp_ep": (4, {"flavor": "debugmodel_moe", "parallelism": FSDP_EP}),
 }
 RARE = {
     f"{name}_{recipe}": (PROGRAMS[name][0], {**PROGRAMS[name][1], "recipe": recipe})
@@ -80,7 +80,7 @@ def test_experts(ranks, recipes):
     activations to bfloat16 at other places; then other values round to other codes, and tokens go to other experts.
     """
     recipe = {f"layers.{i}.*": recipe for i, recipe in enumerate(recipes)}
-    options = {"flavor": "debugmodel_moe", "recipe": recipe, "experts": True, "dtype": "bfloat16", "same_weights": True}
+    options = {"flavor": "debugmodel_moe", "recipe": recipe, "dtype": "bfloat16", "same_weights": True}
     sharded, whole = run(ranks, 4, TP_FSDP_EP, **options), run(ranks, 2, FSDP, **options)
     if "mxfp8" in recipes:
         # Rows have scales of their own, which are powers of two: to send them in 8 bits changes no bit of the forward.
@@ -168,7 +168,7 @@ def test_inspect_names_the_weights_of_experts():
     model = nn.ModuleDict({"experts": GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4).build()})
     for scale, weight in enumerate(model.parameters(), 1):
         nn.init.uniform_(weight, -scale, scale)
-    tritonfp8.convert(model, "rowwise", experts=True)
+    tritonfp8.convert(model, "rowwise")
     x = torch.randn(20, 64)
     with tritonfp8.monitor(model, every=1) as stats:
         model["experts"](x, torch.tensor([5, 0, 7, 8])).sum().backward()

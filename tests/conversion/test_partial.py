@@ -29,11 +29,10 @@ class TestPartlyConverted:
         assert report.converted == {"0": BLOCKWISE, "2": BLOCKWISE}
         assert report.already == {"1": ROWWISE}
         assert found[1].recipe is first
-        assert str(report).splitlines()[:4] == [
-            "0  blockwise",
-            "2  blockwise",
-            "1  rowwise, converted before",
-            "2 converted, 0 skipped, 1 converted before",
+        assert str(report).splitlines()[:3] == [
+            "2 converted, 0 skipped, 1 converted before; 100 % of the linear FLOPs run in FP8",
+            "0,2 (2x)  blockwise",
+            "1         rowwise, converted before",
         ]
         assert report.fp8_share == 1
         assert sorted(revert(found)) == ["0", "1", "2"]

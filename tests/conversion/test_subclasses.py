@@ -1,6 +1,7 @@
 """convert takes the linear layers of torchtitan and Falcon, by module and name: they compute what nn.Linear does."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -119,5 +120,12 @@ def test_a_model_that_transformers_keeps_in_8_bits():
     assert reason.startswith("another program keeps its weight in 8 bits (FP8Linear): make the model from its config")
     for layer in model.model.layers:
         layer.mlp.experts = FP8Experts(model.config, block_size=(128, 128))
-    with pytest.raises(ValueError, match=r"keeps experts in 8 bits \(model.layers.0.mlp.experts.gate_up_proj\).*load"):
-        convert(model, "rowwise", experts=True)
+    revert(model)
+    report = convert(model, "rowwise")
+    experts = [name for name in report.skipped if name.endswith("experts")]
+    assert experts == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert re.match(r"another program keeps experts in 8 bits \(FP8Experts\): .*load", report.skipped[experts[0]])
+    with pytest.raises(ValueError, match="decided the recipe of no layer.*0.mlp.experts: another program keeps"):
+        convert(model, {"*.experts": "mxfp8", "*": "rowwise"})
+    with pytest.raises(ValueError, match=r"(?s)nothing was converted: .*another program keeps experts"):
+        convert(model.model.layers[0].mlp.experts, "rowwise")

@@ -51,7 +51,7 @@ def plain_model(family="moe", seed=0, **sizes):
 
 def converted(recipe, seed=0, family="moe", sizes=(), **options):
     model = plain_model(family, seed, **dict(sizes))
-    tritonfp8.convert(model, recipe, experts=True, **options)
+    tritonfp8.convert(model, recipe, **options)
     return model
 
 
@@ -177,9 +177,9 @@ def test_a_checkpoint_of_another_program(tmp_path, family, kind, rounding):
     values = checkpoint(tmp_path, spec, family=family)
     model = plain_model(family, seed=1)
     if kind == "converted":
-        tritonfp8.convert(model, "blockwise", experts=True)
+        tritonfp8.convert(model, "blockwise")
     if kind == "stored":
-        tritonfp8.convert(model, {"*.experts": "blockwise"}, experts=True, mode="inference")
+        tritonfp8.convert(model, {"*.experts": "blockwise"}, mode="inference")
     if kind == "meta":
         model = model.to("meta")
     weight = model.model.layers[0].mlp.experts.down_proj
@@ -208,8 +208,8 @@ def test_what_transformers_saves_is_read(tmp_path, family, kind):
     model = plain_model(family, seed=1)
     if kind != "plain":
         mode = {"converted": "training", "stored": "inference"}[kind]
-        tritonfp8.convert(model, "blockwise", experts=True, mode=mode)
-        tritonfp8.convert(source, "blockwise", experts=True, mode=mode)
+        tritonfp8.convert(model, "blockwise", mode=mode)
+        tritonfp8.convert(source, "blockwise", mode=mode)
     report = tritonfp8.export.load(model, tmp_path)
     assert report.copied[f"{PATH}.down_proj"] == "copied, of each expert"
     for (name, x), y in zip(source.named_parameters(), model.parameters(), strict=True):
@@ -308,7 +308,7 @@ def test_which_experts_are_exported():
 )
 def test_families(family, reason):
     model = mixture(family, torch.bfloat16)
-    tritonfp8.convert(model, "rowwise", experts=True)
+    tritonfp8.convert(model, "rowwise")
     report = tritonfp8.export.plan(model, "compressed_channel")
     for name in experts_of(model):
         found = report.layers[name].reason
@@ -318,7 +318,7 @@ def test_families(family, reason):
 def test_experts_that_transformers_makes_otherwise_stay_in_high_precision():
     """The experts of GraniteMoe have other names and are stacked in its checkpoints."""
     model = model_of("granitemoe", MIXTRAL)
-    tritonfp8.convert(model, "rowwise", experts=True)
+    tritonfp8.convert(model, "rowwise")
     report = tritonfp8.export.plan(model, "compressed_channel")
     name = "model.layers.0.block_sparse_moe.experts"
     assert report.layers[name].reason.startswith("transformers stacks no matrices of each expert from checkpoints of")

@@ -67,7 +67,7 @@ def test_a_vector_of_a_router_does_not_hide_its_parent():
     """In checkpoints of EXAONE a bias of the router lies beside it: an entry of that module would hide all experts."""
     layers = {"layer_types": ["full_attention"], "is_moe_layer": [True], "mlp_layer_types": ["sparse"]}
     model = model_of("exaone", EXPERTS | layers)
-    tritonfp8.convert(model, "blockwise", experts=True)
+    tritonfp8.convert(model, "blockwise")
     report = tritonfp8.export.plan(model, "fine_grained")
     assert "model.layers.0.mlp.e_score_correction_bias" in report.others
     assert "model.layers.0.mlp.experts" in report.exported

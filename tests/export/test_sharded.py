@@ -186,7 +186,7 @@ def experts(mesh, family):
     sizes = EXPERTS | {"num_experts": 3} if family == "moe" else MIXTRAL | {"num_local_experts": 3}
     whole, sharded, alone = (model_of(family, sizes, seed) for seed in (0, 1, 1))
     for model in (whole, sharded, alone):
-        tritonfp8.convert(model, "blockwise", experts=True)
+        tritonfp8.convert(model, "blockwise")
     with tempfile.TemporaryDirectory() as folder:
         tritonfp8.export.save(whole, folder, "fine_grained")
         files = files_of(folder)

@@ -29,7 +29,7 @@ def layer_of(kind, mode):
     torch.manual_seed(0)
     if kind == "experts":
         model = model_of("qwen3_moe", torch.bfloat16)
-        tritonfp8.convert(model, "rowwise", mode=mode, experts=True)
+        tritonfp8.convert(model, "rowwise", mode=mode)
         name, module = next(iter(experts_of(model).items()))
         return model, f"{name}.down_proj", module, "down_proj"
     layer = nn.Linear(64, 32) if kind == "linear" else Conv1D(32, 64)

@@ -36,37 +36,31 @@ def train(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTURE))
 
-    def run(*recipes, experts):
+    def run(*recipes):
         settings = Settings.resolve(
             model=str(path), recipes=recipes, steps=2, batch_size=2, seq_len=32, lr=1e-3, device="cpu", data=__file__,
-            experts=experts,
         )  # fmt: skip
         return loop.run(prepare(settings))
 
     return run
 
 
-@pytest.mark.parametrize("experts", [True, False])
-def test_experts_count_among_linear_layers(train, experts):
-    result = train("bf16", "rowwise", experts=experts)
+def test_experts_count_among_linear_layers(train):
+    result = train("bf16", "rowwise")
     assert [run.failure for run in result.runs] == [None, None]
     everything = OF_EXPERTS + OF_ATTENTION + OF_ROUTERS_AND_HEAD
     assert result.linear_flops == 6 * TOKENS * everything
     shares = report.summarize(result, result.run_of("rowwise")).shares
-    followed = OF_ATTENTION + (OF_EXPERTS if experts else 0)
-    assert shares["reference"] == pytest.approx(followed / everything)
+    assert shares["reference"] == pytest.approx((OF_ATTENTION + OF_EXPERTS) / everything)
 
 
-def test_experts_of_the_baseline_compute_in_bf16(train):
-    float32, bf16 = (train("bf16", experts=experts).run_of("bf16") for experts in (False, True))
+def test_experts_of_the_baseline_compute_in_bf16(train, monkeypatch):
+    bf16 = train("bf16").run_of("bf16")
     assert bf16.flops == {"high_precision": 2 * 6 * TOKENS * OF_EXPERTS}
+    monkeypatch.setattr(loop, "_run_experts_in_bf16", lambda model: None)
+    float32 = train("bf16").run_of("bf16")
     assert float32.losses != bf16.losses
     assert float32.losses == pytest.approx(bf16.losses, rel=1e-3)
-
-
-def test_asking_for_experts_of_a_dense_model_is_an_error():
-    with pytest.raises(ValueError, match=r"experts=True needs a model with experts of transformers 5; tiny has none"):
-        prepare(Settings.resolve(model="tiny", device="cpu", experts=True))
 
 
 def test_the_preset_has_sixteen_experts_in_160_million_parameters():

@@ -51,10 +51,10 @@ class TestRecording:
         model = mixtures.model_of("mixtral")
         path.write_text(json.dumps({**model.config.to_dict(), "vocab_size": 256}))
         model = build_model(str(path), 20, seed=0).train().to(getattr(torch, dtype))
-        tritonfp8.convert(model, "rowwise", experts=True)
+        tritonfp8.convert(model, "rowwise")
         with Recorder() as recorder:
             training_step(model, torch.randint(0, 96, (2, 21)), autocast=dtype == "float32")
-        recorded = record_model(str(path), "rowwise", (2, 20), dtype, experts=True)
+        recorded = record_model(str(path), "rowwise", (2, 20), dtype)
         assert recorded == list(recorder.calls)
         assert {call.op for call in recorded} >= {"quantize_groups_both", "quantize_matrices", "scaled_grouped_matmul"}
         if dtype == "bfloat16":

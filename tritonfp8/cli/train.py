@@ -44,9 +44,6 @@ def train(
     data: Annotated[
         Path | None, typer.Option(help="Text file or folder. [default: the text of Python's standard library]")
     ] = None,
-    experts: Annotated[
-        bool, typer.Option("--experts", help="Experts follow the recipe, too; in bf16 they are grouped GEMMs in bf16.")
-    ] = False,
 ) -> None:
     """Train one model on the same text in several recipes and compare losses, speed, memory and FP8 share.
 
@@ -56,7 +53,7 @@ def train(
     """
     options = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "lr": lr, "compile": compile}
     names = names_in(recipes)
-    _compare(out, model=model, recipes=names, device=device, seed=seed, data=data, experts=experts, **options)
+    _compare(out, model=model, recipes=names, device=device, seed=seed, data=data, **options)
 
 
 def _compare(out: Path | None, **options: Any) -> None:

@@ -34,7 +34,6 @@ def warmup(
         str,
         typer.Option(help=f"Dtype of the weights: {', '.join(record.DTYPES)}. float32 runs under bfloat16 autocast."),
     ] = "float32",
-    experts: Annotated[bool, typer.Option("--experts", help="The model is converted with experts=True.")] = False,
     tune: Annotated[
         bool, typer.Option("--tune/--no-tune", help="Measure configurations of the GEMMs and save the fastest.")
     ] = False,
@@ -62,7 +61,7 @@ def warmup(
     """
     options = {"tune": tune, "force": force, "workers": workers, "device": device, "timeout": timeout}
     names = list(names_in(recipes))
-    _warm_up(tokens, model=model, shapes=shapes, recipes=names, dtype=dtype, experts=experts, **options)
+    _warm_up(tokens, model=model, shapes=shapes, recipes=names, dtype=dtype, **options)
 
 
 def _warm_up(tokens: list[str], **options: Any) -> None:

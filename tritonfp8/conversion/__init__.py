@@ -3,27 +3,15 @@
 model        convert, swap_recipe, revert: change how a model's layers compute, in place
 stored_init  quantized_init: store the weight of each layer in 8 bits as the layer is made
 selection    which layers are converted, and by which recipe
-coverage     the parameters that no converted layer has, with their share of the FLOPs
+shares       the parameters that no converted layer has, with their share of the FLOPs
 report       ConversionReport
+tables       tables of layers, in which repeated layers are one line
 sharing      layers that quantize a common input once
 wrapped      a model and its names without torch.compile and other wrappers
 others       FLOP counters, which learn of converted layers, and FP8 libraries, which must not replace one
 """
 
-from tritonfp8.conversion.coverage import coverage
 from tritonfp8.conversion.model import convert, revert, swap_recipe
-from tritonfp8.conversion.report import ConversionReport, columns
-from tritonfp8.conversion.selection import (
-    NO_PATTERN,
-    Choice,
-    Filter,
-    Roles,
-    Selection,
-    converted_experts,
-    converted_layers,
-    linears,
-    select,
-    sizes_of,
-    why_unfit,
-)
+from tritonfp8.conversion.report import ConversionReport
+from tritonfp8.conversion.tables import columns, repeated
 from tritonfp8.conversion.wrapped import bare, reshard, unwrapped

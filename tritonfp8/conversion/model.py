@@ -1,4 +1,4 @@
-"""convert, swap_recipe, revert: change how a model's linear layers compute, in place.
+"""convert, swap_recipe, revert: change how a model's linear layers and experts compute, in place.
 
 A layer is converted by changing its class. The module object, its parameters, buffers, hooks and all references to it
 stay, so existing optimizers, tied weights and hooks keep working.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tritonfp8.conversion.coverage import coverage
 from tritonfp8.conversion.others import keep_layers, teach_counters
 from tritonfp8.conversion.report import ConversionReport
 from tritonfp8.conversion.selection import (
@@ -25,6 +25,7 @@ from tritonfp8.conversion.selection import (
     converted_layers,
     select,
 )
+from tritonfp8.conversion.shares import coverage
 from tritonfp8.conversion.sharing import share_inputs, unshare_inputs
 from tritonfp8.layers import (
     all_or_nothing,
@@ -43,7 +44,15 @@ from tritonfp8.layers.linear import (
     is_conv1d,
     require_module,
 )
-from tritonfp8.layers.moe import ConvertedExperts, convert_experts, experts_before, revert_experts
+from tritonfp8.layers.moe import (
+    ConvertedExperts,
+    check_recipe,
+    computing_class,
+    convert_experts,
+    experts_before,
+    is_converted_experts,
+    revert_experts,
+)
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs.checks import require, require_flag
 
@@ -61,9 +70,8 @@ def convert(
     weight_storage: str = "parameters",
     mode: str = "training",
     batch_invariant: bool = False,
-    experts: bool = False,
 ) -> ConversionReport:
-    """Make the model's linear layers follow a recipe, in place.
+    """Make the model's linear layers and experts follow a recipe, in place.
 
     Every ``nn.Parameter`` (but for stored weights) and every key of the state_dict stays, as do hooks. The model may be
     on the meta device. Nothing is changed if an error is raised. Layers that are converted keep their recipe.
@@ -71,6 +79,9 @@ def convert(
     These stay in high precision, unless a pattern has their name (``"*lm_head"`` but not ``"*"``) or ``filter`` is a
     function: output heads, routers, adapters (``lora_A``), what a model of transformers or diffusers keeps in float32
     (``_keep_in_fp32_modules``), and layers of fewer than 16 in or out features (only by a function).
+
+    Experts, of transformers 5 (``set_experts_implementation`` has no effect then) and torchtitan, are layers, too
+    (:func:`tritonfp8.functional.grouped_linear`). The report has the reason for each layer that is skipped.
 
     Args:
         model: any module; it may be an ``nn.Linear`` itself. ``nn.Linear``, its torchtitan and Falcon classes, and the
@@ -80,15 +91,15 @@ def convert(
             mapping of shell-style patterns of full names (``"*.mlp.*"``) to these; the first pattern that matches
             decides, and layers that none matches are skipped.
         filter: which layers to convert: a list of patterns; a function ``filter(module, fqn) -> bool``, which replaces
-            the defaults; or ``"auto"``, which leaves out layers that would get slower on this GPU (or H200), even all.
+            the defaults and is asked about experts, too; or ``"auto"``, which leaves out layers that would get slower
+            on this GPU (or H200), even all, and experts, of which it cannot tell.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; for ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: weights of converted layers become codes and scales
-            (:class:`tritonfp8.layers.stored.StoredWeight`). Trained weights must be float32.
+            (:class:`tritonfp8.layers.stored.StoredWeight`). Trained weights must be float32. Experts that train, of
+            torchtitan, or sharded before keep their weights; the report has the reason.
         mode: ``"inference"`` freezes the weights of converted layers and stores them.
         batch_invariant: the bits of a row of a layer's output depend only on this row of the input. It needs scales
             for each row of the input: ``"rowwise"``, ``"blockwise"``, ``"mxfp8"``.
-        experts: also convert experts (:func:`tritonfp8.functional.grouped_linear`): of transformers 5, which then
-            ignore ``set_experts_implementation``, and ``GroupedExperts`` of torchtitan. Frozen ones can be stored.
 
     Returns:
         A :class:`ConversionReport`.
@@ -101,22 +112,22 @@ def convert(
         TypeError: no recipe, a chosen layer that torchao converted, or an argument of another type.
     """
     require_module(model)
-    stores = _stores(weight_storage, mode, batch_invariant, experts)
-    selected = select(model, recipe, filter, tokens, batch_invariant, experts)
+    stores = _stores(weight_storage, mode, batch_invariant)
+    selected = select(model, recipe, filter, tokens, batch_invariant)
     if selected.takes_nothing:
         selected.check_slower()
-        return _report(model, selected, None)
-    selected, stored = for_storage(model, selected, mode, experts) if stores else (selected, {})
-    apply_selection(model, selected, stored, mode == "inference")
-    return _report(model, selected, _stored().weight_bytes(model) if stores else None)
+        return _report(model, selected, None, {})
+    storage = for_storage(model, selected, mode) if stores else Storage(selected)
+    apply_selection(model, storage, mode == "inference")
+    return _report(model, storage.selected, _stored().weight_bytes(model) if stores else None, storage.unstored)
 
 
-def _report(model: nn.Module, selected: Selected, sizes: tuple[int, int] | None) -> ConversionReport:
-    already = {name: each.recipe for name, each in {**selected.already, **selected.experts_already}.items()}
+def _report(
+    model: nn.Module, selected: Selected, sizes: tuple[int, int] | None, unstored: dict[str, str]
+) -> ConversionReport:
+    already = {name: each.recipe for name, each in selected.already.items()}
     parameters, share = coverage(model, selected.skipped)
     experts = {name: len(next(iter(each.weights().values()))) for name, each in converted_experts(model).items()}
-    plain = (name for name, each in converted_experts(model).items() if not _stored().is_stored(each))
-    unstored = () if sizes is None else tuple(plain)
     return ConversionReport(selected.recipes, selected.skipped, already, parameters, share, sizes, experts, unstored)
 
 
@@ -127,54 +138,71 @@ def _stored() -> Any:
     return stored
 
 
-def _stores(weight_storage: str, mode: str, batch_invariant: bool, experts: bool) -> bool:
+def _stores(weight_storage: str, mode: str, batch_invariant: bool) -> bool:
     """Whether the arguments of :func:`convert`, which this checks, ask for stored weights."""
     require_flag("batch_invariant", batch_invariant)
-    require_flag("experts", experts)
     require("weight_storage", weight_storage, ("parameters", "quantized"))
     require("mode", mode, ("training", "inference"))
     return weight_storage == "quantized" or mode == "inference"
 
 
-def for_storage(
-    model: nn.Module, selected: Selected, mode: str, experts: bool = False, on_meta: bool = False
-) -> tuple[Selected, dict[str, Recipe]]:
-    """``selected`` with the recipes of stored weights; and these of all layers whose weights are to be stored.
+class Storage(NamedTuple):
+    """What a conversion stores in 8 bits.
 
-    Layers, and with ``experts`` experts, that are converted already are among them.
+    Attributes:
+        selected: what it converts, with the recipes of stored weights.
+        recipes: of all layers whose weights are to be stored; layers that are converted already are among them.
+        unstored: of the experts that keep their weights in high precision, the reasons.
+    """
+
+    selected: Selected
+    recipes: Mapping[str, Recipe] = MappingProxyType({})
+    unstored: dict[str, str] = {}  # noqa: RUF012
+
+
+def for_storage(model: nn.Module, selected: Selected, mode: str, on_meta: bool = False) -> Storage:
+    """What to store of the layers that are selected, and of the layers that are converted already.
 
     Raises:
         ValueError: a weight cannot be stored, or a trained one is not float32.
     """
-    found = _stored()
-    already = {**selected.already, **(selected.experts_already if experts else {})}
-    before = {name: layer for name, layer in already.items() if not found.is_stored(layer)}
-    layers: dict[str, Any] = {**selected.modules, **selected.experts, **before}
+    found, freeze = _stored(), mode == "inference"
+    before = {name: layer for name, layer in selected.already.items() if not found.is_stored(layer)}
+    layers: dict[str, Any] = {**selected.modules, **before}
+    stay = {name: found.why_experts_stay(layer, freeze) for name, layer in layers.items()}
+    unstored = {name: reason for name, reason in stay.items() if reason is not None}
+    layers = {name: layer for name, layer in layers.items() if name not in unstored}
     recipes = {name: selected.recipes.get(name) or before[name].recipe for name in layers}
     recipes = {name: found.recipe_of_storage(recipe) for name, recipe in recipes.items()}
     found.check_storable(model, layers, recipes, on_meta)
-    if mode != "inference":
+    if not freeze:
         found.check_trainable(layers)
-    return selected._replace(recipes={name: recipes[name] for name in selected.recipes}), recipes
+    chosen = {name: recipes.get(name, recipe) for name, recipe in selected.recipes.items()}
+    return Storage(selected._replace(recipes=chosen), recipes, unstored)
 
 
-def apply_selection(model: nn.Module, selected: Selected, stored: Mapping[str, Recipe], freeze: bool) -> None:
-    """Change the classes of the selected layers, all or none, and store (and freeze) the weights in ``stored``."""
+def apply_selection(model: nn.Module, storage: Storage, freeze: bool) -> None:
+    """Change the classes of the selected layers, all or none, and store weights, or (``freeze``) freeze all of them."""
+    selected = storage.selected
     with all_or_nothing(model):
         for name, module in selected.modules.items():
+            if computing_class(module) is not None:
+                convert_experts(module, selected.recipes[name])
+                continue
             computes: type[_Layer] = Float8Conv1D if is_conv1d(module) else Float8Linear
             change_class(module, joined_class(computes, type(module)))
             module.recipe = selected.recipes[name]  # type: ignore[assignment]
-        for name, module in selected.experts.items():
-            convert_experts(module, selected.recipes[name])
-        new = set(selected.modules.values())
-        share_inputs(model, new | set(selected.already.values()), new)
-        record_names(model, {**selected.already, **selected.experts_already, **selected.modules, **selected.experts})
-        if stored:
-            layers = _converted(model)
-            for name, recipe in stored.items():
-                layers[name].recipe = recipe
-            _stored().store_weights({name: layers[name] for name in stored}, freeze)
+        layers = set(converted_layers(model).values())
+        share_inputs(model, layers, layers & set(selected.modules.values()))
+        record_names(model, {**selected.already, **selected.modules})
+        if storage.recipes or freeze:
+            found = _converted(model)
+            for name, recipe in storage.recipes.items():
+                found[name].recipe = recipe
+            _stored().store_weights({name: found[name] for name in storage.recipes}, freeze)
+            for name in storage.unstored if freeze else ():
+                for key in _stored().names_of_weights(found[name]):
+                    found[name]._parameters[key].requires_grad_(False)  # type: ignore[union-attr]
     teach_counters()
     keep_layers()
 
@@ -218,6 +246,11 @@ def _converted(model: nn.Module) -> dict[str, _Layer | ConvertedExperts]:
 
 
 def _swapped(name: str, layer: _Layer | ConvertedExperts, chosen: Recipe | None) -> Recipe:
+    if chosen is not None and is_converted_experts(layer):
+        try:
+            check_recipe(chosen)
+        except ValueError as error:
+            raise ValueError(f"recipe {chosen.name!r} does not serve the experts {name}: {error}") from error
     if chosen is None or all(type(p) in (Tensor, nn.Parameter, type(None)) for p in layer._parameters.values()):
         return chosen or layer.recipe
     found: Recipe = _stored().check_swap(name, layer, chosen)

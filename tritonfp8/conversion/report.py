@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tritonfp8.conversion.tables import Repeated, columns, repeated
 from tritonfp8.recipes import Recipe
 
 
@@ -15,7 +16,7 @@ class HighPrecision:
         flops: of a forward a token: 2 for each element that is multiplied; 0 for an embedding that is looked up.
         share: ``flops`` over the FLOPs of all linear layers of the model, converted or not; 0 to 1.
         reason: why it stays in high precision.
-        layer: the name of its linear layer in ``skipped``, or None if no linear layer has it.
+        layer: the name of its layer in ``skipped``, or None if no linear layer and no experts have it.
     """
 
     flops: int
@@ -26,11 +27,11 @@ class HighPrecision:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a conversion; ``str(report)`` is a table.
+    """The result of a conversion; ``str(report)`` is a table, in which repeated layers are one line.
 
     Attributes:
         converted: the recipe of each layer that this call converted, by fully qualified name.
-        skipped: for each other linear layer, the reason why it was not converted.
+        skipped: for each other linear layer and module of experts, the reason why it was not converted.
         already: the recipe of each layer that was converted before and keeps its recipe.
         high_precision: each parameter with two dims or more that no converted layer has, by fully qualified name, with
             its FLOPs and the reason; empty in the report of ``swap_recipe``.
@@ -39,7 +40,8 @@ class ConversionReport:
         stored_bytes: bytes of all weights of the model that are stored in 8 bits, and of the same weights in their
             dtype; None without ``weight_storage="quantized"``.
         experts: the number of experts in each converted module of experts, by fully qualified name.
-        unstored_experts: of these the ones that keep their weights in high precision, though the call stores weights.
+        unstored_experts: of the experts that keep their weights in high precision though the call stores weights, the
+            reasons, by fully qualified name.
     """
 
     converted: dict[str, Recipe]
@@ -49,7 +51,7 @@ class ConversionReport:
     fp8_share: float | None = None
     stored_bytes: tuple[int, int] | None = None
     experts: dict[str, int] = field(default_factory=dict)
-    unstored_experts: tuple[str, ...] = ()
+    unstored_experts: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -57,45 +59,46 @@ class ConversionReport:
         return not (self.converted or self.already)
 
     def __str__(self) -> str:
-        rows = [(name, f"{recipe.name}{self._experts_of(name)}") for name, recipe in self.converted.items()]
-        rows += [
+        total = f"{len(self.converted)} converted, {len(self.skipped)} skipped"
+        total += f", {len(self.already)} converted before" if self.already else ""
+        total += "" if self.fp8_share is None else f"; {_percent(self.fp8_share)} of the linear FLOPs run in FP8"
+        verdicts = [(name, f"{recipe.name}{self._experts_of(name)}") for name, recipe in self.converted.items()]
+        verdicts += [
             (name, f"{recipe.name}{self._experts_of(name)}, converted before") for name, recipe in self.already.items()
         ]
-        rows += [(name, f"skipped{self._share_of(name)}: {reason}") for name, reason in self.skipped.items()]
-        total = f"{len(self.converted)} converted, {len(self.skipped)} skipped"
-        if self.already:
-            total += f", {len(self.already)} converted before"
-        lines = [*columns(rows), total]
-        if self.is_empty and self.fp8_share is not None:
-            lines.append("nothing was changed: bf16 is faster for each layer that could be converted")
-        if others := [(name, _of(each)) for name, each in self.high_precision.items() if each.layer is None]:
-            lines += ["parameters of no linear layer, with their share of the linear FLOPs:", *columns(others)]
-        if self.fp8_share is not None:
-            lines.append(f"{_percent(self.fp8_share)} of the linear FLOPs run in FP8")
+        rows = [(each.label, each.verdict) for each in repeated(verdicts)]
+        rows += [(each.label, self._skipped(each)) for each in repeated(self.skipped.items())]
+        lines = [total, *columns(rows)]
+        others = [(name, each.reason) for name, each in self.high_precision.items() if each.layer is None]
+        if others:
+            lines += ["parameters of no linear layer, with their share of the linear FLOPs:"]
+            lines += columns([(each.label, self._of(each)) for each in repeated(others)])
         if self.stored_bytes is not None:
             now, before = (f"{n / 2**20:.1f} MiB" for n in self.stored_bytes)
             lines.append(f"weights are stored in 8 bits: {now} in place of {before}")
+        if self.fp8_share is not None:
+            bf16 = "nothing was changed: bf16 is faster for each layer that could be converted"
+            lines.append(bf16 if self.is_empty else "tritonfp8.verify(model, batch) shows what runs")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<ConversionReport: {str(self).partition(chr(10))[0]}>"
 
     def _experts_of(self, name: str) -> str:
         if name not in self.experts:
             return ""
-        kept = ", weights in high precision (experts=True stores them)" if name in self.unstored_experts else ""
+        why = self.unstored_experts.get(name)
+        kept = "" if why is None else f", weights in high precision: {why}"
         return f", {self.experts[name]} experts{kept}"
 
-    def _share_of(self, layer: str) -> str:
-        shares = [each.share for each in self.high_precision.values() if each.layer == layer]
-        return f" ({_percent(sum(shares))} of the FLOPs)" if shares else ""
+    def _skipped(self, layers: Repeated[str]) -> str:
+        of, names = self.high_precision.values(), set(layers.names)
+        shares = [each.share for each in of if each.layer in names]
+        return f"skipped{f' ({_percent(sum(shares))} of the FLOPs)' if shares else ''}: {layers.verdict}"
 
-
-def columns(rows: list[tuple[str, str]]) -> list[str]:
-    """Lines of two columns."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return [f"{name:<{width}}  {what}" for name, what in rows]
-
-
-def _of(parameter: HighPrecision) -> str:
-    return f"{_percent(parameter.share):>8}  {parameter.reason}"
+    def _of(self, parameters: Repeated[str]) -> str:
+        share = sum(self.high_precision[name].share for name in parameters.names)
+        return f"{_percent(share):>8}  {parameters.verdict}"
 
 
 def _percent(share: float) -> str:

@@ -18,7 +18,6 @@ from tritonfp8.layers.linear import computes_linear, is_conv1d, is_converted
 from tritonfp8.layers.moe import class_of_experts
 from tritonfp8.layers.stored import stored_part, taken
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs.checks import require_flag
 
 Filter = Callable[[nn.Module, str], bool] | None
 
@@ -26,8 +25,8 @@ Filter = Callable[[nn.Module, str], bool] | None
 class _Block:
     """The layers that one ``with`` block makes."""
 
-    def __init__(self, recipe: Recipe, filter: Filter, experts: bool) -> None:
-        self.recipe, self.filter, self.experts = recipe, filter, experts
+    def __init__(self, recipe: Recipe, filter: Filter) -> None:
+        self.recipe, self.filter = recipe, filter
         # With what removes the hooks of each.
         self.parents: dict[nn.Module, list[RemovableHandle]] = {}
         self.children: set[nn.Module] = set()
@@ -44,20 +43,21 @@ class _Block:
         if parent not in self.parents:
             of_load = parent.register_load_state_dict_pre_hook(_settle_open)
             self.parents[parent] = [of_load, parent.register_state_dict_pre_hook(_settle_open)]
-        are_experts = self.experts and class_of_experts(child) is not None
-        if are_experts or _is_linear(child):
+        if class_of_experts(child) is not None or _is_linear(child):
             self.store(parent, name, child, self.filter)
 
     def store(self, parent: nn.Module, name: str, child: nn.Module, filter: Filter) -> None:
         """Store the weight of a layer if it is chosen."""
         holder = nn.Module()
         holder._modules[name] = child
-        are_experts = self.experts and class_of_experts(child) is not None
-        selected = select(holder, self.recipe, filter, 1, experts=are_experts)
-        if not (selected.modules or selected.experts or selected.experts_already):
+        selected = select(holder, self.recipe, filter, 1)
+        if not selected.modules and (is_converted(child) or not selected.already):
             return
-        selected, recipes = for_storage(holder, selected, "inference", are_experts, on_meta=True)
-        apply_selection(holder, selected, recipes, True)
+        storage = for_storage(holder, selected, "inference", on_meta=True)
+        if storage.unstored:
+            # A later call of convert names the reason.
+            return
+        apply_selection(holder, storage, True)
         self.made.setdefault(parent, {})[name] = child
         if is_converted(child):
             child.on_assign = _assigned
@@ -131,8 +131,8 @@ def _assigned(layer: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parame
 
 
 @contextmanager
-def quantized_init(recipe: str | Recipe, filter: Filter = None, *, experts: bool = False) -> Iterator[None]:
-    """Store the weight of each linear layer in 8 bits as the layer is made, for models that never fit in bfloat16.
+def quantized_init(recipe: str | Recipe, filter: Filter = None) -> Iterator[None]:
+    """Store the weights of linear layers and experts in 8 bits as they are made, for models that never fit in bfloat16.
 
     A layer is converted when it becomes a child of a module, as by ``convert(mode="inference")``; its weight in high
     precision is freed then. On the meta device no weight is ever in memory: ``fully_shard`` the model,
@@ -148,7 +148,6 @@ def quantized_init(recipe: str | Recipe, filter: Filter = None, *, experts: bool
         filter: ``filter(layer, name) -> bool``, of the name of a layer in its parent; by default the choice of
             :func:`convert`. What the model tells of its layers is known once it is made: before a checkpoint is loaded,
             or at the end of the block, layers that stay in high precision get plain weights again.
-        experts: also store the weights of experts, see :func:`convert`.
 
     Raises:
         ValueError: the block made no layer to store, or an unfit weight (float16); names the layer.
@@ -156,8 +155,7 @@ def quantized_init(recipe: str | Recipe, filter: Filter = None, *, experts: bool
     """
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a layer and its name, or None; got {type(filter).__name__}")
-    require_flag("experts", experts)
-    block = _Block(get(recipe), filter, experts)
+    block = _Block(get(recipe), filter)
     handle = register_module_module_registration_hook(block.on_child)
     _open.append(block)
     try:

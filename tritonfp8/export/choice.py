@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from tritonfp8.conversion import Filter, Roles, Selection, linears, sizes_of, unwrapped, why_unfit
+from tritonfp8.conversion import unwrapped
+from tritonfp8.conversion.selection import Filter, Roles, Selection, linears, sizes_of, why_unfit
 from tritonfp8.export.checkpoint_formats import CheckpointFormat
 from tritonfp8.export.experts import why_named_otherwise, why_not_split
 from tritonfp8.export.places import Place, joined

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonfp8.conversion import columns
+from tritonfp8.conversion import columns, repeated
 
 SAME_CODES = "codes kept"
 SAME_VALUES = "values kept"
@@ -71,14 +72,19 @@ class ExportReport:
         return [name for name, layer in self.layers.items() if layer.exported_as is not None]
 
     def __str__(self) -> str:
-        rows = [(name, str(layer)) for name, layer in self.layers.items()]
-        rows += [(name, f"tied: written as {other}") for name, other in self.tied.items()]
+        verdicts = [(n, dataclasses.replace(layer, bytes_before=0, bytes_after=0)) for n, layer in self.layers.items()]
+        rows = []
+        for each in repeated(verdicts):
+            of = [self.layers[name] for name in each.names]
+            before, after = sum(layer.bytes_before for layer in of), sum(layer.bytes_after for layer in of)
+            rows.append((each.label, str(dataclasses.replace(each.verdict, bytes_before=before, bytes_after=after))))
+        rows += [(each.label, f"tied: written as {each.verdict}") for each in repeated(self.tied.items())]
         count = len(self.exported)
         total = (
             f"{count} layers in 8 bits as {self.format!r}, {len(self.layers) - count} in high precision, "
             f"{len(self.others)} other tensors; {shown_bytes(self.bytes_before)} -> {shown_bytes(self.bytes_after)}"
         )
-        return "\n".join([*columns(rows), *(f"note: {note}" for note in self.notes), total])
+        return "\n".join([total, *columns(rows), *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ class LoadReport:
         if count := len(self.of_activations):
             which = f"{count} static scales of activations, such as {self.of_activations[0]}"
             notes.append(f"note: {which}, are not used: activations are scaled by their values")
-        return "\n".join([*columns(rows), *notes, total])
+        return "\n".join([total, *columns([(each.label, each.verdict) for each in repeated(rows)]), *notes])
 
 
 def shown_bytes(count: int) -> str:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.conversion import Filter, bare, reshard
+from tritonfp8.conversion import bare, reshard
+from tritonfp8.conversion.selection import Filter
 from tritonfp8.export.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tritonfp8.export.choice import choose, ignored, is_exported, notes
 from tritonfp8.export.experts import PROJECTIONS, Part, codes_of, parts_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.conversion import Filter
+from tritonfp8.conversion.selection import Filter
 from tritonfp8.export.files import (
     CONFIG,
     ENTRY,

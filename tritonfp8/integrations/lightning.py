@@ -49,14 +49,13 @@ class _Float8:
     recipe: Any
     filter: Any
     all_gather: bool
-    experts: bool
     report: ConversionReport | None = None
     gathered: ConversionReport | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Called by Lightning with the model, in place."""
         module = super().convert_module(module)  # type: ignore[misc]
-        self.report = convert(module, self.recipe, self.filter, experts=self.experts)
+        self.report = convert(module, self.recipe, self.filter)
         log.info("%s", self.report)
         if self.all_gather and not self.report.is_empty:
             self.gathered = enable_float8_all_gather(module)
@@ -79,7 +78,6 @@ def trainer_plugin(
     precision: str = "bf16-mixed",
     filter: Any = None,
     all_gather: bool = False,
-    experts: bool = False,
 ) -> Any:
     """A plugin for ``lightning.Trainer(plugins=[...])``.
 
@@ -87,7 +85,6 @@ def trainer_plugin(
         recipe, filter: as for :func:`tritonfp8.convert`. Names begin with an attribute of the LightningModule.
         precision: of everything else: ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"``.
         all_gather: whether FSDP2 (``ModelParallelStrategy``) gathers weights in 8 bits.
-        experts: whether experts are converted, too; as for :func:`tritonfp8.convert`.
 
     Returns:
         The plugin. After the set-up its ``report`` and ``gathered`` say what was converted.
@@ -95,7 +92,7 @@ def trainer_plugin(
     Raises:
         ValueError: another precision.
     """
-    return _plugin(TRAINER, precision, recipe=recipe, filter=filter, all_gather=all_gather, experts=experts)
+    return _plugin(TRAINER, precision, recipe=recipe, filter=filter, all_gather=all_gather)
 
 
 def fabric_plugin(
@@ -103,7 +100,6 @@ def fabric_plugin(
     precision: str = "bf16-mixed",
     filter: Any = None,
     all_gather: bool = False,
-    experts: bool = False,
 ) -> Any:
     """A plugin for ``lightning.Fabric(plugins=[...])``; see :func:`trainer_plugin`."""
-    return _plugin(FABRIC, precision, recipe=recipe, filter=filter, all_gather=all_gather, experts=experts)
+    return _plugin(FABRIC, precision, recipe=recipe, filter=filter, all_gather=all_gather)

@@ -79,7 +79,6 @@ class Float8Converter(ModelConfigConverter):
             all_gather: whether FSDP2 gathers weights in 8 bits. None: where torchtitan can shard them by FSDP2, which
                 is without pipeline parallelism. Pipeline stages are copies of the model, and a copy gathers in high
                 precision.
-            experts: whether ``GroupedExperts`` are converted, too; as for :func:`tritonfp8.convert`.
             payload: how rows travel to converted experts of other ranks: as for
                 :func:`tritonfp8.distributed.shard_experts`. It changes ``AllToAllTokenDispatcher`` only.
         """
@@ -87,7 +86,6 @@ class Float8Converter(ModelConfigConverter):
         recipe: Any = "rowwise"
         filter: Any = None
         all_gather: bool | None = None
-        experts: bool = False
         payload: str = "float8"
 
     def __init__(self, config: Config) -> None:
@@ -159,7 +157,7 @@ def saving_gemms(config: SelectiveAC.Config) -> Float8SelectiveAC.Config:
 def apply(model: nn.Module, config: Float8Converter.Config) -> None:
     """Convert ``model`` as ``config`` says. The reports go to the logger ``tritonfp8``."""
     require("payload", config.payload, PAYLOADS)
-    report = convert(model, config.recipe, config.filter, experts=config.experts)
+    report = convert(model, config.recipe, config.filter)
     log.info("%s", report)
     if report.is_empty:
         return

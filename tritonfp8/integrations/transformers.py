@@ -28,7 +28,7 @@ except ImportError as error:
 from tritonfp8.conversion import ConversionReport, bare, convert, unwrapped
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.linear import is_converted
-from tritonfp8.layers.moe import computing_class, is_converted_experts
+from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe
 from tritonfp8.workflow import RecipeSchedule, TrainingCheck, verify_training
 
@@ -50,7 +50,6 @@ class Float8Config:
         schedule: stages of a :class:`~tritonfp8.RecipeSchedule` over the steps of the training, instead of ``recipe``.
         verify: whether the first step with a learning rate above zero is checked by :func:`tritonfp8.verify_training`,
             which warns of weights that it does not move.
-        experts: whether experts are converted, too; as for :func:`tritonfp8.convert`.
     """
 
     recipe: Any = "rowwise"
@@ -58,7 +57,6 @@ class Float8Config:
     all_gather: bool | None = None
     schedule: Stages | None = None
     verify: bool = True
-    experts: bool = False
 
 
 def uses_fsdp2() -> bool:
@@ -138,9 +136,7 @@ def restore(model: nn.Module) -> ConversionReport:
             "Use tritonfp8.convert(model, recipe)"
         )
     chosen = {name: Recipe.from_dict(e["recipe"]) for e in entries for name in e["layers"]}
-    modules = dict(model.named_modules())
-    experts = any(name in modules and computing_class(modules[name]) is not None for name in chosen)
-    return convert(model, chosen, experts=experts)
+    return convert(model, chosen)
 
 
 class Float8Callback(TrainerCallback):
@@ -181,7 +177,7 @@ class Float8Callback(TrainerCallback):
             # Shares of the training are resolved when it begins: only then its length is known.
             recipe = RecipeSchedule(self.config.schedule, total_steps=2**31).first_quantized
         if not any(is_converted(module) or is_converted_experts(module) for module in inner.modules()):
-            self.report = convert(inner, recipe, self.config.filter, experts=self.config.experts)
+            self.report = convert(inner, recipe, self.config.filter)
             log.info("%s", self.report)
         gather = uses_fsdp2() if self.config.all_gather is None else self.config.all_gather
         if gather and not self._is_empty:

@@ -9,11 +9,15 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from tritonfp8.layers.codes import check_not_torchao, refuse_codes, refuse_scales
+from tritonfp8.recipes import Recipe
+from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.checks import shown
 
 
 class ParameterHooks(nn.Module):
     """The base of all converted layers. They take values as parameters, and refuse codes."""
 
+    recipe: Recipe
     # tritonfp8.revert calls this first. It may return a function that undoes the call, for a revert that fails later.
     on_revert: Callable[[Any], object] | None = None
     # Takes a Parameter that is assigned, and returns the one to keep.
@@ -47,6 +51,12 @@ class ParameterHooks(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         with nullcontext() if self.on_move is None else self.on_move(self, fn):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _recipe_and_storage(self) -> str:
+        """The recipe as the repr of the layer has it, and the format of a weight that is stored in 8 bits."""
+        specs = (getattr(getattr(p, "_local_tensor", p), "spec", None) for p in self._parameters.values())
+        stored = next((f", stored={spec.format}" for spec in specs if isinstance(spec, QuantSpec)), "")
+        return f"recipe={shown(self.recipe.name, 26)}{stored}"
 
     def drop_hooks(self) -> None:
         """Leave the parameters of this layer to torch."""

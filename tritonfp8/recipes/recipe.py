@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tritonfp8.specs import ACCUMULATIONS, QuantSpec, matmul_family
-from tritonfp8.specs.checks import require, require_flag, require_type
+from tritonfp8.specs.checks import require, require_flag, require_type, shown
 
 GEMMS = ("output", "grad_input", "grad_weight")
 OPERANDS = {
@@ -124,6 +124,11 @@ class Recipe:
 
     def __deepcopy__(self, memo: object) -> Recipe:
         return self
+
+    def __repr__(self) -> str:
+        gemms = ((gemm, getattr(self, gemm)) for gemm in GEMMS)
+        of = (f"{gemm}={f'{g.lhs.format} x {g.rhs.format}' if g.quantized else 'high precision'}" for gemm, g in gemms)
+        return f"Recipe({shown(self.name, 32)}, {', '.join(of)})"
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name!r}"]

@@ -37,12 +37,12 @@ def is_among(value: object, allowed: Sequence[object]) -> bool:
     return not hasattr(value, "__array__") and value in allowed
 
 
-def shown(value: object) -> str:
-    """``value`` as text for a message: its repr, cut to 80 characters; the dtype of a tensor."""
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` as text for a message: its repr, cut to ``limit`` characters; the dtype of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype}"
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def first_line(error: BaseException) -> str:

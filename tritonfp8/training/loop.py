@@ -277,10 +277,10 @@ def _converted_copy(job: Job, run: Run) -> nn.Module:
     if run.recipe == PERTURBED:
         perturb(model, job.settings.seed)
     if run.recipe not in (BASELINE, PERTURBED):
-        report = convert(model, run.recipe, experts=job.settings.experts)
+        report = convert(model, run.recipe)
         run.converted = {name: recipe.name for name, recipe in report.converted.items()}
         run.skipped = dict(report.skipped)
-    elif job.settings.experts:
+    else:
         _run_experts_in_bf16(model)
     return model
 
@@ -288,7 +288,7 @@ def _converted_copy(job: Job, run: Run) -> nn.Module:
 def _run_experts_in_bf16(model: nn.Module) -> None:
     """Let experts compute in autocast's dtype, which transformers' experts ignore, by grouped GEMMs."""
     if any(computing_class(module) is not None for module in model.modules()):
-        convert(model, BASELINE, filter=lambda module, name: not isinstance(module, nn.Linear), experts=True)
+        convert(model, BASELINE, filter=lambda module, name: computing_class(module) is not None)
 
 
 def _loop(job: Job, model: nn.Module, meter: _Meter, observer: RunObserver) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 
 from tritonfp8 import recipes
 from tritonfp8.compat import hardware
-from tritonfp8.layers.moe import computing_class
 from tritonfp8.specs.checks import require_int
 from tritonfp8.training import corpus
 from tritonfp8.training.models import build_model, default_lr, require_train_extra
@@ -57,7 +56,6 @@ class Settings:
         seed: seed of the initial weights and of the choice of text.
         data: file or folder of text, or None for the standard library.
         notice: a message to the user about the device, or None.
-        experts: whether experts of the model follow the recipe, too.
     """
 
     model: str
@@ -71,7 +69,6 @@ class Settings:
     seed: int
     data: str | None
     notice: str | None
-    experts: bool = False
 
     @classmethod
     def resolve(
@@ -87,7 +84,6 @@ class Settings:
         device: str | None = None,
         seed: int = 0,
         data: str | Path | None = None,
-        experts: bool = False,
     ) -> Settings:
         """Settings in which defaults of the device (:data:`DEFAULTS`) and of the model replace None.
 
@@ -118,7 +114,6 @@ class Settings:
             seed=seed,
             data=None if data is None else str(data),
             notice=notice,
-            experts=experts,
         )
 
 
@@ -195,14 +190,11 @@ def prepare(settings: Settings) -> Job:
     """Read the text and build the model.
 
     Raises:
-        ValueError: text or config file missing, unreadable or too small; a vocabulary below 256; experts are asked for,
-            and the model has none.
+        ValueError: text or config file missing, unreadable or too small; or a vocabulary below 256.
         ModuleNotFoundError: a package of the ``train`` extra is missing.
     """
     require_train_extra()
     text = corpus.hold_out(corpus.load(settings.data), settings.seq_len)
     next(corpus.batches(text, steps=1, batch_size=1, seq_len=settings.seq_len, seed=settings.seed))
     model = build_model(settings.model, settings.seq_len, settings.seed)
-    if settings.experts and not any(computing_class(module) is not None for module in model.modules()):
-        raise ValueError(f"experts=True needs a model with experts of transformers 5; {settings.model} has none")
     return Job(settings, text, model)

@@ -118,7 +118,7 @@ def training_step(model: nn.Module, tokens: Tensor, autocast: bool) -> None:
     next_token_loss(model, tokens, autocast).backward()
 
 
-def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str, experts: bool = False) -> list[Call]:
+def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str) -> list[Call]:
     """The distinct calls of a training step of a model.
 
     Args:
@@ -126,7 +126,6 @@ def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str, e
         recipe: the recipe of all linear layers.
         tokens: sequences a step, tokens a sequence.
         dtype: dtype of the weights: ``"float32"`` (runs under bfloat16 autocast), ``"bfloat16"`` or ``"float16"``.
-        experts: whether experts follow the recipe, too.
 
     Raises:
         ValueError: an unknown model or recipe, or a model whose step depends on the values of tensors, which have no
@@ -136,7 +135,7 @@ def record_model(model: str, recipe: str, tokens: tuple[int, int], dtype: str, e
     # On the CPU, so that no GPU is needed: shapes and layouts are the same there.
     with _recording(model) as recorder:
         built = _of_dtype(build_model(model, length, seed=0).train(), DTYPES[dtype])
-        convert(built, recipe, experts=experts)
+        convert(built, recipe)
         training_step(built, torch.zeros(batch, length + 1, dtype=torch.long), autocast=dtype == "float32")
     return list(recorder.calls)
 

@@ -19,7 +19,6 @@ import torch
 
 from tritonfp8 import recipes, training, tuning
 from tritonfp8.compat import hardware
-from tritonfp8.specs.checks import require_flag
 from tritonfp8.training import default_lr, require_train_extra
 from tritonfp8.tuning import store
 from tritonfp8.warmup.gemms import gemm_of
@@ -69,7 +68,6 @@ class _Request:
     tokens: tuple[tuple[int, int], ...]
     dtype: str
     device: torch.device
-    experts: bool = False
 
     def record(self) -> list[Call]:
         """The distinct calls of all requested models, shapes and recipes."""
@@ -79,7 +77,7 @@ class _Request:
                 calls |= dict.fromkeys(record_linear(mnk, recipe, self.dtype))
             if self.model is not None:
                 for tokens in self.tokens:
-                    calls |= dict.fromkeys(record_model(self.model, recipe, tokens, self.dtype, self.experts))
+                    calls |= dict.fromkeys(record_model(self.model, recipe, tokens, self.dtype))
         if not calls:
             raise ValueError(f"nothing to warm up: recipe {', '.join(self.recipes)} calls no op of this package here")
         return list(calls)
@@ -178,14 +176,10 @@ def _resolve(
     tokens: Sequence[tuple[int, int]],
     dtype: str,
     device: str | None,
-    experts: bool,
 ) -> _Request:
     if model is None and shapes is None:
         raise ValueError("a warm-up needs a model or a file of shapes; got neither")
     _check_types(model, shapes, names, tokens, device)
-    require_flag("experts", experts)
-    if experts and model is None:
-        raise ValueError("experts=True warms up the experts of a model; got shapes of linear layers only")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     if not names:
@@ -200,7 +194,7 @@ def _resolve(
     else:
         layers = tuple(shapes)
     wanted = tuple(name for name in dict.fromkeys(names) if name != training.BASELINE)
-    return _Request(model, layers, wanted, tuple(dict.fromkeys(tokens)), dtype, _choose_device(device), experts)
+    return _Request(model, layers, wanted, tuple(dict.fromkeys(tokens)), dtype, _choose_device(device))
 
 
 def warm_up(
@@ -210,7 +204,6 @@ def warm_up(
     recipes: Sequence[str] = DEFAULT_RECIPES,
     tokens: Sequence[tuple[int, int]] = DEFAULT_TOKENS,
     dtype: str = "float32",
-    experts: bool = False,
     tune: bool = False,
     force: bool = False,
     workers: int | None = None,
@@ -228,7 +221,6 @@ def warm_up(
         recipes: names of built-in recipes.
         tokens: for a model, the sizes of its batches: (sequences, tokens a sequence).
         dtype: dtype of the weights: ``"float32"`` (runs under bfloat16 autocast), ``"bfloat16"`` or ``"float16"``.
-        experts: for a model that is converted with ``experts=True``.
         tune: also measure the configurations of the GEMMs and save the fastest.
         force: measure again GEMMs that these versions have measured before.
         workers: processes that compile; None for one a core, at most 8; 0 to compile in this process.
@@ -252,7 +244,7 @@ def warm_up(
         if not _can_wait(timeout):
             most = f"{MAX_TIMEOUT:.0f}"
             raise ValueError(f"timeout must be a number of seconds above 0 and below {most}; got {timeout!r}")
-        request = _resolve(model, shapes, recipes, tokens, dtype, device, experts)
+        request = _resolve(model, shapes, recipes, tokens, dtype, device)
         return _WarmUp(request, _checked_workers(workers), timer, progress)
 
     # Joined before the arguments are checked: a rank that raised earlier would leave the others waiting for it.

@@ -14,7 +14,7 @@ from tritonfp8.conversion import ConversionReport, convert, swap_recipe
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe, get
-from tritonfp8.specs.checks import require_type
+from tritonfp8.specs.checks import require_type, shown
 
 MAX_RECIPES = 7
 """Dynamo compiles a function at most eight times by default, and one more may be needed for another shape."""
@@ -95,6 +95,12 @@ class RecipeSchedule:
             )
         if not any(_quantizes(recipe) for recipe in recipes):
             raise ValueError(f"no stage quantizes: name one of FP8, not only {sorted(r.name for r in recipes)}")
+
+    def __repr__(self) -> str:
+        stages = [f"{stage.start}: {shown(stage.recipe.name, 24)}" for stage in self.stages]
+        # The first stages, and the last one: 120 characters.
+        shortened = [*stages[:2], f"{len(stages) - 3} more", stages[-1]] if len(", ".join(stages)) > 85 else stages
+        return f"RecipeSchedule({', '.join(shortened)}, next_step={self.next_step})"
 
     @property
     def first_quantized(self) -> Recipe:

@@ -18,7 +18,7 @@ from tritonfp8.layers import Fingerprints
 from tritonfp8.layers.linear import require_module
 from tritonfp8.specs.checks import require
 from tritonfp8.workflow.outputs import local_part
-from tritonfp8.workflow.verification_report import ON_FAILURE, Failure, deliver
+from tritonfp8.workflow.verification_report import ON_FAILURE, Failure, deliver, lines_of
 
 _logger = logging.getLogger("tritonfp8")
 
@@ -111,7 +111,7 @@ class TrainingCheck:
 
     def __str__(self) -> str:
         moved = f"{len(self.moved)} of {len(self._before)} trainable weights moved in the step"
-        return "\n  ".join([moved, *map(str, self.failures)])
+        return "\n  ".join([moved, *lines_of(self.failures)])
 
     def _compare(self) -> None:
         now = dict(self._model.named_parameters())

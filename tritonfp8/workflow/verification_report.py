@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tritonfp8.compat.counting import KINDS
+from tritonfp8.conversion import repeated
 from tritonfp8.recipes import GEMMS
 
 ON_FAILURE = ("raise", "warn")
@@ -117,6 +119,14 @@ class Failure:
         return f"{self.layer or 'the model'}: {self.cause}. To mend it, {self.remedy}."
 
 
+def lines_of(failures: Iterable[Failure], limit: int = 12) -> list[str]:
+    """A line for each cause, with its layers and what to do; repeated layers are one."""
+    groups = repeated((each.layer, dataclasses.replace(each, layer="")) for each in failures)
+    lines = [str(dataclasses.replace(each.verdict, layer=each.label)) for each in groups]
+    more = [f"and {len(lines) - limit} more: see the failures of the report"] if len(lines) > limit else []
+    return [*lines[:limit], *more]
+
+
 @dataclass(frozen=True)
 class VerificationReport:
     """What ran in one forward and backward of a converted model; ``str(report)`` is a table.
@@ -177,17 +187,21 @@ class VerificationReport:
         """The failures: a line for each, with its layer, cause and remedy. Without one, that all layers pass."""
         if self.ok:
             return f"all {len(self.layers)} converted layers run as their recipes say: {self.summary}"
-        return "\n  ".join([f"{self._failing()} converted layers do not run in FP8:", *map(str, self.failures)])
+        return "\n  ".join([f"{self._failing()} converted layers do not run in FP8:", *lines_of(self.failures)])
 
     def __str__(self) -> str:
         rows: list[Sequence[str]] = [("layer", "recipe", "calls", *GEMMS, "FLOPs")]
-        for name, layer in self.layers.items():
-            cells = [_cell(layer.gemms.get(gemm)) for gemm in GEMMS]
-            rows.append((name or "(the model)", layer.recipe, str(layer.calls), *cells, _percent(layer.share)))
+        verdicts: list[tuple[str, tuple[str, ...]]] = [
+            (name, (layer.recipe, str(layer.calls), *(_cell(layer.gemms.get(gemm)) for gemm in GEMMS)))
+            for name, layer in self.layers.items()
+        ]
         for name, other in self.others.items():
             own = name.rpartition(".")[0] in self.layers
-            what = _READ_ELSEWHERE if own else _NOT_CONVERTED
-            rows.append((name, what, "", ", ".join(other.ops), "", "", _percent(other.share)))
+            verdicts.append((name, (_READ_ELSEWHERE if own else _NOT_CONVERTED, "", ", ".join(other.ops), "", "")))
+        shares = {name: each.share for found in (self.layers, self.others) for name, each in found.items()}
+        for each in repeated(verdicts):
+            share = _percent(sum(shares[name] for name in each.names))
+            rows.append((each.label or "(the model)", *each.verdict, share))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         if self.others:
             # The ops of other layers may run over the columns of the gradients.
@@ -196,7 +210,7 @@ class VerificationReport:
             widths[3] = max(map(len, [*outputs, GEMMS[0]]))
             widths[5] += max(0, longest + 1 - sum(widths[3:6]) - 4)
         lines = [_line(row, widths) for row in rows]
-        return "\n".join([*lines, self.summary, *([self.message()] if self.failures else [])])
+        return "\n".join([self.summary, *lines, *([self.message()] if self.failures else [])])
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

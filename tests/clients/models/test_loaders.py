@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 from accelerate.utils import load_checkpoint_in_model, set_module_tensor_to_device
-from loader_cases import SIZES, config_of, differing, has_experts, plain, quantized, stored_after
+from loader_cases import SIZES, config_of, differing, plain, quantized, stored_after
 
 import tritonfp8
 from tritonfp8.layers.stored import stored_part
@@ -49,7 +49,7 @@ class TestTransformers:
     @each_family
     @pytest.mark.parametrize("options", [{}, {"device_map": {"": "cpu"}, "dtype": torch.bfloat16}], ids=["cpu", "map"])
     def test_from_pretrained(self, folders, family, options):
-        with tritonfp8.quantized_init("rowwise", experts=has_experts(family)):
+        with tritonfp8.quantized_init("rowwise"):
             found = transformers.AutoModelForCausalLM.from_pretrained(folders[family], **options)
         expected = transformers.AutoModelForCausalLM.from_pretrained(folders[family], **options)
         check(found, family, expected)
@@ -102,7 +102,7 @@ class TestAccelerate:
 
     @each_family
     def test_load_checkpoint_and_dispatch(self, files, family):
-        with tritonfp8.quantized_init("rowwise", experts=has_experts(family)), accelerate.init_empty_weights():
+        with tritonfp8.quantized_init("rowwise"), accelerate.init_empty_weights():
             found = transformers.AutoModelForCausalLM.from_config(config_of(family))
         found = accelerate.load_checkpoint_and_dispatch(found, files[family].parent, device_map="auto")
         check(found, family)
@@ -148,7 +148,7 @@ def test_adapters_of_a_model_that_is_stored(folders, adapters, family):
     def base():
         return transformers.AutoModelForCausalLM.from_pretrained(folders[family])
 
-    with tritonfp8.quantized_init("rowwise", experts=has_experts(family)):
+    with tritonfp8.quantized_init("rowwise"):
         models = [
             peft.PeftModel.from_pretrained(base(), adapters[family]),
             peft.PeftModel.from_pretrained(base(), adapters[family], low_cpu_mem_usage=True),

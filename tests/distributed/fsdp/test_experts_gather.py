@@ -82,7 +82,7 @@ def build(mesh, setup, enabled, cast="param_dtype"):
     else:
         model = mixtures.model_of(setup.family)
         blocks = model.model.layers
-        tritonfp8.convert(model, setup.recipe, experts=True)
+        tritonfp8.convert(model, setup.recipe)
     model.to(mesh.device_type)
     if enabled:
         names = enable_float8_all_gather(model, cast).converted
@@ -342,7 +342,7 @@ def test_operands_of_another_recipe_are_an_error():
 @pytest.mark.parametrize("recipe", ["bf16"])
 def test_the_report_names_experts_in_high_precision(recipe):
     model = mixtures.model_of("mixtral")
-    tritonfp8.convert(model, {"*.0.mlp.experts": recipe, "*": "rowwise"}, experts=True)
+    tritonfp8.convert(model, {"*.0.mlp.experts": recipe, "*": "rowwise"})
     report = enable_float8_all_gather(model)
     assert report.skipped["model.layers.0.mlp.experts"] == "experts whose recipe reads their weights in high precision"
     assert report.converted["model.layers.1.mlp.experts"] == recipes.get("rowwise")

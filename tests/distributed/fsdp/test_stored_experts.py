@@ -82,7 +82,7 @@ def test_saved_loaded_and_reverted(ranks):
     [
         ("columns", "weights of experts that are stored in 8 bits are sharded over experts only"),
         ("number", "is stored in 8 bits, and FSDP2 cannot reshard such a weight to fewer ranks"),
-        ("later", "they are experts that are sharded over ranks"),
+        ("later", "they are sharded over ranks: convert the model before"),
     ],
 )
 def test_what_does_not_work_is_an_error(ranks, how, message):

@@ -150,7 +150,7 @@ def test_a_stored_base_is_merged_in_its_values():
 
 def test_adapters_on_the_weights_of_experts():
     model = mixture_of("qwen3_moe", torch.bfloat16)
-    tritonfp8.convert(model, "rowwise", experts=True)
+    tritonfp8.convert(model, "rowwise")
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets)
     model = trained(peft.get_peft_model(model, lora))

@@ -78,7 +78,7 @@ class TestTransformers:
         """Bitwise: the GEMMs are the same, and so is the order in which the experts of a token are added."""
         model = model_of(family, torch.bfloat16)
         other = copy.deepcopy(model)
-        report = tritonfp8.convert(model, recipe, experts=True)
+        report = tritonfp8.convert(model, recipe)
         assert [name for name in report.converted if "experts" in name.split(".")] == list(experts_of(model))
         tritonfp8.convert(other, recipe)
         for experts in experts_of(other).values():
@@ -96,7 +96,7 @@ class TestTransformers:
         ids = torch.randint(0, 96, (2, 12))
         kinds, plain = {name: type(each) for name, each in experts_of(model).items()}, model(ids).logits
         state = {key: id(value) for key, value in model.named_parameters()}
-        report = tritonfp8.convert(model, {"*.experts": "mxfp8", "*": "rowwise"}, experts=True)
+        report = tritonfp8.convert(model, {"*.experts": "mxfp8", "*": "rowwise"})
         count = FAMILIES[family].get("num_local_experts", 8)
         for name, experts in experts_of(model).items():
             assert report.converted[name].name == "mxfp8"
@@ -115,7 +115,7 @@ class TestTransformers:
             assert {gemm: (each.op, each.kind, each.calls) for gemm, each in row.gemms.items()} == dict.fromkeys(
                 ("output", "grad_input", "grad_weight"), ("tritonfp8.scaled_grouped_matmul", "reference", 2)
             )
-        again = tritonfp8.convert(model, "rowwise", experts=True)
+        again = tritonfp8.convert(model, "rowwise")
         assert set(kinds) <= set(again.already)
         assert not torch.equal(model(ids).logits, plain)
         tritonfp8.swap_recipe(model, "bf16")
@@ -128,12 +128,12 @@ class TestTransformers:
 
     def test_copies_checkpoints_and_pickles(self, tmp_path):
         model = model_of("gpt_oss")
-        tritonfp8.convert(model, "rowwise", experts=True)
+        tritonfp8.convert(model, "rowwise")
         ids = torch.randint(0, 96, (2, 12))
         expected = model(ids).logits
         model.save_pretrained(tmp_path)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        tritonfp8.convert(loaded, "rowwise", experts=True)
+        tritonfp8.convert(loaded, "rowwise")
         pickled = pickle.loads(pickle.dumps(experts_of(model)["model.layers.0.mlp.experts"]))
         copied = copy.deepcopy(model)
         copied.model.layers[0].mlp.experts = pickled
@@ -141,17 +141,25 @@ class TestTransformers:
             assert_bitwise_equal(other(ids).logits, expected)
         assert type(pickled) is type(copied.model.layers[1].mlp.experts)
 
-    def test_experts_stay_by_default_and_the_report_says_so(self):
-        model = model_of("mixtral")
-        kinds = [type(each) for each in experts_of(model).values()]
-        report = tritonfp8.convert(model, "rowwise")
-        assert [type(each) for each in experts_of(model).values()] == kinds
-        assert "experts, which convert takes with experts=True; 2 of 4 experts a token" in str(report)
+    def test_linear_layers_keep_their_bits_beside_experts(self):
+        """Forward and backward of each linear layer, in a model with and without converted experts, of one input."""
+        model = model_of("mixtral", torch.bfloat16)
+        dense = copy.deepcopy(model)
+        tritonfp8.convert(model, "rowwise")
+        assert not set(experts_of(dense)) & set(tritonfp8.convert(dense, "rowwise", ["*_proj"]).converted)
+        for name, layer in model.named_modules():
+            if isinstance(layer, tritonfp8.Float8Linear):
+                other, x = dense.get_submodule(name), torch.randn(12, 64, dtype=torch.bfloat16)
+                assert layer.recipe == other.recipe
+                outs = [each(x) for each in (layer, other)]
+                grads = [torch.autograd.grad(y.sum(), m.weight)[0] for y, m in zip(outs, (layer, other), strict=True)]
+                assert_bitwise_equal(outs[0], outs[1])
+                assert_bitwise_equal(grads[0], grads[1])
 
     @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
     def test_gradient_checkpointing_and_compile(self, compiled):
         model = model_of("qwen3_moe")
-        tritonfp8.convert(model, "rowwise", experts=True)
+        tritonfp8.convert(model, "rowwise")
         expected = losses_of(copy.deepcopy(model), 2)
         if compiled:
             for each in experts_of(model).values():
@@ -162,39 +170,29 @@ class TestTransformers:
 
     def test_sensitivity_gives_experts_their_recipe_back(self):
         model, ids = model_of("mixtral"), torch.randint(0, 96, (2, 12))
-        tritonfp8.convert(model, "rowwise", experts=True)
+        tritonfp8.convert(model, "rowwise")
         tritonfp8.sensitivity(model, {"input_ids": ids, "labels": ids}, ["rowwise"])
         assert all(each.recipe == recipes.get("rowwise") for each in experts_of(model).values())
 
     def test_filters_and_patterns(self):
         model = model_of("mixtral")
         first, second = experts_of(model)
-        report = tritonfp8.convert(model, {"*.0.mlp.experts": "rowwise"}, experts=True)
+        report = tritonfp8.convert(model, {"*.0.mlp.experts": "rowwise"})
         assert list(report.converted) == [first]
         assert report.skipped[second] == "no pattern matched"
         tritonfp8.revert(model)
-        report = tritonfp8.convert(model, "rowwise", ["*.1.*"], experts=True)
+        report = tritonfp8.convert(model, "rowwise", ["*.1.*"])
         assert second in report.converted
         assert report.skipped[first] == "no pattern of the filter matches it"
         tritonfp8.revert(model)
-        report = tritonfp8.convert(model, "rowwise", lambda module, name: name == first, experts=True)
+        report = tritonfp8.convert(model, "rowwise", lambda module, name: name == first)
         assert list(report.converted) == [first]
 
-    def test_what_cannot_be_is_an_error(self):
-        model = model_of("mixtral")
-        for options, message in (
-            ({"filter": "auto"}, 'filter="auto" cannot tell whether experts get slower'),
-            ({"weight_storage": "quantized"}, "experts cannot be trained in 8 bits"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                tritonfp8.convert(model, "rowwise", experts=True, **options)
-        with pytest.raises(ValueError, match="experts=True, but the model has no experts that are known"):
-            tritonfp8.convert(nn.Linear(32, 32), "rowwise", experts=True)
-        with pytest.raises(TypeError, match="experts"):
-            tritonfp8.convert(model, "rowwise", experts="all")
-        next(iter(experts_of(model).values())).forward = lambda *args: args[0]
-        report = tritonfp8.convert(model, "rowwise", experts=True)
-        assert "their forward was replaced" in report.skipped["model.layers.0.mlp.experts"]
+    def test_a_model_of_experts_alone(self):
+        experts = next(iter(experts_of(model_of("qwen3_moe")).values()))
+        report = tritonfp8.convert(nn.ModuleDict({"experts": experts}), "rowwise")
+        assert list(report.converted) == ["experts"]
+        assert report.fp8_share == 1
 
 
 class TestFloat8Experts:

@@ -33,7 +33,7 @@ class TestQuantizeWeightsOnce:
     @each_recipe
     def test_the_same_gradients_from_one_cast(self, recipe):
         model = model_of("gpt_oss")
-        tritonfp8.convert(model, recipe, experts=True)
+        tritonfp8.convert(model, recipe)
         expected = self.accumulated(model)
         with tritonfp8.quantize_weights_once(model), torch.profiler.profile() as profile:
             found = self.accumulated(model)
@@ -43,7 +43,7 @@ class TestQuantizeWeightsOnce:
 
     def test_changes(self):
         model = model_of("mixtral")
-        tritonfp8.convert(model, "rowwise", experts=True)
+        tritonfp8.convert(model, "rowwise")
         ids = torch.randint(0, 96, (2, 12))
         experts = model.model.layers[1].mlp.experts
         # Changes that torch counts are errors at the next use, and others when the block ends.

@@ -211,7 +211,7 @@ class TestModels:
         conv = nn.Sequential(Conv1D(32, 48))
         moe = nn.Sequential(Float8Experts(2, 64, 32, recipe="rowwise"))
         for model, is_experts in ((conv, False), (moe, True)):
-            tritonfp8.convert(model, "rowwise", mode="inference", experts=is_experts)
+            tritonfp8.convert(model, "rowwise", mode="inference")
             model.bfloat16()
             assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
             model.share_memory()

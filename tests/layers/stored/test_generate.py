@@ -12,13 +12,13 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True}
 
 
-def pair(make, recipe, device="cpu", experts=False):
+def pair(make, recipe, device="cpu"):
     """A model with stored weights, and one of their values with the same recipe; and the report."""
     model, plain = (make().to(device).eval() for _ in range(2))
-    report = tritonfp8.convert(model, recipe, mode="inference", experts=experts)
+    report = tritonfp8.convert(model, recipe, mode="inference")
     plain.load_state_dict(model.state_dict())
     # Stored weights have power-of-two scales, whatever the recipe's are.
-    tritonfp8.convert(plain, next(iter(report.converted.values())), experts=experts)
+    tritonfp8.convert(plain, next(iter(report.converted.values())))
     return model, plain, report
 
 
@@ -53,7 +53,7 @@ def test_a_compiled_forward(device):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixtures(family, tmp_path):
-    model, plain, report = pair(lambda: model_of(family, torch.bfloat16), "rowwise", experts=True)
+    model, plain, report = pair(lambda: model_of(family, torch.bfloat16), "rowwise")
     assert report.experts.keys() == experts_of(model).keys()
     rows = check_generated((model, plain)).splitlines()
     of_experts = [row for row in rows if row.startswith(tuple(experts_of(model)))]

@@ -34,27 +34,31 @@ def test_codes_and_values_are_those_of_each_matrix_single(name):
     assert_bitwise_equal([again.dequantize()], [weight.dequantize()])
 
 
-def test_a_report_names_experts_that_keep_their_weights():
-    """Experts that an earlier call converted, in a model whose layers are stored now."""
-    model = model_of("mixtral", torch.bfloat16)
-    report = tritonfp8.convert(model, "tensorwise", experts=True)
-    assert report.unstored_experts == ()
-    report = tritonfp8.convert(model, "rowwise", mode="inference")
-    assert report.unstored_experts == tuple(experts_of(model))
-    words = "weights in high precision (experts=True stores them), converted before"
-    assert str(report).count(words) == len(experts_of(model))
-    assert {type(each.down_proj) for each in experts_of(model).values()} == {nn.Parameter}
-    report = tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
-    assert report.unstored_experts == ()
-    for name, each in experts_of(model).items():
-        assert type(each.down_proj) is StoredMatrices
-        assert report.already[name].name == each.recipe.name == "tensorwise_stored"
+@pytest.mark.parametrize("before", [False, True], ids=["converted now", "converted before"])
+def test_a_report_names_experts_that_keep_their_weights(before):
+    """Experts that train follow their recipe, and cannot do so by stored weights."""
+    model = model_of("mixtral")
+    if before:
+        assert tritonfp8.convert(model, "rowwise").unstored_experts == {}
+    report = tritonfp8.convert(model, "tensorwise", weight_storage="quantized")
+    why = "they train: requires_grad_(False) or mode='inference' lets them be stored"
+    assert report.unstored_experts == dict.fromkeys(experts_of(model), why)
+    assert "model.layers.*.mlp.experts (2x)" in str(report)
+    assert f"4 experts, weights in high precision: {why}" in str(report)
+    for each in experts_of(model).values():
+        assert {type(p) for p in each.parameters()} == {nn.Parameter}
+        assert each.recipe.name == ("rowwise" if before else "tensorwise")
+        assert each.down_proj.requires_grad
+    assert report.stored_bytes[0] > 0
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(each.down_proj.grad is not None for each in experts_of(model).values())
+    assert tritonfp8.convert(model, "rowwise", mode="inference").unstored_experts == {}
 
 
 def test_weights_that_lie_transposed_have_their_codes_in_the_order_of_rows():
     model = model_of("gpt_oss", torch.bfloat16)
     before = next(iter(experts_of(model).values())).gate_up_proj.detach().clone()
-    tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(model, "rowwise", mode="inference")
     weight = next(iter(experts_of(model).values())).gate_up_proj
     expected = StoredMatrices.of(before.mT, weight.spec)
     assert weight.is_transposed
@@ -84,10 +88,21 @@ def test_others_read_the_values_and_write_to_them():
     assert torch.equal(weight.dequantize()[:2], values[:2])
 
 
+def test_experts_that_were_trained_are_stored_later():
+    model = model_of("mixtral", torch.bfloat16)
+    tritonfp8.convert(model, "tensorwise")
+    report = tritonfp8.convert(model, "rowwise", mode="inference")
+    for name, each in experts_of(model).items():
+        assert type(each.down_proj) is StoredMatrices
+        assert report.already[name].name == each.recipe.name == "tensorwise_stored"
+    now, before = report.stored_bytes
+    assert now < 0.51 * before
+
+
 def test_revert_gives_plain_weights_of_the_values():
     model = model_of("qwen3_moe", torch.bfloat16)
     before = {name: type(each) for name, each in experts_of(model).items()}
-    tritonfp8.convert(model, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(model, "rowwise", mode="inference")
     values = model.state_dict()
     tritonfp8.revert(model)
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
@@ -103,7 +118,7 @@ def test_a_base_that_is_frozen_is_stored_beside_weights_that_train():
     model = model_of("qwen3_moe")
     for each in experts_of(model).values():
         each.requires_grad_(False)
-    tritonfp8.convert(model, "rowwise", weight_storage="quantized", experts=True)
+    tritonfp8.convert(model, "rowwise", weight_storage="quantized")
     before = {name: x.clone() for name, x in model.state_dict().items()}
     optimizer = tritonfp8.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model(input_ids=IDS, labels=IDS).loss.backward()

@@ -28,7 +28,7 @@ def linears():
 
 def experts():
     module = tritonfp8.Float8Experts(8, 512, 512, recipe="rowwise", dtype=torch.bfloat16)
-    tritonfp8.convert(module, "rowwise", mode="inference", experts=True)
+    tritonfp8.convert(module, "rowwise", mode="inference")
     batch = torch.randn(16, 512).bfloat16(), torch.randint(8, (16, 2)), torch.rand(16, 2).bfloat16()
     return module, batch, 8 * 3 * 512 * 512
 

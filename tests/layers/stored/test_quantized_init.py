@@ -251,26 +251,26 @@ class TestExperts:
             return transformers.AutoModelForCausalLM.from_config(self.CONFIG, dtype=torch.bfloat16)
 
     def test_are_the_experts_that_convert_stores(self):
-        with tritonfp8.quantized_init("rowwise", experts=True):
+        with tritonfp8.quantized_init("rowwise"):
             model = self.model()
         expected = self.model()
-        tritonfp8.convert(expected, "rowwise", mode="inference", experts=True)
+        tritonfp8.convert(expected, "rowwise", mode="inference")
         assert [type(p) for p in model.parameters()] == [type(p) for p in expected.parameters()]
         found, wanted = (list(each.state_dict().values()) for each in (model, expected))
         assert_bitwise_equal(found, wanted)
         ids = torch.arange(12)[None]
         assert_bitwise_equal([model(ids).logits], [expected(ids).logits])
 
-    def test_stay_in_high_precision_by_default(self):
-        with tritonfp8.quantized_init("rowwise"):
+    def test_stay_in_high_precision_by_a_filter(self):
+        with tritonfp8.quantized_init("rowwise", lambda layer, name: name.endswith("_proj")):
             model = self.model()
         assert {type(p) for experts in experts_of(model).values() for p in experts.parameters()} == {nn.Parameter}
 
     def test_that_were_on_meta_are_loaded(self, tmp_path):
         source = self.model()
-        tritonfp8.convert(source, "rowwise", mode="inference", experts=True)
+        tritonfp8.convert(source, "rowwise", mode="inference")
         tritonfp8.export.save(source, tmp_path, "compressed_channel")
-        with tritonfp8.quantized_init("rowwise", experts=True):
+        with tritonfp8.quantized_init("rowwise"):
             model = self.model("meta")
         experts = next(iter(experts_of(model).values()))
         assert isinstance(experts.down_proj, StoredMatrices)

@@ -94,7 +94,7 @@ def train(
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if poison:
         model.get_parameter(poison).data.fill_(float("nan"))
-    config = Float8Config(recipe, experts=family is not None)
+    config = Float8Config(recipe)
     callback = Restore(model.get_parameter(frozen)) if frozen else Float8Callback(config)
     records, logger = Records(), logging.getLogger("tritonfp8")
     logger.addHandler(records)

@@ -40,7 +40,7 @@ def plain(family, device="cpu"):
 
 def quantized(family, device, recipe="rowwise"):
     """A model of the family whose weights are stored as its layers are made."""
-    with tritonfp8.quantized_init(recipe, experts=has_experts(family)):
+    with tritonfp8.quantized_init(recipe):
         return plain(family, "meta") if device == "meta" else transformers.AutoModelForCausalLM.from_config(
             config_of(family)
         )  # fmt: skip
@@ -48,7 +48,7 @@ def quantized(family, device, recipe="rowwise"):
 
 def stored_after(model, family, recipe="rowwise"):
     """The model, loaded in high precision and then stored: what a loader must give."""
-    tritonfp8.convert(model, recipe, mode="inference", experts=has_experts(family))
+    tritonfp8.convert(model, recipe, mode="inference")
     return model
 
 

@@ -104,12 +104,12 @@ def _with_adapters(program, recipe, stored):
 
     targets = ["q_proj", "v_proj" if program.experts else "up_proj"]
     model = get_peft_model(model_of(program), LoraConfig(target_modules=targets, r=4))
-    values, experts = copy.deepcopy(model), bool(program.experts)
-    tritonfp8.convert(values, recipe, weight_storage="quantized", experts=experts)
+    values = copy.deepcopy(model)
+    tritonfp8.convert(values, recipe, weight_storage="quantized")
     if stored:
         return values
     model.load_state_dict(values.state_dict())
-    tritonfp8.convert(model, recipe, experts=experts)
+    tritonfp8.convert(model, recipe)
     return model
 
 

@@ -103,7 +103,7 @@ FAULTS = (
         _GROUPED,
     ),
     (
-        "tritonfp8/layers/moe/grouped_linear.py",
+        "tritonfp8/layers/moe/grouped.py",
         "self.recipe.grad_weight.lhs if self.needs_grad_weight else None",
         "self.recipe.grad_input.lhs if self.needs_grad_weight else None",
         "grad_weight reads gradients that were quantized for grad_input",
@@ -124,14 +124,14 @@ FAULTS = (
         _EXPERTS,
     ),
     (
-        "tritonfp8/distributed/expert_parallel/exchange.py",
+        "tritonfp8/distributed/expert_parallel/all_to_all.py",
         "grad = grad if ctx.by == 1 else grad / ctx.by",
         "grad = grad",
         "gradients of experts are sums over ranks where those of other layers are means",
         (*_RANKS, "-k", "averaged"),
     ),
     (
-        "tritonfp8/distributed/expert_parallel/exchange.py",
+        "tritonfp8/distributed/expert_parallel/all_to_all.py",
         'scale_rounding == "pow2"',
         'scale_rounding != ""',
         "rows are sent in 8 bits where that changes bits of outputs",
@@ -215,7 +215,7 @@ FAULTS = (
         ("tests/kernels/moe/test_grouped_casts.py", "-k", "caller"),
     ),
     (
-        "tritonfp8/layers/moe/grouped_linear.py",
+        "tritonfp8/layers/moe/grouped.py",
         "self.source.later(weight, gemm.rhs, amax_t, grad.x)",
         "self.source.later(weight, gemm.rhs, None if amax_t is None else amax_t[:1].expand_as(amax_t), grad.x)",
         "all experts are scaled for backward by the amaxes of the first one",

@@ -103,14 +103,10 @@ def _whole(parameter):
     return parameter.detach().full_tensor().clone() if hasattr(parameter, "full_tensor") else parameter.detach().clone()
 
 
-def _converters(recipe, gather, experts=False, payload="float8"):
+def _converters(recipe, gather, payload="float8"):
     from tritonfp8.integrations.torchtitan import Float8Converter
 
-    return (
-        None
-        if recipe is None
-        else [Float8Converter.Config(recipe=recipe, all_gather=gather, experts=experts, payload=payload)]
-    )
+    return None if recipe is None else [Float8Converter.Config(recipe=recipe, all_gather=gather, payload=payload)]
 
 
 def _policy(name):
@@ -148,7 +144,7 @@ def _step(model, loss_fn, batch, tokens):
 
 def train(
     mesh, parallelism, flavor="debugmodel", family="qwen3", recipe="rowwise", gather=None, dtype="float32",
-    checkpointing=None, compiled=False, steps=3, rate=1e-3, chunked=False, experts=False, same_weights=False,
+    checkpointing=None, compiled=False, steps=3, rate=1e-3, chunked=False, same_weights=False,
     payload="float8",
 ):  # fmt: skip
     """Train for a few steps.
@@ -161,7 +157,7 @@ def train(
     """
     _use_cpus()
     torch.manual_seed(0)
-    spec = spec_of(flavor, _converters(recipe, gather, experts, payload), family)
+    spec = spec_of(flavor, _converters(recipe, gather, payload), family)
     config = config_of(spec, parallelism, dtype, _policy(checkpointing), compiled)
     model, dims = model_of(config, mesh.size())
     if same_weights:

@@ -26,7 +26,7 @@ def experts_of(count, recipe, dtype, bias=True, family=None):
     torch.manual_seed(0)
     if family is not None:
         model = mixtures.model_of(family, dtype)
-        tritonfp8.convert(model, {"*.0.mlp.experts": recipe}, experts=True)
+        tritonfp8.convert(model, {"*.0.mlp.experts": recipe})
         return model.model.layers[0].mlp.experts
     return tritonfp8.Float8Experts(count, HIDDEN, INSIDE, recipe=recipe, bias=bias, dtype=dtype)
 

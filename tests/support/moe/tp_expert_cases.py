@@ -63,7 +63,7 @@ def against_one_process(mesh, recipe, average):
     square = init_device_mesh(mesh.device_type, (mesh.size() // TP, TP), mesh_dim_names=("dp", "tp"))
     dp, tp = square["dp"], square["tp"]
     model = mixtures.model_of("qwen3_moe").to(mesh.device_type)
-    tritonfp8.convert(model, recipe, experts=True)
+    tritonfp8.convert(model, recipe)
     single, first = copy.deepcopy(model), {name: p.detach().clone() for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(5)
     batches = [

@@ -72,7 +72,7 @@ each_kind = pytest.mark.parametrize("kind", [LINEARS, EXPERTS_KIND], ids=["linea
 
 def store(kind, model, recipe, **options):
     options = options or {"mode": "inference"}
-    return tritonfp8.convert(model, recipe, experts=kind.has_experts, **options)
+    return tritonfp8.convert(model, recipe, **options)
 
 
 def stored(kind, recipe, dtype=torch.bfloat16, device="cpu"):

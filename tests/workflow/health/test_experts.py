@@ -48,7 +48,7 @@ def measured(x, spec):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_operand_of_every_family(family):
     model = model_of(family)
-    tritonfp8.convert(model, "rowwise", experts=True)
+    tritonfp8.convert(model, "rowwise")
     ids = torch.randint(0, 96, (2, 12))
     with tritonfp8.monitor(model, every=1) as stats:
         model(ids, labels=ids).loss.backward()
@@ -171,7 +171,7 @@ class TestSensitivity:
 
     def test_a_mapping_reaches_them(self):
         model = model_of("mixtral")
-        tritonfp8.convert(model, "rowwise", experts=True)
+        tritonfp8.convert(model, "rowwise")
         ids = torch.randint(0, 96, (2, 12))
         found = tritonfp8.sensitivity(model, {"input_ids": ids, "labels": ids}, ["rowwise", "mxfp8"])
         assert set(experts_of(model)) <= set(found.errors)

@@ -14,7 +14,7 @@ from tritonfp8 import recipes
 from tritonfp8.functional import linear
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs.testing import assert_bitwise_equal
-from tritonfp8.workflow.health.sensitivity import relative_noise
+from tritonfp8.workflow.health.gemm_errors import relative_noise
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 
@@ -54,7 +54,8 @@ def test_a_layer_with_planted_outliers_is_ranked_first_and_scales_of_each_channe
     assert found.error("planted", "tensorwise") > -3
     assert all(found.error(layer, "tensorwise") < -20 for layer in ("first", "last"))
     lines = str(found).splitlines()
-    assert lines[1].split() == ["layer", *RECIPES]
+    assert lines[0].startswith("2 of 3 layers are within -20 dB by ")
+    assert lines[1].split() == ["layer", *RECIPES, "choice"]
     assert lines[2].split()[0] == "planted"
     assert found.error("planted", "rowwise") < -20
     assert names(found.mapping()) == {"first": "tensorwise", "planted": "rowwise", "last": "tensorwise"}

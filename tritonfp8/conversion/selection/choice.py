@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from tritonfp8 import recipes
 from tritonfp8.recipes import Recipe, get
@@ -50,13 +51,19 @@ class Choice:
         self.used.add(found[0])
         return found[1]
 
-    def check_all_used(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a pattern decided nothing; ``names`` are all names that a pattern can match."""
+    def check_all_used(self, names: Iterable[str], skipped: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raise ValueError if a pattern decided nothing.
+
+        Args:
+            names: all names that a pattern can match.
+            skipped: the reasons for the layers that are left out.
+        """
         unused = [pattern for pattern in self.recipes if pattern not in self.used]
         if unused and self.is_mapping:
             raise ValueError(
                 f"{', '.join(map(repr, unused))} decided the recipe of no layer: it matches none, or an earlier "
                 f"pattern matches them all (the first match wins). Layers: {', '.join(names) or 'none'}"
+                f"{why_skipped(unused, skipped)}"
             )
 
 
@@ -65,6 +72,12 @@ def check_patterns(patterns: Iterable[object]) -> None:
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"a pattern of layer names must be a str; got {type(pattern).__name__}")
+
+
+def why_skipped(patterns: Collection[str], skipped: Mapping[str, str]) -> str:
+    """The reasons for layers that these patterns match and that are left out all the same, as the end of a message."""
+    named = [(n, reason) for n, reason in skipped.items() if any(fnmatchcase(n, pattern) for pattern in patterns)]
+    return "".join(f"; {name}: {reason}" for name, reason in named[:3])
 
 
 def names_part(pattern: str, part: str) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from tritonfp8.conversion.selection.choice import check_patterns, names_part
+from tritonfp8.conversion.selection.choice import check_patterns, names_part, why_skipped
 from tritonfp8.conversion.selection.cost import why_slower
 from tritonfp8.conversion.selection.roles import Roles
+from tritonfp8.layers.moe import class_of_experts
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs.checks import require_int, shown
 
@@ -48,8 +50,8 @@ class Selection:
 
         Args:
             name: its fully qualified name.
-            layer: the module.
-            sizes: its in and out features.
+            layer: a linear layer, or a module of experts.
+            sizes: its in and out features; of experts the features outside and inside.
             found: the pattern and the recipe that match its name.
         """
         if self.function is not None or (self.patterns is not None and not self.matching(name)):
@@ -61,6 +63,8 @@ class Selection:
         naming = [*matching, *([found[0]] if found else [])]
         if role is not None and not any(names_part(pattern, role.part) for pattern in naming):
             return role.reason(name)
+        if self.is_auto and class_of_experts(layer) is not None:
+            return 'experts, of which filter="auto" cannot tell whether they get slower: leave it out, or give patterns'
         if self.is_auto and found is not None:
             reason = why_slower(found[1], self.tokens, sizes, layer.weight.device)
             self.slower.update([name] if reason else [])
@@ -84,10 +88,11 @@ class Selection:
         """Whether the layer has a role for which it stays in high precision by default."""
         return self.function is None and self.roles.of(name, layer, *sizes) is not None
 
-    def check_all_used(self) -> None:
-        """Raise ValueError if a pattern of the filter matches no layer."""
+    def check_all_used(self, skipped: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raise ValueError if a pattern of the filter matches no layer, with the reasons of ``skipped`` ones."""
         if unused := [pattern for pattern in self.patterns or () if pattern not in self.used]:
-            raise ValueError(f"the patterns {', '.join(map(repr, unused))} of the filter match no linear layer")
+            which = f"the patterns {', '.join(map(repr, unused))} of the filter match no linear layer and no experts"
+            raise ValueError(f"{which}{why_skipped(unused, skipped)}")
 
 
 def _small(sizes: tuple[int, int]) -> str | None:

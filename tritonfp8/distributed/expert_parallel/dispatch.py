@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tritonfp8.distributed.collectives import all_to_all_rows
-from tritonfp8.distributed.expert_parallel.exchange import exchange, part, payload_of
+from tritonfp8.distributed.expert_parallel.all_to_all import exchange, part, payload_of
 from tritonfp8.layers.linear import source_of
 from tritonfp8.layers.moe import RoutedExperts, Routing, combine, gather, permute
 

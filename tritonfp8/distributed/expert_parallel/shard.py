@@ -22,7 +22,7 @@ def shard_experts(
 ) -> list[str]:
     """Give each rank of ``mesh`` a part of the experts of ``model``, in place (expert parallelism).
 
-    Call it after ``convert(..., experts=True)``, and before ``fully_shard`` (over another dim of the mesh) and the
+    Call it after ``convert``, and before ``fully_shard`` (over another dim of the mesh) and the
     optimizer: the parameters of experts become DTensors that are sharded over experts. The tokens of each rank must be
     its own, as in data parallelism: their rows travel to the ranks of their experts and back.
 
@@ -58,7 +58,7 @@ def shard_experts(
     found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
     if not found:
         raise ValueError(
-            "the model has no converted experts that route tokens: use tritonfp8.convert(model, recipe, experts=True) "
+            "the model has no converted experts that route tokens: use tritonfp8.convert(model, recipe) "
             "first. torchtitan shards its experts itself"
         )
     _check_can_be_sharded(found)

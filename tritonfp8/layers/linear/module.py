@@ -43,7 +43,6 @@ class Float8Linear(ParameterHooks, nn.Linear):
     no grad. See :func:`tritonfp8.functional.linear` for dtypes and errors.
     """
 
-    recipe: Recipe
     shared_input: SharedInput | None = None
     cached_weight: CachedWeight | None = None
 
@@ -81,8 +80,8 @@ class Float8Linear(ParameterHooks, nn.Linear):
         refuse_script(self)
 
     def extra_repr(self) -> str:
-        """The fields of ``nn.Linear`` and the recipe."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
+        """The fields of ``nn.Linear``, the recipe, and the format of a stored weight."""
+        return f"{super().extra_repr()}, {self._recipe_and_storage()}"
 
 
 # Subclasses of nn.Linear by module and name, so that their libraries need not be imported: they only add methods, or
@@ -108,7 +107,6 @@ class Float8Conv1D(ParameterHooks):
     Parameter with the same key.
     """
 
-    recipe: Recipe
     weight: Tensor
     bias: Tensor
     shared_input: SharedInput | None = None
@@ -143,7 +141,7 @@ class Float8Conv1D(ParameterHooks):
 
     def __repr__(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{type(self).__name__}({sizes}, recipe={self.recipe.name!r})"
+        return f"{type(self).__name__}({sizes}, {self._recipe_and_storage()})"
 
 
 def is_conv1d(module: nn.Module) -> bool:

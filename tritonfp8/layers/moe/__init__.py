@@ -3,8 +3,8 @@
 Exports the layer as a function and as modules, and how the experts of other packages are converted.
 """
 
-from tritonfp8.layers.moe.checks import check_offsets
-from tritonfp8.layers.moe.conversion import convert_experts, experts_before, revert_experts
+from tritonfp8.layers.moe.checks import check_offsets, check_recipe
+from tritonfp8.layers.moe.conversion import convert_experts, experts_before, revert_experts, why_unfit_experts
 from tritonfp8.layers.moe.experts import (
     ConvertedExperts,
     Float8Experts,
@@ -12,7 +12,6 @@ from tritonfp8.layers.moe.experts import (
     class_of_experts,
     computing_class,
     is_converted_experts,
-    why_unfit_experts,
 )
-from tritonfp8.layers.moe.grouped_linear import grouped_linear
+from tritonfp8.layers.moe.grouped import grouped_linear
 from tritonfp8.layers.moe.routing import Routing, combine, gather, permute

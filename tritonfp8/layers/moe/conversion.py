@@ -1,13 +1,57 @@
-"""Give experts the class that follows a recipe, and their own class back."""
+"""Which experts can follow a recipe; give them the class that does, and their own class back."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
 
 from tritonfp8.layers.in_place import change_class, is_own_forward
 from tritonfp8.layers.joined import class_before, joined_class
-from tritonfp8.layers.moe.experts import ConvertedExperts, RoutedExperts, computing_class
+from tritonfp8.layers.moe.checks import check_recipe
+from tritonfp8.layers.moe.experts import ConvertedExperts, RoutedExperts, TransformersExperts, computing_class
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+
+
+def why_unfit_experts(module: nn.Module, computes: type[ConvertedExperts], recipe: Recipe | None) -> str | None:
+    """The reason why experts for which :func:`computing_class` found a class may not follow ``recipe``, or None."""
+    if not is_own_forward(module):
+        return "their forward was replaced on the instance: it may compute otherwise"
+    try:
+        weights = computes.weights(module)  # type: ignore[arg-type]
+    except AttributeError as error:
+        return f"they have other parameters than their kind has: {error}"
+    odd = {name: tuple(weight.shape) for name, weight in weights.items() if weight.ndim != 3}
+    if odd or {name for name in weights if name not in module._parameters}:
+        return f"their weights are not parameters with three dims each: {odd or ', '.join(weights)}"
+    if dtypes := {w.dtype for w in weights.values()} - set(HIGH_PRECISION_DTYPES):
+        return f"their weights are {dtypes.pop()}: cast the model to bfloat16, float16 or float32 first"
+    if computes is TransformersExperts and (unfit := _why_not_as_transformers(module, weights)):
+        return unfit
+    try:
+        if recipe is not None:
+            check_recipe(recipe)
+    except ValueError as error:
+        return f"recipe {recipe.name!r} does not serve experts: {error}"  # type: ignore[union-attr]
+    return None
+
+
+def _why_not_as_transformers(module: Any, weights: Mapping[str, Tensor]) -> str | None:
+    """The reason why experts do not compute by their attributes as those of transformers do, or None."""
+    up, down = (tuple(weight.shape) for weight in weights.values())
+    inside = up[1] // 2 if module.has_gate else up[1]
+    if up != (down[0], up[1], down[1]) or inside != down[2]:
+        return f"their weights do not fit together as [experts, N, K]: {up} and {down}"
+    if module.has_bias:
+        for name, weight in weights.items():
+            bias = module._parameters.get(f"{name}_bias")
+            if bias is None or bias.shape != weight.shape[:2]:
+                came = "none" if bias is None else tuple(bias.shape)
+                return f"their bias {name}_bias must have shape {tuple(weight.shape[:2])}; it has {came}"
+    own_gate = module.has_gate and getattr(module._apply_gate, "__name__", "") != "_default_apply_gate"
+    return None if own_gate or callable(getattr(module, "act_fn", None)) else "they have no act_fn, the activation"
 
 
 def convert_experts(module: nn.Module, recipe: Recipe) -> None:

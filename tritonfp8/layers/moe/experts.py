@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.compat import counting
-from tritonfp8.layers.in_place import is_own_forward
 from tritonfp8.layers.linear import CachedWeight, Weights, autocast_all, register_finder, source_of
 from tritonfp8.layers.moe.activation import swiglu
 from tritonfp8.layers.moe.checks import check_routed
-from tritonfp8.layers.moe.grouped_linear import GroupedOperands, grouped_linear, quantize_weights
+from tritonfp8.layers.moe.grouped import GroupedOperands, grouped_linear, quantize_weights
 from tritonfp8.layers.moe.routed_linear import Layer, can_route, combined_linear, gathered_linear, routed_swiglu
 from tritonfp8.layers.moe.routing import Routing, combine, gather, in_dtype
 from tritonfp8.layers.parameter_hooks import ParameterHooks
@@ -43,7 +42,6 @@ class ExpertsObserver(Protocol):
 class ConvertedExperts(ParameterHooks):
     """What all modules of experts that follow a recipe have."""
 
-    recipe: Recipe
     # Set in a sampled step of monitor, and in sensitivity.
     observer: ExpertsObserver | None = None
     # The dtype to which the experts cast their weights themselves; None if they compute in the dtype of their input.
@@ -71,8 +69,14 @@ class ConvertedExperts(ParameterHooks):
             counting.resume(self)
 
     def extra_repr(self) -> str:
-        """The fields of the class that the module had, and the recipe."""
-        return ", ".join(filter(None, (super().extra_repr(), f"recipe={self.recipe.name!r}")))
+        """The number and the features of the experts, the recipe, and the format of stored weights."""
+        (experts, _, hidden), (_, _, inside) = [tuple(weight.shape) for weight in self.weights().values()][:2]
+        return f"{experts} experts, {hidden} -> {inside} -> {hidden}, {self._recipe_and_storage()}"
+
+    def __repr__(self) -> str:
+        # One line: the only child of experts is the activation, unless a parametrization computes their weights.
+        has_weights = any(list(child.parameters()) for child in self.children())
+        return super().__repr__() if has_weights else f"{type(self).__name__}({self.extra_repr()})"
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
@@ -244,12 +248,6 @@ class Float8Experts(RoutedExperts):
         """SwiGLU."""
         return swiglu(rows)
 
-    def extra_repr(self) -> str:
-        """Sizes and recipe."""
-        experts, hidden, intermediate = self.down_proj.shape
-        sizes = f"num_experts={experts}, hidden_size={hidden}, intermediate_size={intermediate}"
-        return f"{sizes}, {super().extra_repr()}"
-
 
 # The classes of transformers and of torch for it.
 _SILU = ("SiLUActivation", "SiLU")
@@ -340,20 +338,6 @@ def computing_class(module: nn.Module) -> type[ConvertedExperts] | None:
 def class_of_experts(module: nn.Module) -> type[ConvertedExperts] | None:
     """The class that computes these experts by a recipe, or would; None if they are no experts."""
     return type(module) if isinstance(module, ConvertedExperts) else computing_class(module)
-
-
-def why_unfit_experts(module: nn.Module, computes: type[ConvertedExperts]) -> str | None:
-    """The reason why experts for which :func:`computing_class` found a class may not be converted, or None."""
-    if not is_own_forward(module):
-        return "their forward was replaced on the instance: it may compute otherwise"
-    try:
-        weights = computes.weights(module)  # type: ignore[arg-type]
-    except AttributeError as error:
-        return f"they have other parameters than their kind has: {error}"
-    odd = {name: tuple(weight.shape) for name, weight in weights.items() if weight.ndim != 3}
-    if odd or {name for name in weights if name not in module._parameters}:
-        return f"their weights are not parameters with three dims each: {odd or ', '.join(weights)}"
-    return None
 
 
 def _parts(module: RoutedExperts) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from tritonfp8 import ops
 from tritonfp8.compat.torch_private import statically_known_true
 from tritonfp8.layers.first_order import first_order
 from tritonfp8.layers.linear import Pair, autocast_dtype
-from tritonfp8.layers.moe.grouped_linear import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
+from tritonfp8.layers.moe.grouped import GroupedOperands, GroupedPlan, Rows, checked, tokens_of
 from tritonfp8.layers.moe.routing import Routing, grad_of_factors, in_dtype, places_of, tokens_of_rows
 from tritonfp8.recipes import Recipe
 

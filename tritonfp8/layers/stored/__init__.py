@@ -33,7 +33,13 @@ from tritonfp8.layers.stored.sharding import (
     stored_part,
     whole_weight,
 )
-from tritonfp8.layers.stored.storable import check_storable, check_trainable, recipe_of_storage
+from tritonfp8.layers.stored.storable import (
+    check_storable,
+    check_trainable,
+    names_of_weights,
+    recipe_of_storage,
+    why_experts_stay,
+)
 from tritonfp8.layers.stored.update import (
     StoredPart,
     distribute,

@@ -43,14 +43,22 @@ def names_of_weights(layer: nn.Module) -> tuple[str, ...]:
     return ("weight",) if experts is None else tuple(experts.weights(layer))  # type: ignore[arg-type]
 
 
-def _why_not_experts(layer: nn.Module) -> str | None:
+def why_experts_stay(layer: nn.Module, freeze: bool) -> str | None:
+    """The reason why experts keep their weights in high precision where those of other layers are stored, or None.
+
+    Args:
+        layer: of any kind.
+        freeze: whether weights that train are frozen.
+    """
     experts = class_of_experts(layer)
     if experts is None:
         return None
     if not issubclass(experts, RoutedExperts):
-        return "they are experts of torchtitan, which trains them: leave them out by filter="
+        return "torchtitan computes them"
     if getattr(layer, "dispatch", None) is not None or any(is_distributed(p) for p in layer._parameters.values()):
-        return "they are experts that are sharded over ranks: leave them out by filter="
+        return "they are sharded over ranks: convert the model before"
+    if not freeze and any(layer._parameters[name].requires_grad for name in names_of_weights(layer)):  # type: ignore[union-attr]
+        return "they train: requires_grad_(False) or mode='inference' lets them be stored"
     return None
 
 
@@ -79,7 +87,7 @@ def _why_not(layer: nn.Module, recipe: Recipe, owners: Mapping[int, list[str]], 
         how = "leave the layer out by filter=, or swap its recipe before"
         return f"recipe {recipe.name!r} computes the output in high precision: {how}"
     weights = [layer._parameters.get(name) for name in names_of_weights(layer)]
-    reasons = [_why_not_experts(layer), *(_why_not_weight(layer, weight, owners, on_meta) for weight in weights)]
+    reasons = [_why_not_weight(layer, weight, owners, on_meta) for weight in weights]
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -105,16 +113,11 @@ def check_trainable(layers: Mapping[str, nn.Module]) -> None:
     """Check that the weights of these layers that require a gradient can be trained in 8 bits.
 
     Raises:
-        ValueError: one is of experts, or not float32; names the layer and what to do.
+        ValueError: one is not float32; names the layer and what to do.
     """
     for name, layer in layers.items():
         weights = [layer._parameters[key] for key in names_of_weights(layer)]
         trained = [weight for weight in weights if weight is not None and weight.requires_grad]
-        if trained and class_of_experts(layer) is not None:
-            raise ValueError(
-                f"the weights of {name} require a gradient, and experts cannot be trained in 8 bits: freeze them by "
-                "requires_grad_(False) or mode='inference', or leave them out by experts=False"
-            )
         if trained and trained[0].dtype != torch.float32:
             raise ValueError(
                 f"the weight of {name} requires a gradient and is {trained[0].dtype}. A weight that is trained in 8 "

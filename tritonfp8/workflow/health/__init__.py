@@ -6,13 +6,13 @@
     thresholds   figures that deserve a warning, with advice, as data
     monitoring   monitor(): measure every N steps, keep the figures, warn
     heat_map     the figures of layers and steps as an image
-    sensitivity  sensitivity(): the error that each recipe causes in each layer
+    gemm_errors  sensitivity(): the error that each recipe causes in each layer
 
-Exports :func:`monitor` and :func:`sensitivity`, and their results.
+Exports the results of :func:`tritonfp8.monitor` and :func:`tritonfp8.sensitivity`; ``workflow`` has the functions.
 """
 
+from tritonfp8.workflow.health.gemm_errors import Sensitivity, sensitivity
 from tritonfp8.workflow.health.monitoring import Monitor, monitor
-from tritonfp8.workflow.health.sensitivity import Sensitivity, sensitivity
 from tritonfp8.workflow.health.statistics import FIELDS
 from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold
 
@@ -23,6 +23,4 @@ __all__ = [
     "Monitor",
     "Sensitivity",
     "Threshold",
-    "monitor",
-    "sensitivity",
 ]

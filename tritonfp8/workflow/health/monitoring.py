@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonfp8.conversion import repeated
 from tritonfp8.layers.linear import require_module
 from tritonfp8.specs.checks import require_int, require_type
 from tritonfp8.workflow.health.groups import Key
@@ -22,6 +24,8 @@ from tritonfp8.workflow.health.thresholds import THRESHOLDS, Finding, Threshold,
 
 log = logging.getLogger("tritonfp8")
 
+LINES = 30
+"""Lines of findings that ``str(monitor)`` has at most."""
 ROWS = 1024
 """Rows of an operand that are measured, unless the caller says otherwise."""
 
@@ -146,12 +150,14 @@ class Monitor:
     def _warn(self, found: Sequence[Finding]) -> None:
         by_layer: dict[str, list[Finding]] = {}
         for each in found:
-            by_layer.setdefault(each.layer, []).append(each)
-        for layer, its in by_layer.items():
-            if layer not in self._warned:
-                self._warned.add(layer)
-                more = f" ({len(its) - 1} more of this layer: see findings)" if len(its) > 1 else ""
-                log.warning("%s%s", _worst(its, self._thresholds), more)
+            if each.layer not in self._warned:
+                by_layer.setdefault(each.layer, []).append(each)
+        self._warned.update(by_layer)
+        worst = {layer: _worst(its, self._thresholds) for layer, its in by_layer.items()}
+        for group in repeated((layer, (each.operand, each.problem)) for layer, each in worst.items()):
+            first, count = worst[group.names[0]], sum(len(by_layer[layer]) for layer in group.names)
+            more = f" ({count - 1} more of such layers: see findings)" if count > 1 else ""
+            log.warning("%s%s", replace(first, layer=group.label), more)
 
     @property
     def samples(self) -> list[Sample]:
@@ -202,14 +208,27 @@ class Monitor:
 
     def __str__(self) -> str:
         steps = {sample.step for sample in self.samples}
+        of: dict[tuple[str, str, str], list[Finding]] = {}
+        for each in self._findings:
+            of.setdefault((each.layer, each.operand, each.problem), []).append(each)
         lines = [f"{len(steps)} steps sampled, {len(self._findings)} findings"]
-        return "\n".join(lines + [str(each) for each in self._findings])
+        for group in repeated((layer, (operand, problem)) for layer, operand, problem in of):
+            its = [each for layer in group.names for each in of[layer, *group.verdict]]
+            worst = replace(_worst(its, self._thresholds), layer=group.label)
+            lines.append(f"{worst} ({len(its)} findings)" if len(its) > 1 else str(worst))
+        more = [f"and {len(lines) - LINES} more: see findings"] if len(lines) > LINES else []
+        return "\n".join([*lines[:LINES], *more])
 
 
 def _worst(found: Sequence[Finding], thresholds: Sequence[Threshold]) -> Finding:
-    """The finding of the earliest threshold: they are ordered from cause to effect."""
-    order = [each.name for each in thresholds]
-    return min(found, key=lambda each: order.index(each.problem))
+    """The finding of the earliest threshold, which are ordered from cause to effect; of one threshold, the farthest."""
+    order = {each.name: (i, each.when) for i, each in enumerate(thresholds)}
+
+    def rank(each: Finding) -> tuple[int, float]:
+        place, when = order[each.problem]
+        return place, each.value if when == "below" else -each.value
+
+    return min(found, key=rank)
 
 
 def monitor(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tritonfp8.conversion import converted_experts, converted_layers, unwrapped
+from tritonfp8.conversion import unwrapped
+from tritonfp8.conversion.selection import converted_experts, converted_layers
 from tritonfp8.layers import versions
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
 from tritonfp8.layers.moe import ConvertedExperts

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.conversion import converted_experts, converted_layers, select, swap_recipe
+from tritonfp8.conversion import repeated, swap_recipe
+from tritonfp8.conversion.selection import converted_experts, converted_layers, select
 from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
-from tritonfp8.layers.moe import ConvertedExperts
+from tritonfp8.layers.moe import (
+    ConvertedExperts,
+    computing_class,
+    convert_experts,
+    experts_before,
+    is_converted_experts,
+    revert_experts,
+)
 from tritonfp8.recipes import OPERANDS, Gemm, Recipe, get
 from tritonfp8.workflow.health.observer import input_of
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
@@ -31,7 +39,8 @@ Errors = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What :func:`sensitivity` returns; ``str()`` is a table of the layers, the most sensitive first.
+    """What :func:`sensitivity` returns; ``str()`` is a table of the layers, the most sensitive first; repeated
+    layers that get the same recipe from :meth:`mapping` are one line.
 
     Attributes:
         recipes: in the order that was given.
@@ -76,13 +85,23 @@ class Sensitivity:
         return found
 
     def __str__(self) -> str:
-        columns = [each.name for each in self.recipes]
-        width = max(map(len, ["layer", *self.errors]))
-        lines = ["error of the worst GEMM, in dB", f"{'layer':<{width}}  " + "  ".join(columns)]
-        for layer in self.ranking():
-            cells = (f"{self.error(layer, name):>{len(name)}.1f}" for name in columns)
-            lines.append(f"{layer:<{width}}  " + "  ".join(cells))
-        return "\n".join(lines)
+        mapping, first = self.mapping(), self.recipes[0]
+        kept = sum(recipe is first for recipe in mapping.values())
+        chosen = {layer: mapping[glob.escape(layer)].name for layer in self.errors}
+        groups = repeated((layer, chosen[layer]) for layer in self.ranking())
+        width = max(map(len, ("layer", *(each.label for each in groups))))
+        lines = [
+            f"{kept} of {len(self.errors)} layers are within {MAX_ERROR_DB:.0f} dB by {first.name!r} in each GEMM",
+            f"{'layer':<{width}}  {'  '.join(each.name for each in self.recipes)}  choice",
+        ]
+        for each in groups:
+            worst = {r.name: max(self.error(layer, r) for layer in each.names) for r in self.recipes}
+            cells = (f"{error:>{len(name)}.1f}" for name, error in worst.items())
+            lines.append(f"{each.label:<{width}}  {'  '.join(cells)}  {each.verdict}")
+        return "\n".join([*lines, "tritonfp8.convert(model, sensitivity.mapping()) gives each layer its choice"])
+
+    def __repr__(self) -> str:
+        return f"<Sensitivity: {str(self).partition(chr(10))[0]}>"
 
 
 def sensitivity(
@@ -96,7 +115,7 @@ def sensitivity(
     The model runs in high precision. From the operands of each layer its three GEMMs are computed once more by each
     recipe, and compared with float32. So the error of a layer is its own, without errors of the layers before it. The
     error is the mean of noise over signal of the rows of a result, or of its columns if that is worse, so one large row
-    hides no other. Of a layer that runs more than once, the first call counts. Converted experts are a layer together,
+    hides no other. Of a layer that runs more than once, the first call counts. The experts of a module are a layer,
     with the error of the worst GEMM of an expert; each rank measures its own experts.
 
     Parameters, gradients, buffers, recipes, training flags and torch's random numbers are afterwards as they were.
@@ -117,12 +136,12 @@ def sensitivity(
     if not found or len({recipe.name for recipe in found}) < len(found):
         raise ValueError(f"recipes must be one or more of different names; got {[recipe.name for recipe in found]}")
     selected = select(model, "bf16", None, 8192)
-    experts = converted_experts(model)
-    layers: dict[str, nn.Module] = {**selected.already, **selected.modules, **experts}
+    layers: dict[str, nn.Module] = {**selected.already, **selected.modules}
     if not layers:
-        raise ValueError("the model has no linear layer that convert takes")
+        raise ValueError("the model has no linear layer and no experts that convert takes")
     trial = _Trial(found)
-    with _in_high_precision(model), ExitStack() as stack:
+    with _in_high_precision(model, selected.modules), ExitStack() as stack:
+        experts = converted_experts(model)
         for name, module in model.named_modules():
             if name in experts:
                 experts[name].observer = _ExpertsTrial(trial, name, experts[name])
@@ -285,15 +304,24 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 @contextmanager
-def _in_high_precision(model: nn.Module) -> Iterator[None]:
-    """Run the block in high precision and without gradients from before; afterwards the model is as it was."""
+def _in_high_precision(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Run the block in high precision and without gradients from before; afterwards the model is as it was.
+
+    Of ``others``, which are not converted, experts are in the block: only converted experts have observers.
+    """
     converted = {**converted_layers(model), **converted_experts(model)}
     recipes = {glob.escape(name): module.recipe for name, module in converted.items()}
+    experts = [module for module in others.values() if computing_class(module) is not None]
     try:
         if recipes:
             swap_recipe(model, "bf16")
+        for module in experts:
+            convert_experts(module, get("bf16"))
         with unchanged(model):
             yield
     finally:
+        for module in experts:
+            if is_converted_experts(module):
+                revert_experts(module, experts_before(module))
         if recipes:
             swap_recipe(model, recipes)

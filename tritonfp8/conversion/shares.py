@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from tritonfp8.conversion.report import HighPrecision
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, is_converted
-from tritonfp8.layers.moe import ConvertedExperts, computing_class, is_converted_experts
+from tritonfp8.layers.moe import ConvertedExperts, class_of_experts, is_converted_experts
 
 # The experts of a token, as routers, blocks and configs of transformers and torchtitan name their number.
 ACTIVE = ("top_k", "num_experts_per_tok", "moe_top_k", "experts_per_token", "num_experts_per_token")
@@ -37,7 +37,7 @@ def coverage(model: nn.Module, skipped: Mapping[str, str]) -> tuple[dict[str, Hi
 
     Args:
         model: after the conversion.
-        skipped: the reason for each linear layer that was not converted, by name.
+        skipped: the reason for each linear layer and module of experts that was not converted, by name.
 
     Returns:
         By name each parameter with two dims or more that no converted layer has; and the share of the linear FLOPs that
@@ -49,7 +49,8 @@ def coverage(model: nn.Module, skipped: Mapping[str, str]) -> tuple[dict[str, Hi
     for name, uses in _uses(modules):
         layers = [layer for use in uses if (layer := _converted(modules, use.path)) is not None]
         # The biases of experts have two dims.
-        if uses[0].parameter.ndim < 2 or any(_is_bias_of_experts(layer, use.key) for layer in layers for use in uses):
+        of = [*layers, *(modules[use.path] for use in uses)]
+        if uses[0].parameter.ndim < 2 or any(_is_bias_of_experts(layer, use) for layer in of for use in uses):
             continue
         if layers:
             flops = 2 * uses[0].parameter.numel() * _active(modules, uses[0])[0]
@@ -96,8 +97,8 @@ def _converted(modules: Mapping[str, nn.Module], path: str) -> Float8Linear | Fl
     return next((module for module in found if is_converted(module) or is_converted_experts(module)), None)
 
 
-def _is_bias_of_experts(layer: nn.Module, key: str) -> bool:
-    return is_converted_experts(layer) and key not in layer.weights()
+def _is_bias_of_experts(layer: nn.Module, use: _Use) -> bool:
+    return class_of_experts(layer) is not None and use.parameter.ndim == 2
 
 
 def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, str]) -> _Count:
@@ -113,8 +114,6 @@ def _count(modules: Mapping[str, nn.Module], use: _Use, skipped: Mapping[str, st
         return _Count(flops * share, skipped[layer] + note, layer)
     if isinstance(module, _CONVOLUTIONS):
         return _Count(flops, f"a {type(module).__name__}, counted for one position")
-    if computing_class(module) is not None and _has_experts(module, use.parameter):
-        return _Count(flops * share, f"experts, which convert takes with experts=True{note}")
     if _has_experts(module, use.parameter):
         return _Count(flops * share, f"3-D, like experts, in {type(module).__name__}, which is no nn.Linear{note}")
     if isinstance(module, nn.MultiheadAttention):

@@ -18,43 +18,49 @@ from tritonfp8.layers.linear import (
     is_conv1d,
     is_converted,
 )
-from tritonfp8.layers.moe import ConvertedExperts, computing_class, is_converted_experts, why_unfit_experts
+from tritonfp8.layers.moe import (
+    ConvertedExperts,
+    class_of_experts,
+    computing_class,
+    is_converted_experts,
+    why_unfit_experts,
+)
 from tritonfp8.recipes import Recipe
 
 NO_PATTERN = "no pattern matched"
 
 
+Converted = Float8Linear | Float8Conv1D | ConvertedExperts
+"""The classes of what follows a recipe."""
+
+
 class Selected(NamedTuple):
-    """What a conversion is about to do.
+    """What a conversion is about to do. Layers are linear layers and modules of experts.
 
     Attributes:
         modules: the layers to convert, by fully qualified name.
         recipes: the recipe of each.
-        skipped: for each other linear layer, the reason.
+        skipped: for each other layer, the reason.
         already: the layers that are converted already.
-        experts: the experts to convert, by fully qualified name; their recipes are among ``recipes``.
-        experts_already: the experts that are converted already.
         slower: the skipped layers that ``filter="auto"`` leaves out, because they would get slower.
     """
 
     modules: dict[str, nn.Module]
     recipes: dict[str, Recipe]
     skipped: dict[str, str]
-    already: dict[str, Float8Linear | Float8Conv1D]
-    experts: dict[str, nn.Module]
-    experts_already: dict[str, ConvertedExperts]
+    already: dict[str, Converted]
     slower: frozenset[str] = frozenset()
 
     @property
     def takes_nothing(self) -> bool:
         """Whether nothing is to be converted, and nothing is already."""
-        return not (self.modules or self.already or self.experts or self.experts_already)
+        return not (self.modules or self.already)
 
     def check_slower(self) -> None:
         """Raise ValueError unless ``filter="auto"`` left out a layer: it may leave out all of them."""
         if not self.slower:
-            why = ConversionReport({}, self.skipped) if self.skipped else "the model has no nn.Linear"
-            raise ValueError(f"nothing was converted: {why}")
+            none = "the model has no nn.Linear, and no experts of transformers 5 or torchtitan"
+            raise ValueError(f"nothing was converted: {ConversionReport({}, self.skipped) if self.skipped else none}")
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -65,7 +71,7 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def converted_layers(model: nn.Module) -> dict[str, Float8Linear | Float8Conv1D]:
-    """The converted layers of a model by fully qualified name."""
+    """The converted linear layers of a model by fully qualified name."""
     return {name: module for name, module in model.named_modules() if is_converted(module)}
 
 
@@ -75,17 +81,15 @@ def converted_experts(model: nn.Module) -> dict[str, ConvertedExperts]:
 
 
 def sizes_of(layer: Any) -> tuple[int, int]:
-    """In and out features of a linear layer."""
+    """In and out features of a linear layer; of experts the features outside and inside."""
+    if (experts := class_of_experts(layer)) is not None:
+        first, second = list(experts.weights(layer).values())[:2]
+        return first.shape[2], second.shape[2]
     return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
 
 
 def select(
-    model: nn.Module,
-    recipe: Recipes | None,
-    filter: Filter | None,
-    tokens: int,
-    batch_invariant: bool = False,
-    experts: bool = False,
+    model: nn.Module, recipe: Recipes | None, filter: Filter | None, tokens: int, batch_invariant: bool = False
 ) -> Selected:
     """The layers that ``convert`` takes; see there for the arguments.
 
@@ -95,8 +99,8 @@ def select(
         TypeError: a chosen layer is torchao's, or an argument of another type.
     """
     choice, selection = Choice(recipe, batch_invariant), Selection(model, filter, tokens)
-    found = Selected({}, {}, {}, converted_layers(model), {}, converted_experts(model))
-    for name, before in {**found.already, **found.experts_already}.items():
+    found = Selected({}, {}, {}, {**converted_layers(model), **converted_experts(model)})
+    for name, before in found.already.items():
         if batch_invariant and not before.recipe.output.batch_invariant:
             raise ValueError(
                 f"batch_invariant=True, but {name or 'the model'} is converted already and keeps its recipe "
@@ -106,10 +110,9 @@ def select(
         # Its patterns are of use: the layer may follow them since an earlier call.
         choice.of(name)
         selection.matching(name)
-    if experts:
-        _select_experts(model, choice, selection, found)
-    for name, module in linears(model):
-        if name in found.already:
+    others = dict(linears(model)).keys() | {n for n, each in model.named_modules() if _are_experts(each)}
+    for name, module in model.named_modules():
+        if name not in others or name in found.already:
             continue
         if reason := _why_not(name, module, choice, selection):
             found.skipped[name] = reason
@@ -117,50 +120,19 @@ def select(
             chosen = choice.of(name)
             assert chosen is not None
             found.modules[name], found.recipes[name] = module, chosen
-    unmatched = (name for name, reason in found.skipped.items() if reason == NO_PATTERN)
-    choice.check_all_used([*found.already, *found.experts_already, *found.modules, *found.experts, *unmatched])
-    selection.check_all_used()
+    unmatched = [name for name, reason in found.skipped.items() if reason == NO_PATTERN]
+    choice.check_all_used([*found.already, *found.modules, *unmatched], found.skipped)
+    selection.check_all_used(found.skipped)
     return found._replace(slower=frozenset(selection.slower))
-
-
-def _select_experts(model: nn.Module, choice: Choice, selection: Selection, found: Selected) -> None:
-    """Add the experts that are converted to ``found``, and the others to its skipped ones.
-
-    Raises:
-        ValueError: the model has no experts, or some that another program keeps in 8 bits; or ``filter="auto"``.
-    """
-    if selection.is_auto:
-        raise ValueError(
-            'filter="auto" cannot tell whether experts get slower: give patterns, or convert without experts=True'
-        )
-    kinds = {
-        name: (module, computes) for name, module in model.named_modules() if (computes := computing_class(module))
-    }
-    stored = [name for name, p in model.named_parameters() if p.ndim == 3 and _is_in_8_bits(p)]
-    if not kinds and not found.experts_already and stored:
-        raise ValueError(f"another program keeps experts in 8 bits ({stored[0]}), which convert cannot take: {_LOAD}")
-    if not kinds and not found.experts_already:
-        raise ValueError(
-            "experts=True, but the model has no experts that are known: experts of transformers 5, whose classes have "
-            "use_experts_implementation, and GroupedExperts of torchtitan. Leave out experts=True"
-        )
-    for name, (module, computes) in kinds.items():
-        pattern = choice.find(name)
-        reason = why_unfit_experts(module, computes) or selection.left_out(name, module)
-        if reason is None and pattern is not None:
-            chosen = choice.of(name)
-            assert chosen is not None
-            found.experts[name], found.recipes[name] = module, chosen
-        else:
-            found.skipped[name] = reason or NO_PATTERN
 
 
 def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection) -> str | None:
     """The reason why a layer is not converted, or None."""
-    of_torchao = _is_of_torchao(module)
-    if (unfit := why_unfit(module)) and not of_torchao:
+    of_torchao, found = _is_of_torchao(module), choice.find(name)
+    unfit = _why_unfit_experts(module, found) if _are_experts(module) else why_unfit(module)
+    if unfit and not of_torchao:
         return unfit
-    found, sizes = choice.find(name), sizes_of(module)
+    sizes = sizes_of(module)
     if reason := selection.reason(name, module, sizes, found):
         if found is not None and selection.keeps(name, module, sizes):
             # "*" is of use even if all that it matches stays in high precision by default.
@@ -171,6 +143,23 @@ def _why_not(name: str, module: nn.Module, choice: Choice, selection: Selection)
     if of_torchao:
         _refuse_torchao(name, module)
     return None
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether these are experts of a known kind, or experts that another program keeps in 8 bits."""
+    return computing_class(module) is not None or _has_8_bit_experts(module)
+
+
+def _has_8_bit_experts(module: nn.Module) -> bool:
+    return any(p is not None and _is_in_8_bits(p) and p.ndim == 3 for p in module._parameters.values())
+
+
+def _why_unfit_experts(module: nn.Module, found: tuple[str, Recipe] | None) -> str | None:
+    if _has_8_bit_experts(module):
+        return f"another program keeps experts in 8 bits ({type(module).__name__}): {_LOAD}"
+    computes = computing_class(module)
+    assert computes is not None
+    return why_unfit_experts(module, computes, None if found is None else found[1])
 
 
 def why_unfit(module: nn.Module) -> str | None:

@@ -1,0 +1,65 @@
+"""Tables of layers for a screen: repeated layers are one line."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+V = TypeVar("V", bound=Hashable)
+
+
+class Repeated(NamedTuple, Generic[V]):
+    """Layers whose names differ only in numbers, and that have the same verdict.
+
+    Attributes:
+        label: ``model.layers.*.mlp.up_proj (32x)``, or the name of a single one.
+        names: their full names.
+        verdict: what a report says of each.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    verdict: V
+
+
+def repeated(rows: Iterable[tuple[str, V]]) -> list[Repeated[V]]:
+    """Group the rows of a report, names with verdicts, in the order of their first names.
+
+    For a part of the layers of one pattern, numbers take the place of the star: ``model.layers.0-1,31.mlp (3x)``.
+    """
+    groups: dict[tuple[str, V], list[str]] = {}
+    of_pattern: dict[str, set[str]] = {}
+    for name, verdict in rows:
+        groups.setdefault((_pattern(name), verdict), []).append(name)
+        of_pattern.setdefault(_pattern(name), set()).add(name)
+    return [
+        Repeated(_label(names, len(names) == len(of_pattern[pattern])), tuple(names), verdict)
+        for (pattern, verdict), names in groups.items()
+    ]
+
+
+def columns(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines of two columns."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {what}" for name, what in rows]
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _label(names: list[str], is_whole: bool) -> str:
+    if len(names) == 1:
+        return names[0]
+    places = list(zip(*(name.split(".") for name in names), strict=True))
+    varying = [place for place in places if len(set(place)) > 1]
+    star = "*" if is_whole or len(varying) != 1 else _ranges(sorted({int(number) for number in varying[0]}))
+    return ".".join(star if place in varying else place[0] for place in places) + f" ({len(names)}x)"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-1,31``; a star for more than three ranges."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    found = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return ",".join(found) if len(found) <= 3 else "*"
