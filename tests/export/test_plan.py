@@ -115,7 +115,7 @@ def test_bytes_of_the_report_are_those_of_the_file(tmp_path, format):
     assert report.files == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     text = str(report)
     assert f"7 layers in 8 bits as {format!r}, 1 in high precision, 4 other tensors; 722.4 kB -> " in text
-    assert "lm_head                               high precision: an output head" in text
+    assert "lm_head                          high precision: an output head" in text
 
 
 @pytest.mark.parametrize("name", recipes.names())

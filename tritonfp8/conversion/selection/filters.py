@@ -91,8 +91,10 @@ class Selection:
     def check_all_used(self, skipped: Mapping[str, str] = MappingProxyType({})) -> None:
         """Raise ValueError if a pattern of the filter matches no layer, with the reasons of ``skipped`` ones."""
         if unused := [pattern for pattern in self.patterns or () if pattern not in self.used]:
-            which = f"the patterns {', '.join(map(repr, unused))} of the filter match no linear layer and no experts"
-            raise ValueError(f"{which}{why_skipped(unused, skipped)}")
+            raise ValueError(
+                f"the patterns {', '.join(map(repr, unused))} of the filter match no linear layer and no experts"
+                f"{why_skipped(unused, skipped)}"
+            )
 
 
 def _small(sizes: tuple[int, int]) -> str | None:
