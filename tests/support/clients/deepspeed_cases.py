@@ -6,10 +6,11 @@ import os
 
 import mixtures
 import torch
-from callback_cases import llama, trainer
+from callback_cases import llama
 from trainer_cases import act_as_launched
+from transformers import Trainer, TrainingArguments
 
-from bench.distributed.trainer import reset
+from bench.distributed.trainer import VOCABULARY, Tokens, reset
 from tritonfp8.integrations.transformers import Float8Callback, Float8Config
 from tritonfp8.layers.linear import is_converted
 from tritonfp8.layers.moe import is_converted_experts
@@ -64,17 +65,39 @@ class Restore(Float8Callback):
         super().on_pre_optimizer_step(*args, **kwargs)
 
 
-def _settings(stage, bfloat16, norm, changes):
-    automatic = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"
+def _settings(folder, stage, bfloat16, norm, changes):
     engine = {
         "zero_optimization": {"stage": stage, **({} if norm else {"compute_grad_norm": False})},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": bfloat16},
-        **dict.fromkeys(automatic, "auto"),
+        **dict.fromkeys(
+            (
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+                "gradient_clipping",
+            ),
+            "auto",
+        ),
     }
-    norms = {"max_grad_norm": 1.0 if norm else 0.0}
-    return {"bf16": bfloat16, "deepspeed": None if stage is None else engine, **norms, **changes}
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 0,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "lr_scheduler_type": "constant",
+        "bf16": bfloat16,
+        "max_grad_norm": 1.0 if norm else 0.0,
+        "deepspeed": None if stage is None else engine,
+    }
+    return TrainingArguments(**{**options, **changes})
 
 
 def train(
@@ -90,7 +113,7 @@ def train(
     os.environ["DS_ACCELERATOR"] = "cpu"
     act_as_launched()
     _train_on_cpus()
-    model = llama() if family is None else mixtures.model_of(family)
+    model = llama(VOCABULARY) if family is None else mixtures.model_of(family, vocab_size=VOCABULARY)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     if poison:
         model.get_parameter(poison).data.fill_(float("nan"))
@@ -100,7 +123,8 @@ def train(
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
     try:
-        run = trainer(model, folder, callback, **_settings(stage, bfloat16, norm, changes))
+        args = _settings(folder, stage, bfloat16, norm, changes)
+        run = Trainer(model=model, args=args, train_dataset=Tokens(64, 12), callbacks=[callback])
         run.train(resume_from_checkpoint=resume)
         now = {name: p.detach() for name, p in model.named_parameters()}
         return {
