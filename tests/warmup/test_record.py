@@ -57,10 +57,6 @@ class TestRecording:
         recorded = record_model(str(path), "rowwise", (2, 20), dtype)
         assert recorded == list(recorder.calls)
         assert {call.op for call in recorded} >= {"quantize_groups_both", "quantize_matrices", "scaled_grouped_matmul"}
-        if dtype == "bfloat16":
-            # torch's grouped GEMM, by which transformers computes plain experts, takes nothing else without data.
-            plain = record_model(str(path), "rowwise", (2, 20), dtype)
-            assert "scaled_grouped_matmul" not in {call.op for call in plain}
 
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_a_layer_calls_what_it_really_calls(self, recipe):
