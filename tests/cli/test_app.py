@@ -93,7 +93,7 @@ class TestWarmUp:
             "tune": True, "force": True, "workers": 0, "device": "cuda:1", "timeout": 9.0,
         }  # fmt: skip
         assert given.keys() | {"progress", "shapes", "timer"} == inspect.signature(WARM_UP).parameters.keys()
-        # The defaults are those of the function.
+        # The command has the function's defaults.
         given.clear()
         assert invoke("warmup").exit_code == 0
         for name, parameter in inspect.signature(WARM_UP).parameters.items():

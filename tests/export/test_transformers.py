@@ -29,7 +29,7 @@ def check_equal(theirs, ours):
 
 
 def check_read(folder, format, kind="llama", sizes=WHOLE, **options):
-    """Their model of what is saved has the weights that a load gives; returns the report."""
+    """Their model of the saved folder has the weights that a load gives; returns the report."""
     report = tritonfp8.export.save(model_of(kind, sizes), folder, format, **options)
     check_equal(theirs_of(folder, format), loaded(folder, kind, sizes)[0])
     return report

@@ -92,7 +92,7 @@ def convert(
             decides, and layers that none matches are skipped.
         filter: which layers to convert: a list of patterns; a function ``filter(module, fqn) -> bool``, which replaces
             the defaults and is asked about experts, too; or ``"auto"``, which leaves out layers that would get slower
-            on this GPU (or H200), even all, and experts, of which it cannot tell.
+            on this GPU (or H200), even all, and experts, as it cannot tell about them.
         tokens: rows of the layers' input in a step (batch x sequence length) on this GPU; for ``filter="auto"``.
         weight_storage: ``"parameters"``, or ``"quantized"``: weights of converted layers become codes and scales
             (:class:`tritonfp8.layers.stored.StoredWeight`). Trained weights must be float32. Experts that train, of

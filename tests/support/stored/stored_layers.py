@@ -40,7 +40,7 @@ class Linears:
 
 
 class Experts:
-    """Experts, the last of which has no token."""
+    """Experts; the last one has no token."""
 
     stored_type, elements, has_experts = StoredMatrices, 3 * EXPERTS * HIDDEN * INSIDE, True
 

@@ -64,7 +64,7 @@ class Selection:
         if role is not None and not any(names_part(pattern, role.part) for pattern in naming):
             return role.reason(name)
         if self.is_auto and class_of_experts(layer) is not None:
-            return 'experts, of which filter="auto" cannot tell whether they get slower: leave it out, or give patterns'
+            return 'experts: filter="auto" cannot tell whether they get slower: leave it out, or give patterns'
         if self.is_auto and found is not None:
             reason = why_slower(found[1], self.tokens, sizes, layer.weight.device)
             self.slower.update([name] if reason else [])

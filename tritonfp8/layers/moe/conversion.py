@@ -39,7 +39,7 @@ def why_unfit_experts(module: nn.Module, computes: type[ConvertedExperts], recip
 
 
 def _why_not_as_transformers(module: Any, weights: Mapping[str, Tensor]) -> str | None:
-    """The reason why experts do not compute by their attributes as those of transformers do, or None."""
+    """The reason why experts do not compute by their attributes as experts of transformers do, or None."""
     up, down = (tuple(weight.shape) for weight in weights.values())
     inside = up[1] // 2 if module.has_gate else up[1]
     if up != (down[0], up[1], down[1]) or inside != down[2]:

@@ -44,7 +44,7 @@ def names_of_weights(layer: nn.Module) -> tuple[str, ...]:
 
 
 def why_experts_stay(layer: nn.Module, freeze: bool) -> str | None:
-    """The reason why experts keep their weights in high precision where those of other layers are stored, or None.
+    """The reason why experts keep their weights in high precision where other weights are stored, or None.
 
     Args:
         layer: of any kind.
