@@ -152,7 +152,7 @@ MUTANTS = (
     Mutant(
         "tritonfp8/distributed/tensor_parallel/placements.py",
         'adds_bias=all(mode.sharded != "K" or at == 0',
-        'adds_bias=all(way.sharded != "K" or at >= 0',
+        'adds_bias=all(mode.sharded != "K" or at >= 0',
         "every rank of a row-parallel layer adds the bias",
         ("tests/distributed/tensor_parallel", "-k", "even_shards"),
     ),
