@@ -164,7 +164,7 @@ def test_trainer_and_peft_on_a_stored_base(ranks, options):
 def test_weights_stored_in_8_bits_train_by_our_adamw_and_resume_to_the_bit(ranks, tmp_path, case, recipe):
     """Each rank steps its shard of the codes; another checkpoint for each run, one for both ranks."""
     case, folders = getattr(trainer_cases, case), {x: str(tmp_path / str(x)) for x in (False, True)}
-    whole, resumed = (ranks.run(2, case, 300, recipe=recipe, folder=folders[x], resume=x) for x in folders)
+    whole, resumed = (ranks.run(2, case, timeout=300, recipe=recipe, folder=folders[x], resume=x) for x in folders)
     for (losses, kept, stuck, codes), expected in zip(resumed, whole, strict=True):
         assert kept == 7 * trainer_cases.SMALL["layers"]
         # A weight may keep some scales.
