@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import snippet_cases
 
-pytestmark = pytest.mark.in_turn(3)
-
 PROCESSES = 2
 
 ROOT = Path(__file__).parents[2]
