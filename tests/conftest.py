@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(config, items):
     runnable = [item for item in items if unmet(item) is None]
     # A list of the tests, as the tables of the docs are made from, has them all.
     others = [] if config.getoption("collectonly") else sampling.left_out(runnable)
-    left_out = Counter({"in_turn": len(others)})
+    left_out = Counter({"one_in": len(others)})
     if hasattr(config, "workeroutput"):
         # A worker sets up and reports each test that it skips: of three thousand that takes ten seconds.
         left_out.update(mark for mark in map(unmet, items) if mark)
@@ -155,9 +155,9 @@ def pytest_terminal_summary(terminalreporter):
         count = not_run.get(mark, 0) + sum(mark in getattr(report, "keywords", ()) for report in skipped)
         if count and not met:
             terminalreporter.write_line(f"not run: {count} marked {mark!r} ({reason})", yellow=True)
-    if count := not_run.get("in_turn", 0):
+    if count := not_run.get("one_in", 0):
         reason = "other commits choose them, and make nightly runs all: tests/support/choice/sampling.py"
-        terminalreporter.write_line(f"not run: {count} marked 'in_turn' ({reason})", yellow=True)
+        terminalreporter.write_line(f"not run: {count} marked 'one_in' ({reason})", yellow=True)
 
 
 @pytest.fixture(scope="session")

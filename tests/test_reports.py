@@ -1,5 +1,6 @@
 """Reports of a model of 80 layers fit one screen: repeated layers are a line, the finding is first, what to do last."""
 
+import itertools
 import math
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 from torch import nn
 
 import tritonfp8
-from tritonfp8 import recipes
-from tritonfp8.conversion import repeated
+from tritonfp8 import export, recipes
 from tritonfp8.export import ExportedLayer, ExportReport, LoadedLayer, LoadReport
+from tritonfp8.specs.naming import repeated
 from tritonfp8.workflow import (
     Failure,
     GemmReport,
@@ -37,13 +38,13 @@ def screen(report, lines=40, width=100):
     return found
 
 
-def model():
+def model(device="meta"):
     def block():
         attention = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ATTENTION})
         mlp = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in MLP})
         return nn.ModuleDict({"self_attn": attention, "mlp": mlp, "norm": nn.LayerNorm(64)})
 
-    with torch.device("meta"):
+    with torch.device(device):
         layers = nn.ModuleList([block() for _ in range(LAYERS)])
         inside = nn.ModuleDict({"embed_tokens": nn.Embedding(96, 64), "layers": layers})
         return nn.ModuleDict({"model": inside, "lm_head": nn.Linear(64, 96, bias=False)})
@@ -81,9 +82,40 @@ def test_skipped_layers_have_their_share_together():
     assert line.startswith("model.layers.*.self_attn.q_proj (80x)  skipped (14 % of the FLOPs): no pattern")
 
 
-def verified(failures=()):
-    gemm = GemmReport("tritonfp8.scaled_matmul", "e4m3 x e4m3", "fp8", "cuda", 1, 100, 1 / 1700)
-    layers = {name: LayerReport("rowwise", 1, dict.fromkeys(recipes.GEMMS, gemm)) for name in NAMES}
+def quantize_weights_and(found, action):
+    tritonfp8.convert(found, "rowwise")
+    with tritonfp8.quantize_weights_once(found):
+        action()
+
+
+def halve(found):
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.mul_(0.5)
+
+
+ERRORS = {
+    "a pattern that decides nothing": lambda found: tritonfp8.convert(found, {"*": "rowwise", "nope": "mxfp8"}),
+    "a pattern that matches nothing": lambda found: tritonfp8.convert(found, "rowwise", filter=["nope"]),
+    "a pattern of what is left out": lambda found: tritonfp8.convert(found.half(), "rowwise", mode="inference"),
+    "changed weights": lambda found: quantize_weights_and(found, lambda: halve(found)),
+    "nested": lambda found: quantize_weights_and(found, lambda: quantize_weights_and(found, lambda: None)),
+    "reverted in a block": lambda found: quantize_weights_and(found, lambda: tritonfp8.revert(found)),
+    "nothing to export": lambda found: export.plan(found, "compressed_channel", filter=lambda module, name: False),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        ERRORS[case](model("cpu"))
+    screen(error.value, lines=12)
+
+
+def verified(failures=(), kinds=("fp8",)):
+    gemms = [GemmReport("tritonfp8.scaled_matmul", "e4m3 x e4m3", kind, "cuda", 1, 100, 1 / 1700) for kind in kinds]
+    names = zip(NAMES, itertools.cycle(gemms), strict=False)
+    layers = {name: LayerReport("rowwise", 1, dict.fromkeys(recipes.GEMMS, gemm)) for name, gemm in names}
     others = {"lm_head.weight": OtherGemms(("aten.mm in bfloat16",), 100, 1 / 1700)}
     return VerificationReport(layers, others, tuple(failures), True)
 
@@ -91,8 +123,17 @@ def verified(failures=()):
 def test_a_verification():
     lines = screen(verified())
     assert lines[0] == verified().summary
-    assert "model.layers.*.mlp.up_proj (80x)" in lines[7]
-    assert lines[7].endswith("14 %")
+    assert lines[7].split()[:5] == ["model.layers.*.mlp.up_proj", "(80x)", "rowwise", "14", "%"]
+    assert lines[-1].endswith("not converted: aten.mm in bfloat16")
+    assert max(map(len, lines)) <= 100
+    assert "calls" not in lines[1]
+    assert "(fp8)" not in str(verified())
+
+
+def test_gemms_that_are_computed_in_several_ways_say_so():
+    lines = str(verified(kinds=("fp8", "dequantized"))).splitlines()
+    assert "e4m3 x e4m3 (fp8)" in lines[2]
+    assert "e4m3 x e4m3 (dequantized)" in lines[3]
 
 
 def test_failures_are_the_end_and_say_what_to_do():
@@ -158,7 +199,7 @@ def test_findings(steps, caplog):
     assert isinstance(stats, Monitor)
     assert "nonfinite_share" in FIELDS
     lines = screen(stats)
-    assert lines[0] == f"{steps} steps sampled, {len(stats.findings)} findings"
+    assert lines[0] == f"sampled steps: {steps}; findings: {len(stats.findings)}"
     assert len(stats.findings) >= steps * LAYERS
     # One warning for all layers that have it in a step.
     assert len(caplog.records) <= 2

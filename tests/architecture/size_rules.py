@@ -56,7 +56,7 @@ def class_name_violations(modules):
 ROOM_LINES = {
     "kernels": 3900,
     "compat": 1300,
-    "specs": 960,
+    "specs": 1060,  # naming, which was of conversion: messages of layers and distributed group names, too
     "recipes": 490,
     "reference": 1070,
     "tuning": 1490,
@@ -64,11 +64,11 @@ ROOM_LINES = {
     "ops": 1530,
     "layers": 6370,
     "functional": 380,
-    "conversion": 1770,
+    "conversion": 1710,
     "export": 2590,
     "optim": 490,
-    "distributed": 5650,
-    "workflow": 3160,
+    "distributed": 5660,  # one warning for all experts that are gathered in high precision
+    "workflow": 3190,  # verify takes a batch, as sensitivity does
     "training": 1380,
     "warmup": 1430,
     "integrations": 700,

@@ -50,7 +50,7 @@ def check_restored(run, folder, found=recipes_of):
     assert_bitwise_equal(loaded.eval()(tokens).logits, run.model.eval()(tokens).logits)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.one_in(3)
 @each_recipe
 def test_the_callback_trains_as_convert_before_the_trainer(tmp_path, recipe):
     by_hand = llama()
@@ -94,7 +94,7 @@ def test_the_schedule_follows_the_steps_of_the_trainer(tmp_path):
     assert {entry["recipe"]["name"] for entry in model.config.tritonfp8} == {"bf16"}
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_scheduled_run_is_resumed_to_the_same_bits(tmp_path, accumulate, recipe):

@@ -8,7 +8,7 @@ from process_group import RankError
 from tritonfp8 import recipes
 
 PROCESSES = 2
-pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.in_turn(2)]
+pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.one_in(2)]
 
 
 UNCLIPPED = 1e6
@@ -17,7 +17,7 @@ UNCLIPPED = 1e6
 OF_A_CLIPPED_STEP = 1e-4
 
 
-@pytest.mark.in_turn(7)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("recipe", "max_grad_norm"), [("rowwise", 1.0), *((recipe, UNCLIPPED) for recipe in recipes.names())]
 )

@@ -15,7 +15,7 @@ from tritonfp8.layers.moe import is_converted_experts
 
 PROCESSES = 2
 
-pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.in_turn(2)]
+pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.one_in(2)]
 
 
 class Module(lightning.LightningModule):
@@ -54,7 +54,7 @@ def fit(module, folder, **options):
     trainer.fit(module, DataLoader(rows, batch_size=8))
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.one_in(6)
 @each_recipe
 def test_the_trainer_trains_as_after_convert(tmp_path, recipe):
     plugin, module = trainer_plugin(recipe, precision="32-true"), Module()
@@ -101,13 +101,13 @@ def check_the_gather(ranks, case, count, **options):
         assert len(set(losses)) == count
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_fabric_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, recipe):
     check_the_gather(ranks, lightning_cases.fabric_losses, 3, recipe=recipe)
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_trainer_with_fsdp2_has_the_same_losses_with_and_without_the_gather(ranks, tmp_path, accumulate, recipe):

@@ -51,7 +51,7 @@ def train(model, steps=3):
     return torch.stack(losses)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.one_in(3)
 @each_recipe
 @pytest.mark.parametrize("order", ["convert first", "convert last"])
 def test_adapters_train_and_the_base_stays(order, recipe):

@@ -16,7 +16,7 @@ import tritonfp8
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600), pytest.mark.in_turn(2)]
+pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600), pytest.mark.one_in(2)]
 
 TP = {"tensor_parallel_degree": 2}
 FSDP = {"data_parallel_shard_degree": 2}
@@ -52,7 +52,7 @@ def run(ranks, world, parallelism=(), **options):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.in_turn(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
+    "name", [pytest.param(name, marks=pytest.mark.one_in(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
 )
 def test_all_parameters_train_and_the_gather_changes_no_bit(ranks, name):
     world, program = PROGRAMS[name]

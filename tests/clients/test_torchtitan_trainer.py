@@ -7,7 +7,7 @@ from torchtitan_cases import HEAD
 
 # torchtitan's checkpoints make a group of all processes.
 PROCESSES = 2
-pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600), pytest.mark.in_turn(2)]
+pytestmark = [pytest.mark.xdist_group("torchtitan"), pytest.mark.timeout(600), pytest.mark.one_in(2)]
 
 PROGRAMS = {"fsdp": {}, "fsdp_chunked_loss": {"chunked": True, "recipe": HEAD}}
 RARE = {f"fsdp_{name}": {"recipe": name} for name in QUANTIZED if name != "rowwise"}
@@ -15,7 +15,7 @@ PROGRAMS |= RARE
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.in_turn(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
+    "name", [pytest.param(name, marks=pytest.mark.one_in(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
 )
 def test_the_gather_changes_no_bit_and_a_run_goes_on_from_its_checkpoint(ranks, tmp_path, name):
     def run(gather, **options):

@@ -6,7 +6,7 @@ from cases import QUANTIZED, each_recipe
 
 PROCESSES = 2
 
-pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.timeout(600), pytest.mark.in_turn(2)]
+pytestmark = [pytest.mark.xdist_group("trainers"), pytest.mark.timeout(600), pytest.mark.one_in(2)]
 
 # Each program is a combination of options in which weights once did not train.
 PROGRAMS = {
@@ -51,7 +51,7 @@ def check_gathers(ranks, program, gathered, steps):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.in_turn(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
+    "name", [pytest.param(name, marks=pytest.mark.one_in(len(RARE)) if name in RARE else ()) for name in PROGRAMS]
 )
 def test_trainer(ranks, name):
     program = PROGRAMS[name]
@@ -95,7 +95,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(ranks, kind):
         assert row.get("saved") == (row["digest"] if full else None)
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.one_in(6)
 @each_recipe
 def test_trainer_with_distributed_data_parallel(ranks, recipe):
     """Every process has all weights, which must stay the same on all of them."""
@@ -107,7 +107,7 @@ def test_trainer_with_distributed_data_parallel(ranks, recipe):
     assert found[0]["losses"] != found[1]["losses"]
 
 
-@pytest.mark.in_turn(10)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("order", ["optimizer first", "optimizer last"])
 def test_accelerate_with_an_optimizer_made_before(ranks, order, recipe):

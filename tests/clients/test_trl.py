@@ -53,7 +53,7 @@ def check_trained(trainer, before, recipe, recwarn):
     assert not [each for each in recwarn if "trainable weights moved" in str(each.message)]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.one_in(6)
 @each_recipe
 def test_supervised_fine_tuning_moves_every_weight(tmp_path, recwarn, recipe):
     policy = model()
@@ -84,7 +84,7 @@ def relative_policy(policy, tmp_path, callback):
 MODES = {"bf16": "training", "tensorwise": "training"}
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("make", [direct_preferences, relative_policy])
 @each_recipe
 def test_a_policy_and_its_reference(tmp_path, recwarn, make, recipe):

@@ -33,7 +33,7 @@ from tritonfp8.functional import linear
 from tritonfp8.layers import extensions
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 NAMES = recipes.names()
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 
 def disagree(mesh, how):
@@ -63,7 +63,7 @@ def changes_alone(mesh, how, copies=None, first="rowwise"):
     return told
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 # Recipes that reduce amaxes and mxfp8, which reduces none; one that gathers nothing in 8 bits; no recipe at all.
 @pytest.mark.parametrize(
     ("world", "options", "words"),

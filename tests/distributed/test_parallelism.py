@@ -11,7 +11,7 @@ from tp_cases import check_layer
 
 from tritonfp8 import recipes
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 
 # Blocks straddle the shards. The placements are of input, weight and bias.
@@ -46,7 +46,7 @@ def test_a_shard_that_is_the_whole(request, recipe, reshard, world):
     trained_with_and_without(ranks, size, recipe, reshard=reshard, copies=copies)
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("stored", [True, False])
 def test_replicate_of_torch(ranks, stored):
     """Each rank has all of a weight, and FSDP2 gathers nothing: the bits of the model on one rank."""

@@ -18,7 +18,7 @@ import tritonfp8
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MICRO_BATCHES, LENGTH = 4, 7

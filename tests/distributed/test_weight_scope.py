@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tritonfp8
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 PROCESSES = 2
 MICRO = 3
 # Casts of a micro-batch that are not of weights: four inputs a block and one of the head, 15 gradients of outputs.
@@ -118,7 +118,7 @@ def tensor_parallel(mesh, recipe, compiled):
 
 
 # Compiled layers of each recipe are tested in one process (tests/layers/linear/test_compile.py).
-@pytest.mark.in_turn(6)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("recipe", "compiled"), [*((recipe, False) for recipe in QUANTIZED), ("rowwise", True)])
 def test_tensor_parallel(ranks, recipe, compiled):
     # Each layer casts its weight for output and for grad_input.

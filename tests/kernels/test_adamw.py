@@ -13,7 +13,7 @@ from tritonfp8.reference.optimizer import rounding_keys, write_moment
 from tritonfp8.specs import QuantSpec, amax_shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.in_turn(3), *([pytest.mark.gpu] if DEVICE == "cuda" else [])]
+pytestmark = [pytest.mark.one_in(3), *([pytest.mark.gpu] if DEVICE == "cuda" else [])]
 
 # Every block; and another format.
 STORABLE = [

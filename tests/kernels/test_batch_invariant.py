@@ -13,7 +13,7 @@ from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning import space
 
-pytestmark = pytest.mark.in_turn(3)
+pytestmark = pytest.mark.one_in(3)
 
 # Up to 64 rows MX codes are read by a kernel, up to 256 a GEMM may split K, from there on tiles are large.
 COUNTS = (1, 7, 64, 65, 256, 300)

@@ -20,7 +20,7 @@ from tritonfp8.specs.formats import FORMATS, HIGH_PRECISION_DTYPES
 from tritonfp8.specs.testing import MATMUL_TOLERANCES, assert_bitwise_equal, assert_matmul_close, sqnr
 from tritonfp8.tuning import chooser
 
-pytestmark = pytest.mark.in_turn(2)
+pytestmark = pytest.mark.one_in(2)
 
 FEWEST_ROWS = 16
 

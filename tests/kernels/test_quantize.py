@@ -38,7 +38,7 @@ from tritonfp8.specs.testing import assert_bitwise_equal
 from tritonfp8.tuning import cast_tiles
 from tritonfp8.tuning.cast_tiles import MAX_ROW_IN_TILE, AmaxPass, CastTile
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(2)]
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.one_in(2)]
 
 
 def significant_strides(x):
@@ -321,7 +321,7 @@ def test_every_tile_gives_the_same(device, spec, tile, shape, monkeypatch):
     check_both(x, spec, spec)
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @each_device
 @pytest.mark.parametrize("dtype", [*HIGH_PRECISION_DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("most_parts", [1, 64], ids=["joined", "joined by the cast"])
@@ -342,7 +342,7 @@ def test_amax_of_whole_dims_in_parts(device, dtype, most_parts, monkeypatch):
                 check_quantize(x, spec, transpose=True)
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("device", [INTERPRETER])
 @pytest.mark.parametrize(("parts", "both", "launches"), [(3, False, 0), (4, False, 1), (3, True, 1)])
 def test_a_cast_joins_few_parts_of_columns_itself(device, parts, both, launches, monkeypatch):

@@ -18,7 +18,7 @@ from tritonfp8.launch import gemms
 from tritonfp8.specs import BLOCK_1X32
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.in_turn(3)
+pytestmark = pytest.mark.one_in(3)
 
 LAUNCHED = [name for name, op in ops.OPS.items() if op.reference is not None]
 

@@ -32,7 +32,7 @@ from tritonfp8.specs import BLOCK_1X32, BLOCK_128X128, ROWWISE, TENSORWISE, Quan
 from tritonfp8.specs.formats import FORMATS
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.in_turn(2)
+pytestmark = pytest.mark.one_in(2)
 
 BLOCK_WIDTH = 32
 E8M0_SPECS = [spec for spec in SPECS if spec.scale_format == "e8m0"]

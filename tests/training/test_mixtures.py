@@ -7,7 +7,7 @@ import pytest
 from tritonfp8.training import loop, models, report
 from tritonfp8.training.settings import Settings, prepare
 
-pytestmark = pytest.mark.in_turn(3)
+pytestmark = pytest.mark.one_in(3)
 
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, TOP_K, VOCABULARY = 64, 32, 2, 4, 2, 256
 TOKENS = 2 * 32

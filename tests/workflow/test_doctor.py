@@ -63,7 +63,7 @@ def test_self_tests_cover_every_op_block_and_orientation_and_pass():
     assert launching <= {name.split(" ")[0] for name in names}
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted({call.name for call in op_tests.calls()}))
 def test_a_wrong_element_fails_the_self_test_of_its_op(monkeypatch, name):
     right = getattr(ops, name)
@@ -80,7 +80,7 @@ def test_a_wrong_element_fails_the_self_test_of_its_op(monkeypatch, name):
     assert [check.name for check in doctor.self_tests(CPU) if not check.ok] == [name]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches kernels on the CPU, in the interpreter")
 @pytest.mark.parametrize("name", sorted({call.name for call in op_tests.calls()}))
 def test_interpreted_kernels_pass_the_self_test_of_their_op(monkeypatch, name):

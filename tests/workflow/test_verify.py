@@ -1,5 +1,6 @@
 """tritonfp8.verify assigns each GEMM to its layer, and changes nothing of the model."""
 
+import collections
 import copy
 import dataclasses
 import io
@@ -156,6 +157,18 @@ def test_keyword_arguments_and_a_loss_reach_the_model():
     assert report.layers["unused"].gemms.keys() == {"output"}
 
 
+class OfMapping(Siblings):
+    def forward(self, batch):
+        return super().forward(batch["x"])
+
+
+@pytest.mark.parametrize("kind", [Siblings, OfMapping])
+def test_a_batch_is_a_mapping_of_keywords_if_forward_takes_them(kind):
+    x = torch.randn(M, 32)
+    report = tritonfp8.verify(converted(kind()), collections.UserDict(x=x))
+    assert report == tritonfp8.verify(converted(Siblings()), x)
+
+
 class Stateful(nn.Module):
     """State of every kind that a forward may change."""
 
@@ -233,7 +246,7 @@ def test_the_report_is_a_table_and_a_line_of_the_log(caplog):
         report = tritonfp8.verify(converted(Siblings()), torch.randn(M, 32))
     lines = str(report).splitlines()
     assert lines[0] == report.summary
-    assert lines[1].split() == ["layer", "recipe", "calls", *GEMMS, "FLOPs"]
+    assert lines[1].split() == ["layer", "recipe", "calls", "FLOPs", *GEMMS]
     assert [line.split()[0] for line in lines[2:]] == ["first", "q", "k", "shared", "head.weight"]
     assert report.summary.startswith(f"{100 * report.fp8_share:.0f} % of the linear FLOPs run in FP8 (by the reference")
     assert [record.getMessage() for record in caplog.records] == [report.summary]

@@ -5,7 +5,6 @@ stored_init  quantized_init: store the weight of each layer in 8 bits as the lay
 selection    which layers are converted, and by which recipe
 shares       the parameters that no converted layer has, with their share of the FLOPs
 report       ConversionReport
-tables       tables of layers, in which repeated layers are one line
 sharing      layers that quantize a common input once
 wrapped      a model and its names without torch.compile and other wrappers
 others       FLOP counters, which learn of converted layers, and FP8 libraries, which must not replace one
@@ -13,5 +12,4 @@ others       FLOP counters, which learn of converted layers, and FP8 libraries, 
 
 from tritonfp8.conversion.model import convert, revert, swap_recipe
 from tritonfp8.conversion.report import ConversionReport
-from tritonfp8.conversion.tables import columns, repeated
 from tritonfp8.conversion.wrapped import bare, reshard, unwrapped

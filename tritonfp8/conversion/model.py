@@ -55,6 +55,7 @@ from tritonfp8.layers.moe import (
 )
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs.checks import require, require_flag
+from tritonfp8.specs.naming import listed
 
 __all__ = ["ConversionReport", "apply_selection", "convert", "for_storage", "revert", "swap_recipe"]
 
@@ -300,9 +301,9 @@ def revert(model: nn.Module) -> list[str]:
     if not layers and not experts:
         raise ValueError("the model has no converted layer: there is nothing to revert")
     if cached := [name for name, module in layers.items() if module.cached_weight is not None]:
-        raise ValueError(f"quantize_weights_once is open on {', '.join(cached)}: revert after the block")
+        raise ValueError(f"quantize_weights_once is open on {listed(cached)}: revert after the block")
     if wrapped := [name for name, module in layers.items() if _is_wrapped(module)]:
-        raise ValueError(f"torchtitan wrapped the forward of {', '.join(wrapped)} to shard it: revert before that")
+        raise ValueError(f"torchtitan wrapped the forward of {listed(wrapped)} to shard it: revert before that")
     classes = {module: class_before(module) for module in layers.values()}
     of_experts = {module: experts_before(module) for module in experts.values()}
     with all_or_nothing(model), _released([*layers.values(), *experts.values()]):

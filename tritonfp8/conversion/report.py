@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tritonfp8.conversion.tables import Repeated, columns, repeated
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.naming import Repeated, columns, repeated
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class ConversionReport:
         experts: the number of experts in each converted module of experts, by fully qualified name.
         unstored_experts: of the experts that keep their weights in high precision though the call stores weights, the
             reasons, by fully qualified name.
+        action: what was done with the layers in ``converted``; ``"gathered in 8 bits"`` in the report of
+            ``enable_float8_all_gather``.
     """
 
     converted: dict[str, Recipe]
@@ -52,6 +54,7 @@ class ConversionReport:
     stored_bytes: tuple[int, int] | None = None
     experts: dict[str, int] = field(default_factory=dict)
     unstored_experts: dict[str, str] = field(default_factory=dict)
+    action: str = "converted"
 
     @property
     def is_empty(self) -> bool:
@@ -59,7 +62,7 @@ class ConversionReport:
         return not (self.converted or self.already)
 
     def __str__(self) -> str:
-        total = f"{len(self.converted)} converted, {len(self.skipped)} skipped"
+        total = f"{len(self.converted)} {self.action}, {len(self.skipped)} skipped"
         total += f", {len(self.already)} converted before" if self.already else ""
         total += "" if self.fp8_share is None else f"; {_percent(self.fp8_share)} of the linear FLOPs run in FP8"
         verdicts = [(name, f"{recipe.name}{self._experts_of(name)}") for name, recipe in self.converted.items()]

@@ -16,6 +16,7 @@ from tritonfp8.export.experts import why_named_otherwise, why_not_split
 from tritonfp8.export.places import Place, joined
 from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_converted
 from tritonfp8.layers.moe import class_of_experts, is_converted_experts
+from tritonfp8.specs import naming
 
 # Layers that vLLM and SGLang fuse into one, which has one format.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -64,7 +65,8 @@ def choose(
     selection.check_all_used()
     reasons = _listed_apart(reasons, row, found)
     if not any(reason is None for reason in reasons.values()):
-        lines = "\n".join(f"{name}: {reason}" for name, reason in reasons.items()) or "the model has no nn.Linear"
+        left = ((name, reason) for name, reason in reasons.items() if reason is not None)
+        lines = "\n".join(naming.reasons(left)) or "the model has no nn.Linear"
         raise ValueError(f"no layer is exported in 8 bits as {row.name!r}:\n{lines}")
     return reasons
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonfp8.export.report import listed
+from tritonfp8.specs.naming import listed
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, QUANTIZATION_CONFIG, GENERATION_CONFIG = "config.json", "quantization_config.json", "generation_config.json"

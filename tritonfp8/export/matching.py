@@ -18,10 +18,10 @@ from tritonfp8.export.configs import FormatGroup, row_of
 from tritonfp8.export.experts import Part, all_parts
 from tritonfp8.export.files import Stored
 from tritonfp8.export.places import Owner, Place
-from tritonfp8.export.report import listed
 from tritonfp8.specs import BLOCKS
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES, SCALE_FORMATS
+from tritonfp8.specs.naming import listed
 
 # What a scale of codes is called begins so. Other scales beside a weight are of activations and caches.
 _OF_WEIGHTS = ("weight", "scale", "qscale_weight")

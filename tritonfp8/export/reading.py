@@ -21,7 +21,7 @@ from tritonfp8.export.experts import rows_of_block
 from tritonfp8.export.files import Read, opened_all, read_config, stored_tensors
 from tritonfp8.export.matching import Placed, match, patterns_of
 from tritonfp8.export.places import Place, buffers_on_meta, check_has_memory, places, whole
-from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport, listed
+from tritonfp8.export.report import ROUNDED, SAME_CODES, SAME_VALUES, LoadedLayer, LoadReport
 from tritonfp8.functional import dequantize, quantize
 from tritonfp8.layers.linear import is_converted, require_module
 from tritonfp8.layers.moe import is_converted_experts
@@ -37,6 +37,7 @@ from tritonfp8.layers.stored import (
 from tritonfp8.specs import BLOCKS, QuantSpec, scale_shape
 from tritonfp8.specs.checks import require_type
 from tritonfp8.specs.formats import FORMATS, SCALE_FORMATS
+from tritonfp8.specs.naming import listed
 from tritonfp8.specs.quantized import Quantized
 
 

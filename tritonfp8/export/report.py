@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonfp8.conversion import columns, repeated
+from tritonfp8.specs.naming import columns, repeated
 
 SAME_CODES = "codes kept"
 SAME_VALUES = "values kept"
@@ -155,10 +154,3 @@ def shown_bytes(count: int) -> str:
             break
         value /= 1000
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def listed(names: Iterable[str], limit: int = 40) -> str:
-    """Names for a message: all up to ``limit``, then how many more."""
-    found = list(names)
-    more = f" and {len(found) - limit} more" if len(found) > limit else ""
-    return ", ".join(found[:limit]) + more

@@ -29,6 +29,7 @@ from tritonfp8.export.places import check_whole, places
 from tritonfp8.export.report import ExportReport
 from tritonfp8.export.stream import WrittenTensor, planned
 from tritonfp8.specs.checks import require_int, require_type
+from tritonfp8.specs.naming import listed
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -75,7 +76,7 @@ def save(
     check_whole(places(model), "tritonfp8.export.save")
     root = Path(folder)
     if found := written_before(root):
-        raise ValueError(f"{root} must not have weights yet; it has {', '.join(found)}. Give another folder")
+        raise ValueError(f"{root} must not have weights yet; it has {listed(found)}. Give another folder")
     floating = (entry.dtype for entry in entries if entry.row is None and entry.dtype.is_floating_point)
     configs = _configs(model, report, dtype or next(floating, torch.bfloat16))
     root.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,12 @@
     quantized   Quantized, QuantizedGroups: 8-bit data with its scales
     testing     how close a result must be to its reference
     checks      checks of arguments: each raises an error that names what was required and what came
+    naming      names of layers in reports and messages: repeated ones are one
 
 Exports the files, and the names of quant_spec.
 """
 
-from tritonfp8.specs import checks, formats, quantized, testing
+from tritonfp8.specs import checks, formats, naming, quantized, testing
 from tritonfp8.specs.quant_spec import (
     ACCUMULATIONS,
     ACTIVATIONS,

@@ -1,17 +1,31 @@
-"""What a model returns: its loss, and its tensors; and the part of a tensor that this rank has."""
+"""How a model takes a batch, and what it returns: its loss and its tensors; and the part of a tensor of this rank."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from tritonfp8.conversion import bare
 
 
 def local_part(x: Any) -> Any:
     """The shard of this rank of a sharded tensor; any other tensor as it is."""
     return x.to_local() if hasattr(x, "to_local") else x
+
+
+def keywords(model: nn.Module, batch: Any) -> Mapping[str, Any] | None:
+    """``batch`` if it is a mapping of keywords that the model's forward takes, such as a tokenizer gives; else None."""
+    if not isinstance(batch, Mapping) or not all(isinstance(key, str) for key in batch):
+        return None
+    try:
+        inspect.signature(bare(model).forward).bind(**batch)
+    except TypeError:
+        return None
+    return batch
 
 
 def own_loss(output: Any) -> Tensor | None:

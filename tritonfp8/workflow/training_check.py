@@ -105,7 +105,7 @@ class TrainingCheck:
             self._note_all(optimizer, with_rates=not isinstance(optimizer, Optimizer))
         self._compare()
         total = f"{len(self.moved)} of {len(self._before)} trainable weights moved"
-        _logger.log(logging.INFO if self.ok else logging.WARNING, "%s, %d failures", total, len(self.failures))
+        _logger.log(logging.INFO if self.ok else logging.WARNING, "%s; failures: %d", total, len(self.failures))
         if not self.ok:
             deliver(str(self), self, self._on_failure, stacklevel=2)
 

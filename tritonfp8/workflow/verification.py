@@ -19,7 +19,7 @@ from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import spec_of
 from tritonfp8.specs.checks import require, require_flag
-from tritonfp8.workflow.outputs import floating_tensors, own_loss, total
+from tritonfp8.workflow.outputs import floating_tensors, keywords, own_loss, total
 from tritonfp8.workflow.unchanged import unchanged
 from tritonfp8.workflow.verification_failures import (
     Converted,
@@ -52,7 +52,8 @@ def verify(
 
     Args:
         model: a model that :func:`tritonfp8.convert` converted, or one around it (DDP, FSDP2, ``torch.compile``).
-        inputs, kwargs: what the model is called with. Gradients stop at them.
+        inputs, kwargs: what the model is called with. One mapping of keywords that its forward takes, such as a
+            tokenizer gives, counts as these keywords. Gradients stop at them.
         backward: also run backward, from ``outputs.loss`` if the output has one, else from the sum of all floating
             tensors of the output. False for inference: the model runs without gradients.
         on_failure: ``"raise"`` or ``"warn"``.
@@ -74,6 +75,8 @@ def verify(
     layers: dict[str, Converted] = {
         name: module for name, module in model.named_modules() if is_converted(module) or is_converted_experts(module)
     }
+    if len(inputs) == 1 and not kwargs and (named := keywords(model, inputs[0])) is not None:
+        inputs, kwargs = (), dict(named)
     recorded = recorded_modules(model)
     if not layers and not recorded:
         raise ValueError("the model has no converted layer: use tritonfp8.convert first")

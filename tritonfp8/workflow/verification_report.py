@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tritonfp8.compat.counting import KINDS
-from tritonfp8.conversion import repeated
 from tritonfp8.recipes import GEMMS
+from tritonfp8.specs.naming import reasons, repeated
 
 ON_FAILURE = ("raise", "warn")
 # In place of a recipe: GEMMs of a layer that was not converted, and of a converted layer's weight outside of the layer.
@@ -116,20 +115,25 @@ class Failure:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.layer or 'the model'}: {self.cause}. To mend it, {self.remedy}."
+        return f"{self.layer or 'the model'}: {self.what}"
+
+    @property
+    def what(self) -> str:
+        """Cause and remedy."""
+        return f"{self.cause}. To mend it, {self.remedy}."
 
 
 def lines_of(failures: Iterable[Failure], limit: int = 12) -> list[str]:
     """A line for each cause, with its layers and what to do; repeated layers are one."""
-    groups = repeated((each.layer, dataclasses.replace(each, layer="")) for each in failures)
-    lines = [str(dataclasses.replace(each.verdict, layer=each.label)) for each in groups]
-    more = [f"and {len(lines) - limit} more: see the failures of the report"] if len(lines) > limit else []
-    return [*lines[:limit], *more]
+    return reasons(((each.layer, each.what) for each in failures), limit, ": see the failures of the report")
 
 
 @dataclass(frozen=True)
 class VerificationReport:
     """What ran in one forward and backward of a converted model; ``str(report)`` is a table.
+
+    The summary says how the device computed GEMMs on 8-bit operands, unless FP8 tensor cores did. If they differ in it,
+    each cell of the table says it. The table leaves out how often layers were called if each was called once.
 
     Attributes:
         layers: each converted layer by name.
@@ -166,12 +170,16 @@ class VerificationReport:
     def _gemms(self) -> Iterable[GemmReport]:
         return (gemm for layer in self.layers.values() for gemm in layer.gemms.values())
 
+    def _kinds(self) -> set[str]:
+        """How GEMMs on 8-bit operands were computed."""
+        return {gemm.kind for gemm in self._gemms() if gemm.in_8_bits}
+
     @property
     def summary(self) -> str:
         """One line, such as ``91 % of the linear FLOPs run in FP8``."""
         line = f"{_percent(self.fp8_share)} of the linear FLOPs run in FP8"
         # Operands have 8 bits in each of these, but only FP8 tensor cores make that quick.
-        kinds = {gemm.kind for gemm in self._gemms() if gemm.in_8_bits}
+        kinds = self._kinds()
         slow = [kind for kind in ("dequantized", "emulated", "reference") if kind in kinds]
         shares = [f"{_percent(self.share(kind))} " if len(kinds) > 1 else "" for kind in slow]
         notes = [f"{share}by {KINDS[kind]}" for share, kind in zip(shares, slow, strict=True)]
@@ -190,40 +198,39 @@ class VerificationReport:
         return "\n  ".join([f"{self._failing()} converted layers do not run in FP8:", *lines_of(self.failures)])
 
     def __str__(self) -> str:
-        rows: list[Sequence[str]] = [("layer", "recipe", "calls", *GEMMS, "FLOPs")]
+        of_one_kind = len(self._kinds()) == 1
         verdicts: list[tuple[str, tuple[str, ...]]] = [
-            (name, (layer.recipe, str(layer.calls), *(_cell(layer.gemms.get(gemm)) for gemm in GEMMS)))
+            (name, (layer.recipe, str(layer.calls), *(_cell(layer.gemms.get(gemm), of_one_kind) for gemm in GEMMS)))
             for name, layer in self.layers.items()
         ]
         for name, other in self.others.items():
-            own = name.rpartition(".")[0] in self.layers
-            verdicts.append((name, (_READ_ELSEWHERE if own else _NOT_CONVERTED, "", ", ".join(other.ops), "", "")))
+            what = _READ_ELSEWHERE if name.rpartition(".")[0] in self.layers else _NOT_CONVERTED
+            verdicts.append((name, ("-", "", f"{what}: {', '.join(other.ops)}")))
         shares = {name: each.share for found in (self.layers, self.others) for name, each in found.items()}
+        rows: list[tuple[str, ...]] = [("layer", "recipe", "calls", "FLOPs", *GEMMS)]
         for each in repeated(verdicts):
+            recipe, calls, *gemms = each.verdict
             share = _percent(sum(shares[name] for name in each.names))
-            rows.append((each.label or "(the model)", *each.verdict, share))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        if self.others:
-            # The ops of other layers may run over the columns of the gradients.
-            longest = max(len(", ".join(other.ops)) for other in self.others.values())
-            outputs = [_cell(layer.gemms.get(GEMMS[0])) for layer in self.layers.values()]
-            widths[3] = max(map(len, [*outputs, GEMMS[0]]))
-            widths[5] += max(0, longest + 1 - sum(widths[3:6]) - 4)
-        lines = [_line(row, widths) for row in rows]
-        return "\n".join([self.summary, *lines, *([self.message()] if self.failures else [])])
+            rows.append((each.label or "(the model)", recipe, calls, share, *gemms))
+        if all(layer.calls == 1 for layer in self.layers.values()):
+            rows = [(*row[:2], *row[3:]) for row in rows]
+        return "\n".join([self.summary, *_lines(rows), *([self.message()] if self.failures else [])])
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    if row[1] in (_NOT_CONVERTED, _READ_ELSEWHERE):
-        span = sum(widths[3:6]) + 4
-        row, widths = (*row[:4], row[6]), (*widths[:3], span, widths[6])
-    return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns; the last cell of a row may be longer than its column."""
+    widths = [
+        max(len(row[i]) for row in rows if i < len(row) - 1 or len(row) == len(rows[0])) for i in range(len(rows[0]))
+    ]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
-def _cell(gemm: GemmReport | None) -> str:
+def _cell(gemm: GemmReport | None, of_one_kind: bool) -> str:
     if gemm is None:
         return "-"
-    return f"{gemm.dtype} ({gemm.kind.replace('_', ' ')})"
+    # A report of 80 layers fits 100 columns if the kind of all of them stands in the summary.
+    of_all = (of_one_kind and gemm.in_8_bits) or gemm.kind == "high_precision"
+    return gemm.dtype if of_all else f"{gemm.dtype} ({gemm.kind})"
 
 
 def _percent(share: float) -> str:

@@ -10,7 +10,7 @@ from model_families import LABELS, TASKS, VOCAB
 import tritonfp8
 from tritonfp8.conversion.selection import linears, sizes_of
 
-pytestmark = pytest.mark.in_turn(4)
+pytestmark = pytest.mark.one_in(4)
 # Of 771 classes, with what is missing here: a library, or a config that its defaults do not make.
 NOT_MADE = {
     "timm library": (

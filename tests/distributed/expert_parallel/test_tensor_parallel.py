@@ -4,7 +4,7 @@ import pytest
 import tp_expert_cases
 from cases import each_recipe
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 
 def test_gradients_are_those_of_one_process(ranks):

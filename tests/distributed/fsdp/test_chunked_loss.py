@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tritonfp8
 from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 CHUNK = 5
 HEADS = {"head in high precision": False, "converted head": True}
@@ -143,7 +143,7 @@ def skip_if_missing(loss):
         pytest.skip("this torch has no linear_cross_entropy")
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("loss", "how", "head", "recipe"), covering.pairs(list(LOSSES), list(HOW), list(HEADS), QUANTIZED)
 )

@@ -29,7 +29,7 @@ from tritonfp8 import recipes
 from tritonfp8.distributed import count_collective_bytes, enable_float8_all_gather
 from tritonfp8.distributed.fsdp.orientations import weight_orientations
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 
 # Plain FSDP2 gives the same bits with and without these on a CPU, so one run of it stands for all of them.
@@ -63,7 +63,7 @@ def check_equal_to_off(ranks, off, world, setup, steps=3):
 
 # One recipe takes ten steps. After the second, steps run the same code on other values. Shards are uneven over three
 # ranks; test_operands_are_those_of_the_whole_weight has each number of ranks with each recipe.
-UNEVEN = pytest.param(3, "rowwise", marks=pytest.mark.in_turn(1))
+UNEVEN = pytest.param(3, "rowwise", marks=pytest.mark.one_in(1))
 
 
 WORLDS = [UNEVEN, *((3, name) for name in QUANTIZED if name != "rowwise"), (2, "rowwise"), (4, "tensorwise")]

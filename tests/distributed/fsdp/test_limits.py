@@ -20,7 +20,7 @@ from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.distributed.fsdp import grouped
 from tritonfp8.distributed.fsdp.gathered_weight import GatheredWeight
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 
 def train_with_empty_batch(mesh, enabled, recipe):

@@ -6,12 +6,12 @@ import stored_cases
 import torch
 from cases import QUANTIZED
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 each_recipe = pytest.mark.parametrize("recipe", QUANTIZED)
 
 
 # How many ranks have copies of the shards, of how many ranks: FSDP2 hands on one tensor if a shard is the whole.
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("recipe", "reshard", "world"),
     covering.pairs(QUANTIZED, [True, False], [(1, None), (2, 1), (2, 2), (4, 4)]),
@@ -65,13 +65,13 @@ def test_beside_weights_that_the_8_bit_gather_gathers(ranks):
 
 
 # Scales of rows, and of blocks that shards cut; with FSDP2, below, each recipe.
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 def test_tensor_parallel(ranks, recipe):
     assert all(ranks.run(4, stored_cases.tensor_parallel, recipe=recipe))
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_tensor_parallel_before_convert(ranks, recipe):
     assert all(ranks.run(2, stored_cases.tensor_parallel, recipe=recipe, first=False))

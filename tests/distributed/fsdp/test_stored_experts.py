@@ -6,7 +6,7 @@ import stored_expert_cases
 import torch
 from cases import QUANTIZED
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(2)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(2)]
 PROCESSES = 4
 
 
@@ -42,7 +42,7 @@ def test_hsdp(ranks):
     assert ranks.run(4, stored_expert_cases.trains, recipe="mxfp8", copies=2) == [[4] * 4] * 4
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("recipe", "reshard", "world"), covering.each(QUANTIZED, [True, False], [(1, None), (2, 2), (4, 4), (2, 1)])
 )

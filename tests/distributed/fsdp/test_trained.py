@@ -8,7 +8,7 @@ import torch
 import trained_cases
 from cases import QUANTIZED
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(3)]
 
 
 WORLDS = {"fsdp2": 4, "fsdp2_kept": 2, "hsdp": 4, "ddp": 2, "tp_fsdp2": 4, "tp": 2}
@@ -22,7 +22,7 @@ def test_the_bits_of_one_rank(ranks, layout, recipe):
     assert all(ranks.run(world, trained_cases.compares, recipe=recipe, layout=layout))
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     ("recipe", "layout", "world"),
     [

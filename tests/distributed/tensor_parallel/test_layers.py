@@ -19,7 +19,7 @@ from tritonfp8.functional import linear
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
 # Not with the other tests of several processes: it has its own, and they would wait for it on a machine of two cores.
-pytestmark = [pytest.mark.xdist_group("tensor parallel"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.xdist_group("tensor parallel"), pytest.mark.one_in(3)]
 
 NAMES = recipes.names()
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -58,7 +58,7 @@ def test_layer_with_fewer_tokens_than_ranks(ranks, way):
     ranks.run(3, check_layer, NAMES, (1,), 32, 48, WAYS[way])
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("weight", [[R], [S0]], ids=["kept", "gathered"])
 def test_tokens_of_a_batch_interleave(ranks, weight):
     ranks.run(2, check_layer, NAMES, (3, 77), 60, 90, ([S1], weight, weight))

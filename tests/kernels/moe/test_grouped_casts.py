@@ -12,7 +12,7 @@ from tritonfp8.launch import casts
 from tritonfp8.specs import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.one_in(3)]
 
 # By block: as recipes use them.
 ROW_SPECS = (
@@ -186,7 +186,7 @@ def test_every_block_is_cast():
     }  # fmt: skip
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @on_devices(
     [
         (ROW_SPECS[1], COLUMN_SPECS[1], torch.bfloat16, True),

@@ -18,7 +18,7 @@ from tritonfp8.specs import BLOCK_1X128, BLOCK_128X128, QuantSpec
 from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 from tritonfp8.tuning import chooser, grouped_tiles, matmul_space
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.in_turn(3)]
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), pytest.mark.one_in(3)]
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)

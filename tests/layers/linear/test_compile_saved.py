@@ -12,7 +12,7 @@ import tritonfp8
 from tritonfp8 import convert, recipes
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.in_turn(3)
+pytestmark = pytest.mark.one_in(3)
 
 QUANTIZED = [name for name in recipes.names() if recipes.get(name).grad_weight.rhs is not None]
 

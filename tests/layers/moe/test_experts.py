@@ -17,7 +17,7 @@ from tritonfp8 import Float8Experts, functional, recipes
 from tritonfp8.layers.moe import experts as moe_experts
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
-pytestmark = pytest.mark.in_turn(3)
+pytestmark = pytest.mark.one_in(3)
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -12,7 +12,7 @@ import tritonfp8
 from tritonfp8 import Float8Experts, functional, recipes
 from tritonfp8.specs.testing import assert_bitwise_equal
 
-pytestmark = pytest.mark.in_turn(3)
+pytestmark = pytest.mark.one_in(3)
 
 
 def batch(hidden, experts, tokens=9):

@@ -96,7 +96,7 @@ def sweep(kind):
             assert expected is not None, f"{name} ({form}) works for a plain tensor, and raises {found!r} here"
 
 
-@pytest.mark.in_turn(len(KINDS))
+@pytest.mark.one_in(len(KINDS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_method_ends_the_process(kind):
     code = f"import conftest, test_as_parameter as t; t.sweep({kind!r})"

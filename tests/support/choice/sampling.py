@@ -1,8 +1,8 @@
 """The cases that CI runs, whose ten minutes do not hold all of them.
 
-Of a test marked ``in_turn(n)`` CI runs one of n cases, which a hash of the commit chooses: a commit that is green stays
+Of a test marked ``one_in(n)`` CI runs one of n cases, which a hash of the commit chooses: a commit that is green stays
 green. Where a change may have broken a test file (``changes``), CI runs every case of it. Marked are files whose tests
-have many cases, each with its own recipe or option; ``in_turn(1)`` keeps a test or a case of such a file for every
+have many cases, each with its own recipe or option; ``one_in(1)`` keeps a test or a case of such a file for every
 commit: one without which a fault of tests/support/faults would pass. Where the environment variable CI is not set, and
 by ``make nightly``, every case runs.
 """
@@ -51,7 +51,7 @@ def left_out(items):
     cases = defaultdict(list)
     affected = {}
     for item in items:
-        if mark := item.get_closest_marker("in_turn"):
+        if mark := item.get_closest_marker("one_in"):
             file = item.nodeid.partition("::")[0]
             if file not in affected:
                 # A file outside of the project has no path in it.

@@ -73,7 +73,7 @@ def test_all_run_without_ci_and_where_git_knows_no_history(monkeypatch, unset):
 def test_what_is_left_out_is_counted(tmp_path):
     """By this project's own conftest.py, in workers."""
     file = tmp_path / "test_cases.py"
-    marks = "@pytest.mark.in_turn(3)\n@pytest.mark.parametrize('i', range(9))"
+    marks = "@pytest.mark.one_in(3)\n@pytest.mark.parametrize('i', range(9))"
     file.write_text(f"import pytest\n\n\n{marks}\ndef test_i(i):\n    pass\n")
     root = str(changes.ROOT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
@@ -87,4 +87,4 @@ def test_what_is_left_out_is_counted(tmp_path):
     )  # fmt: skip
     assert "3 passed" in done.stdout, done.stdout + done.stderr
     assert f"cases: by commit {COMMITS[1][:12]}, and every case of what changed since {COMMITS[2][:12]}" in done.stdout
-    assert "not run: 6 marked 'in_turn' (other commits choose them, and make nightly runs all" in done.stdout
+    assert "not run: 6 marked 'one_in' (other commits choose them, and make nightly runs all" in done.stdout

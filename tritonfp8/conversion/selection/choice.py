@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from tritonfp8 import recipes
 from tritonfp8.recipes import Recipe, get
+from tritonfp8.specs.naming import listed, reasons
 
 Recipes = str | Recipe | Mapping[str, str | Recipe]
 
@@ -62,7 +63,7 @@ class Choice:
         if unused and self.is_mapping:
             raise ValueError(
                 f"{', '.join(map(repr, unused))} decided the recipe of no layer: it matches none, or an earlier "
-                f"pattern matches them all (the first match wins). Layers: {', '.join(names) or 'none'}"
+                f"pattern matches them all (the first match wins). Layers: {listed(names) or 'none'}"
                 f"{why_skipped(unused, skipped)}"
             )
 
@@ -76,8 +77,8 @@ def check_patterns(patterns: Iterable[object]) -> None:
 
 def why_skipped(patterns: Collection[str], skipped: Mapping[str, str]) -> str:
     """The reasons for layers that these patterns match and that are left out all the same, as the end of a message."""
-    named = [(n, reason) for n, reason in skipped.items() if any(fnmatchcase(n, pattern) for pattern in patterns)]
-    return "".join(f"; {name}: {reason}" for name, reason in named[:3])
+    named = ((n, reason) for n, reason in skipped.items() if any(fnmatchcase(n, pattern) for pattern in patterns))
+    return "".join(f"; {line}" for line in reasons(named, limit=3))
 
 
 def names_part(pattern: str, part: str) -> bool:

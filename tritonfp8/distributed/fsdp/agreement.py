@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritonfp8.distributed.torch_private import default_store
+from tritonfp8.specs.naming import reasons
 
 _made = itertools.count()
-# More lines would hide the first ones.
-_MOST_LAYERS_NAMED = 8
 
 
 def _number_of(text: str) -> int:
@@ -26,18 +25,17 @@ def _number_of(text: str) -> int:
 
 
 def _differences(told: Iterable[Mapping[str, str]], ranks: list[int]) -> str:
-    """The layers that ranks describe differently: one line each, with the ranks of each description."""
+    """The layers that ranks describe differently: a line for each, with the ranks of each description."""
     told = list(told)
-    lines = []
+    differences = []
     for name in dict.fromkeys(name for each in told for name in each):
         by_text: dict[str, list[int]] = {}
         for rank, each in zip(ranks, told, strict=True):
             by_text.setdefault(each.get(name, "not gathered"), []).append(rank)
         if len(by_text) > 1:
             found = "; ".join(f"{text} on ranks {', '.join(map(str, on))}" for text, on in by_text.items())
-            lines.append(f"  {name}: {found}")
-    more = len(lines) - _MOST_LAYERS_NAMED
-    return "\n".join([*lines[:_MOST_LAYERS_NAMED], *([f"  and {more} more layers"] if more > 0 else [])])
+            differences.append((name, found))
+    return "\n".join(f"  {line}" for line in reasons(differences))
 
 
 def _ranks(mesh: DeviceMesh) -> list[int]:

@@ -32,6 +32,7 @@ from tritonfp8.distributed.fsdp.torch_fsdp import (
 from tritonfp8.distributed.torch_private import disable_dynamo
 from tritonfp8.layers.linear import Float8Linear, raise_changed
 from tritonfp8.layers.moe import ConvertedExperts, is_converted_experts
+from tritonfp8.specs.naming import listed, reasons
 
 OTHER_DIM = "it is sharded along another dim than the expert dim"
 FEWER = "it is resharded to fewer ranks after forward (reshard_after_forward=int)"
@@ -87,6 +88,8 @@ class Float8AllGather:
         # Weights whose amaxes were reduced outside of the model's forward, and are not gathered yet.
         self._fresh: set[str] = set()
         # Weights that the user was told of.
+        # Reasons by name, and the names that a warning had.
+        self._forbidden: dict[str, str] = {}
         self._told: set[str] = set()
         self._agreement = Agreement()
         self._released = False
@@ -145,7 +148,7 @@ class Float8AllGather:
         found = [name for name, weight in self.weights.items() if weight.is_sharded and weight.was_assigned()]
         if found:
             raise RuntimeError(
-                f"the weight of {', '.join(found)} was assigned by param.data = ..., which torch ignores for a sharded "
+                f"the weight of {listed(found)} was assigned by param.data = ..., which torch ignores for a sharded "
                 "parameter: it still has the old values. Copy instead: param.data.copy_(values), or "
                 "model.load_state_dict"
             )
@@ -225,7 +228,7 @@ class Float8AllGather:
             RuntimeError: at the end of the block, a shard changed by a write that torch does not count.
         """
         if self.kept is not None:
-            raise ValueError(f"blocks do not nest, and one is open on {', '.join(layers)}")
+            raise ValueError(f"blocks do not nest, and one is open on {listed(layers)}")
         kept = self.kept = KeptSegments()
         try:
             yield
@@ -280,6 +283,7 @@ class Float8AllGather:
                 managed.gather_values()
             elif managed.gather_by_hooks(weight):
                 gathered[id(managed.group)] = managed
+        self._warn_of_forbidden()
         if changed:
             self.key = register_source(self, self.key)
             self._batches = self._new_batches()
@@ -297,7 +301,7 @@ class Float8AllGather:
         return batches_of((name, weight.plan) for name, weight in self.weights.items() if weight.plan is not None)
 
     def _serves(self, weight: WeightToGather, managed: Managed) -> bool:
-        """Whether experts are gathered in 8 bits now; if the way they are sharded forbids that, a warning says so."""
+        """Whether experts are gathered in 8 bits now; the way they are sharded may forbid that."""
         module = weight.module
         if not is_converted_experts(module) or not weight_orientations(module.recipe) or not managed.shape[0]:
             return False
@@ -305,10 +309,16 @@ class Float8AllGather:
             # Nothing is gathered, and FSDP takes a shard for the whole.
             return False
         reason = OTHER_DIM if managed.shard_dim != 0 else FEWER if managed.reshards_to_fewer else None
-        if reason is not None and weight.name not in self._told:
-            self._told.add(weight.name)
-            warnings.warn(f"{weight.name} is gathered in high precision, not in 8 bits: {reason}", stacklevel=2)
+        if reason is not None:
+            self._forbidden.setdefault(weight.name, reason)
         return reason is None
+
+    def _warn_of_forbidden(self) -> None:
+        """Warn once of all weights that the way in which they are sharded keeps in high precision."""
+        if found := [(name, reason) for name, reason in self._forbidden.items() if name not in self._told]:
+            self._told.update(self._forbidden)
+            what = "weights are gathered in high precision, not in 8 bits"
+            warnings.warn("\n  ".join([f"{what}:", *reasons(found)]), stacklevel=2)
 
     def _describe(self) -> None:
         """Prepare for the check that all ranks gather alike, which every rank makes in each forward."""

@@ -34,6 +34,7 @@ from tritonfp8.layers.linear import Float8Conv1D, Float8Linear, require_module
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.layers.stored import is_stored
 from tritonfp8.specs.checks import require
+from tritonfp8.specs.naming import listed
 
 CASTS = ("param_dtype", "master")
 CONV1D = "a Conv1D: its weight is stored transposed, and is gathered in its own dtype"
@@ -52,7 +53,7 @@ def _reason_to_skip(layers: list[tuple[str, nn.Module, str]]) -> str | None:
     if not weight_orientations(recipes[0]):
         return f"recipe {recipes[0].name!r} reads it in high precision"
     if any(weight_orientations(recipe) != weight_orientations(recipes[0]) for recipe in recipes):
-        return "shared by layers whose recipes read other bytes: " + ", ".join(name for name, _, _ in layers)
+        return "shared by layers whose recipes read other bytes: " + listed(name for name, _, _ in layers)
     return None
 
 
@@ -144,7 +145,8 @@ def enable_float8_all_gather(model: nn.Module, cast: str = "param_dtype") -> Con
     experts = {n: each for n, each in found.items() if weight_orientations(each.recipe) and not is_stored(each)}
     skipped |= {n: STORED if is_stored(each) else EXPERTS for n, each in found.items() if n not in experts}
     recipes = {name: layers[0].recipe for name, layers in enabled.items()}
-    report = ConversionReport({**recipes, **{name: each.recipe for name, each in experts.items()}}, skipped)
+    gathered = {**recipes, **{name: each.recipe for name, each in experts.items()}}
+    report = ConversionReport(gathered, skipped, action="gathered in 8 bits")
     if not report.converted:
         raise ValueError(f"no weight can be gathered in 8 bits: {report if skipped else 'convert the model first'}")
     source = Float8AllGather(model, enabled, experts, cast == "param_dtype")

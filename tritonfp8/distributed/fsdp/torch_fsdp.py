@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tritonfp8.distributed.torch_private import GROUP, MESH_INFO, PARAM, STATE, require_of_instance
 from tritonfp8.layers import stamp
+from tritonfp8.specs.naming import listed
 
 _USER = "enable_float8_all_gather"
 
@@ -273,7 +274,7 @@ def require_none_above(layers: Mapping[str, nn.Module]) -> None:
     found = {owner for (owner, _), each in managed.items() if not each.is_replicated}
     if names := [f"{name}.weight" for name, layer in layers.items() if layer in found]:
         raise RuntimeError(
-            f"{', '.join(names)} is sharded by a fully_shard above the model that enable_float8_all_gather was given: "
+            f"{listed(names)} is sharded by a fully_shard above the model that enable_float8_all_gather was given: "
             "give it the outermost module that fully_shard is applied to"
         )
 

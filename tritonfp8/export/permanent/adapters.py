@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tritonfp8.export.places import whole
-from tritonfp8.export.report import listed
 from tritonfp8.layers.stored import plain_weight
 from tritonfp8.specs.checks import require
+from tritonfp8.specs.naming import listed
 
 MERGED = "merged"
 

@@ -18,6 +18,7 @@ from tritonfp8.layers.linear.weight_source import quantize_weight, source_of
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs.checks import shown
 from tritonfp8.specs.formats import HIGH_PRECISION_DTYPES
+from tritonfp8.specs.naming import listed
 
 Layers = Mapping[str, ConvertedLayer]
 
@@ -170,7 +171,7 @@ def raise_changed(names: Sequence[str]) -> None:
     """Raise RuntimeError for layers whose weights changed inside a block."""
     raise RuntimeError(
         f"weights changed inside quantize_weights_once, and passes may have used their old values: "
-        f"{', '.join(names)}. Change weights (optimizer.step, load_state_dict) after the block; open a block for "
+        f"{listed(names)}. Change weights (optimizer.step, load_state_dict) after the block; open a block for "
         "each set of weights that is swapped in (EMA)."
     )
 
@@ -259,6 +260,6 @@ def quantize_weights_once(model: nn.Module, dtype: torch.dtype | None = None) ->
     layers = {name: layer for name, layer in layers.items() if not _has_codes(layer)}
     open_already = [name for name, layer in layers.items() if layer.cached_weight is not None]
     if open_already := open_already + [of.name or "the model" for of in others if of.module.cached_weights]:
-        raise ValueError(f"blocks do not nest, and one is open on {', '.join(open_already)}")
+        raise ValueError(f"blocks do not nest, and one is open on {listed(open_already)}")
     with _cached(layers, others, dtype):
         yield

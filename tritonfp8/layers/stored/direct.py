@@ -109,7 +109,7 @@ class _Counts:
         if self.steps == 1:
             warnings.warn(
                 f"{type(optimizer).__name__} writes to weights that are stored in 8 bits, and each change is rounded "
-                f"to nearest: at most {self.share:.2%} of their codes changed in this step. Use "
+                f"to nearest: at most {100 * self.share:.2f} % of their codes changed in this step. Use "
                 f"tritonfp8.optim.AdamW, or tritonfp8.optim.with_masters({type(optimizer).__name__}). "
                 "tritonfp8.optim.direct_steps() counts the steps that change nothing",
                 stacklevel=2,

@@ -14,6 +14,7 @@ from tritonfp8.layers.moe import RoutedExperts, class_of_experts
 from tritonfp8.layers.stored.base import DTYPES
 from tritonfp8.layers.stored.sharding import reshard
 from tritonfp8.recipes import Gemm, Recipe
+from tritonfp8.specs.naming import listed, reasons
 
 
 def recipe_of_storage(recipe: Recipe) -> Recipe:
@@ -78,7 +79,7 @@ def _why_not_weight(
     if weight.dtype not in DTYPES:
         return f"its weight is {weight.dtype}: cast the model to bfloat16 or float32 first"
     if len(owners[id(weight)]) > 1:
-        return f"its weight is shared by {', '.join(owners[id(weight)])}: leave them out by filter="
+        return f"its weight is shared by {listed(owners[id(weight)])}: leave them out by filter="
     return None
 
 
@@ -103,10 +104,9 @@ def check_storable(
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
-    reasons = {name: _why_not(layer, recipes[name], owners, on_meta) for name, layer in layers.items()}
-    if found := [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]:
-        more = f" (and {len(found) - 3} more layers)" if len(found) > 3 else ""
-        raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(found[:3])}{more}")
+    found = ((name, _why_not(layer, recipes[name], owners, on_meta)) for name, layer in layers.items())
+    if unfit := [(name, reason) for name, reason in found if reason is not None]:
+        raise ValueError(f"weights cannot be stored in 8 bits. {'; '.join(reasons(unfit, limit=3))}")
 
 
 def check_trainable(layers: Mapping[str, nn.Module]) -> None:

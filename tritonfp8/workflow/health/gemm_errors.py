@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.conversion import repeated, swap_recipe
+from tritonfp8.conversion import swap_recipe
 from tritonfp8.conversion.selection import converted_experts, converted_layers, select
 from tritonfp8.functional import quantize, scaled_matmul
 from tritonfp8.layers.linear import is_conv1d, is_converted, require_module
@@ -25,9 +25,10 @@ from tritonfp8.layers.moe import (
     revert_experts,
 )
 from tritonfp8.recipes import OPERANDS, Gemm, Recipe, get
+from tritonfp8.specs.naming import listed, repeated
 from tritonfp8.workflow.health.observer import input_of
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
-from tritonfp8.workflow.outputs import floating_tensors, own_loss, total
+from tritonfp8.workflow.outputs import floating_tensors, keywords, own_loss, total
 from tritonfp8.workflow.unchanged import unchanged
 
 MAX_ERROR_DB = -20.0
@@ -122,7 +123,7 @@ def sensitivity(
 
     Args:
         model: converted or not. In an unconverted model, the layers that ``convert`` would take are measured.
-        batch: what the model takes: a mapping of keywords, a tuple or list of arguments, or one argument.
+        batch: what the model takes: a mapping of keywords of its forward, a tuple or list of arguments, or one of them.
         recipes: names or :class:`~tritonfp8.Recipe`, the fastest first.
         loss: ``loss(model, batch)`` returns a scalar. Default: the ``loss`` of the model's output, or the sum of the
             mean squares of its floating tensors.
@@ -154,7 +155,7 @@ def sensitivity(
             if scalar.requires_grad:
                 scalar.backward()
     if not trial.errors:
-        raise ValueError(f"no layer ran on plain tensors: {', '.join(layers)}")
+        raise ValueError(f"no layer ran on plain tensors: {listed(layers)}")
     names = [name for name, _ in model.named_modules() if name in layers and name in trial.errors]
     return Sensitivity(found, {name: trial.figures(name) for name in names})
 
@@ -288,8 +289,8 @@ def relative_noise(error: Tensor, lhs: Tensor, rhs: Tensor) -> Tensor:
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    if isinstance(batch, Mapping):
-        output = model(**batch)
+    if (named := keywords(model, batch)) is not None:
+        output = model(**named)
     else:
         output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     loss = own_loss(output)

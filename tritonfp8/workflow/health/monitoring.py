@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonfp8.conversion import repeated
 from tritonfp8.layers.linear import require_module
 from tritonfp8.specs.checks import require_int, require_type
+from tritonfp8.specs.naming import repeated
 from tritonfp8.workflow.health.groups import Key
 from tritonfp8.workflow.health.heat_map import Sample, plot
 from tritonfp8.workflow.health.observer import Observer, expert_names, layer_names
@@ -211,7 +211,7 @@ class Monitor:
         of: dict[tuple[str, str, str], list[Finding]] = {}
         for each in self._findings:
             of.setdefault((each.layer, each.operand, each.problem), []).append(each)
-        lines = [f"{len(steps)} steps sampled, {len(self._findings)} findings"]
+        lines = [f"sampled steps: {len(steps)}; findings: {len(self._findings)}"]
         for group in repeated((layer, (operand, problem)) for layer, operand, problem in of):
             its = [each for layer in group.names for each in of[layer, *group.verdict]]
             worst = replace(_worst(its, self._thresholds), layer=group.label)

@@ -28,7 +28,7 @@ from tritonfp8.compat.counting import count_gemms
 from tritonfp8.reference import group_bounds
 from tritonfp8.specs.testing import assert_bitwise_equal, assert_matmul_close
 
-pytestmark = pytest.mark.in_turn(3)
+pytestmark = pytest.mark.one_in(3)
 
 each_quantized = pytest.mark.parametrize("recipe", QUANTIZED)
 each_width = pytest.mark.parametrize(("n", "k"), WIDTHS)
@@ -115,7 +115,7 @@ def test_other_groups_change_no_cast(device, recipe):
             assert_bitwise_equal(*parts)
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @poisoned
 @cpu_and_cuda
 @each_recipe
@@ -193,7 +193,7 @@ def test_a_layer_clamps_hostile_offsets(device, recipe, hostile):
     assert_bitwise_equal(run(layer, offsets.to(device), recipe), run(layer, clamped.to(device), recipe))
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.one_in(1)
 @cpu_and_cuda
 @each_recipe
 def test_any_subset_of_gradients(device, recipe):

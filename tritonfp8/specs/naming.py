@@ -1,4 +1,4 @@
-"""Tables of layers for a screen: repeated layers are one line."""
+"""Names of layers and parameters in reports and messages: repeated ones are one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,34 @@ def columns(rows: list[tuple[str, str]]) -> list[str]:
     """Lines of two columns."""
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:<{width}}  {what}" for name, what in rows]
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """Names for a message.
+
+    Up to ``limit`` stand as they are. Of more, repeated ones are one, and the message says how many are left out.
+    """
+    found = list(names)
+    return _cut(
+        found if len(found) <= limit else [each.label for each in repeated((name, None) for name in found)], limit
+    )
+
+
+def reasons(rows: Iterable[tuple[str, str]], limit: int = 8, others: str = "") -> list[str]:
+    """Lines ``names: reason`` for a message, a line for each reason.
+
+    The last says how many of them are left out, and ``others``: where they are found.
+    """
+    of: dict[str, list[str]] = {}
+    for each in repeated(rows):
+        of.setdefault(each.verdict, []).append(each.label or "the model")
+    lines = [f"{_cut(labels, limit)}: {reason}" for reason, labels in list(of.items())[:limit]]
+    return lines + ([f"and {len(of) - limit} more{others}"] if len(of) > limit else [])
+
+
+def _cut(labels: list[str], limit: int) -> str:
+    more = f" and {len(labels) - limit} more" if len(labels) > limit else ""
+    return ", ".join(labels[:limit]) + more
 
 
 def _pattern(name: str) -> str:
