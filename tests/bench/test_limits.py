@@ -17,6 +17,8 @@ from docs.measured import limits
 from tritonfp8.compat import torch_private, triton_private
 from tritonfp8.launch import executor
 
+pytestmark = pytest.mark.one_in(3)
+
 
 def rows_of(program, path):
     """Rows that a program writes in a smoke test, by the fields that say what they are of."""

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from bench.models import digest
 from bench.training import schedule, seeds, stored
 
+pytestmark = pytest.mark.one_in(3)
+
 OPTIONS = {"model": "tiny", "steps": 4, "batch_size": 2, "seq_len": 32}
 
 

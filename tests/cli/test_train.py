@@ -19,6 +19,8 @@ from tritonfp8 import training
 from tritonfp8.compat import machine
 from tritonfp8.training import report as training_report
 
+pytestmark = pytest.mark.one_in(3)
+
 COMMAND = [sys.executable, "-m", "tritonfp8"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 

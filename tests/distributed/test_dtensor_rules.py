@@ -14,7 +14,7 @@ from tritonfp8 import ops, reference
 from tritonfp8.distributed.dtensor_rules import RULES, letters, placements_where_sharded
 from tritonfp8.specs.testing import assert_bitwise_equal, sqnr
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(2)]
 
 
 # Callers give them the shards of DTensors, and reduce the results where that is needed.

@@ -16,6 +16,8 @@ from tritonfp8.training import corpus, loop, report
 from tritonfp8.training import models as training_models
 from tritonfp8.training import settings as training_settings
 
+pytestmark = pytest.mark.one_in(2)
+
 
 @pytest.fixture
 def config(tmp_path):

@@ -17,7 +17,7 @@ from tritonfp8.warmup.ranks import Ranks
 CPU = torch.device("cpu")
 
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = [pytest.mark.usefixtures("home"), pytest.mark.one_in(2)]
 
 
 class TestRanks:

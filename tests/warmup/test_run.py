@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 JOBS = [sys.executable, warmup_jobs.__file__]
 
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = [pytest.mark.usefixtures("home"), pytest.mark.one_in(3)]
 
 
 class TestShapes:

@@ -19,6 +19,8 @@ from bench.distributed import run as distributed
 from bench.distributed.compare import Measured, Settings
 from bench.distributed.ranks import AllFailedError, RankError, Ranks
 
+pytestmark = pytest.mark.one_in(3)
+
 LINEAR = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * FFN) + HIDDEN * VOCABULARY
 OTHER = HIDDEN * VOCABULARY + (2 * LAYERS + 1) * HIDDEN
 STEPS, WORLD = 2, 2

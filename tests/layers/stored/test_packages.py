@@ -12,6 +12,7 @@ from tritonfp8 import recipes
 from tritonfp8.specs.testing import assert_bitwise_equal
 
 pytestmark = [
+    pytest.mark.one_in(2),
     pytest.mark.slow,
     pytest.mark.skipif(
         TorchVersion(torch.__version__) < (2, 12), reason="packages of this torch cannot call ops with 8-bit tensors"

@@ -16,6 +16,8 @@ from tritonfp8.layers.stored import StoredMatrices, StoredWeight, store
 from tritonfp8.optim import DirectSteps, direct_steps, float32_copy
 from tritonfp8.specs.testing import assert_bitwise_equal
 
+pytestmark = pytest.mark.one_in(2)
+
 N, K, STEPS, SHARE = 128, 96, 300, 0.005
 EXPECTED = 1 - (1 - SHARE) ** STEPS
 # An element errs by a spacing of codes at most, which is 1/8 of it, and elements err independently: their mean errs by

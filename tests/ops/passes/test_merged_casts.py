@@ -15,6 +15,8 @@ from tritonfp8.compat import inductor_private
 from tritonfp8.ops import passes
 from tritonfp8.specs.testing import assert_bitwise_equal
 
+pytestmark = pytest.mark.one_in(2)
+
 ROWWISE, BLOCKWISE, TENSORWISE = (f"e4m3:{block}:fp32:pow2" for block in ("rowwise", "1x128", "tensorwise"))
 QUANTIZE, BOTH = (getattr(torch.ops.tritonfp8, name).default for name in ("quantize", "quantize_both"))
 

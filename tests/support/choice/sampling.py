@@ -1,10 +1,10 @@
 """The cases that CI runs, whose ten minutes do not hold all of them.
 
-Of a test marked ``one_in(n)`` CI runs one of n cases, which a hash of the commit chooses: a commit that is green stays
-green. Where a change may have broken a test file (``changes``), CI runs every case of it. Marked are files whose tests
-have many cases, each with its own recipe or option; ``one_in(1)`` keeps a test or a case of such a file for every
-commit: one without which a fault of tests/support/faults would pass. Where the environment variable CI is not set, and
-by ``make nightly``, every case runs.
+Of a test or a file marked ``one_in(n)`` CI runs one of n cases, which a hash of the commit chooses: a commit that is
+green stays green. Where a change may have broken a test file (``changes``), CI runs every case of it. Marked are files
+that take long, and tests with many cases, each with its own recipe or option; ``one_in(1)`` keeps a test or a case of
+such a file for every commit: one without which a fault of tests/support/faults would pass. Where the environment
+variable CI is not set, and by ``make nightly``, every case runs.
 """
 
 import functools
@@ -13,6 +13,7 @@ import os
 from collections import defaultdict
 
 import changes
+import pytest
 
 COMMIT, BASE = "TESTS_COMMIT", "TESTS_BASE"
 """Environment variables: the commit that chooses, and the commit since which files count as changed.
@@ -45,27 +46,30 @@ def _changed(base):
 
 
 def left_out(items):
-    """The items that this run leaves out. Of each test at least one case runs."""
+    """The items that this run leaves out. Of each marked test, and of each marked file, at least one case runs."""
     if not is_on():
         return []
     cases = defaultdict(list)
     affected = {}
     for item in items:
-        if mark := item.get_closest_marker("one_in"):
+        for node, mark in item.iter_markers_with_node("one_in"):
             file = item.nodeid.partition("::")[0]
             if file not in affected:
                 # A file outside of the project has no path in it.
                 affected[file] = bool(file) and changes.is_affected(file, _changed(os.environ[BASE]))
             if not affected[file]:
-                cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    return [item for (test, share), each in cases.items() for item in _others(test, share, each)]
+                marked = file if isinstance(node, pytest.Module) else item.nodeid.partition("[")[0]
+                cases[marked, mark.args[0]].append(item)
+            # The nearest mark counts.
+            break
+    return [item for (marked, share), each in cases.items() for item in _others(marked, share, each)]
 
 
-def _others(test, share, cases):
+def _others(marked, share, cases):
     """The cases that are not chosen. They are mixed, or two options of two values each would always meet in pairs."""
     mixed = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
     share = min(share, len(mixed))
-    chosen = int.from_bytes(hashlib.sha256(f"{os.environ[COMMIT]} {test}".encode()).digest()[:8])
+    chosen = int.from_bytes(hashlib.sha256(f"{os.environ[COMMIT]} {marked}".encode()).digest()[:8])
     return [item for place, item in enumerate(mixed) if (place + chosen) % share]
 
 

@@ -17,10 +17,10 @@ def nothing_changed(monkeypatch):
     monkeypatch.setattr(sampling, "_changed", lambda base: [])
 
 
-def items(name, cases, mark=3):
-    found = SimpleNamespace(args=(mark,)) if mark else None
+def items(name, cases, mark=3, node=None):
+    marks = [(node, SimpleNamespace(args=(mark,)))] if mark else []
     ids = [f"tests/specs/test_formats.py::{name}" + (f"[{i}]" if cases > 1 else "") for i in range(cases)]
-    return [SimpleNamespace(nodeid=i, get_closest_marker=lambda name: found) for i in ids]
+    return [SimpleNamespace(nodeid=i, iter_markers_with_node=lambda name: marks) for i in ids]
 
 
 def run_at(commit, given, monkeypatch):
@@ -46,6 +46,14 @@ def test_other_tests_and_other_functions_do_not_matter(monkeypatch):
     together = run_at(COMMITS[7], others[:4] + items("test_a", 5) + others[4:], monkeypatch)
     assert [name for name in together if "test_a" in name] == by_itself
     assert sum("test_b" in name for name in together) == 4
+
+
+def test_the_cases_of_a_marked_file_are_chosen_together(monkeypatch, request):
+    module = request.node.getparent(pytest.Module)
+    given = [item for name in "abcdef" for item in items(f"test_{name}", 1, node=module)]
+    runs = [run_at(commit, given, monkeypatch) for commit in COMMITS]
+    assert {name for run in runs for name in run} == {item.nodeid for item in given}
+    assert {len(run) for run in runs} == {2}
 
 
 def test_two_options_meet_in_all_pairs(monkeypatch):
