@@ -125,7 +125,7 @@ def test_a_model_that_transformers_keeps_in_8_bits():
     experts = [name for name in report.skipped if name.endswith("experts")]
     assert experts == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert re.match(r"another program keeps experts in 8 bits \(FP8Experts\): .*load", report.skipped[experts[0]])
-    with pytest.raises(ValueError, match="decided the recipe of no layer.*0.mlp.experts: another program keeps"):
+    with pytest.raises(ValueError, match="decided the recipe of no layer.*0.mlp.experts, .*: another program keeps"):
         convert(model, {"*.experts": "mxfp8", "*": "rowwise"})
     with pytest.raises(ValueError, match=r"(?s)nothing was converted: .*another program keeps experts"):
         convert(model.model.layers[0].mlp.experts, "rowwise")

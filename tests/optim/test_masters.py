@@ -90,7 +90,7 @@ def test_torch_steps_weights_directly_and_warns(name, counts):
     model = stored_model("rowwise")
     before = codes(model)
     optimizer = optimizer(model.parameters(), **options)
-    with pytest.warns(UserWarning, match=r"at most \d+\.\d\d% of their codes changed.*with_masters"):
+    with pytest.warns(UserWarning, match=r"at most \d+\.\d\d % of their codes changed.*with_masters"):
         train(model, optimizer, 1)
     share = direct_steps().share
     changed = sum((a != b).sum().item() for a, b in zip(before, codes(model), strict=True))
@@ -119,7 +119,7 @@ def test_steps_that_change_nothing_are_counted(counts):
     model = stored_model("rowwise")
     before = codes(model)
     optimizer = torch.optim.SGD([model[0].weight, model[2].weight], lr=1e-12)
-    with pytest.warns(UserWarning, match=r"at most 0.00% of their codes changed"):
+    with pytest.warns(UserWarning, match=r"at most 0.00 % of their codes changed"):
         train(model, optimizer, 3)
     assert direct_steps() == DirectSteps(steps=3, unchanged=3)
     assert_bitwise_equal(codes(model), before)

@@ -1,6 +1,7 @@
 """tritonfp8.verify finds each way in which a converted layer does not run in FP8, and says what to do."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def failures(model, inputs=None, **options):
     report = caught.value.report
     assert not report.ok
     for each in report.failures:
-        assert f"{each.layer or 'the model'}: {each.cause}. To mend it, {each.remedy}." in str(caught.value)
+        assert re.search(rf"{re.escape(each.layer or 'the model')}\b.*: {re.escape(each.what)}", str(caught.value))
         assert each.cause in str(report)
     return {each.layer: f"{each.cause}. {each.remedy}" for each in report.failures}
 

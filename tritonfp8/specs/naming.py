@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 V = TypeVar("V", bound=Hashable)
@@ -49,10 +49,7 @@ def listed(names: Iterable[str], limit: int = 8) -> str:
 
     Up to ``limit`` stand as they are. Of more, repeated ones are one, and the message says how many are left out.
     """
-    found = list(names)
-    return _cut(
-        found if len(found) <= limit else [each.label for each in repeated((name, None) for name in found)], limit
-    )
+    return _listed(repeated((name, None) for name in names), limit)
 
 
 def reasons(rows: Iterable[tuple[str, str]], limit: int = 8, others: str = "") -> list[str]:
@@ -60,16 +57,18 @@ def reasons(rows: Iterable[tuple[str, str]], limit: int = 8, others: str = "") -
 
     The last says how many of them are left out, and ``others``: where they are found.
     """
-    of: dict[str, list[str]] = {}
+    of: dict[str, list[Repeated[str]]] = {}
     for each in repeated(rows):
-        of.setdefault(each.verdict, []).append(each.label or "the model")
-    lines = [f"{_cut(labels, limit)}: {reason}" for reason, labels in list(of.items())[:limit]]
+        of.setdefault(each.verdict, []).append(each)
+    lines = [f"{_listed(groups, limit)}: {reason}" for reason, groups in list(of.items())[:limit]]
     return lines + ([f"and {len(of) - limit} more{others}"] if len(of) > limit else [])
 
 
-def _cut(labels: list[str], limit: int) -> str:
-    more = f" and {len(labels) - limit} more" if len(labels) > limit else ""
-    return ", ".join(labels[:limit]) + more
+def _listed(groups: Sequence[Repeated[V]], limit: int) -> str:
+    names = [name or "the model" for each in groups for name in each.names]
+    shown = names if len(names) <= limit else [each.label for each in groups]
+    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
+    return ", ".join(shown[:limit]) + more
 
 
 def _pattern(name: str) -> str:

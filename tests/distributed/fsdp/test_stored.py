@@ -6,7 +6,7 @@ import stored_cases
 import torch
 from cases import QUANTIZED
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(4)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(6)]
 each_recipe = pytest.mark.parametrize("recipe", QUANTIZED)
 
 

@@ -6,7 +6,7 @@ import stored_expert_cases
 import torch
 from cases import QUANTIZED
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(2)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(4)]
 PROCESSES = 4
 
 

@@ -8,7 +8,7 @@ import torch
 import trained_cases
 from cases import QUANTIZED
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(4)]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.one_in(6)]
 
 
 WORLDS = {"fsdp2": 4, "fsdp2_kept": 2, "hsdp": 4, "ddp": 2, "tp_fsdp2": 4, "tp": 2}
@@ -94,7 +94,7 @@ def test_a_step_that_changes_no_shard_is_counted(ranks):
         assert changed == 0
         assert (steps.steps, steps.unchanged) == (3, 3)
         assert "SGD writes to weights that are stored in 8 bits" in messages[0]
-        assert "at most 0.00% of their codes changed" in messages[0]
+        assert "at most 0.00 % of their codes changed" in messages[0]
 
 
 def test_recompute_gathers_as_often(ranks):

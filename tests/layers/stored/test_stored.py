@@ -288,10 +288,10 @@ BF16_EXPERTS = {**FROZEN, "recipe": {"*.experts": "bf16", "*": "rowwise"}}
     ("change", "options", "message"),
     [
         (lambda model: model, TRAINED, "the weight of 0 requires a gradient and is torch.bfloat16.*call model.float"),
-        (lambda model: model.half(), {}, "0: its weight is torch.float16: cast the model"),
-        (tied, {}, "0: its weight is shared by 0.weight, 2.weight: leave them out by filter="),
+        (lambda model: model.half(), {}, "0, 2: its weight is torch.float16: cast the model"),
+        (tied, {}, "0, 2: its weight is shared by 0.weight, 2.weight: leave them out by filter="),
         (parametrized, {}, "0: its weight is computed"),
-        (lambda model: model.to("meta"), {}, "0: its weight is on the meta device: load the model first"),
+        (lambda model: model.to("meta"), {}, "0, 2: its weight is on the meta device: load the model first"),
         (lambda model: model, {"mode": "serve"}, "mode must be one of 'training', 'inference'; got 'serve'"),
         (lambda model: model, {"weight_storage": "fp8"}, "weight_storage must be one of 'parameters', 'quantized'"),
         (mixture(lambda model: model.half()), FROZEN, "its weight is torch.float16: cast the model"),
