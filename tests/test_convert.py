@@ -216,7 +216,7 @@ class TestSelection:
     @pytest.mark.parametrize(
         ("patterns", "message"),
         [
-            ({"*.mlp.*": "rowwise", "*.mpl.*": "bf16"}, r"'\*\.mpl\.\*' decided.*matches none.*model\.layers\.\*"),
+            ({"*.mlp.*": "rowwise", "*.mpl.*": "bf16"}, r"'\*\.mpl\.\*' decided.*matches none.*model\.layers\.0"),
             ({"*": "rowwise", "lm_head": "bf16"}, "'lm_head' decided the recipe of no layer.*first match wins"),
             ({"*.mlp.*": "rowise"}, "did you mean 'rowwise'"),
             ({}, "empty"),

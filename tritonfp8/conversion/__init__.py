@@ -6,10 +6,10 @@ selection    which layers are converted, and by which recipe
 shares       the parameters that no converted layer has, with their share of the FLOPs
 report       ConversionReport
 sharing      layers that quantize a common input once
-wrapped      a model and its names without torch.compile and other wrappers
+wrapped      a model without torch.compile and other wrappers
 others       FLOP counters, which learn of converted layers, and FP8 libraries, which must not replace one
 """
 
 from tritonfp8.conversion.model import convert, revert, swap_recipe
 from tritonfp8.conversion.report import ConversionReport
-from tritonfp8.conversion.wrapped import bare, reshard, unwrapped
+from tritonfp8.conversion.wrapped import bare, reshard

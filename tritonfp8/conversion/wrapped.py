@@ -1,16 +1,8 @@
-"""A model, the names of its modules, and its weights, without what torch wraps around them or gathers."""
+"""A model and its weights, without what torch wraps around them or gathers."""
 
 from __future__ import annotations
 
 from torch import nn
-
-# What torch.compile and checkpointing put into the names of modules. A state_dict of theirs has it, a checkpoint not.
-_INSERTED = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-def unwrapped(name: str) -> str:
-    """A name as it is without ``torch.compile`` and checkpointing."""
-    return ".".join(part for part in name.split(".") if part not in _INSERTED)
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from tritonfp8.conversion import unwrapped
 from tritonfp8.conversion.selection import Filter, Roles, Selection, linears, sizes_of, why_unfit
 from tritonfp8.export.checkpoint_formats import CheckpointFormat
 from tritonfp8.export.experts import why_named_otherwise, why_not_split
@@ -17,6 +16,7 @@ from tritonfp8.export.places import Place, joined
 from tritonfp8.layers.linear import Float8Conv1D, is_conv1d, is_converted
 from tritonfp8.layers.moe import class_of_experts, is_converted_experts
 from tritonfp8.specs import naming
+from tritonfp8.specs.naming import unwrapped
 
 # Layers that vLLM and SGLang fuse into one, which has one format.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))

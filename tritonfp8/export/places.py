@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tritonfp8.compat import CheckpointNames
-from tritonfp8.conversion import unwrapped
 from tritonfp8.layers.linear import is_distributed
 from tritonfp8.layers.stored import StoredWeight, whole_weight
+from tritonfp8.specs.naming import unwrapped
 
 
 class Owner(NamedTuple):

@@ -25,11 +25,12 @@ except ImportError as error:
         "tritonfp8.integrations.transformers needs transformers and accelerate: pip install 'tritonfp8[integrations]'"
     ) from error
 
-from tritonfp8.conversion import ConversionReport, bare, convert, unwrapped
+from tritonfp8.conversion import ConversionReport, bare, convert
 from tritonfp8.distributed import enable_float8_all_gather
 from tritonfp8.layers.linear import is_converted
 from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import Recipe
+from tritonfp8.specs.naming import unwrapped
 from tritonfp8.workflow import RecipeSchedule, TrainingCheck, verify_training
 
 CONFIG_KEY = "tritonfp8"

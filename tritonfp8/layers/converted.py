@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from tritonfp8.specs.naming import unwrapped
+
 ATTRIBUTE = "_tritonfp8_converted"
-# Modules that wrappers insert into names, below the module that has the record.
-_INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _reverted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -31,7 +31,7 @@ def forget_names(model: nn.Module, reverted: Iterable[nn.Module]) -> None:
 
 
 def recorded_modules(model: nn.Module) -> dict[str, nn.Module | None]:
-    """The module that has the name of each converted layer now, by its name in ``model``; None if none has it.
+    """The module that has the name of each converted layer now, by this name; None if none has it. Names are unwrapped.
 
     Layers that :func:`tritonfp8.revert` reverted are left out. It is empty for a model without a record, such as one
     that was made of ``Float8Linear`` by hand.
@@ -41,13 +41,9 @@ def recorded_modules(model: nn.Module) -> dict[str, nn.Module | None]:
         names = root.__dict__.get(ATTRIBUTE)
         if names is None:
             continue
-        now = {_plain(name): module for name, module in root.named_modules(remove_duplicate=False)}
+        now = {unwrapped(name): module for name, module in root.named_modules(remove_duplicate=False)}
         for name in names:
-            module = now.get(_plain(name))
+            module = now.get(unwrapped(name))
             if module is None or module not in _reverted:
-                found[".".join(filter(None, (prefix, name)))] = module
+                found[unwrapped(".".join(filter(None, (prefix, name))))] = module
     return found
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _INSERTED)

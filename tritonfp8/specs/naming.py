@@ -8,6 +8,10 @@ from typing import Generic, NamedTuple, TypeVar
 V = TypeVar("V", bound=Hashable)
 
 
+# What torch.compile, checkpointing and FSDP put into the names of modules. A state_dict has it, a checkpoint not.
+_INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
 class Repeated(NamedTuple, Generic[V]):
     """Layers whose names differ only in numbers, and that have the same verdict.
 
@@ -22,10 +26,16 @@ class Repeated(NamedTuple, Generic[V]):
     verdict: V
 
 
+def unwrapped(name: str) -> str:
+    """A name as it is without ``torch.compile``, checkpointing and FSDP around a module."""
+    return ".".join(part for part in name.split(".") if part not in _INSERTED)
+
+
 def repeated(rows: Iterable[tuple[str, V]]) -> list[Repeated[V]]:
     """Group the rows of a report, names with verdicts, in the order of their first names.
 
-    For a part of the layers of one pattern, numbers take the place of the star: ``model.layers.0-1,31.mlp (3x)``.
+    For a part of the layers of one pattern, and for up to three layers, numbers take the place of the star:
+    ``model.layers.0-1,31.mlp (3x)``.
     """
     groups: dict[tuple[str, V], list[str]] = {}
     of_pattern: dict[str, set[str]] = {}
@@ -80,7 +90,8 @@ def _label(names: list[str], is_whole: bool) -> str:
         return names[0]
     places = list(zip(*(name.split(".") for name in names), strict=True))
     varying = [place for place in places if len(set(place)) > 1]
-    star = "*" if is_whole or len(varying) != 1 else _ranges(sorted({int(number) for number in varying[0]}))
+    numbers = sorted({int(number) for number in varying[0]})
+    star = _ranges(numbers) if len(varying) == 1 and (len(numbers) <= 3 or not is_whole) else "*"
     return ".".join(star if place in varying else place[0] for place in places) + f" ({len(names)}x)"
 
 

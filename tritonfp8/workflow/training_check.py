@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tritonfp8.layers import Fingerprints
 from tritonfp8.layers.linear import require_module
 from tritonfp8.specs.checks import require
+from tritonfp8.specs.naming import unwrapped
 from tritonfp8.workflow.outputs import local_part
 from tritonfp8.workflow.verification_report import ON_FAILURE, Failure, deliver, lines_of
 
@@ -63,7 +64,7 @@ class TrainingCheck:
 
     def __enter__(self) -> TrainingCheck:
         self._before = [
-            _Held(name, parameter, self._fingerprints.of(parameter))
+            _Held(unwrapped(name), parameter, self._fingerprints.of(parameter))
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         ]
@@ -114,7 +115,7 @@ class TrainingCheck:
         return "\n  ".join([moved, *lines_of(self.failures)])
 
     def _compare(self) -> None:
-        now = dict(self._model.named_parameters())
+        now = {unwrapped(name): parameter for name, parameter in self._model.named_parameters()}
         # A parameter may have been replaced inside the block: then the new one is compared.
         flags = {
             held.name: [

@@ -19,6 +19,7 @@ from tritonfp8.layers.moe import is_converted_experts
 from tritonfp8.recipes import GEMMS, Recipe
 from tritonfp8.specs import spec_of
 from tritonfp8.specs.checks import require, require_flag
+from tritonfp8.specs.naming import unwrapped
 from tritonfp8.workflow.outputs import floating_tensors, keywords, own_loss, total
 from tritonfp8.workflow.unchanged import unchanged
 from tritonfp8.workflow.verification_failures import (
@@ -73,7 +74,9 @@ def verify(
     require_flag("backward", backward)
     require("on_failure", on_failure, ON_FAILURE)
     layers: dict[str, Converted] = {
-        name: module for name, module in model.named_modules() if is_converted(module) or is_converted_experts(module)
+        unwrapped(name): module
+        for name, module in model.named_modules()
+        if is_converted(module) or is_converted_experts(module)
     }
     if len(inputs) == 1 and not kwargs and (named := keywords(model, inputs[0])) is not None:
         inputs, kwargs = (), dict(named)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tritonfp8.specs.naming import unwrapped
 from tritonfp8.workflow.outputs import local_part
 
 # The positions of the two operands. The left one ends with the contraction.
@@ -43,7 +44,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim >= 2:
-                yield ".".join(filter(None, (prefix, name))), module, name
+                yield unwrapped(".".join(filter(None, (prefix, name)))), module, name
 
 
 def _storage(x: Tensor) -> StorageWeakRef | None:

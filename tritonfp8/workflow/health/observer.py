@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tritonfp8.conversion import unwrapped
 from tritonfp8.conversion.selection import converted_experts, converted_layers
 from tritonfp8.layers import versions
 from tritonfp8.layers.linear import Float8Conv1D, Float8Linear
 from tritonfp8.layers.moe import ConvertedExperts
 from tritonfp8.recipes import Recipe
 from tritonfp8.specs import QuantSpec
+from tritonfp8.specs.naming import unwrapped
 from tritonfp8.workflow.health.groups import Key, StepOperands
 from tritonfp8.workflow.health.statistics import local_matrices, local_matrix
 
